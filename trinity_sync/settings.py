@@ -74,7 +74,7 @@ def _to_share(value: Any) -> Any:
 
 
 def _to_paths(value: Any) -> Any:
-    return value.split(os.pathsep) if isinstance(value, str) else value
+    return [path for path in value.split(os.pathsep) if path] if isinstance(value, str) else value
 
 
 def _to_names(value: Any) -> Any:
@@ -141,6 +141,7 @@ class _ReadSettings(BaseSettings):
     """Base of the settings: what is wrong in them is a `ConfigError`."""
 
     def __init__(self, **values: Any) -> None:
+        _refuse_unknown_variables()
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -192,12 +193,18 @@ class Settings(_ReadSettings):
     afterwards it evicts them. It is below the time-out of NCCL, since other ranks may wait in a
     collective. Weights are evicted for newer ones after 10 seconds."""
 
-    overlap: bool = False
-    """Whether veRL's manager stages while the next forward and backward pass runs."""
+    overlap: bool | Literal["check"] = False
+    """Whether veRL's manager stages while the next forward and backward pass runs. With ``check``,
+    each overlapped image is compared with a digest taken at the call, which detects every change of
+    the state meanwhile; the call then reads the state once, in about half the time of a copy."""
 
-    check_overlap: bool = False
-    """Compare each overlapped image with a digest taken at the call, which detects every change.
-    The call then reads the state once, in about half the time of a copy."""
+    run_key: str = ""
+    """Key of the training's run: the same in all of its processes, and new at each start. By
+    default the launcher's, or a random one."""
+
+    trusted_paths: Paths = Field(default=(), examples=[("/data",)])
+    """Folders whose files are unpickled in full, although others than this user can write them;
+    separated by ``:``. Files of this user are always trusted."""
 
     home: Path = Field(default_factory=default_home)
     """Folder of the stack on this host: its database, logs and state file. By default
@@ -397,6 +404,47 @@ class StackSettings(_ReadSettings):
             for key, value in values.items()
         }
         return variables | {CONFIG: os.devnull}
+
+
+OTHER_VARIABLES = {
+    CONFIG,
+    "TRINITY_SYNC_ROOT",  # of the job that commands are about
+    "TRINITY_SYNC_LOG",
+    "TRINITY_SYNC_TRIED",  # of the command itself, see `cli.main`
+}
+"""Variables that are not settings."""
+
+
+def list_variables() -> set[str]:
+    """Return the names of all variables ``TRINITY_SYNC_...`` that mean something."""
+    of_process = {f"{PREFIX}{name}".upper() for name in Settings.model_fields}
+    of_stack = {stack_variable(section, key) for section, key, _ in iter_stack_fields()}
+    return of_process | of_stack | OTHER_VARIABLES
+
+
+def _refuse_unknown_variables() -> None:
+    """Refuse a variable that would be ignored in silence.
+
+    Raises:
+        ConfigError: The environment has variables of ours that mean nothing.
+    """
+    known = list_variables()
+    unknown = sorted(
+        name
+        for name in os.environ
+        if name.startswith(PREFIX) and name not in known and not _is_of_kubernetes(name)
+    )
+    if unknown:
+        raise ConfigError(
+            "\n".join(f"the variable {name} is unknown; {suggest(name, known)}" for name in unknown)
+        )
+
+
+def _is_of_kubernetes(name: str) -> bool:
+    """Return whether Kubernetes sets a variable in all pods, for a service ``trinity-sync...``."""
+    if re.fullmatch(r".*_(SERVICE_(HOST|PORT\w*)|PORT_\d+_(TCP|UDP|SCTP)\w*)", name):
+        return True
+    return name.endswith("_PORT") and bool(re.match("(tcp|udp|sctp)://", os.environ[name]))
 
 
 def to_text(value: Any) -> str:

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from trinity_sync.settings import Settings, StackSettings
+from trinity_sync.settings import list_variables
 
 FOLDER = Path(__file__).parents[2] / "deploy"
-OTHERS = {"TRINITY_SYNC_TRUSTED", "TRINITY_SYNC_RUN"}
 
 
 def loaded(name: str) -> dict[str, Any]:
@@ -62,7 +61,7 @@ def test_worker_trainer_and_ray_share_memory_host_name_and_processes() -> None:
 
 @pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("*.yaml")))
 def test_every_setting_of_ours_exists(name: str) -> None:
-    known = {*Settings().to_variables(), *StackSettings().to_variables()} | OTHERS
+    known = list_variables()
     named = set(re.findall(r"TRINITY_SYNC_[A-Z_]+", "\n".join(texts(loaded(name)))))
     assert named <= known
 

@@ -329,5 +329,6 @@ def test_tensors_are_named_by_their_paths() -> None:
 
 
 def test_checking_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRINITY_SYNC_CHECK_OVERLAP", "true")
-    assert Settings().check_overlap
+    for value, overlap in (("check", "check"), ("true", True), ("false", False)):
+        monkeypatch.setenv("TRINITY_SYNC_OVERLAP", value)
+        assert Settings().overlap == overlap

@@ -58,11 +58,11 @@ def test_a_restart_with_the_key_of_the_run_before_is_refused(
     saved: Path, coordinator_of: Open, job: Job
 ) -> None:
     again = coordinator_of(run_key="first")
-    with pytest.raises(ConfigError, match="give TRINITY_SYNC_RUN a new value at each start"):
+    with pytest.raises(ConfigError, match="give TRINITY_SYNC_RUN_KEY a new value at each start"):
         again.load(40)
     second = coordinator_of(run_key="second")
     second.load(30)
-    with pytest.raises(ConfigError, match=r"began at step 30 .* TRINITY_SYNC_RUN"):
+    with pytest.raises(ConfigError, match=r"began at step 30 .* TRINITY_SYNC_RUN_KEY"):
         coordinator_of(run_key="second").load(40)
 
 

@@ -106,7 +106,9 @@ def of_others(path: Path) -> None:
 def test_what_others_may_have_written_runs_nothing(job: Job, trap: Path, read: Any) -> None:
     for shard in shards(job):
         of_others(shard)
-    with pytest.raises(CommitError, match=r"is not this user's alone.* set TRINITY_SYNC_TRUSTED="):
+    with pytest.raises(
+        CommitError, match=r"is not this user's alone.* set TRINITY_SYNC_TRUSTED_PATHS="
+    ):
         read(job)
     assert not trap.exists()
 

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
 from trinity_sync.settings import CONFIG, Settings, StackSettings, default_home
+from trinity_sync.snapshot.safe_load import TRUSTED
 
 
 @pytest.fixture
@@ -128,6 +130,58 @@ def test_a_wrong_variable_is_named_with_an_example(
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=said):
         _ = Settings(), StackSettings()
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("TRINITY_SYNC_SLOT", "TRINITY_SYNC_SLOTS"),
+        ("TRINITY_SYNC_RUN", "TRINITY_SYNC_RUN_KEY"),
+        ("TRINITY_SYNC_STACK__WORKER__METRICS_PORT", "TRINITY_SYNC_STACK__WORKER__METRICS"),
+        ("TRINITY_SYNC_RAY_ADDRESS", "TRINITY_SYNC_STACK__RAY__ADDRESS"),
+        ("TRINITY_SYNC_STACK__SERVER__PROT", "TRINITY_SYNC_STACK__SERVER__PORT"),
+        ("TRINITY_SYNC_STACK__SEVER__PORT", "TRINITY_SYNC_STACK__SERVER__PORT"),
+    ],
+)
+def test_a_variable_that_means_nothing_is_an_error_with_the_nearest_name(
+    file: Path, monkeypatch: pytest.MonkeyPatch, name: str, nearest: str
+) -> None:
+    monkeypatch.setenv(name, "1")
+    for settings in (Settings, StackSettings):
+        with pytest.raises(ConfigError, match=rf"{name} is unknown; did you mean {nearest}\?"):
+            settings()
+
+
+def test_a_trainer_with_a_mistyped_variable_does_not_start(
+    root: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRINITY_SYNC_SPOL", "/dev/shm/mine")
+    with pytest.raises(ConfigError, match=r"TRINITY_SYNC_SPOL is unknown.*TRINITY_SYNC_SPOOL\?"):
+        CheckpointCoordinator(root)
+
+
+def test_variables_of_a_service_of_kubernetes_are_no_settings(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (
+        "TRINITY_SYNC_HEAD_SVC_SERVICE_HOST",
+        "TRINITY_SYNC_HEAD_SVC_SERVICE_PORT",
+        "TRINITY_SYNC_HEAD_SVC_SERVICE_PORT_GCS",
+        "TRINITY_SYNC_PORT",
+        "TRINITY_SYNC_PORT_6379_TCP",
+        "TRINITY_SYNC_PORT_6379_TCP_ADDR",
+    ):
+        monkeypatch.setenv(name, "tcp://10.0.0.4:6379")
+    assert Settings().slots == 2
+
+
+def test_other_variables_of_ours_are_known(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TRINITY_SYNC_ROOT", "TRINITY_SYNC_LOG", "TRINITY_SYNC_TRIED"):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("TRINITY_SYNC_TRUSTED_PATHS", "/a::/b")
+    assert Settings().trusted_paths == (Path("/a"), Path("/b"))
+    monkeypatch.setenv("TRINITY_SYNC_TRUSTED_PATHS", Settings().to_variables()[TRUSTED])
+    assert Settings().trusted_paths == (Path("/a"), Path("/b"))
 
 
 def test_a_process_that_gets_all_settings_as_variables_reads_no_file(

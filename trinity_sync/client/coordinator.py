@@ -21,7 +21,7 @@ from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.emergency_save import EmergencySave, run_emergency_save
 from trinity_sync.client.init_root import open_root, open_together, resolve_root
 from trinity_sync.client.preemption import Preemption, noticed_by_any
-from trinity_sync.client.run_context import RunContext, own_run_key
+from trinity_sync.client.run_context import RunContext, make_run_key
 from trinity_sync.client.save_submitter import SaveSubmitter
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.client.state_saver import StateSaver
@@ -77,7 +77,7 @@ class CheckpointCoordinator:
         places: ranks of each node; by default all ranks are on this node. A caller that passes them
             has opened the root, as `of_process_group` does.
         run_key: key that all processes of this run share and no other run of the job has; by
-            default ``TRINITY_SYNC_RUN``, or a random key. Roles that save from separate process
+            default ``TRINITY_SYNC_RUN_KEY``, or a random key. Roles that save from separate process
             groups need it.
         roles: roles that make one checkpoint together; by default those of the settings.
         job: settings of the job to write into the root, by name as in
@@ -136,7 +136,7 @@ class CheckpointCoordinator:
         job_settings = read_job_settings(self.root)
         here = (self.settings.node, str(self.spool.folder.absolute()))
         self._places = tuple(places) or group_by_node([here] * world_size)
-        self._run = RunContext(self.root, run_key or own_run_key())
+        self._run = RunContext(self.root, run_key or self.settings.run_key or make_run_key())
         self._attachments = Attachments(self.root, rank)
         self._watcher = CommitWatcher(requests, self.spool, rank=rank, world_size=world_size)
         self._loader = StepLoader(
@@ -165,7 +165,7 @@ class CheckpointCoordinator:
         self._states = StateSaver(
             self._stager,
             self._submitter.submit_states,
-            check_overlap=self.settings.check_overlap,
+            check_overlap=self.settings.overlap == "check",
         )
         self._callables = CallableSaver(self.root, self.spool)
         self._metrics = MetricsLog(self.root)
@@ -201,7 +201,8 @@ class CheckpointCoordinator:
         """
         settings = settings or Settings()
         check = (trigger or SaveTrigger(settings)).require_stack if require_stack else None
-        places, key = open_together(root, settings, run_key or own_run_key(), job=job, check=check)
+        run_key = run_key or settings.run_key or make_run_key()
+        places, key = open_together(root, settings, run_key, job=job, check=check)
         made = cls(
             root,
             rank=dist.get_rank(),
@@ -369,7 +370,7 @@ class CheckpointCoordinator:
             overlap: return before large tensors are copied; a thread copies them during the next
                 forward and backward pass. They must not change before `wait_staged`, which
                 `wait_staged_before` calls, and the save is not submitted until then. A detected
-                change fails the save; ``TRINITY_SYNC_CHECK_OVERLAP`` detects all changes.
+                change fails the save; ``TRINITY_SYNC_OVERLAP=check`` detects all changes.
             keep: number of checkpoints to keep once this one is committed, this one included; 0 for
                 all. Older ones are removed after the commit, never before.
             export: once the step is committed, also write the model's FSDP shards as a Hugging Face

@@ -7,7 +7,6 @@ an error.
 """
 
 import logging
-import os
 import threading
 import uuid
 from pathlib import Path
@@ -81,7 +80,7 @@ class RunContext:
             raise ConfigError(
                 f"run key {self._key!r} is that of run {joined.number} of {self._root}, which "
                 f"began at step {joined.resumed_from} and cannot begin again at {step}; give "
-                "TRINITY_SYNC_RUN a new value at each start"
+                "TRINITY_SYNC_RUN_KEY a new value at each start"
             )
 
     @property
@@ -103,7 +102,7 @@ class RunContext:
         if step != run.resumed_from and is_committed(self._root, run.number, step, "checkpoint"):
             raise ConfigError(
                 f"step {step} of {self._root} was committed before by run {run.number}, which has "
-                f"the same key {run.key!r}; give TRINITY_SYNC_RUN a new value at each start"
+                f"the same key {run.key!r}; give TRINITY_SYNC_RUN_KEY a new value at each start"
             )
         self._has_saved = True
 
@@ -127,6 +126,6 @@ class RunContext:
         )
 
 
-def own_run_key() -> str:
-    """Return ``TRINITY_SYNC_RUN``, or a random key if it is not set."""
-    return os.environ.get("TRINITY_SYNC_RUN") or uuid.uuid4().hex
+def make_run_key() -> str:
+    """Return a random key for a run."""
+    return uuid.uuid4().hex

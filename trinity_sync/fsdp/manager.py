@@ -420,7 +420,7 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         if not states:
             return None
         metadata = metadata_folder(coordinator, role, self.model, self.processing_class)
-        overlap = coordinator.settings.overlap and self.optimizer is not None
+        overlap = bool(coordinator.settings.overlap) and self.optimizer is not None
         if overlap and not self._waits_before_steps:
             coordinator.wait_staged_before(self.optimizer)
             self._waits_before_steps = True

@@ -2,8 +2,8 @@
 
 Unpickling runs code that the bytes name, and a job must be able to load its own checkpoints with
 objects of a user's classes. A file is trusted if this user owns it and no other user may write it,
-or if it lies below a folder that ``TRINITY_SYNC_TRUSTED`` names (several are separated by ``:``).
-Other files are loaded with ``weights_only``, plus NumPy's arrays, which veRL's random state
+or if it lies below a folder that ``TRINITY_SYNC_TRUSTED_PATHS`` names (several are separated by
+``:``). Other files are loaded with ``weights_only``, plus NumPy's arrays, which veRL's random state
 consists of.
 
 Other users may be able to write a folder on the path, and to give the file's name to another file
@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from trinity_sync.errors import CommitError
 
-TRUSTED = "TRINITY_SYNC_TRUSTED"
+TRUSTED = "TRINITY_SYNC_TRUSTED_PATHS"
 
 
 def open_no_follow(path: Path) -> BinaryIO:

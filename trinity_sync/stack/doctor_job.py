@@ -129,7 +129,7 @@ def _check_capabilities(found: Capabilities, stack: StackSettings) -> Iterator[C
         todo = "use another file system for the root, see docs/concepts/file-systems.md"
         yield Check(each.name, state, answer, todo if state == "fail" else "")
     used = can_reuse_blocks(found.root, stack.io.reuse_files) and found.has("leases")
-    why = "" if used else " (needs TRINITY_SYNC_RECYCLE and a local file system with leases)"
+    why = "" if used else " (needs io.reuse_files and a local file system with leases)"
     yield Check("recycled files", "ok", ("yes" if used else "no") + why)
 
 

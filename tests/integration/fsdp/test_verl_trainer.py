@@ -339,7 +339,7 @@ def test_a_launch_tells_its_processes_the_run_the_roles_and_no_secret(
     first, second = (launch(each)["env_vars"] for each in (with_critic, grpo))
     assert first["TRINITY_SYNC_ROLES"] == "actor,critic"
     assert "TRINITY_SYNC_ROLES" not in second
-    assert first["TRINITY_SYNC_RUN"] != second["TRINITY_SYNC_RUN"]
+    assert first["TRINITY_SYNC_RUN_KEY"] != second["TRINITY_SYNC_RUN_KEY"]
     assert first["TRINITY_SYNC_SLOTS"] == "3"
     assert first["VERL_USE_EXTERNAL_MODULES"] == "mine,ours"
     assert "secret" not in str(first)

@@ -57,7 +57,7 @@ class Job:
         root, trainer = Path(config.checkpoint_job_dir).resolve(), config.trainer
         return cls(
             root=str(root),
-            run_key=read_forwarded_variables().get("TRINITY_SYNC_RUN") or uuid.uuid4().hex,
+            run_key=Settings().run_key or uuid.uuid4().hex,
             roles=("actor", "critic") if critic else ("actor",),
             write_concurrency=SAVE_STRATEGIES[trainer.save_strategy.value],
             keep=max(0, trainer.max_checkpoints_to_keep or 0),

@@ -139,7 +139,7 @@ def wrap_get_ppo_ray_runtime_env(
         environment = original(config)
         variables = environment.setdefault("env_vars", {})
         ours = read_forwarded_variables()
-        ours.setdefault("TRINITY_SYNC_RUN", uuid.uuid4().hex)
+        ours.setdefault("TRINITY_SYNC_RUN_KEY", uuid.uuid4().hex)
         if config is not None and "TRINITY_SYNC_ROLES" not in ours and _has_critic(config):
             ours["TRINITY_SYNC_ROLES"] = "actor,critic"
         given = os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")
