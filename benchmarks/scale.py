@@ -66,7 +66,6 @@ def main() -> None:
             "TRINITY_SYNC_HOME": f"{folder}/home",
             "TRINITY_SYNC_SPOOL": memory,
             "TRINITY_SYNC_STACK__MAINTENANCE__SCHEDULES": "false",
-            "TRINITY_SYNC_STACK__SERVER__PORT": "0",
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "ERROR",
             "DO_NOT_TRACK": "1",
@@ -285,10 +284,11 @@ def root_job(root: Path) -> str:
 def prefect_server() -> Iterator[int]:
     """A Prefect server with the deployments; its pid."""
     from trinity_sync.orchestration.deploy import deploy
-    from trinity_sync.settings import Settings, StackSettings
+    from trinity_sync.settings import ServerSettings, Settings, StackSettings
     from trinity_sync.stack import daemon, services
 
-    settings, stack = Settings(), StackSettings()
+    settings = Settings()
+    stack = StackSettings(server=ServerSettings(port=0, password="none"))
     settings.home.mkdir(parents=True, exist_ok=True)
     state = services.start_server(settings, stack, services.StackState())
     assert state.server
@@ -299,7 +299,7 @@ def prefect_server() -> Iterator[int]:
             lambda: services.is_server_ready(state),
             daemon.StartupDeadline(180),
         )
-        os.environ |= state.environment
+        os.environ["PREFECT_API_URL"] = state.api_url
         from prefect.context import refresh_global_settings_context
 
         refresh_global_settings_context()

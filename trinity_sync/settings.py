@@ -18,7 +18,7 @@ import re
 import socket
 import sys
 import zoneinfo
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -383,17 +383,14 @@ class StackSettings(_ReadSettings):
         file = InitSettingsSource(settings_cls, read_config_file())
         return init_settings, _Environment(settings_cls), file
 
-    def list_changes(self, recorded: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """Return each value that differs from recorded ones, as ``server.port: 4200, now 5000``.
-
-        Args:
-            recorded: Values by section and key, as ``model_dump(mode="json")`` gives them.
-        """
+    def list_changes(self, before: "StackSettings") -> list[str]:
+        """Return each value that differs from that before, as ``server.port: 4200, now 5000``."""
+        old = before.model_dump(mode="json")
         return [
-            f"{section}.{key}: {show_value(recorded[section][key])}, now {show_value(value)}"
+            f"{section}.{key}: {show_value(old[section][key])}, now {show_value(value)}"
             for section, values in self.model_dump(mode="json").items()
             for key, value in values.items()
-            if value != recorded[section][key]
+            if value != old[section][key]
         ]
 
     def to_variables(self) -> dict[str, str]:

@@ -200,6 +200,16 @@ def test_a_request_that_a_stack_of_another_release_does_not_know_is_refused(
         ask(stack.api_url, lambda api: api.create_flow_run(fields), **login(stack))
 
 
+def test_the_password_of_the_local_stack_is_sent_to_its_server_only(
+    stack: StackState, stack_settings: Settings, guarded: str
+) -> None:
+    home = stack_settings.home
+    assert ask(stack.api_url, nothing, home=home) == {}
+    assert ask(None, nothing, home=home, PREFECT_API_URL=stack.api_url) == {}
+    with pytest.raises(PrefectApiError, match="PREFECT_API_AUTH_STRING"):
+        ask(guarded, nothing, home=home)
+
+
 def test_the_password_is_sent(guarded: str) -> None:
     assert ask(guarded, nothing, PREFECT_API_AUTH_STRING=LOGIN) == {}
     basic = json.dumps({"Authorization": "Basic YWRtaW46cGFzcw==", "User-Agent": "ignored"})

@@ -1,8 +1,10 @@
 """``trinity-sync config``, and what is said when a running stack has other settings."""
 
 import json
+import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ from typer.testing import CliRunner
 
 from tests.conftest import environment
 from trinity_sync.cli.commands import app
+from trinity_sync.fs.process import read_process_identity
 from trinity_sync.settings import CONFIG, Settings, StackSettings
 from trinity_sync.stack import embedded
+from trinity_sync.stack.daemon import Daemon
 from trinity_sync.stack.doctor import run_checks
 from trinity_sync.stack.services import StackState
 from trinity_sync.stack.state_file import write_state
@@ -90,9 +94,16 @@ def test_a_command_reads_the_file_that_its_option_names(tmp_path: Path) -> None:
         assert "unknown key prot in [server]" in done.output
 
 
+def running(settings: StackSettings) -> StackState:
+    """A stack whose worker is this process, and whose server is away."""
+    worker = Daemon(read_process_identity(os.getpid()), "worker.log")
+    recorded = settings.model_dump(mode="json")
+    return StackState(api_url="http://127.0.0.1:9/api", settings=recorded, worker=worker)
+
+
 def test_a_running_stack_with_other_settings_is_said_and_what_applies_them(home: Path) -> None:
     recorded = StackSettings(catalog={"url": "postgresql://user:secret@host/db"})
-    state = StackState(api_url="http://127.0.0.1:9/api", settings=recorded.model_dump(mode="json"))
+    state = running(recorded)
     write_state(home, state)
     named = {
         "TRINITY_SYNC_STACK__WORKER__NICE": "5",
@@ -111,9 +122,18 @@ def test_a_running_stack_with_other_settings_is_said_and_what_applies_them(home:
     assert (check.state, check.todo) == ("warn", "apply them: trinity-sync restart")
 
 
+def test_a_stack_that_does_not_run_has_no_settings_to_keep(home: Path) -> None:
+    ended = Daemon("999999999/1.0", "worker.log")
+    write_state(home, replace(running(StackSettings()), worker=ended))
+    with environment(
+        {"TRINITY_SYNC_HOME": str(home), "TRINITY_SYNC_STACK__WORKER__POOL": "another"}
+    ):
+        found = embedded.status()
+    assert (found.changed, found.pool) == ((), "another")
+
+
 def test_a_file_that_became_invalid_hides_no_status(home: Path, tmp_path: Path) -> None:
-    recorded = StackSettings().model_dump(mode="json")
-    write_state(home, StackState(api_url="http://127.0.0.1:9/api", settings=recorded))
+    write_state(home, running(StackSettings()))
     path = tmp_path / "trinity_sync.toml"
     path.write_text("[server]\nprot = 1\n")
     with environment({"TRINITY_SYNC_HOME": str(home), CONFIG: str(path)}):

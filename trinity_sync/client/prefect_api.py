@@ -19,7 +19,7 @@ import re
 import ssl
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -424,6 +424,10 @@ def _find_server(home: Path, given_url: str | None) -> _Server:
     if not url:
         url, own_login = read_local_stack(home)
         login = own_login or login
+    elif not login and not named("PREFECT_API_KEY"):
+        with suppress(PrefectApiError):  # it is not needed
+            own_url, own_login = read_local_stack(home)
+            login = own_login if url.rstrip("/") == own_url.rstrip("/") else ""
     if not url:
         raise PrefectApiError(
             "no Prefect server is known: PREFECT_API_URL is not set, and "

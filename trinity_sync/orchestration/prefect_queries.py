@@ -9,6 +9,7 @@ not see it. The states made here have no time, and the server adds it.
 """
 
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -63,16 +64,22 @@ UNDER_WAY = (StateType.RUNNING, StateType.PENDING, StateType.CANCELLING)
 def find_server(settings: Settings) -> tuple[str | None, str]:
     """Return URL and password of the Prefect API for `open_client`.
 
-    It is that of this process's environment or profile, or the local stack's. The password is empty
-    for that of the environment.
+    It is that of this process's environment or profile, or the local stack's. The password is that
+    of the local stack; empty for another server, or if the environment has one.
 
     Raises:
         StackError: The state file of the local stack cannot be read, or is not this user's.
     """
-    if url := PREFECT_API_URL.value():
+    url = os.environ.get("PREFECT_API_URL") or PREFECT_API_URL.value()
+    try:
+        own_url, auth = read_local_stack(settings.home)
+    except PrefectApiError:
+        if not url:
+            raise
         return url, ""
-    url, auth = read_local_stack(settings.home)
-    return url or None, auth
+    if url and (url != own_url or PREFECT_API_AUTH_STRING.value()):
+        return url, ""
+    return own_url or None, auth
 
 
 @contextmanager

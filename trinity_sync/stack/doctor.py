@@ -56,8 +56,7 @@ def run_checks(
     """
     state = embedded.find(settings)
     yield _check_settings(state)
-    recorded = state.settings if state else None
-    stack = StackSettings(**recorded) if recorded else StackSettings()
+    stack = embedded.read_running_settings(state) or StackSettings()
     yield _check_python()
     yield _check_installation()
     yield from _check_server(settings, stack, clock)
@@ -72,8 +71,9 @@ def run_checks(
 
 def _check_settings(state: StackState | None) -> Check:
     """Compare the settings of a running stack with those of the file and the environment."""
-    if state is None:
-        return Check("settings", "ok", "valid; no stack was started here")
+    if embedded.read_running_settings(state) is None:
+        return Check("settings", "ok", "valid; no stack runs here")
+    assert state is not None
     if changed := embedded.find_changes(state):
         found = f"differ from those of the running stack: {'; '.join(changed)}"
         return Check("settings", "warn", found, "apply them: trinity-sync restart")

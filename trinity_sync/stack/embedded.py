@@ -104,7 +104,7 @@ def up(
                     "set TRINITY_SYNC_HOME to another folder of this machine"
                 )
             now = replace(joining, host=stack.server.host)
-        stack = _read_settings(before) or stack
+        stack = read_running_settings(before) or stack
         _refuse_any_host(stack.server.host)
         now = replace(now, settings=stack.model_dump(mode="json"))
         if num_cpus:
@@ -190,7 +190,7 @@ def status(settings: Settings | None = None, stack: StackSettings | None = None)
     settings = settings or Settings()
     state = find(settings) or StackState()
     changed = find_changes(state, stack)
-    stack = _read_settings(state) or stack or StackSettings()
+    stack = read_running_settings(state) or stack or StackSettings()
     pool = stack.worker.pool
     found = (
         _check_service("server", state.server, state.api_url or _get_external_api_url()),
@@ -264,17 +264,20 @@ def find_changes(state: StackState, stack: StackSettings | None = None) -> tuple
         state: The stack.
         stack: The settings; by default those of the environment and the file.
     """
-    if state.settings is None:
+    running = read_running_settings(state)
+    if running is None:
         return ()
     try:
-        return tuple((stack or StackSettings()).list_changes(state.settings))
+        return tuple((stack or StackSettings()).list_changes(running))
     except ConfigError as error:
         return tuple(str(error).splitlines())
 
 
-def _read_settings(state: StackState) -> StackSettings | None:
-    """Return the settings that a stack was started with; None if it was not started."""
-    return StackSettings(**state.settings) if state.settings else None
+def read_running_settings(state: StackState | None) -> StackSettings | None:
+    """Return the settings that a stack was started with; None if none of its daemons runs."""
+    if state is None or not state.settings or not any(part.lives for part in state.daemons):
+        return None
+    return StackSettings(**state.settings)
 
 
 def _refuse_any_host(host: str) -> None:

@@ -61,7 +61,7 @@ class StackState:
     host: str = ""
     """Address of this machine's server and Ray node; "" if it has neither."""
     settings: dict[str, Any] | None = None
-    """Settings of the stack, by section and key, with which it was started."""
+    """Settings that the stack was started with, by section and key."""
     joined: bool = False
     """Whether the server and the Ray head node belong to the stack of another machine."""
     server: Daemon | None = None

@@ -13,6 +13,7 @@ from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.verl.driver import read_forwarded_variables
 from trinity_sync.layout import WriteConcurrency
+from trinity_sync.settings import Settings
 
 POSITION = "trainer_meta.json"
 """Name under which the trainer's position in its data is committed with a step."""
