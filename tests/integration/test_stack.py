@@ -13,6 +13,8 @@ from prefect.events.schemas.automations import Automation, AutomationCore, Event
 from prefect.settings.context import get_current_settings
 
 from tests.conftest import left_of, processes_of
+from tests.integration.test_cli import run
+from tests.unit.test_documents import check_document
 from trinity_sync import Settings, StackError
 from trinity_sync.orchestration import deploy
 from trinity_sync.orchestration.automations import (
@@ -186,7 +188,16 @@ def test_a_given_server_and_a_given_ray_are_used_and_outlive_down(
 
 
 def test_down_leaves_no_process_and_no_file(another: Settings, stack_settings: Settings) -> None:
-    state = embedded.up(another, num_cpus=1, worker=False)
+    before = embedded.up(another, num_cpus=1, worker=False)
+    done = run(
+        "restart", "--no-worker", "--cpus", 1, "-o", "json",
+        TRINITY_SYNC_HOME=str(another.home), PREFECT_API_URL="",
+    )  # fmt: skip
+    services = {each["name"]: each for each in check_document("restart", done.stdout)["services"]}
+    assert services["server"]["status"] == services["ray"]["status"] == "running"
+    assert not left_of(processes_of(before))
+    state = embedded.find(another)
+    assert state
     deploy.deploy(StackSettings(worker={"pool": "trinity-sync"}))
     processes = processes_of(state)
     names = {process.name() for process in processes}

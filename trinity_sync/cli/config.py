@@ -106,8 +106,8 @@ def list_settings() -> list[SettingRow]:
     rows = [
         SettingRow(
             variable,
-            _show(values[name]),
-            _show(defaults[name]),
+            _show(values[name]) or None,
+            _show(defaults[name]) or None,
             variable if os.environ.get(variable) else "default",
         )
         for name in type(settings).model_fields
@@ -121,7 +121,7 @@ def list_settings() -> list[SettingRow]:
         elif key in in_file.get(section, {}):
             source = str(path)
         value, default = _show(values[section][key]), _show(defaults[section][key])
-        rows.append(SettingRow(f"{section}.{key}", value, default, source))
+        rows.append(SettingRow(f"{section}.{key}", value or None, default or None, source))
     return rows
 
 

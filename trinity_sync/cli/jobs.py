@@ -205,8 +205,8 @@ def _list_settings(root: Path) -> list[JobSettingRow]:
     return [
         JobSettingRow(
             name=each.name,
-            value=getattr(settings, each.name),
-            default=getattr(default, each.name),
+            value=None if (value := getattr(settings, each.name)) == "" else value,
+            default=None if (value := getattr(default, each.name)) == "" else value,
             is_set=each.name in given,
         )
         for each in fields(JobSettings)

@@ -245,6 +245,8 @@ def print_table(row: type, rows: Sequence[Any], *, wide: bool = False) -> None:
                       for cell, (name, _) in zip(line, shown, strict=True)]  # fmt: skip
             typer.echo("\t".join(styled), color=True)
         return
+    for line in cells:
+        line[-1] = "" if line[-1] == "-" else line[-1]
     lines = [[each.heading for _, each in shown], *cells]
     widths = [max(len(line[at]) for line in lines) for at in range(len(shown))]
     room = 0 if wide else shutil.get_terminal_size().columns - sum(widths[:-1])

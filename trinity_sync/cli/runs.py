@@ -66,7 +66,7 @@ def runs(
     what = "failed save" if failed else "save"
     empty = f"the Prefect server knows no {what} of {root}"
     print_rows("saves", SaveRow, rows[:most], output, empty=empty)
-    if len(rows) > most:
+    if len(rows) > most and output.is_text:
         typer.echo(f"{len(rows) - most:,} older saves not shown; use --limit", err=True)
 
 

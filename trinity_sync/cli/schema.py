@@ -75,10 +75,10 @@ class FileRow:
     """Path below the step's folder."""
     bytes: Annotated[int, Column("SIZE", right=True, form=write_size)]
     """Size that the manifest names."""
+    status: Annotated[str, Column("STATUS")]
+    """``valid``, ``corrupted``, ``missing`` or ``truncated``; only ``verify`` reads the file."""
     digest: Annotated[str, Column("DIGEST")]
     """Digest that the manifest names."""
-    status: Annotated[str, Column("STATUS")]
-    """``valid``, ``corrupted``, ``missing`` or ``truncated``; only ``verify`` reads the digest."""
 
 
 @dataclass(frozen=True)
@@ -360,9 +360,9 @@ class JobSettingRow:
 
     name: Annotated[str, Column("SETTING")]
     """Name of the setting."""
-    value: Annotated[str | float | bool, Column("VALUE")]
-    """Its value."""
-    default: Annotated[str | float | bool, Column("DEFAULT")]
+    value: Annotated[str | float | bool | None, Column("VALUE")]
+    """Its value; null for an empty text."""
+    default: Annotated[str | float | bool | None, Column("DEFAULT")]
     """Its default."""
     is_set: Annotated[bool, Column("SET")]
     """Whether it was set, rather than left at its default."""
@@ -699,9 +699,9 @@ class SettingRow:
 
     name: Annotated[str, Column("SETTING")]
     """``section.key`` in the file, or the variable of a setting of the process."""
-    value: Annotated[str, Column("VALUE")]
-    """Its value."""
-    default: Annotated[str, Column("DEFAULT", wide=True)]
+    value: Annotated[str | None, Column("VALUE")]
+    """Its value; null for an empty text."""
+    default: Annotated[str | None, Column("DEFAULT", wide=True)]
     """Its default."""
     source: Annotated[str, Column("SOURCE")]
     """Where the value is from: ``default``, a variable, or the path of the file."""

@@ -106,7 +106,7 @@ def _print_steps(root: str, most: int | None, output: OutputFormat) -> None:
     for sentence in other_releases:
         typer.echo(sentence, err=True)
     print_rows("steps", StepRow, rows[::-1], output, empty=f"no steps in {root}")
-    if left_out:
+    if left_out and output.is_text:
         typer.echo(f"{left_out:,} older steps not shown; use --all", err=True)
     if failed := [row.step for row in rows if row.status == "failed"]:
         typer.echo(
@@ -142,7 +142,7 @@ def show(
             "valid" if nbytes == record.nbytes else "missing" if nbytes is None else "truncated"
         )
         status = "corrupted" if record.path in bad else status
-        files.append(FileRow(record.path, record.nbytes, record.digest, status))
+        files.append(FileRow(record.path, record.nbytes, status, record.digest))
     details = StepDetails(
         step=number,
         run=manifest.run,

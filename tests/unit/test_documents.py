@@ -1,0 +1,398 @@
+"""What the commands print: JSON documents, tables on a terminal, text in a pipe, names, errors."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, Union, get_args, get_origin
+
+import pytest
+import torch
+from click.testing import Result
+from typer.testing import CliRunner
+
+from tests.unit.job import Job
+from tests.unit.steps import MODEL, commit_files
+from trinity_sync.cli.commands import app
+from trinity_sync.cli.output import format_age, format_duration, format_size
+from trinity_sync.cli.schema import DOCUMENTS, list_fields
+from trinity_sync.orchestration.job_registry import register_job
+from trinity_sync.settings import Settings
+from trinity_sync.storage.pins import pin, tag
+from trinity_sync.storage.runs import open_run
+
+NEED_A_SERVER = {"runs", "retry", "wait", "up", "restart", "join", "deploy", "ui", "readers"}
+"""Commands whose documents are compared in `tests/integration`."""
+
+
+@pytest.fixture
+def root(job: Job) -> Path:
+    """A job of four steps, one of them tagged, one of weights only; and of a corrupted one."""
+    for step in (10, 20, 30):
+        job.stage(step, {"model": {"w": torch.full((4,), step)}})
+        job.commit(step)
+    commit_files(job.root, 25, kind="state_dict")
+    (commit_files(job.root, 5) / MODEL).write_bytes(b"short")
+    tag(job.root, 20, "best", "reward 0.9")
+    pin(job.root, 30)
+    return job.root
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> dict[str, str]:
+    """Variables of a home without a stack."""
+    return {
+        "TRINITY_SYNC_HOME": str(tmp_path / "home"),
+        "TRINITY_SYNC_SPOOL": str(tmp_path / "spool"),
+        "PREFECT_API_URL": "",
+        "COLUMNS": "200",
+    }
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def run(home: dict[str, str], *arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(each) for each in arguments], env=home)
+
+
+def find_differences(declared: Any, value: Any, at: str = "") -> Iterator[str]:
+    """How a value in JSON differs from its declaration as a dataclass."""
+    if get_origin(declared) is Annotated:
+        declared = get_args(declared)[0]
+    if get_origin(declared) in (Union, types.UnionType):
+        choices = [each for each in get_args(declared) if each is not type(None)]
+        if value is None and len(choices) < len(get_args(declared)):
+            return
+        if not any(not list(find_differences(each, value, at)) for each in choices):
+            yield f"{at}: {value!r} is not {declared}"
+    elif is_dataclass(declared):
+        expected = list_fields(declared)  # type: ignore[arg-type]
+        if not isinstance(value, dict) or list(value) != list(expected):
+            yield f"{at}: {value!r} does not have the keys {list(expected)}"
+            return
+        for name, each in expected.items():
+            yield from find_differences(each, value[name], f"{at}.{name}")
+    elif get_origin(declared) is list:
+        if not isinstance(value, list):
+            yield f"{at}: {value!r} is no list"
+            return
+        for index, each in enumerate(value):
+            yield from find_differences(get_args(declared)[0], each, f"{at}[{index}]")
+    elif get_origin(declared) is dict:
+        for name, each in value.items():
+            yield from find_differences(get_args(declared)[1], each, f"{at}.{name}")
+    elif declared is datetime:
+        if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", str(value)):
+            yield f"{at}: {value!r} is no time in UTC"
+    elif declared is float and type(value) in (int, float):
+        return
+    elif type(value) is not declared or value == "":
+        yield f"{at}: {value!r} is not {declared}"
+
+
+def check_document(command: str, text: str) -> Any:
+    """Compare the output of a command with its declaration, and return its content."""
+    document, declared = json.loads(text), DOCUMENTS[command]
+    assert list(document) == ["schema", declared.noun]
+    assert document["schema"] == 1
+    content = document[declared.noun]
+    if content is None:
+        assert declared.nullable
+        return None
+    assert isinstance(content, list) == declared.many
+    for each in content if declared.many else [content]:
+        assert list(find_differences(declared.content, each)) == []
+    return content
+
+
+def list_commands(root: Path, tmp_path: Path) -> dict[str, list[object]]:
+    """A command line for each document, in an order in which all work."""
+    url = f"file://{tmp_path}/store"
+    return {
+        "ls": ["ls", root],
+        "show": ["show", root, "latest"],
+        "diff": ["diff", root, "latest~1", 30],
+        "jobs reindex": ["jobs", "reindex", root],
+        "jobs set": ["jobs", "set", root, "keep=last=3"],
+        "jobs ls": ["jobs", "ls"],
+        "jobs show": ["jobs", "show", root],
+        "jobs check": ["jobs", "check", root],
+        "verify": ["verify", root, 20],
+        "verify --load": ["verify", root, "--load"],
+        "reconcile": ["reconcile", root],
+        "remote push": ["remote", "push", root, "best", url],
+        "remote pull": ["remote", "pull", tmp_path / "back", "latest", url],
+        "export dcp": ["export", "dcp", root, "best", tmp_path / "dcp"],
+        "import dcp": [
+            "import",
+            "dcp",
+            root,
+            50,
+            tmp_path / "dcp",
+            "--world-size",
+            2,
+            "--optim",
+            "",
+        ],
+        "pin": ["pin", root, "latest"],
+        "unpin": ["unpin", root, "latest"],
+        "tag": ["tag", root, 10, "first"],
+        "tag --list": ["tag", root, "--list"],
+        "untag": ["untag", root, "first", "--yes"],
+        "prune": ["prune", root, "--keep", "last=1", "--dry-run"],
+        "rewind": ["rewind", root, 20, "--force", "--yes"],
+        "jobs forget": ["jobs", "forget", root, "--yes"],
+        "status": ["status"],
+        "down": ["down"],
+        "doctor": ["doctor", root],
+        "config show": ["config", "show"],
+        "version": ["version"],
+    }
+
+
+def test_each_command_prints_the_document_that_is_declared(
+    root: Path, home: dict[str, str], tmp_path: Path
+) -> None:
+    commands = list_commands(root, tmp_path)
+    for name, arguments in commands.items():
+        done = run(home, *arguments, "-o", "json")
+        assert done.exit_code in (0, 3), (name, done.stderr)
+        check_document(name, done.stdout)
+    model = {"export hf"}  # needs a model of transformers; in test_export
+    assert {*commands} | NEED_A_SERVER | model == {*DOCUMENTS}
+
+
+def test_every_key_is_described() -> None:
+    import ast
+
+    from trinity_sync.cli import schema
+
+    tree = ast.parse(Path(schema.__file__).read_text())
+    for each in tree.body:
+        if isinstance(each, ast.ClassDef):
+            kinds = [type(node) for node in each.body[1:]]
+            described = [ast.AnnAssign, ast.Expr] * (len(kinds) // 2)
+            assert kinds[: len(described)] == described, each.name
+
+
+def test_lines_of_json_and_names_are_for_pipes(root: Path, home: dict[str, str]) -> None:
+    rows = [json.loads(line) for line in run(home, "ls", root, "-o", "jsonl").stdout.splitlines()]
+    assert [row["step"] for row in rows] == [30, 25, 20, 10, 5]
+    assert run(home, "ls", root, "-o", "name", "--limit", 2).stdout == "30\n25\n"
+    assert run(home, "tag", root, "--list", "-o", "name").stdout == "best\n"
+    assert run(home, "pin", root, 30, "-o", "name").stdout == "30\n"
+
+
+def test_a_pipe_gets_full_values_between_tabs_and_messages_are_on_stderr(
+    root: Path, home: dict[str, str]
+) -> None:
+    done = run(home, "ls", root, "--limit", 3)
+    rows = [line.split("\t") for line in done.stdout.splitlines()]
+    assert [(row[0], row[2], row[5], row[6]) for row in rows] == [
+        ("30", "checkpoint", "valid", "latest; pinned"),
+        ("25", "weights", "valid", ""),
+        ("20", "checkpoint", "valid", "tagged best: reward 0.9"),
+    ]
+    assert rows[1][3:5] == ["1002", "2023-11-14T22:13:45Z"]
+    assert done.stderr == "2 older steps not shown; use --all\n"
+    assert "\x1b" not in done.stdout
+    colored = run(home, "--color", "always", "ls", root, "--all").stdout
+    assert "\t\x1b[31mcorrupted\x1b[0m\t" in colored
+
+
+def at_a_terminal(home: dict[str, str], *arguments: object, answer: str = "") -> tuple[int, str]:
+    """The exit code of a command, and what a terminal of 80 columns showed."""
+    ours, its = pty.openpty()
+    inherited = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+    env = {**inherited, **home, "COLUMNS": "80", "TERM": "xterm"}
+    command = subprocess.Popen(
+        [sys.executable, "-m", "trinity_sync.cli", *map(str, arguments)],
+        env=env, stdin=its, stdout=its, stderr=its,
+    )  # fmt: skip
+    os.close(its)
+    shown = b""
+    try:
+        while some := os.read(ours, 4096):
+            shown += some
+            if answer and b"[y/N]" in shown:
+                os.write(ours, f"{answer}\n".encode())
+                answer = ""
+    except OSError:  # the other end is closed: the command has ended
+        pass
+    finally:
+        os.close(ours)
+    return command.wait(60), shown.decode().replace("\r\n", "\n")
+
+
+def test_a_terminal_shows_a_table_without_boxes_in_its_width(
+    root: Path, home: dict[str, str]
+) -> None:
+    code, shown = at_a_terminal(home, "ls", root)
+    lines = re.sub(r"\x1b\[\d+m", "", shown).splitlines()
+    assert (code, lines[0].split()) == (
+        0,
+        ["STEP", "RUN", "KIND", "SIZE", "AGE", "STATUS", "NOTES"],
+    )
+    assert all(len(line) <= 80 for line in lines)
+    assert lines[-1].endswith("…")  # why step 5 is corrupted
+    assert re.search(r"  30    1  checkpoint .*B +\d+s  \x1b\[32mvalid\x1b\[0m +latest", shown)
+    assert "\x1b[31mcorrupted\x1b[0m" in shown
+    assert "\x1b" not in at_a_terminal(home | {"NO_COLOR": "1"}, "ls", root)[1]
+
+
+def test_what_cannot_be_undone_is_asked_first(root: Path, home: dict[str, str]) -> None:
+    prune = ("prune", root, "--keep", "last=1", "--keep-weights", "last=1")
+    for refused in (
+        run(home, *prune),
+        run(home, "rewind", root, 20),
+        run(home, "untag", root, "best"),
+    ):
+        assert (refused.exit_code, "not confirmed" in refused.stderr) == (2, True)
+        assert "pass --yes" in refused.stderr
+    code, shown = at_a_terminal(home, "untag", root, "best", answer="n")
+    assert (code, "remove tag best of step 20" in shown) == (1, True)
+    assert run(home, "show", root, "best").exit_code == 0
+    code, shown = at_a_terminal(home, "untag", root, "best", answer="y")
+    assert (code, "removed tag best" in shown) == (0, True)
+    code, shown = at_a_terminal(home, *prune, answer="y")
+    assert (code, "would be removed" in shown, "remove 2 steps" in shown) == (0, True, True)
+    assert run(home, *prune).exit_code == 0  # nothing is left to remove
+    assert run(home, "ls", root, "-o", "name").stdout.split() == ["30", "25", "5"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "error"),
+    [
+        (["ls", "ROOT"], 0, ""),
+        (["show", "ROOT", 11], 1, "CommitError"),
+        (["show", "ROOT", "latest~9"], 1, "CommitError"),
+        (["show", "ROOT", "forty"], 2, "ConfigError"),
+        (["show", "ROOT"], 2, "UsageError"),
+        (["ls", "ROOT", "--no-such-option"], 2, "UsageError"),
+        (["lss", "ROOT"], 2, "UsageError"),
+        (["diff", "ROOT", 20, 30, "--component", "all"], 2, "UsageError"),
+        (["verify", "ROOT", "--sample", "much"], 2, "ConfigError"),
+        (["verify", "ROOT", 5], 3, ""),
+        (["diff", "ROOT", 20, 30, "--exit-code"], 3, ""),
+        (["status"], 3, ""),
+        (["doctor"], 3, ""),
+        (["runs", "ROOT"], 4, "PrefectApiError"),
+        (["retry", "ROOT", 30], 4, "PrefectApiError"),
+        (["deploy"], 4, "PrefectApiError"),
+        (["ls", "s3://127.0.0.1:9"], 4, "RemoteError"),
+    ],
+)  # fmt: skip
+def test_exit_codes_say_what_happened(
+    root: Path, home: dict[str, str], arguments: list[object], code: int, error: str
+) -> None:
+    words = [root if each == "ROOT" else each for each in arguments]
+    aws = {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_MAX_ATTEMPTS": "1"}
+    aws |= {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret"}
+    done = run(home | aws, *words, "-o", "json")
+    assert done.exit_code == code, done.stderr
+    if error:
+        body = json.loads(done.stderr)["error"]
+        assert (list(body), body["type"]) == (["type", "message", "hint"], error)
+        text = run(home | aws, *words).stderr.splitlines()
+        assert text[0].startswith("error: ")
+        assert [line.partition(":")[0] for line in text[1:]] == ["hint"] * bool(body["hint"])
+
+
+def test_settings_that_are_wrong_are_an_error_of_usage(root: Path, home: dict[str, str]) -> None:
+    assert run(home | {"TRINITY_SYNC_SLOTS": "9"}, "down").exit_code == 2
+
+
+def test_latest_names_the_newest_checkpoint_and_those_before_it(
+    root: Path, home: dict[str, str]
+) -> None:
+    for name, step in (("latest", 30), ("latest~1", 20), ("latest~2", 10), ("best", 20)):
+        done = run(home, "show", root, name, "-o", "name")
+        assert (done.exit_code, done.stdout) == (0, f"{step}\n")
+    open_run(root, "first", 0)
+    open_run(root, "second", 20)  # supersedes step 30
+    assert run(home, "show", root, "latest", "-o", "name").stdout == "20\n"
+
+
+def test_a_root_that_is_left_out_is_found(
+    root: Path, home: dict[str, str], elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = run(home, "show", 20)
+    assert (refused.exit_code, "no ROOT" in refused.stderr) == (2, True)
+    assert run(home, "-C", root, "show", 20, "-o", "name").stdout == "20\n"
+    assert run(home | {"TRINITY_SYNC_ROOT": str(root)}, "show", "best", "-o", "name").stdout
+    monkeypatch.chdir(root)
+    for words in (["show", "best"], ["show", root, "best"], ["show", ".", 20], ["verify", 20]):
+        assert run(home, *words, "-o", "name").stdout == "20\n"
+    assert run(home, "verify", "-o", "name").stdout == "30\n"
+    assert run(home, "diff", 20, 30, "-o", "json").exit_code == 0
+    monkeypatch.chdir(elsewhere)
+    register_job(Settings(home=home["TRINITY_SYNC_HOME"]), root)
+    assert run(home, "ls", "-o", "name").stdout.split() == ["30", "25", "20", "10", "5"]
+    other = elsewhere / "other"
+    commit_files(other, 1)
+    register_job(Settings(home=home["TRINITY_SYNC_HOME"]), other)
+    refused = run(home, "ls")
+    assert (refused.exit_code, "this node knows 2 jobs" in refused.stderr) == (2, True)
+
+
+def complete(home: dict[str, str], *words: object) -> list[str]:
+    """What bash offers for the last word."""
+    line = " ".join(map(str, ["trinity-sync", *words]))
+    variables = {"_TRINITY_SYNC_COMPLETE": "complete_bash", "COMP_WORDS": line}
+    done = CliRunner().invoke(
+        app,
+        env=home | variables | {"COMP_CWORD": str(len(words))},
+        prog_name="trinity-sync",
+    )
+    return done.stdout.split()
+
+
+def test_the_shell_completes_roots_steps_and_tags(
+    root: Path, home: dict[str, str], elsewhere: Path
+) -> None:
+    register_job(Settings(home=home["TRINITY_SYNC_HOME"]), root)
+    (elsewhere / "ckpts-here").mkdir()
+    assert complete(home, "ls", str(root)[:-1]) == [str(root)]
+    assert complete(home, "ls", "ck") == ["ckpts-here"]
+    assert complete(home, "show", root, "") == ["latest", "best", "30", "25", "20", "10", "5"]
+    assert complete(home, "show", root, "2") == ["25", "20"]
+    assert complete(home, "show", "la") == ["latest"]  # of the only known job
+    assert complete(home, "untag", root, "") == ["best"]
+    assert complete(home, "jobs", "set", root, "kee") == [
+        "keep=",
+        "keep_weights=",
+        "keep_quarantine=",
+    ]
+
+
+def test_the_settings_of_a_job_are_set_and_restored(root: Path, home: dict[str, str]) -> None:
+    changed = run(home, "jobs", "set", root, "keep=last=3", "remote=file:///copies/job")
+    assert (changed.exit_code, "keep\tlast=3\tall\tyes" in changed.stdout) == (0, True)
+    run(home, "jobs", "set", root, "keep=", "remote=")
+    assert "keep\tall\tall\tno" in run(home, "jobs", "set", root, "remote_keep=all").stdout
+    for wrong in ("kepe=3", "keep", "rank_timeout_s=soon"):
+        assert run(home, "jobs", "set", root, wrong).exit_code == 2
+
+
+def test_units_of_tables() -> None:
+    assert [format_size(each) for each in (0, 999, 1000, 5_000_000_000)] == [
+        "0 B", "999 B", "1.0 kB", "5.0 GB",
+    ]  # fmt: skip
+    ages = [format_age(each) for each in (-3, 5, 119, 120, 7199, 7200, 172_799, 172_800)]
+    assert ages == ["0s", "5s", "119s", "2m", "120m", "2h", "48h", "2d"]
+    durations = [format_duration(each) for each in (0.52, 9.1, 59, 192, 7500)]
+    assert durations == ["0.52s", "9.1s", "59s", "3m12s", "2h05m"]
