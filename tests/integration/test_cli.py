@@ -29,7 +29,7 @@ COMMAND = [sys.executable, "-m", "trinity_sync.cli"]
 def run(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "COLUMNS": "200", **variables}
     return subprocess.run(
-        [*COMMAND, *map(str, arguments)], env=env, capture_output=True, text=True, timeout=120
+        [*COMMAND, *map(str, arguments)], env=env, capture_output=True, text=True, timeout=240
     )
 
 

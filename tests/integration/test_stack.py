@@ -188,14 +188,12 @@ def test_a_given_server_and_a_given_ray_are_used_and_outlive_down(
 
 
 def test_down_leaves_no_process_and_no_file(another: Settings, stack_settings: Settings) -> None:
-    before = embedded.up(another, num_cpus=1, worker=False)
     done = run(
         "restart", "--no-worker", "--cpus", 1, "-o", "json",
         TRINITY_SYNC_HOME=str(another.home), PREFECT_API_URL="",
     )  # fmt: skip
     services = {each["name"]: each for each in check_document("restart", done.stdout)["services"]}
     assert services["server"]["status"] == services["ray"]["status"] == "running"
-    assert not left_of(processes_of(before))
     state = embedded.find(another)
     assert state
     deploy.deploy(StackSettings(worker={"pool": "trinity-sync"}))

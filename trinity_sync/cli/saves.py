@@ -12,7 +12,7 @@ from trinity_sync.settings import Settings
 from trinity_sync.storage.runs import Run, find_superseding_run
 
 T = TypeVar("T")
-QUICK_S = 1.0
+QUICK_S = 2.0
 """Seconds that a command waits for a server that it could do without."""
 FAILED = ("FAILED", "CRASHED", "CANCELLED")
 """Types of the final states of a flow run that has not committed its step."""
@@ -58,7 +58,7 @@ def read_saves(
 
 
 def try_read_saves(root: Path) -> list[SaveRun]:
-    """Return the newest saves of a job; none if no server is known or answers within a second."""
+    """Return the newest saves of a job; none if no server is known or answers in `QUICK_S`."""
     from trinity_sync.cli.app import read_settings
 
     try:

@@ -56,7 +56,7 @@ WATCH_S = 2.0
         "ls ckpts", "ls ckpts --watch", "ls ckpts -o json", "ls ckpts -o name | head -1",
         "ls s3://bucket/job",
         note="Saves that are not committed yet, or failed, are shown if the Prefect server answers "
-        "within a second.",
+        "within 2 seconds.",
     ),
 )  # fmt: skip
 def list_steps(
