@@ -28,24 +28,7 @@ BLOCK = re.compile(r"^([ ]*)```(\w+)?[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DO
 
 
 AHEAD = {"CONFIG", "TRUSTED_PATHS"}
-"""Variables, and below pages with commands, of changes that are about to land."""
-PAGES_AHEAD = {
-    "how-to/export.md",
-    "how-to/preemption.md",
-    "how-to/read-weights.md",
-    "how-to/remote.md",
-    "how-to/retention.md",
-    "how-to/stall.md",
-    "how-to/transport.md",
-    "operations/deploy.md",
-    "operations/failures.md",
-    "operations/monitor.md",
-    "operations/troubleshooting.md",
-    "operations/upgrade.md",
-    "operations/verify.md",
-    "reference/settings.md",
-    "tutorials/operate.md",
-}
+"""Variables of a change that is about to land."""
 
 
 def blocks(path: Path, *languages: str) -> Iterator[str]:
@@ -107,9 +90,12 @@ def test_the_python_of_a_page_compiles(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(DOCS).as_posix())
-def test_the_commands_of_a_page_can_be_parsed(page: Path) -> None:
-    if page.relative_to(DOCS).as_posix() in PAGES_AHEAD:
-        pytest.skip("shows commands of a change that is about to land")
+def test_the_commands_of_a_page_can_be_parsed(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for job in ("ckpts", "operated", "fresh"):  # an argument that is a folder is a root
+        (tmp_path / job).mkdir()
+    monkeypatch.chdir(tmp_path)
     group = typer.main.get_command(app)
     for line in commands_of(page):
         found, words = group, line

@@ -1,0 +1,54 @@
+"""Pages of how-tos and operations: their commands, on a job ``ckpts`` with some steps."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from trinity_sync import CheckpointCoordinator
+from trinity_sync.stack.services import StackState
+
+REPOSITORY = Path(__file__).parents[2]
+PAGES = (
+    "how-to/export.md",
+    "how-to/remote.md",
+    "how-to/retention.md",
+    "operations/monitor.md",
+    "operations/verify.md",
+)
+BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_of_a_page_run_as_they_are_written(
+    page: str, stack: StackState, tmp_path: Path
+) -> None:
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with CheckpointCoordinator(tmp_path / "ckpts") as saves:
+        for step in range(10, 70, 10):
+            model(torch.ones(1, 8)).sum().backward()
+            optimizer.step()
+            saves.save(step, {"model": model.state_dict(), "optim": optimizer.state_dict()})
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    words = shlex.join([sys.executable, "-m", "trinity_sync.cli"])
+    (tools / "trinity-sync").write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+    (tools / "trinity-sync").chmod(0o755)
+    commands = "\n".join(BLOCK.findall((REPOSITORY / "docs" / page).read_text()))
+    commands = commands.replace("s3://bucket", (tmp_path / "bucket").as_uri())
+    done = subprocess.run(
+        ["bash", "-e", "-o", "pipefail", "-c", commands],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
