@@ -8,6 +8,7 @@ import importlib
 import inspect
 import json
 import re
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -313,15 +314,28 @@ def _docstring(statement: ast.stmt | None) -> str:
 
 
 def metrics() -> str:
-    """Describe the Prometheus metrics of a worker."""
+    """Describe the Prometheus metrics of a worker, those of its node and of its jobs."""
     from trinity_sync.orchestration.metrics import METRICS
+    from trinity_sync.orchestration.node_metrics import RootObserver, SpoolCollector
+    from trinity_sync.settings import Settings, StackSettings
 
+    counted = [
+        (family, collector._labelnames)
+        for collector in METRICS.registry._collector_to_names
+        for family in collector.describe()
+    ]
+    with tempfile.TemporaryDirectory() as empty:
+        observer = RootObserver(Settings(), StackSettings(), lambda *_: None)
+        observed = [
+            (family, family._labelnames)
+            for collector in (SpoolCollector(Path(empty)), observer)
+            for family in collector.collect()
+        ]
     rows = []
-    for collector in METRICS.registry._collector_to_names:
-        labels = ", ".join(f"`{label}`" for label in getattr(collector, "_labelnames", ()))
-        for family in collector.describe():
-            name = family.name + ("_total" if family.type == "counter" else "")
-            rows.append((f"`{name}`", family.type, labels, family.documentation))
+    for family, labels in counted + observed:
+        name = family.name + ("_total" if family.type == "counter" else "")
+        shown = ", ".join(f"`{label}`" for label in labels or ())
+        rows.append((f"`{name}`", family.type, shown, family.documentation))
     return _table(("metric", "type", "labels", "meaning"), rows)
 
 

@@ -1,19 +1,16 @@
 """Pages of how-tos and operations: their commands, on a job ``ckpts`` with some steps."""
 
-import os
 import re
-import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.integration.test_tutorials import REPOSITORY, make_tools
 from trinity_sync import CheckpointCoordinator
 from trinity_sync.stack.services import StackState
 
-REPOSITORY = Path(__file__).parents[2]
 PAGES = (
     "how-to/export.md",
     "how-to/remote.md",
@@ -36,17 +33,12 @@ def test_the_commands_of_a_page_run_as_they_are_written(
             model(torch.ones(1, 8)).sum().backward()
             optimizer.step()
             saves.save(step, {"model": model.state_dict(), "optim": optimizer.state_dict()})
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    words = shlex.join([sys.executable, "-m", "trinity_sync.cli"])
-    (tools / "trinity-sync").write_text(f'#!/bin/sh\nexec {words} "$@"\n')
-    (tools / "trinity-sync").chmod(0o755)
     commands = "\n".join(BLOCK.findall((REPOSITORY / "docs" / page).read_text()))
     commands = commands.replace("s3://bucket", (tmp_path / "bucket").as_uri())
     done = subprocess.run(
         ["bash", "-e", "-o", "pipefail", "-c", commands],
         cwd=tmp_path,
-        env=os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY)},
+        env=make_tools(tmp_path),
         capture_output=True,
         text=True,
         timeout=280,
