@@ -105,7 +105,7 @@ def describe_commit(
     return "\n\n".join(
         [
             f"### {request.flow_run_name}: committed",
-            _make_table(("", ""), rows.items()),
+            _make_table(*_split_header(rows)),
             "Next: " + " · ".join(f"`{command}`" for command in commands),
             "#### By component and node",
             _make_table(("component", "node", "files", "bytes", "speed"), _sum_up(own), right=2),
@@ -167,7 +167,7 @@ def describe_failure(request: SaveRequest, failure: SaveFailure) -> str:
     parts = [
         f"### {request.flow_run_name}: {failure.outcome}",
         _quote(failure.reason),
-        _make_table(("", ""), rows.items()),
+        _make_table(*_split_header(rows)),
     ]
     if failure.tasks:
         rows_of_tasks = [
@@ -196,7 +196,7 @@ def describe_failure(request: SaveRequest, failure: SaveFailure) -> str:
         )
     else:
         parts.append(
-            "Remove the cause, then press Retry on this page, or type:\n\n"
+            "Remove the cause, then press Retry on the page of the flow run, or type:\n\n"
             f"```\ntrinity-sync retry {root} {request.step}\n```"
         )
     return "\n\n".join(parts)
@@ -282,6 +282,12 @@ def _make_table(
     ]
     lines = [columns, aligned, *rows]
     return "\n".join(f"| {' | '.join(map(_escape, line))} |" for line in lines)
+
+
+def _split_header(rows: Mapping[str, str]) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """Return the first row, which becomes the header that markdown requires, and the others."""
+    first, *others = rows.items()
+    return first, list(others)
 
 
 def _escape(cell: object) -> str:
