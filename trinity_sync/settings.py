@@ -11,28 +11,14 @@ searched: a stack outlives both. A variable such as ``TRINITY_SYNC_STACK__SERVER
 the file.
 """
 
-import difflib
-import json
 import os
-import re
 import socket
-import sys
-import zoneinfo
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
@@ -42,88 +28,26 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from trinity_sync.configuration.file import CONFIG, find_config_file, read_config_file
+from trinity_sync.configuration.problems import explain, explain_unknown_variables
+from trinity_sync.configuration.values import (
+    Duration,
+    Names,
+    Paths,
+    Share,
+    require_cron,
+    require_port,
+    require_time_zone,
+    show_value,
+    to_text,
+)
 from trinity_sync.errors import ConfigError
 from trinity_sync.fs.mounts import find_mount
-from trinity_sync.retention.policies import format_duration, parse_duration
 
-CONFIG_FILE = "trinity_sync.toml"
-CONFIG = "TRINITY_SYNC_CONFIG"
-"""Environment variable with the path of the stack's file; ``/dev/null`` for none."""
 PREFIX = "TRINITY_SYNC_"
 STACK_PREFIX = "TRINITY_SYNC_STACK__"
 LOCAL_HOST = "127.0.0.1"
 """Host of a stack that no other machine can join."""
-
-
-def _to_duration(value: Any) -> Any:
-    if isinstance(value, timedelta):
-        return value
-    seconds = parse_duration(value) if isinstance(value, str) else None
-    if seconds is None:
-        raise ValueError("must be a number with a unit: s, m, h or d")
-    return timedelta(seconds=seconds)
-
-
-def _to_share(value: Any) -> Any:
-    if isinstance(value, float) and 0 <= value <= 1:
-        return value
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)%", value) if isinstance(value, str) else None
-    if value != "off" and (not found or not 0 < float(found[1]) <= 100):
-        raise ValueError("must be a percentage above 0% and up to 100%, or off")
-    return float(found[1]) / 100 if found else 0.0
-
-
-def _to_paths(value: Any) -> Any:
-    return [path for path in value.split(os.pathsep) if path] if isinstance(value, str) else value
-
-
-def _to_names(value: Any) -> Any:
-    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
-
-
-def _require_time_zone(name: str) -> str:
-    try:
-        if name:
-            zoneinfo.ZoneInfo(name)
-    except (ValueError, OSError, zoneinfo.ZoneInfoNotFoundError):
-        raise ValueError("must be the name of a time zone") from None
-    return name
-
-
-def _require_cron(text: str) -> str:
-    if text != "off" and len(text.split()) != 5:
-        raise ValueError("must be the five fields of a cron expression, or off")
-    return text
-
-
-def _require_port(address: str) -> str:
-    if address and not re.fullmatch(r"\S+:\d{1,5}", address):
-        raise ValueError("must be an address and a port")
-    return address
-
-
-Duration = Annotated[
-    timedelta,
-    BeforeValidator(_to_duration),
-    PlainSerializer(lambda value: format_duration(value.total_seconds()), str, "json"),
-]
-"""A duration, as text in files and variables: ``90s``, ``2m``, ``6h``, ``30d``."""
-Share = Annotated[
-    float,
-    BeforeValidator(_to_share),
-    PlainSerializer(lambda value: f"{100 * value:g}%" if value else "off", str, "json"),
-]
-"""A share of 1, as text in files and variables: ``2%``; ``off`` for 0."""
-Paths = Annotated[
-    tuple[Path, ...],
-    BeforeValidator(_to_paths),
-    PlainSerializer(lambda value: os.pathsep.join(map(str, value)), str, "json"),
-]
-"""Folders: a list in files, separated by ``:`` in variables."""
-Names = Annotated[
-    tuple[str, ...], BeforeValidator(_to_names), PlainSerializer(",".join, str, "json")
-]
-"""Names, with commas between them in variables."""
 
 
 class _Environment(EnvSettingsSource):
@@ -141,11 +65,18 @@ class _ReadSettings(BaseSettings):
     """Base of the settings: what is wrong in them is a `ConfigError`."""
 
     def __init__(self, **values: Any) -> None:
-        _refuse_unknown_variables()
+        if unknown := explain_unknown_variables(PREFIX, list_variables()):
+            raise ConfigError(unknown)
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(_explain(error, type(self))) from None
+            raise ConfigError(self._explain(error)) from None
+
+    @classmethod
+    def _explain(cls, error: ValidationError) -> str:
+        fields: dict[tuple[str, ...], FieldInfo]
+        fields = {(name,): field for name, field in cls.model_fields.items()}
+        return explain(error, PREFIX, fields)
 
 
 def _default_spool() -> Path:
@@ -295,7 +226,7 @@ class WorkerSettings(_Section):
     """Time without a heartbeat (one every 30 s) after which the server marks a flow run as crashed;
     at least ``10s``."""
 
-    metrics: Annotated[str, AfterValidator(_require_port)] = Field(
+    metrics: Annotated[str, AfterValidator(require_port)] = Field(
         default="", examples=["127.0.0.1:9464"]
     )
     """Address and port of the worker's Prometheus metrics, such as ``127.0.0.1:9464``; ``0.0.0.0``
@@ -328,7 +259,7 @@ class MaintenanceSettings(_Section):
     """Whether the schedules are active; false deploys them paused. A schedule that was paused or
     moved in the Prefect UI stays so until its settings change."""
 
-    timezone: Annotated[str, AfterValidator(_require_time_zone)] = Field(
+    timezone: Annotated[str, AfterValidator(require_time_zone)] = Field(
         default="", examples=["Europe/Berlin"]
     )
     """Time zone of the schedules; empty for that of this host."""
@@ -338,7 +269,7 @@ class MaintenanceSettings(_Section):
     step, and compared with their digests: with ``2%``, everything is read in 50 nights. ``off`` for
     no reading at all."""
 
-    load_test: Annotated[str, AfterValidator(_require_cron)] = Field(
+    load_test: Annotated[str, AfterValidator(require_cron)] = Field(
         default="off", examples=["43 4 * * 0"]
     )
     """When the newest checkpoint of each job is loaded whole, as a restart would, as a cron
@@ -383,6 +314,12 @@ class StackSettings(_ReadSettings):
         file = InitSettingsSource(settings_cls, read_config_file())
         return init_settings, _Environment(settings_cls), file
 
+    @classmethod
+    def _explain(cls, error: ValidationError) -> str:
+        fields: dict[tuple[str, ...], FieldInfo]
+        fields = {(section, key): field for section, key, field in iter_stack_fields()}
+        return explain(error, STACK_PREFIX, fields, read_config_file(), find_config_file())
+
     def list_changes(self, before: "StackSettings") -> list[str]:
         """Return each value that differs from that before, as ``server.port: 4200, now 5000``."""
         old = before.model_dump(mode="json")
@@ -419,43 +356,6 @@ def list_variables() -> set[str]:
     return of_process | of_stack | OTHER_VARIABLES
 
 
-def _refuse_unknown_variables() -> None:
-    """Refuse a variable that would be ignored in silence.
-
-    Raises:
-        ConfigError: The environment has variables of ours that mean nothing.
-    """
-    known = list_variables()
-    unknown = sorted(
-        name
-        for name in os.environ
-        if name.startswith(PREFIX) and name not in known and not _is_of_kubernetes(name)
-    )
-    if unknown:
-        raise ConfigError(
-            "\n".join(f"the variable {name} is unknown; {suggest(name, known)}" for name in unknown)
-        )
-
-
-def _is_of_kubernetes(name: str) -> bool:
-    """Return whether Kubernetes sets a variable in all pods, for a service ``trinity-sync...``."""
-    if re.fullmatch(r".*_(SERVICE_(HOST|PORT\w*)|PORT_\d+_(TCP|UDP|SCTP)\w*)", name):
-        return True
-    return name.endswith("_PORT") and bool(re.match("(tcp|udp|sctp)://", os.environ[name]))
-
-
-def to_text(value: Any) -> str:
-    """Return a value in the form of a variable."""
-    if isinstance(value, tuple):
-        return os.pathsep.join(map(str, value))
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def show_value(value: Any) -> str:
-    """Return `to_text` of a value without the password of a URL."""
-    return re.sub(r"(//[^/@:]*):[^@]*@", r"\1:***@", to_text(value))
-
-
 def stack_variable(section: str, key: str) -> str:
     """Return the environment variable of a stack setting."""
     return f"{STACK_PREFIX}{section}__{key}".upper()
@@ -464,120 +364,7 @@ def stack_variable(section: str, key: str) -> str:
 def iter_stack_fields() -> Iterator[tuple[str, str, FieldInfo]]:
     """Yield section, key and field of each stack setting."""
     for section, field in StackSettings.model_fields.items():
-        for key, each in _section_fields(field).items():
+        assert isinstance(field.annotation, type)
+        assert issubclass(field.annotation, BaseModel)
+        for key, each in field.annotation.model_fields.items():
             yield section, key, each
-
-
-def _section_fields(field: FieldInfo) -> dict[str, FieldInfo]:
-    assert isinstance(field.annotation, type)
-    assert issubclass(field.annotation, BaseModel)
-    return field.annotation.model_fields
-
-
-def find_config_file() -> Path | None:
-    """Return the path of the stack's file; None if there is none.
-
-    Raises:
-        ConfigError: ``TRINITY_SYNC_CONFIG`` names a file that does not exist.
-    """
-    if named := os.environ.get(CONFIG):
-        if not Path(named).exists():
-            raise ConfigError(
-                f"there is no file {named}, which {CONFIG} names; write one with: "
-                f"trinity-sync config init {named}"
-            )
-        return Path(named)
-    user = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    folders = (Path(os.path.expanduser(user)), Path("/etc"))  # noqa: PTH111, it never fails
-    paths = (folder / "trinity_sync" / CONFIG_FILE for folder in folders)
-    return next((path for path in paths if path.is_file()), None)
-
-
-def read_config_file() -> dict[str, Any]:
-    """Return the content of the stack's file, which is not validated; empty without one.
-
-    Raises:
-        ConfigError: The file cannot be read, or is not TOML.
-    """
-    path = find_config_file()
-    if path is None:
-        return {}
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:  # of the stack extra: a client reads no file
-        import tomli as tomllib
-    try:
-        return tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not a TOML file: {error}") from error
-
-
-def suggest(name: str, known: Iterable[str]) -> str:
-    """Return the end of a sentence about an unknown name: the nearest one, or all that are known.
-
-    Args:
-        name: The unknown name.
-        known: The known names.
-    """
-    names = sorted(known)
-    near = difflib.get_close_matches(name, names, 1)
-    return f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}"
-
-
-def _explain(error: ValidationError, model: type[BaseSettings]) -> str:
-    """Return a sentence for each wrong value, which says where it is and shows a valid one."""
-    stack = issubclass(model, StackSettings)
-    whys: dict[tuple[str, ...], list[str]] = {}
-    inputs: dict[tuple[str, ...], Any] = {}
-    for each in error.errors():
-        name = tuple(map(str, each["loc"][: 1 + stack]))
-        why = each["msg"].removeprefix("Value error, ")
-        whys.setdefault(name, []).append(why[:1].lower() + why[1:])
-        inputs[name] = each["input"]
-    explain = _explain_stack_value if stack else _explain_value
-    return "\n".join(explain(name, inputs[name], " or ".join(whys[name])) for name in whys)
-
-
-def _explain_value(name: tuple[str, ...], value: Any, why: str) -> str:
-    variable = f"{PREFIX}{name[0]}".upper()
-    field = Settings.model_fields.get(name[0])
-    if field is None:
-        return f"{name[0]} is no setting; {suggest(name[0], Settings.model_fields)}"
-    where = variable if os.environ.get(variable) else name[0]
-    return f"{where}={value}: {why}{_example(where, field)}"
-
-
-def _explain_stack_value(name: tuple[str, ...], value: Any, why: str) -> str:
-    sections = StackSettings.model_fields
-    file = find_config_file()
-    in_file = read_config_file()
-    variable = stack_variable(name[0], name[-1])
-    section = sections.get(name[0])
-    if section is None:
-        what = f"unknown section [{name[0]}]; {suggest(name[0], sections)}"
-    elif len(name) == 1:
-        what = f"[{name[0]}]: {why}"
-    else:
-        fields = _section_fields(section)
-        field = fields.get(name[1])
-        if field is None:
-            what = f"unknown key {name[1]} in [{name[0]}]; {suggest(name[1], fields)}"
-        elif os.environ.get(variable):
-            return f"{variable}={value}: {why}{_example(variable, field)}"
-        else:
-            what = f"{name[1]} = {value!r} in [{name[0]}]: {why}"
-            what += _example(f"{name[1]} ", field, quote=True)
-    return f"{file}: {what}" if name[0] in in_file else what
-
-
-def _example(name: str, field: FieldInfo, *, quote: bool = False) -> str:
-    """Return the end of a sentence with a valid value; empty if none can be shown."""
-    if field.default_factory is not None:
-        return ""
-    value = (field.examples or [field.default])[0]
-    if isinstance(value, timedelta):
-        value = format_duration(value.total_seconds())
-    text = json.dumps(value) if quote else to_text(value)
-    return f"; e.g. {name}={' ' * quote}{text}"

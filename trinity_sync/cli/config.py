@@ -58,7 +58,8 @@ def check(
     ] = None,
 ) -> None:
     """Check the file and the environment; an error names each problem and a valid value."""
-    from trinity_sync.settings import CONFIG_FILE, StackSettings, find_config_file
+    from trinity_sync.configuration.file import CONFIG_FILE, find_config_file
+    from trinity_sync.settings import StackSettings
 
     _ = read_settings(), StackSettings()
     found = find_config_file()
@@ -91,14 +92,8 @@ def list_settings() -> list[SettingRow]:
     Raises:
         ConfigError: A setting is invalid.
     """
-    from trinity_sync.settings import (
-        PREFIX,
-        StackSettings,
-        find_config_file,
-        iter_stack_fields,
-        read_config_file,
-        stack_variable,
-    )
+    from trinity_sync.configuration.file import find_config_file, read_config_file
+    from trinity_sync.settings import PREFIX, StackSettings, iter_stack_fields, stack_variable
 
     settings, stack = read_settings(), StackSettings()
     path, in_file = find_config_file(), read_config_file()
@@ -127,7 +122,8 @@ def list_settings() -> list[SettingRow]:
 
 def format_new_file() -> str:
     """Return a file with all settings of the stack as comments, which sets none of them."""
-    from trinity_sync.settings import CONFIG_FILE, StackSettings, stack_variable
+    from trinity_sync.configuration.file import CONFIG_FILE
+    from trinity_sync.settings import StackSettings, stack_variable
 
     defaults = StackSettings.model_construct()
     example = stack_variable("server", "port")
@@ -169,6 +165,6 @@ def _dump(settings: Any) -> Any:
 
 
 def _show(value: Any) -> str:
-    from trinity_sync.settings import show_value
+    from trinity_sync.configuration.values import show_value
 
     return show_value(value)
