@@ -80,6 +80,16 @@ def test_everything_runs_and_the_worker_is_online(
     assert found.waiting_runs == 0
 
 
+def test_a_running_stack_keeps_its_settings_and_says_which_are_others_now(
+    stack: StackState, stack_settings: Settings
+) -> None:
+    others = StackSettings(worker={"nice": 3})
+    assert embedded.status(stack_settings).changed == ()
+    assert embedded.status(stack_settings, others).changed == ("worker.nice: 10, now 3",)
+    assert embedded.up(stack_settings, others) == embedded.find(stack_settings)
+    assert embedded.status(stack_settings, others).changed
+
+
 def test_nobody_else_looks_into_the_folder_of_ray(stack: StackState) -> None:
     assert stat.S_IMODE(Path(stack.ray_folder).stat().st_mode) == 0o700
 

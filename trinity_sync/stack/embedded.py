@@ -292,7 +292,9 @@ def _start_server_and_ray(
     settings: Settings, stack: StackSettings, before: StackState
 ) -> StackState:
     """Start the server and the Ray node, unless they run or are external."""
-    now = before if before.daemons else read_last_addresses(settings.home)
+    now = before
+    if not before.daemons:
+        now = replace(read_last_addresses(settings.home), settings=before.settings)
     url = _find_external(API_URL, _get_external_api_url(), before.server, before.api_url, settings)
     address = _find_external(
         RAY_ADDRESS, stack.ray.address, before.ray, before.ray_address, settings
