@@ -15,6 +15,8 @@ import pytest
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.runs import list_runs
 
+pytestmark = pytest.mark.timeout(600)  # two cores train next to the stack, and other tests
+
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
 VLLM = os.environ.get("TESTS_VLLM", "")
@@ -79,7 +81,7 @@ def test_a_killed_example_resumes_and_ends_with_all_saves_committed(
 ) -> None:
     kill_after_saves(start(command, script, tmp_path), 4)
     second = start(command, script, tmp_path)
-    output, _ = second.communicate(timeout=200)
+    output, _ = second.communicate(timeout=400)
     assert second.returncode == 0, output
     assert "`weights_only` was not set" not in output  # by Lightning, for each save
     resumed_from = list_runs(tmp_path / "ckpts")[-1].resumed_from
@@ -101,9 +103,9 @@ def test_a_killed_example_resumes_and_ends_with_all_saves_committed(
 @pytest.mark.skipif(not VLLM, reason="TESTS_VLLM names no Python with vLLM; see make vllm")
 def test_vllm_answers_with_the_weights_of_the_trainer(stack: StackState, tmp_path: Path) -> None:
     trainer = start(PYTHON, "vllm/train.py", tmp_path)
-    output, _ = trainer.communicate(timeout=200)
+    output, _ = trainer.communicate(timeout=400)
     assert trainer.returncode == 0, output
     rollout = start(["env", *ON_CPU, VLLM], "vllm/rollout.py", tmp_path)
-    output, _ = rollout.communicate(timeout=200)
+    output, _ = rollout.communicate(timeout=400)
     assert rollout.returncode == 0, output
     assert "step 300: 5 6 7 -> 8 9 10 11 12 13 14 15\n" in output, output

@@ -13,6 +13,8 @@ import pytest
 from tests.integration.test_tutorials import REPOSITORY, make_tools
 from trinity_sync.stack.services import StackState
 
+pytestmark = pytest.mark.timeout(600)  # two cores train next to the stack, and other tests
+
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "docs/get-started/first-save.md"]
 PROGRAM = re.compile(r"^```python\n# (\S+\.py)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
