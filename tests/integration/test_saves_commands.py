@@ -91,14 +91,17 @@ def test_a_save_in_flight_is_listed_and_waited_for(
 
 def test_the_commands_of_the_stack_print_their_documents(stack: StackState) -> None:
     shown = check_document("up", run("up", "-o", "json").stdout)
-    assert shown["environment"]["PREFECT_API_URL"] == stack.api_url
+    assert shown["services"][0]["url"] == stack.api_url
+    assert stack.api_auth  # which only ui, env and join.json may tell
+    assert stack.api_auth not in run("status", "-o", "json").stdout
     shown = check_document("ui", run("ui", "-o", "json").stdout)
     assert shown["url"] == stack.api_url.removesuffix("/api")
-    assert run("ui").stdout.splitlines()[0] == shown["url"]
+    assert shown["password"] == stack.api_auth
+    assert run("ui").stdout == f"{shown['url']}\npassword: {stack.api_auth}\n"
     assert check_document("deploy", run("deploy", "-o", "json").stdout)
     assert json.loads(run("env", "--shell", "json").stdout) == stack.environment
     assert f"set -gx PREFECT_API_URL {stack.api_url}" in run("env", "--shell", "fish").stdout
     assert run("logs", "worker", "-n", 1).stdout.count("\n") <= 1
     assert "worker.log" in run("logs").stdout
     first = run("up").stdout.splitlines()[0]
-    assert first == f"Prefect UI: {stack.api_url.removesuffix('/api')}"
+    assert first.startswith(f"Prefect UI: {stack.api_url.removesuffix('/api')}")

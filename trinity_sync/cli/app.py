@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 import typer.core
@@ -376,18 +376,6 @@ def print_error(error: BaseException, *, as_json: bool) -> None:
     typer.echo(f"error: {message}", err=True)
     if hint:
         typer.echo(f"hint: {hint}", err=True)
-
-
-def fail(message: str, hint: str = "", code: int = NOT_DONE) -> NoReturn:
-    """Print an error and exit.
-
-    Args:
-        message: The error.
-        hint: What to do.
-        code: Exit code.
-    """
-    print_error(with_hint(TrinitySyncError(message), hint), as_json=False)
-    raise typer.Exit(code)
 
 
 def _wants_json(words: Sequence[str]) -> bool:

@@ -663,8 +663,6 @@ class StackReport:
     """A sentence for each service that the environment overrides."""
     services: list[ServiceRow]
     """The services."""
-    environment: dict[str, str]
-    """Variables that a trainer needs; see the command ``env``."""
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,12 @@ from rich.console import Console
 from trinity_sync.cli.app import (
     DONE,
     PROBLEM_FOUND,
-    UNREACHABLE,
     Yes,
     app,
     confirm,
     examples,
-    fail,
     read_settings,
+    with_hint,
 )
 from trinity_sync.cli.config import ConfigFile
 from trinity_sync.cli.output import (
@@ -43,7 +42,7 @@ from trinity_sync.cli.schema import (
     StoppedStack,
     UiReport,
 )
-from trinity_sync.errors import SpoolError, StackError
+from trinity_sync.errors import PrefectApiError, SpoolError, StackError
 
 if TYPE_CHECKING:
     from trinity_sync.settings import Settings
@@ -91,7 +90,7 @@ def up(
     with Console(stderr=True).status("starting the missing services"):
         state = embedded.up(settings, num_cpus=cpus, worker=worker, timeout_s=timeout)
     seconds = time.monotonic() - start
-    report = _describe_stack(settings, state)
+    report = _describe_stack(settings)
     print_object("stack", report, output, lambda: _print_ready(settings, state, report, seconds))
 
 
@@ -135,8 +134,8 @@ def join(
 
     settings = read_settings()
     with Console(stderr=True).status("starting a Ray node and a flow worker"):
-        state = embedded.join(settings, invitation, num_cpus=cpus)
-    report = _describe_stack(settings, state)
+        embedded.join(settings, invitation, num_cpus=cpus)
+    report = _describe_stack(settings)
     print_object("stack", report, output, lambda: _print_stack(report, output))
 
 
@@ -167,7 +166,8 @@ def run(
     try:
         os.execvpe(command[0], command, {**os.environ, **state.environment})
     except OSError as error:
-        fail(f"cannot run {command[0]}: {error.strerror}", code=127)
+        typer.echo(f"error: cannot run {command[0]}: {error.strerror}", err=True)
+        raise typer.Exit(127) from None
 
 
 @app.command(
@@ -230,10 +230,9 @@ def _list_images(settings: "Settings") -> list[JobImages]:
 )  # fmt: skip
 def status(output: Output = OutputFormat.TABLE) -> None:
     """Show the services, their addresses, and whether a worker is online."""
-    from trinity_sync.stack import embedded
 
     settings = read_settings()
-    report = _describe_stack(settings, embedded.find(settings))
+    report = _describe_stack(settings)
     print_object("stack", report, output, lambda: _print_stack(report, output))
     works = all(each.status in ("running", "external") for each in report.services[:2])
     works = bool(works and report.workers_online and not report.overrides)
@@ -259,7 +258,9 @@ def logs(
     paths = [settings.home / "logs" / f"{name.value}.log" for name in names]
     found = [str(path) for path in paths if path.is_file()]
     if not found:
-        fail(f"no log in {settings.home / 'logs'}", "trinity-sync up starts the stack")
+        raise with_hint(
+            StackError(f"no log in {settings.home / 'logs'}"), "trinity-sync up starts the stack"
+        )
     command = ["tail", "-n", str(lines), *(["-F"] if follow else []), *found]
     sys.stdout.flush()
     os.execvp(command[0], command)
@@ -281,7 +282,7 @@ def ui(
     state = embedded.find(settings)
     url = os.environ.get("PREFECT_API_URL") or (state.api_url if state else "")
     if not url:
-        fail("no Prefect server is known", "trinity-sync up", code=UNREACHABLE)
+        raise with_hint(PrefectApiError("no Prefect server is known"), "trinity-sync up")
     own = state is not None and url == state.api_url
     password = state.api_auth if own and state else ""
     report = UiReport(_ui_url(url), password or None)
@@ -310,7 +311,7 @@ def env(
     if state is None or not state.environment:
         if shell is Shell.SH:
             typer.echo("false")  # the exit code of eval "$(...)"
-        fail("no stack runs", "trinity-sync up", code=UNREACHABLE)
+        raise with_hint(PrefectApiError("no stack runs"), "trinity-sync up")
     if shell is Shell.JSON:
         typer.echo(json.dumps(state.environment, indent=2))
         return
@@ -372,7 +373,7 @@ def worker(config: ConfigFile = None) -> None:
     os.execve(sys.executable, [sys.executable, "-m", services.WORKER_MODULE], env)
 
 
-def _describe_stack(settings: "Settings", state: "StackState | None") -> StackReport:
+def _describe_stack(settings: "Settings") -> StackReport:
     from trinity_sync.stack import embedded
 
     found = embedded.status(settings)
@@ -388,7 +389,6 @@ def _describe_stack(settings: "Settings", state: "StackState | None") -> StackRe
             ServiceRow(part.name, part.state, part.pid, part.url or None, part.log or None)
             for part in found.parts
         ],
-        environment=state.environment if state else {},
     )
 
 
