@@ -8,12 +8,11 @@ without affecting the committed step.
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from prefect import flow, get_run_logger
-from prefect.artifacts import acreate_markdown_artifact
 from prefect.client.schemas.objects import State
 from prefect.futures import PrefectFuture
 from prefect.states import Failed
@@ -30,6 +29,7 @@ from flows.on_ray import (
 from flows.replicate import request_replication
 from tasks.commit import commit_step, free_slots, mark_images_failed
 from tasks.export import export_requested_models
+from tasks.failure import create_failure_artifact
 from tasks.persist import PERSIST_TASKS
 from tasks.prune import prune_after_commit
 from tasks.replicate import upload_to_required_remote
@@ -37,16 +37,8 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import SaveError
 from trinity_sync.layout import Component
 from trinity_sync.orchestration import metrics  # a flow is pickled with its globals
-from trinity_sync.orchestration.quantities import make_artifact_key
-from trinity_sync.orchestration.run_page import (
-    FailedTask,
-    SaveFailure,
-    describe_failure,
-    make_failed_task,
-    summarize_failure,
-)
+from trinity_sync.orchestration.run_page import FailedTask, make_failed_task
 from trinity_sync.orchestration.step_events import StepOutcome, emit_step_event
-from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.placement import NodeShards, await_node_shards
 from trinity_sync.storage.required_remote import read_required_remote
@@ -88,7 +80,8 @@ async def save_step(request: SaveRequest) -> State[Any] | None:
         metrics.METRICS.count_failed_save(request, outcome)
         report_step(outcome, request, message=str(error))
         remaining = await mark_failed(request, nodes, str(error))
-        await create_failure_artifact(request, nodes, outcome, str(error), remaining)
+        failed = [each for node in nodes for each in node.failed]
+        await create_failure_artifact(request, outcome, str(error), failed, remaining)
         if outcome == "failed":
             raise
         get_run_logger().error("%s", error)
@@ -317,33 +310,3 @@ async def mark_failed(
             )
     marked = zip(reached, outcomes, strict=False)
     return {node: outcome for node, outcome in marked if isinstance(outcome, int)}
-
-
-async def create_failure_artifact(
-    request: SaveRequest,
-    nodes: Sequence[NodeSave],
-    outcome: StepOutcome,
-    reason: str,
-    remaining: Mapping[str, int],
-) -> None:
-    """Show in the Prefect UI what failed, what is safe and what to do; never raises.
-
-    Args:
-        request: The save.
-        nodes: The nodes that hold its images; empty if the placement is unknown.
-        outcome: How it ended.
-        reason: Why.
-        remaining: As `mark_failed` returns it.
-    """
-    try:
-        newest = await asyncio.to_thread(find_newest, request.root, request.kind)
-        failed = [each for node in nodes for each in node.failed]
-        last = newest.step if newest else None
-        failure = SaveFailure(outcome, reason, failed, last, remaining)
-        await acreate_markdown_artifact(
-            key=make_artifact_key("save", request.root),
-            markdown=describe_failure(request, failure),
-            description=summarize_failure(request, failure),
-        )
-    except Exception as error:
-        get_run_logger().warning("%s: cannot create its artifact: %r", request.run_name, error)

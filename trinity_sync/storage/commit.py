@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from trinity_sync.errors import ManifestError, MissingShardsError, SaveError, SupersededError
@@ -51,7 +50,7 @@ from trinity_sync.storage.replace import (
 from trinity_sync.storage.runs import refuse_superseded
 from trinity_sync.storage.save import Written, discard, remove_files
 from trinity_sync.storage.save_log import append_save
-from trinity_sync.storage.save_timing import SaveTiming, find_stalls, find_submission
+from trinity_sync.storage.save_timing import measure_save
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +109,12 @@ def commit(
             callables=tuple(CallableRecord(s.name, s.rank, s.seconds, s.files) for s in statuses),
             committed_at=clock(),
         )
-        timed = partial(_add_timing, save, written, started_at, persisted_at, clock)
+
+        def add_timing(manifest: Manifest) -> Manifest:  # right before the write
+            now = clock()
+            timing = measure_save(save, written, started_at, persisted_at, now)
+            return replace(manifest, committed_at=now, timings=(timing,))
+
         lock.require_held()
         make_folder(save.folder)
         if earlier and earlier.run > save.run:
@@ -120,7 +124,7 @@ def commit(
         replaced = earlier if earlier and earlier.run < save.run else None
         if replaced and not is_redundant_sync(save, replaced, manifest):
             refuse_loss(save, replaced, manifest)
-            manifest = timed(manifest)
+            manifest = add_timing(manifest)
             replace_step(save, written, manifest, replaced, lock, recycle=recycle)
         else:
             if not earlier:
@@ -132,7 +136,7 @@ def commit(
             if replaced:
                 inherit_exports_and_metrics(save, replaced)
             lock.require_held()
-            manifest = timed(manifest)
+            manifest = add_timing(manifest)
             write_manifest_into(save.folder, earlier.merge(manifest) if earlier else manifest)
         lock.require_held()
         update_latest_pointers(save.root, manifest)
@@ -145,34 +149,6 @@ def commit(
                 repair_latest_pointer(save.root, kind)
         _remove_other_attempts(save, written)
     return manifest
-
-
-def _add_timing(
-    save: SaveId,
-    written: Sequence[Written],
-    started_at: float,
-    persisted_at: float,
-    clock: Callable[[], float],
-    manifest: Manifest,
-) -> Manifest:
-    """Return a manifest that is about to be written, with the time and the timing of the save."""
-    committed_at = clock()
-    submitted_at = find_submission(written)
-    own = [file for file in written if file.submitted_at]
-    timing = SaveTiming(
-        kind=save.kind,
-        roles=save.roles,
-        stalls=find_stalls(written),
-        submitted_at=submitted_at or started_at or committed_at,
-        # the clocks of two nodes may disagree
-        queue_s=max(started_at - submitted_at, 0.0) if started_at and submitted_at else 0.0,
-        write_s=max(persisted_at - started_at, 0.0),
-        commit_s=max(committed_at - persisted_at, 0.0) if persisted_at else 0.0,
-        nbytes=sum(file.record.nbytes for file in written if file.temporary),
-        ranks=len({(file.record.role, file.record.rank) for file in own}),
-        nodes=len({file.node for file in own}),
-    )
-    return replace(manifest, committed_at=committed_at, timings=(timing,))
 
 
 def finish_interrupted(save: SaveId) -> None:

@@ -4,7 +4,7 @@ The manifest keeps it, so a report needs no Prefect server. A manifest cannot co
 its own write, so the commit phase ends right before it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from trinity_sync.fs.records import Count, Seconds
 from trinity_sync.layout import Kind
 
 if TYPE_CHECKING:
+    from trinity_sync.snapshot.save_id import SaveId
     from trinity_sync.storage.save import Written
 
 
@@ -95,3 +96,36 @@ def find_submission(written: "Iterable[Written]") -> float:
         written: the files of a save.
     """
     return max((file.submitted_at for file in written), default=0.0)
+
+
+def measure_save(
+    save: "SaveId",
+    written: "Sequence[Written]",
+    started_at: float,
+    persisted_at: float,
+    committed_at: float,
+) -> SaveTiming:
+    """Return how long a save took. All times are seconds since the epoch.
+
+    Args:
+        save: the save.
+        written: its files.
+        started_at: when its flow run started; 0 if it has none, and the phases are unknown.
+        persisted_at: when all files were durable, likewise.
+        committed_at: when the manifest is written.
+    """
+    submitted_at = find_submission(written)
+    own = [file for file in written if file.submitted_at]
+    return SaveTiming(
+        kind=save.kind,
+        roles=save.roles,
+        stalls=find_stalls(written),
+        submitted_at=submitted_at or started_at or committed_at,
+        # the clocks of two nodes may disagree
+        queue_s=max(started_at - submitted_at, 0.0) if started_at and submitted_at else 0.0,
+        write_s=max(persisted_at - started_at, 0.0),
+        commit_s=max(committed_at - persisted_at, 0.0) if persisted_at else 0.0,
+        nbytes=sum(file.record.nbytes for file in written if file.temporary),
+        ranks=len({(file.record.role, file.record.rank) for file in own}),
+        nodes=len({file.node for file in own}),
+    )

@@ -25,19 +25,18 @@ from trinity_sync.orchestration.prefect_queries import (
 )
 from trinity_sync.orchestration.report.facts import (
     Disk,
-    InFlight,
     JobReport,
-    Memory,
     RunRow,
     StepRow,
     Use,
 )
 from trinity_sync.orchestration.report.health import Committed, group_failures, judge_health
+from trinity_sync.orchestration.report.node import list_in_flight, measure_memory
 from trinity_sync.orchestration.report.retention import measure_growth, preview_policies
 from trinity_sync.retention.planner import Rules
 from trinity_sync.retention.step_infos import list_step_infos
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.evictions import Eviction, read_evictions
+from trinity_sync.snapshot.evictions import read_evictions
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.block_reuse import list_spares
 from trinity_sync.storage.discovery import list_known_runs, read_step_state
@@ -47,7 +46,7 @@ from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.metrics import read_metrics
 from trinity_sync.storage.pins import list_pins, list_tags
-from trinity_sync.storage.placement import describe_ranks, read_placement
+from trinity_sync.storage.placement import read_placement
 from trinity_sync.storage.quarantine import quarantine_folder
 from trinity_sync.storage.required_remote import is_replicated, read_required_remote
 from trinity_sync.storage.runs import Run
@@ -87,7 +86,7 @@ def collect_report(
     evictions = read_evictions(spool.folder)
     committed = _list_committed(steps) | {(each.run, each.step, each.timing.kind) for each in saves}
     failures = group_failures(str(root), server.runs, evictions, steps, committed)
-    in_flight = tuple(_list_in_flight(settings, root, spool, server.runs, committed))
+    in_flight = tuple(list_in_flight(settings, root, spool, server.runs, committed))
     job = _read_job_settings(root)
     rules = Rules.of_job(job)
     infos = list_step_infos(root)
@@ -109,7 +108,7 @@ def collect_report(
             if run.failed and run.is_save and run.tags.get("step", "").isdigit()
         ),
         disk=_measure_disk(root, steps, quarantined, growth, now),
-        memory=_measure_memory(settings.spool, spool, evictions),
+        memory=measure_memory(settings.spool, spool, evictions),
         policies=preview_policies(infos, rules, now) if infos else (),
         uses=tuple(_list_uses(root, now)),
         quarantined=tuple("/".join(path.parts[-2:]) for path in quarantined),
@@ -238,59 +237,6 @@ def _list_runs(root: Path, known: Sequence[Run]) -> Iterator[RunRow]:
         yield RunRow(run.number, run.resumed_from, began_at, tuple(sorted(nodes)))
 
 
-def _list_in_flight(
-    settings: Settings,
-    root: Path,
-    spool: JobSpool,
-    runs: Sequence[FlowRunSummary],
-    committed: Committed,
-) -> Iterator[InFlight]:
-    """Yield the saves with images on this node, and those whose flow run has not ended."""
-    under_way = {
-        (int(run.tags["step"]), run.tags["kind"]): run
-        for run in runs
-        if run.is_save and not run.ended and run.tags.get("step", "").isdigit()
-    }
-    saves: dict[tuple[int, str], list[Any]] = {}
-    for image in spool.tickets()[0]:
-        ticket = image.ticket
-        if not image.failed and (ticket.run, ticket.step, ticket.kind) not in committed:
-            saves.setdefault((ticket.step, ticket.kind), []).append(ticket)
-    for step, kind in sorted({*under_way, *saves}):
-        run, tickets = under_way.get((step, kind)), saves.get((step, kind), [])
-        since = min((ticket.sealed_at for ticket in tickets), default=run.since if run else 0.0)
-        yield InFlight(
-            step,
-            kind,
-            _name_phase(run),
-            since,
-            len(tickets),
-            _find_missing_ranks(settings, root, tickets),
-            run.url if run else "",
-        )
-
-
-def _name_phase(run: FlowRunSummary | None) -> str:
-    if run is None:
-        return "in memory, no flow run known"
-    if run.state != "Running":
-        return f"queued ({run.state.lower()})"
-    return "committing" if "commit" in run.tasks else "writing"
-
-
-def _find_missing_ranks(settings: Settings, root: Path, tickets: Sequence[Any]) -> str:
-    missing = []
-    for role in tickets[0].roles if tickets else ():
-        places: Sequence[Any] = ()
-        with suppress(TrinitySyncError, OSError):
-            places = read_placement(root, tickets[0].run, tickets[0].run_key, role) or ()
-        here = {rank for place in places if place.node == settings.node for rank in place.ranks}
-        absent = sorted(here - {ticket.rank for ticket in tickets if ticket.role == role})
-        if absent:
-            missing.append(f"{role} {describe_ranks(absent)}")
-    return ", ".join(missing)
-
-
 def _measure_disk(
     root: Path,
     steps: Sequence[StepRow],
@@ -308,15 +254,6 @@ def _measure_disk(
         total_bytes=usage.total,
         growth_per_day=growth,
         full_at=now + usage.free / growth * 86400 if growth else None,
-    )
-
-
-def _measure_memory(folder: Path, spool: JobSpool, evictions: Sequence[Eviction]) -> Memory | None:
-    if not folder.is_dir():
-        return None
-    usage = shutil.disk_usage(folder)
-    return Memory(
-        len(spool.tickets()[0]), spool.bytes_used, usage.free, usage.total, len(evictions)
     )
 
 
