@@ -156,3 +156,8 @@ def test_every_error_has_an_advice() -> None:
         for name, each in vars(errors).items()
         if isinstance(each, type) and issubclass(each, errors.TrinitySyncError)
     }
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("how-to/*.md")), ids=lambda path: path.stem)
+def test_a_how_to_ends_with_a_check_that_it_works(page: Path) -> None:
+    assert re.findall(r"^## (.*)$", page.read_text(), re.MULTILINE)[-1] == "Check that it works"
