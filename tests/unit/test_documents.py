@@ -29,7 +29,7 @@ from trinity_sync.storage.pins import pin, tag
 from trinity_sync.storage.runs import open_run
 
 NEED_A_SERVER = {"runs", "retry", "wait", "up", "restart", "join", "deploy", "ui", "readers"}
-"""Commands whose documents are compared in `tests/integration`."""
+"""Commands whose documents are compared in `tests/integration`; join prints that of up."""
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.integration.prefect_api import Api
 from tests.integration.test_cli import run
+from tests.unit.test_documents import check_document
 from trinity_sync import Settings
 from trinity_sync.stack.services import StackState
 from trinity_sync.weights.registry.event_loop import AsyncVersionRegistry
@@ -100,7 +101,7 @@ def test_the_versions_that_readers_serve_are_shown_without_ray(root: Path) -> No
 
 def test_the_json_output_has_the_same_report(root: Path) -> None:
     serve_version_5_to_one_reader(root)
-    shown = json.loads(run("readers", root, "-o", "json").stdout)["readers"]
+    shown = check_document("readers", run("readers", root, "-o", "json").stdout)
     assert shown["version"] == 7
     assert shown["readers"][0]["behind"] == 2
     assert shown["running"] is True
