@@ -161,3 +161,13 @@ def test_every_error_has_an_advice() -> None:
 @pytest.mark.parametrize("page", sorted(DOCS.glob("how-to/*.md")), ids=lambda path: path.stem)
 def test_a_how_to_ends_with_a_check_that_it_works(page: Path) -> None:
     assert re.findall(r"^## (.*)$", page.read_text(), re.MULTILINE)[-1] == "Check that it works"
+
+
+def test_the_api_page_has_all_public_names() -> None:
+    import trinity_sync
+    from trinity_sync import errors
+
+    text = (DOCS / "reference/api.md").read_text()
+    described = set(re.findall(r"^::: [\w.]+\.(\w+)$", text, re.MULTILINE))
+    public = {name for name in trinity_sync.__all__ if not hasattr(errors, name)}
+    assert public - {"__version__"} <= described
