@@ -16,6 +16,7 @@ PAGES = (
     "how-to/remote.md",
     "how-to/retention.md",
     "operations/monitor.md",
+    "operations/troubleshooting.md",
     "operations/verify.md",
 )
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
