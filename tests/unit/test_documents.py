@@ -25,6 +25,7 @@ from trinity_sync.cli.output import format_age, format_duration, format_size
 from trinity_sync.cli.schema import DOCUMENTS, list_fields
 from trinity_sync.orchestration.job_registry import register_job
 from trinity_sync.settings import Settings
+from trinity_sync.storage.job_settings import JobSettings, read_job_settings
 from trinity_sync.storage.pins import pin, tag
 from trinity_sync.storage.runs import open_run
 
@@ -386,6 +387,20 @@ def test_the_settings_of_a_job_are_set_and_restored(root: Path, home: dict[str, 
     assert "keep\tall\tall\tno" in run(home, "jobs", "set", root, "remote_keep=all").stdout
     for wrong in ("kepe=3", "keep", "rank_timeout_s=soon"):
         assert run(home, "jobs", "set", root, wrong).exit_code == 2
+
+
+def test_the_settings_of_a_job_can_be_set_before_its_root_exists(
+    home: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = tmp_path / "new"
+    made = run(home, "jobs", "set", new, "keep=last=3", "keep_weights=last=1")
+    assert (made.exit_code, f"created {new}" in made.stderr) == (0, True)
+    assert read_job_settings(new) == JobSettings(keep="last=3", keep_weights="last=1")
+    refused = run(home, "jobs", "set", new, "keep=most")
+    assert (refused.exit_code, "'most' is unknown" in refused.stderr) == (2, True)
+    monkeypatch.chdir(new)
+    assert run(home, "jobs", "set", "keep=", "keep_weights=").exit_code == 0
+    assert read_job_settings(new) == JobSettings()
 
 
 def test_units_of_tables() -> None:

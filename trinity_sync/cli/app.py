@@ -110,9 +110,9 @@ class JobCommand(typer.core.TyperCommand):
         positional = [each for each in self.params if each.param_type_name == "argument"]
         if positional and positional[0].name == "root" and not positional[0].required:
             found, _, _ = self.make_parser(ctx).parse_args(args=list(args))
-            given = [
-                value for each in positional if isinstance(value := found.get(each.name or ""), str)
-            ]
+            values = [found.get(each.name or "") for each in positional]
+            firsts = [value[0] if isinstance(value, tuple) and value else value for value in values]
+            given = [value for value in firsts if isinstance(value, str)]
             required = sum(each.required for each in positional)
             if given and _is_root_missing(given, required, len(positional)):
                 args = [str(find_default_root()), *args]
@@ -135,6 +135,8 @@ def _is_root_missing(given: list[str], required: int, most: int) -> bool:
         required: How many arguments other than the root are required.
         most: How many arguments the command takes.
     """
+    if "=" in given[0] and not Path(given[0]).exists():  # a setting
+        return True
     if len(given) == most or "://" in given[0] or os.sep in given[0]:
         return False
     if parse_number(given[0]) is None and Path(given[0]).is_dir():

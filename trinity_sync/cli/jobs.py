@@ -162,8 +162,9 @@ def _print_details(details: JobDetails, output: OutputFormat) -> None:
         "jobs set ckpts keep=",
         note="They are in the root, where the training, the flows and the commands read them. "
         "Settings: keep, keep_weights and keep_quarantine (policies, as in prune), remote, "
-        "remote_required, remote_keep, roles, write_concurrency (all, per_rank, per_node or one), "
-        "rank_timeout_s. An empty value restores the default.",
+        "remote_required, remote_keep, write_concurrency (all, per_rank, per_node or one), "
+        "rank_timeout_s. An empty value restores the default. A root that does not exist is "
+        "created, so a script can set them before the training starts.",
     ),
 )  # fmt: skip
 def set_job(
@@ -178,7 +179,8 @@ def set_job(
 ) -> None:
     """Change settings of a job."""
     from trinity_sync.catalog.mirror import try_mirror
-    from trinity_sync.storage.job_settings import write_job_settings
+    from trinity_sync.client.init_root import resolve_root
+    from trinity_sync.client.job_settings import set_job_settings
 
     values: dict[str, str | None] = {}
     for change in changes:
@@ -186,7 +188,10 @@ def set_job(
         if not equals:
             raise with_hint(ConfigError(f"{change!r} is not NAME=VALUE"), "e.g. keep=last=3")
         values[name] = value or None
-    write_job_settings(require_existing(root), values)
+    if not root.exists():
+        root = resolve_root(root)
+        typer.echo(f"created {root}", err=True)
+    set_job_settings(require_existing(root), values)
     try_mirror(read_settings(), root, [])
     rows = _list_settings(root)
     print_rows("settings", JobSettingRow, rows, output)
