@@ -131,6 +131,31 @@ def test_weights_are_evicted_for_newer_ones_while_a_checkpoint_waits_for_its_wri
     assert caplog.text.count("Evicting unsaved image") == 2
 
 
+def test_a_checkpoint_outlives_weights_however_old_it_is(job: Job) -> None:
+    now = [1e10]
+    job.stagers[0] = Stager(job.spool, slot_wait_s=300, clock=lambda: now[0])
+    job.stage(1, {"model": {"w": torch.zeros(3)}})
+    for step in range(2, 40):  # for 800 seconds nothing is persisted
+        now[0] += 20
+        job.stage(step, {"model": {"w": torch.zeros(3)}}, kind="state_dict")
+    assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [1, 39]
+
+
+def test_weights_get_a_slot_of_their_own_if_checkpoints_hold_all(job: Job) -> None:
+    now = [1e10]
+    job.stagers[0] = Stager(job.spool, slot_wait_s=300, clock=lambda: now[0])
+    for step in (1, 2):
+        job.stage(step, {"model": {"w": torch.zeros(3)}})
+    for step in (3, 4, 5):
+        now[0] += 200
+        staged = job.stage(step, {"model": {"w": torch.zeros(3)}}, kind="state_dict")
+        assert staged.waited_s < 1
+    assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [1, 2, 5]
+    job.stagers[0].wait_at_most(1)  # the process is about to end: the newest weights count
+    assert job.stage(6, {"model": {"w": torch.zeros(3)}}, kind="state_dict").waited_s < 1
+    assert len(job.spool.tickets()[0]) == 3
+
+
 def test_a_save_that_waits_for_a_slot_says_so_and_fails_in_time(
     job: Job, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

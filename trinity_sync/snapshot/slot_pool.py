@@ -4,8 +4,9 @@ A free slot is acquired first, the one with the newest published version last. I
 free slots, a slot is added: training never waits for a reader. If all slots hold sealed images, the
 call waits for their writer. An image is evicted if its save failed or it was not persisted in time:
 a checkpoint is waited for as long as the caller says, weights for a few seconds, since newer ones
-supersede them. An image that another release of trinity-sync sealed is never evicted; a slot is
-added instead.
+supersede them. Weights go before checkpoints, and never replace one: if checkpoints hold all slots,
+one slot is added for weights. An image that another release of trinity-sync sealed is never
+evicted; a slot is added instead.
 """
 
 import itertools
@@ -13,6 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from trinity_sync.errors import FormatError, SpoolError, SpoolFullError, TicketError
 from trinity_sync.snapshot.evictions import Eviction, record_eviction
@@ -27,8 +29,26 @@ logger = logging.getLogger(__name__)
 WEIGHTS_WAIT_S = 10.0
 """Seconds after its seal in which an image of weights only is not evicted. A commit takes one or
 two; with two slots, an image is rarely younger when the next version needs its slot."""
+WEIGHTS_LIMIT_S = 30.0
+"""Seconds for which a save of weights waits for a slot, at most: the next version comes soon."""
 LONG_WAIT_S = 5.0
 """Seconds after which a warning says what a save waits for."""
+
+
+@dataclass(frozen=True)
+class _Image:
+    """A sealed image."""
+
+    is_checkpoint: bool
+    """Whether it is part of a checkpoint that can still be saved."""
+    overdue_s: float
+    """Seconds for which it has been evictable. Negative if it may not be evicted yet; infinite if
+    it cannot be saved, or its save failed; minus infinity if another release has sealed it."""
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """Key that sorts images by what is evicted first."""
+        return self.is_checkpoint, -self.overdue_s
 
 
 class SlotPool:
@@ -48,11 +68,13 @@ class SlotPool:
         self._count = count
         self._wait_s = wait_s
         self._clock = clock
+        self._hurries = False
         self._slots: dict[tuple[str, str, int], list[Slot]] = {}
 
     def wait_at_most(self, seconds: float) -> None:
-        """Lower the time in seconds that `acquire` waits for a slot."""
+        """Lower the time in seconds that `acquire` waits; weights may then evict a checkpoint."""
         self._wait_s = min(self._wait_s, seconds)
+        self._hurries = True
 
     def close(self) -> None:
         """Unmap all slots, and delete those without a sealed image."""
@@ -112,6 +134,8 @@ class SlotPool:
         """
         slots = self.list_slots(origin.role, component, origin.rank)
         start, may_add, warned = time.monotonic(), True, False
+        is_checkpoint = origin.kind == "checkpoint"
+        limit_s = self._wait_s if is_checkpoint else min(self._wait_s, WEIGHTS_LIMIT_S)
         while True:
             waited = time.monotonic() - start
             free = sorted((slot for slot in slots if slot.free), key=_published_last)
@@ -120,20 +144,21 @@ class SlotPool:
                     if slot.free:
                         return slot, waited
                     slot.unlock()
-            held = [slot for slot in slots if slot not in free]
-            overdue = {slot: self._overdue_s(slot) for slot in held}
-            others = [slot for slot in held if overdue[slot] == -math.inf]
+            held = {slot: self._look(slot) for slot in slots if slot not in free}
+            others = [slot for slot, image in held.items() if image.overdue_s == -math.inf]
             lacks = not free and 0 < len(others) > len(slots) - self._count
+            in_use = not free and not any(self._is_for(origin, held[slot]) for slot in slots)
+            lacks |= in_use and len(slots) <= self._count
             if may_add and (lacks or any(slot.published for slot in free)):
                 if added := self._add_slot(origin, component, nbytes):
                     return added, waited
                 may_add = False
-            for slot in sorted(held, key=lambda slot: -overdue[slot]):
-                if overdue[slot] < 0 or not slot.try_lock():
+            for slot in sorted(held, key=lambda slot: held[slot].order):
+                if not self._may_evict(origin, held[slot]) or not slot.try_lock():
                     continue
                 if slot.free:  # its commit has just freed it
                     return slot, waited
-                if self._overdue_s(slot) >= 0:
+                if self._may_evict(origin, self._look(slot)):
                     self._evict(slot, origin)
                     return slot, waited
                 slot.unlock()  # another trainer has just sealed an image there
@@ -144,9 +169,9 @@ class SlotPool:
                     "before it is persisted yet. Is the stack up? See trinity-sync status",
                     origin.step,
                     component,
-                    self._wait_s,
+                    limit_s,
                 )
-            if waited >= self._wait_s:
+            if waited >= limit_s:
                 if others:
                     read_ticket(others[0].path)  # raises what to upgrade
                 raise SpoolError(
@@ -172,23 +197,27 @@ class SlotPool:
         slot.close(remove=True)
         return None
 
-    def _overdue_s(self, slot: Slot) -> float:
-        """Return for how many seconds the image in ``slot`` has been evictable.
-
-        Negative if it may not be evicted yet; infinite if it cannot be saved, or its save failed;
-        minus infinity if another release has sealed it.
-        """
+    def _look(self, slot: Slot) -> _Image:
+        """Return what is known of the image in ``slot``."""
         try:
             ticket = read_ticket(slot.path)
         except TicketError:
-            return math.inf
+            return _Image(False, math.inf)
         except FormatError:
-            return -math.inf
+            return _Image(True, -math.inf)
         if slot.failed:
-            return math.inf
+            return _Image(False, math.inf)
         age = ticket.age_s(self._clock()) if ticket else 0.0
-        is_checkpoint = ticket is None or ticket.kind == "checkpoint"
-        return age - (self._wait_s if is_checkpoint else min(self._wait_s, WEIGHTS_WAIT_S))
+        if ticket and ticket.kind != "checkpoint":
+            return _Image(False, age - min(self._wait_s, WEIGHTS_WAIT_S))
+        return _Image(age < math.inf, age - self._wait_s)
+
+    def _is_for(self, origin: Origin, image: _Image) -> bool:
+        """Return whether an image may be evicted for another one, now or later."""
+        return not image.is_checkpoint or origin.kind == "checkpoint" or self._hurries
+
+    def _may_evict(self, origin: Origin, image: _Image) -> bool:
+        return image.overdue_s >= 0 and self._is_for(origin, image)
 
     def _evict(self, slot: Slot, origin: Origin) -> None:
         """Remove the ticket of the image in ``slot``, which was not persisted in time."""
