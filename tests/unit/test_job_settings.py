@@ -1,6 +1,7 @@
 """The settings of a job, which every process reads in the root."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +102,25 @@ def test_a_torn_file_and_one_of_another_release_are_not_taken_for_defaults(root:
     file_of(root).write_text(encode_body({"keep": "all"}, ROOT_FORMAT + 1))
     with pytest.raises(FormatError):
         read_job_settings(root)
+
+
+def test_changes_at_the_same_time_are_all_kept(root: Path) -> None:
+    changes = [{"keep": "last=3"}, {"keep_weights": "all"}, {"rank_timeout_s": 9.0}]
+    for _ in range(20):
+        with ThreadPoolExecutor(3) as threads:
+            list(threads.map(lambda change: set_job_settings(root, change), changes))
+        assert read_job_settings(root) == JobSettings("last=3", "all", rank_timeout_s=9.0)
+        set_job_settings(root, {"keep": None, "keep_weights": None, "rank_timeout_s": None})
+
+
+def test_all_ranks_write_as_the_caller_says_before_rank_0_has_written_it(
+    root: Path, spool_folder: Path
+) -> None:
+    settings = Settings(spool=spool_folder)
+    saves = CheckpointCoordinator(
+        root, rank=1, world_size=2, job={"write_concurrency": "one"}, settings=settings
+    )
+    saves.save(1, {"model": {}})
+    (sealed,) = saves.spool.tickets()[0]
+    assert sealed.ticket.write_concurrency == "one"
+    saves.close(timeout=0)

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from trinity_sync.fs.rate_limit import LARGEST, RateLimit
 
 
@@ -49,6 +51,8 @@ def test_another_process_waits_for_the_time_in_the_file(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
+
+import pytest
 from trinity_sync.fs.rate_limit import RateLimit
 waits = []
 RateLimit(Path(sys.argv[1]), 1.0, clock=lambda: 100.0, sleep=waits.append).admit(1)
@@ -58,3 +62,12 @@ print(waits)
     RateLimit(tmp_path / "rate", 1.0, clock=clock, sleep=clock.sleep).admit(5)
     command = [sys.executable, "-c", code, str(tmp_path / "rate")]
     assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "[5.0]\n"
+
+
+def test_a_limit_without_its_file_delays_nothing_and_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    limit = RateLimit(tmp_path / "none/rate", 1.0)
+    for _ in range(3):
+        limit.admit(LARGEST)
+    assert caplog.text.count("writing without a speed limit") == 1

@@ -9,6 +9,7 @@ import pytest
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.configuration.file import CONFIG
 from trinity_sync.errors import ConfigError
+from trinity_sync.retention.policies import format_duration, parse_duration
 from trinity_sync.settings import Settings, StackSettings, default_home
 from trinity_sync.snapshot.safe_load import TRUSTED
 
@@ -200,3 +201,8 @@ def test_a_process_that_gets_all_settings_as_variables_reads_no_file(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert StackSettings() == settings
+
+
+@pytest.mark.parametrize("seconds", [1, 90, 3600, 1_209_601, 31_536_001, 0.5])
+def test_a_duration_survives_as_text(seconds: float) -> None:
+    assert parse_duration(format_duration(seconds)) == seconds

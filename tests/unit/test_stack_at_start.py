@@ -14,6 +14,9 @@ import pytest
 
 from tests.unit.answers import server
 from trinity_sync import CheckpointCoordinator, PrefectApiError, Settings
+from trinity_sync.client.prefect_api import _find_server
+from trinity_sync.settings import LOCAL_HOST, StackSettings
+from trinity_sync.stack.embedded import _with_own_address
 
 DEPLOYMENT = "/deployments/name/save-step/save-step"
 KNOWN = {DEPLOYMENT: (200, '{"id": "5f3c4e9e-52d8-4be6-9d8f-6ad0a50a7e6c"}')}
@@ -119,6 +122,9 @@ RANK = """
 import sys
 import torch.distributed as dist
 from trinity_sync import CheckpointCoordinator, PrefectApiError, Settings
+from trinity_sync.client.prefect_api import _find_server
+from trinity_sync.settings import LOCAL_HOST, StackSettings
+from trinity_sync.stack.embedded import _with_own_address
 rank, meeting, spool, home, root = sys.argv[1:]
 dist.init_process_group("gloo", f"file://{meeting}", rank=int(rank), world_size=2)
 try:
@@ -148,3 +154,25 @@ def test_all_ranks_of_a_process_group_hear_of_a_required_stack_that_is_nowhere(
     one, other = (rank.communicate(timeout=120)[0] for rank in ranks)
     assert one == other
     assert NOWHERE.format(settings.home / "stack.json") in one
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_the_local_stack_is_given_its_password_by_whichever_name_it_is_called(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    settings.home.mkdir()
+    state = {"api_url": "http://127.0.0.1:4200/api", "api_auth": "trinity-sync:secret"}
+    (settings.home / "stack.json").write_text(json.dumps(state))
+    monkeypatch.setenv("PREFECT_API_URL", f"http://{host}:4200/api/")
+    assert "authorization" in dict(_find_server(settings.home, None).headers)
+    monkeypatch.setenv("PREFECT_API_URL", f"http://{host}:4201/api")
+    assert "authorization" not in dict(_find_server(settings.home, None).headers)
+
+
+def test_a_machine_that_joins_does_not_take_the_address_of_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRINITY_SYNC_STACK__SERVER__HOST", "203.0.113.7")
+    assert _with_own_address(StackSettings()).server.host == LOCAL_HOST
+    monkeypatch.setenv("TRINITY_SYNC_STACK__SERVER__HOST", "127.0.0.3")
+    assert _with_own_address(StackSettings()).server.host == "127.0.0.3"

@@ -133,7 +133,9 @@ class CheckpointCoordinator:
         self.spool: JobSpool = open_job_spool(self.settings.spool, self.root)
         if rank == 0 and trigger is None and not require_stack:
             requests.warn_without_stack(self.root, self.spool.folder)
-        job_settings = read_job_settings(self.root)
+        # of the caller: rank 0 may not have written it yet
+        concurrency = (job or {}).get("write_concurrency")
+        concurrency = concurrency or read_job_settings(self.root).write_concurrency
         here = (self.settings.node, str(self.spool.folder.absolute()))
         self._places = tuple(places) or group_by_node([here] * world_size)
         self._run = RunContext(self.root, run_key or self.settings.run_key or make_run_key())
@@ -157,7 +159,7 @@ class CheckpointCoordinator:
             world_size=world_size,
             roles=self.roles,
             places=self._places,
-            write_concurrency=job_settings.write_concurrency,
+            write_concurrency=concurrency,
         )
         self._stager = Stager(
             self.spool, slots=self.settings.slots, slot_wait_s=self.settings.slot_wait_s

@@ -34,9 +34,9 @@ from trinity_sync.snapshot.safe_load import open_no_follow
 
 logger = logging.getLogger(__name__)
 
-UNANNOUNCED_S = 60.0
-"""Seconds within which rank 0 submits a save that another rank has submitted; by default a flow
-waits as long for its ranks (``rank_timeout_s`` of the job)."""
+UNANNOUNCED_S = 360.0
+"""Seconds within which rank 0 submits a save that another rank has submitted: it may wait for a
+slot (``slot_wait_s``)."""
 _REMEMBERED = 1024
 """Number of saves of each file whose outcome a reader keeps."""
 

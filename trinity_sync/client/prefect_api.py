@@ -341,8 +341,9 @@ def _error_of(url: str, answer: "httpx.Response") -> PrefectApiError:
     if status in (401, 403):
         return PrefectApiError(
             f"the Prefect server at {url} refuses this client ({status}): the password is missing "
-            "or wrong. Set PREFECT_API_AUTH_STRING to the server's PREFECT_SERVER_API_AUTH_STRING, "
-            "or PREFECT_API_KEY to a key of Prefect Cloud",
+            "or wrong. Set PREFECT_API_AUTH_STRING to the server's PREFECT_SERVER_API_AUTH_STRING "
+            "(of a stack on this machine: trinity-sync env prints it), or PREFECT_API_KEY to a key "
+            "of Prefect Cloud",
             url=url,
             status=status,
         )
@@ -427,7 +428,7 @@ def _find_server(home: Path, given_url: str | None) -> _Server:
     elif not login and not named("PREFECT_API_KEY"):
         with suppress(PrefectApiError):  # it is not needed
             own_url, own_login = read_local_stack(home)
-            login = own_login if url.rstrip("/") == own_url.rstrip("/") else ""
+            login = own_login if _normalize(url) == _normalize(own_url) else ""
     if not url:
         raise PrefectApiError(
             "no Prefect server is known: PREFECT_API_URL is not set, and "
@@ -453,6 +454,11 @@ def _find_server(home: Path, given_url: str | None) -> _Server:
         named("PREFECT_API_SSL_CERT_FILE") or named("SSL_CERT_FILE") or _known_authorities(),
         insecure not in ("1", "true", "t", "yes", "y", "on"),
     )
+
+
+def _normalize(url: str) -> str:
+    """Return a URL in the form in which two of the same server on this node are equal."""
+    return re.sub(r"//(localhost|\[::1\])(?=[:/]|$)", "//127.0.0.1", url.rstrip("/"))
 
 
 def _known_authorities() -> str:

@@ -7,11 +7,14 @@ time and admits the next bytes.
 """
 
 import fcntl
+import logging
 import os
 import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 LARGEST = 16 << 20
 """Bytes that are admitted at a time, at most."""
@@ -38,16 +41,24 @@ class RateLimit:
     ) -> None:
         self._path, self._bytes_per_s = path, bytes_per_s
         self._clock, self._sleep = clock, sleep
+        self._warned = False
 
     def admit(self, nbytes: int) -> None:
         """Wait until bytes may be written, and count them.
 
+        Without its file, as in a full spool, there is no limit: a write does not fail for it.
+
         Args:
             nbytes: Number of bytes, at most `LARGEST`.
-
-        Raises:
-            OSError: The file cannot be used.
         """
+        try:
+            self._admit(nbytes)
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                logger.warning("writing without a speed limit: %s", error)
+
+    def _admit(self, nbytes: int) -> None:
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)

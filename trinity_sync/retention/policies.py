@@ -283,5 +283,5 @@ def format_duration(seconds: float) -> str:
     """Return seconds in the form of `parse_duration`, in the largest unit that they fill."""
     for unit in ("d", "h", "m"):
         if seconds >= UNITS[unit] and seconds % UNITS[unit] == 0:
-            return f"{seconds / UNITS[unit]:g}{unit}"
-    return f"{seconds:g}s"
+            return f"{seconds / UNITS[unit]:.15g}{unit}"
+    return f"{seconds:.15g}s"

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trinity_sync.errors import ConfigError, StackError
-from trinity_sync.settings import Settings, StackSettings
+from trinity_sync.settings import LOCAL_HOST, Settings, StackSettings
 from trinity_sync.stack import daemon, services
 from trinity_sync.stack.daemon import Daemon, StartupDeadline
+from trinity_sync.stack.ports import is_own_address
 from trinity_sync.stack.services import StackState
 from trinity_sync.stack.state_file import (
     INVITATION,
@@ -103,6 +104,7 @@ def up(
                     f"home {settings.home} has a stack already. Run trinity-sync down first, or "
                     "set TRINITY_SYNC_HOME to another folder of this machine"
                 )
+            stack = _with_own_address(stack)
             now = replace(joining, host=stack.server.host)
         stack = read_running_settings(before) or stack
         _refuse_any_host(stack.server.host)
@@ -120,7 +122,7 @@ def up(
                 now = _await_server_and_ray(settings, stack, now, deadline)
             moved = any(
                 getattr(now, name) != getattr(before, name)
-                for name in ("api_url", "ray_address", "ray_auth", "ray")
+                for name in ("api_url", "api_auth", "ray_address", "ray_auth", "ray")
             )
             if worker and (moved or not before.worker or not before.worker.lives):
                 _stop_remains(before.worker)
@@ -133,6 +135,14 @@ def up(
             write_state(settings.home, before)
             raise
     return now
+
+
+def _with_own_address(stack: StackSettings) -> StackSettings:
+    """Return settings for a machine that joins, whose file may be that of the first machine."""
+    if is_own_address(stack.server.host):
+        return stack
+    server = stack.server.model_copy(update={"host": LOCAL_HOST})  # Ray detects the address
+    return stack.model_copy(update={"server": server})
 
 
 def join(settings: Settings, invitation: Path, **arguments: Any) -> StackState:

@@ -16,6 +16,16 @@ LOWEST = 1024
 """Lower ports are reserved for root."""
 
 
+def is_own_address(host: str) -> bool:
+    """Return whether a host name or address is one of this machine."""
+    with socket.socket() as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:
+            return False
+    return True
+
+
 def free_port(preferred: str = "", host: str = "127.0.0.1", *, first: int = 0) -> int:
     """Return a free port of a host.
 

@@ -17,6 +17,7 @@ import msgspec
 
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.fs.atomic import make_folder, read_uncached, replace_file
+from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.fs.records import Record, decode_body, encode_body
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, WriteConcurrency, job_id
 
@@ -90,8 +91,6 @@ def read_set_job_settings(root: str | Path) -> dict[str, Any]:
 def write_job_settings(root: str | Path, changes: Mapping[str, Any]) -> JobSettings:
     """Change settings of a job; those that are not named stay as they are.
 
-    A concurrent change may be lost: the last writer wins.
-
     Args:
         root: the job's root, which exists.
         changes: values by name, as in `JobSettings`; None restores the default. Texts are converted
@@ -109,6 +108,12 @@ def write_job_settings(root: str | Path, changes: Mapping[str, Any]) -> JobSetti
             near = difflib.get_close_matches(name, NAMES, 1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(NAMES)}"
             raise ConfigError(f"{name} is not a setting of a job; {hint}")
+    make_folder(_path(root).parent)
+    with acquire_file_lock(_path(root).with_suffix(".lock")):
+        return _write(root, changes)
+
+
+def _write(root: str | Path, changes: Mapping[str, Any]) -> JobSettings:
     before = read_set_job_settings(root)
     after = {name: value for name, value in {**before, **changes}.items() if value is not None}
     if remote := after.get("remote"):  # in full, so that it is the same on every node
@@ -122,7 +127,6 @@ def write_job_settings(root: str | Path, changes: Mapping[str, Any]) -> JobSetti
         raise ConfigError("remote_required needs a remote; set remote as well")
     after = {name: value for name, value in msgspec.to_builtins(settings).items() if name in after}
     if after != before:
-        make_folder(_path(root).parent)
         replace_file(_path(root), encode_body(after, JobSettings.FORMAT, indent=1))
     return settings
 
