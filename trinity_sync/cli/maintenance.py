@@ -1,6 +1,7 @@
 """Commands for committed steps: verify, reconcile."""
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -209,19 +210,25 @@ def reconcile(
 
 
 async def _reconcile(root: Path, grace_s: float) -> "list[Finding]":
+    import asyncio
+
     from prefect.client.orchestration import get_client
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
-    from trinity_sync.orchestration.prefect_queries import find_server
+    from trinity_sync.orchestration.prefect_queries import ANSWER_S, find_server
     from trinity_sync.orchestration.recovery.reconcile import reconcile
 
     settings = read_settings()
     url, auth = find_server(settings)
+    answers = False
     if url:
         server = {PREFECT_API_URL: url, **({PREFECT_API_AUTH_STRING: auth} if auth else {})}
         with temporary_settings(server):
             async with get_client() as client:
-                if await client.api_healthcheck() is None:
+                with suppress(asyncio.TimeoutError):
+                    why = await asyncio.wait_for(client.api_healthcheck(), ANSWER_S)
+                    answers = why is None
+                if answers:
                     return await reconcile(settings, [root], client, grace_s=grace_s)
     typer.echo("no Prefect server answers; flow runs are not checked", err=True)
     return await reconcile(settings, [root], None, grace_s=grace_s)

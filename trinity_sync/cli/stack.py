@@ -276,6 +276,7 @@ def ui(
     """Open the Prefect UI in a browser, or print its address and how to log in."""
     import webbrowser
 
+    from trinity_sync.client.prefect_api import hide_password
     from trinity_sync.stack import embedded
 
     settings = read_settings()
@@ -285,7 +286,7 @@ def ui(
         raise with_hint(PrefectApiError("no Prefect server is known"), "trinity-sync up")
     own = state is not None and url == state.api_url
     password = state.api_auth if own and state else ""
-    report = UiReport(_ui_url(url), password or None)
+    report = UiReport(_ui_url(hide_password(url)), password or None)
     text = report.url
     if report.password:
         text += f"\npassword: {report.password}"
@@ -374,6 +375,7 @@ def worker(config: ConfigFile = None) -> None:
 
 
 def _describe_stack(settings: "Settings") -> StackReport:
+    from trinity_sync.client.prefect_api import hide_password
     from trinity_sync.stack import embedded
 
     found = embedded.status(settings)
@@ -386,7 +388,9 @@ def _describe_stack(settings: "Settings") -> StackReport:
         changed=list(found.changed),
         overrides=list(found.elsewhere),
         services=[
-            ServiceRow(part.name, part.state, part.pid, part.url or None, part.log or None)
+            ServiceRow(
+                part.name, part.state, part.pid, hide_password(part.url) or None, part.log or None
+            )
             for part in found.parts
         ],
     )

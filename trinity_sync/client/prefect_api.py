@@ -102,7 +102,7 @@ class _Server:
     @property
     def shown(self) -> str:
         """The URL without a password."""
-        return re.sub(r"//.*@", "//", self.url)
+        return hide_password(self.url)
 
 
 class PrefectApi:
@@ -454,6 +454,11 @@ def _find_server(home: Path, given_url: str | None) -> _Server:
         named("PREFECT_API_SSL_CERT_FILE") or named("SSL_CERT_FILE") or _known_authorities(),
         insecure not in ("1", "true", "t", "yes", "y", "on"),
     )
+
+
+def hide_password(url: str) -> str:
+    """Return a URL, which may be invalid, without the user and the password in it."""
+    return re.sub(r"//.*@", "//", url)
 
 
 def _normalize(url: str) -> str:

@@ -10,7 +10,6 @@ not see it. The states made here have no time, and the server adds it.
 
 import json
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -40,10 +39,16 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, State, StateType, TaskRun
 from prefect.client.schemas.sorting import ArtifactSort, FlowRunSort
 from prefect.exceptions import ObjectNotFound
-from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+from prefect.settings import (
+    PREFECT_API_AUTH_STRING,
+    PREFECT_API_REQUEST_TIMEOUT,
+    PREFECT_API_URL,
+    PREFECT_CLIENT_MAX_RETRIES,
+    temporary_settings,
+)
 from prefect.states import Scheduled
 
-from trinity_sync.client.prefect_api import read_local_stack
+from trinity_sync.client.prefect_api import hide_password, read_local_stack
 from trinity_sync.errors import PrefectApiError, RequestRefusedError, TrinitySyncError
 from trinity_sync.layout import job_id
 from trinity_sync.orchestration.quantities import make_artifact_key
@@ -82,13 +87,21 @@ def find_server(settings: Settings) -> tuple[str | None, str]:
     return own_url or None, auth
 
 
+ANSWER_S = 10.0
+"""Seconds that a command waits for an answer of the server: one that accepts may never answer."""
+
+
 @contextmanager
-def open_client(api_url: str | None = None, auth: str = "") -> Iterator[SyncPrefectClient]:
+def open_client(
+    api_url: str | None = None, auth: str = "", *, answer_s: float | None = None
+) -> Iterator[SyncPrefectClient]:
     """Open a client of a Prefect server, and turn errors within it into a `PrefectApiError`.
 
     Args:
         api_url: URL of the server's API; by default that of the environment.
         auth: ``user:password``; by default that of the environment.
+        answer_s: Seconds to wait for each answer, without retries; by default as Prefect's settings
+            say, which is minutes.
 
     Raises:
         PrefectApiError: No server is configured, it cannot be reached, or it refuses a call.
@@ -99,35 +112,34 @@ def open_client(api_url: str | None = None, auth: str = "") -> Iterator[SyncPref
             "no Prefect server is known. Run trinity-sync up, or set PREFECT_API_URL."
         )
     try:
+        settings: dict[Any, Any]
         settings = {PREFECT_API_URL: url, **({PREFECT_API_AUTH_STRING: auth} if auth else {})}
+        if answer_s is not None:
+            settings |= {PREFECT_CLIENT_MAX_RETRIES: 0, PREFECT_API_REQUEST_TIMEOUT: answer_s}
         with temporary_settings(settings), get_client(sync_client=True) as client:
             yield client
     except httpx.HTTPStatusError as error:
         raise PrefectApiError(
-            f"Prefect server at {url} refused {error.request.method} {error.request.url.path}: "
-            f"{error.response.status_code} {error.response.text[:300]}. Is it a Prefect 3 server, "
-            "and is PREFECT_API_KEY or PREFECT_API_AUTH_STRING needed?",
-            url=_hide_password(url),
+            f"Prefect server at {hide_password(url)} refused {error.request.method} "
+            f"{error.request.url.path}: {error.response.status_code} {error.response.text[:300]}. "
+            "Is it a Prefect 3 server, and is PREFECT_API_KEY or PREFECT_API_AUTH_STRING needed?",
+            url=hide_password(url),
             status=error.response.status_code,
         ) from error
     except httpx.TransportError as error:
         raise PrefectApiError(
-            f"Prefect server at {url} cannot be reached ({error or type(error).__name__}). "
-            "Start it, or correct PREFECT_API_URL.",
-            url=_hide_password(url),
+            f"Prefect server at {hide_password(url)} cannot be reached "
+            f"({error or type(error).__name__}). Start it, or correct PREFECT_API_URL.",
+            url=hide_password(url),
         ) from error
     except TrinitySyncError:
         raise
     except (httpx.InvalidURL, ValueError) as error:  # not a URL, or not an answer of the API
         raise PrefectApiError(
-            f"{url} is not the API of a Prefect 3 server ({type(error).__name__}). Correct "
-            "PREFECT_API_URL; it ends with /api.",
-            url=_hide_password(url),
+            f"{hide_password(url)} is not the API of a Prefect 3 server "
+            f"({type(error).__name__}). Correct PREFECT_API_URL; it ends with /api.",
+            url=hide_password(url),
         ) from error
-
-
-def _hide_password(url: str) -> str:
-    return re.sub(r"//.*@", "//", url)
 
 
 # Its clock

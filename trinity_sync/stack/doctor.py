@@ -132,6 +132,7 @@ def _check_server(
     from prefect.exceptions import ObjectNotFound
 
     from trinity_sync.orchestration.prefect_queries import (
+        ANSWER_S,
         count_waiting_runs,
         find_server,
         open_client,
@@ -139,7 +140,7 @@ def _check_server(
     )
 
     try:
-        with open_client(*find_server(settings)) as client:
+        with open_client(*find_server(settings), answer_s=ANSWER_S) as client:
             before = clock()
             answer = client.request("GET", "/admin/version")
             after = clock()

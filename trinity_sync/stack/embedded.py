@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from trinity_sync.client.prefect_api import hide_password
 from trinity_sync.errors import ConfigError, StackError
 from trinity_sync.settings import LOCAL_HOST, Settings, StackSettings
 from trinity_sync.stack import daemon, services
@@ -211,13 +212,14 @@ def status(settings: Settings | None = None, stack: StackSettings | None = None)
     problem = ""
     if found[0].state in ("running", "external", "away"):
         from trinity_sync.orchestration.prefect_queries import (
+            ANSWER_S,
             count_waiting_runs,
             open_client,
             read_heartbeats,
         )
 
         try:
-            with open_client(found[0].url, state.api_auth) as client:
+            with open_client(found[0].url, state.api_auth, answer_s=ANSWER_S) as client:
                 online = len(read_heartbeats(client, pool))
                 waiting = count_waiting_runs(client, pool)
         except StackError as error:
@@ -448,7 +450,8 @@ def _find_external(
         return None
     if not services.accepts_connections(value):
         raise StackError(
-            f"nothing answers at {name}={value}. Start it there, or unset {name} to start one here."
+            f"nothing answers at {name}={hide_password(value)}. Start it there, or unset {name} "
+            "to start one here."
         )
     return value
 
@@ -461,8 +464,8 @@ def _list_overrides(state: StackState, stack: StackSettings) -> Iterator[str]:
     ):
         if url and override and override.rstrip("/") != url:
             yield (
-                f"{name} is {override}, so processes started from this environment use it "
-                f"instead of {url} of this stack. Unset it, or run trinity-sync down."
+                f"{name} is {hide_password(override)}, so processes started from this environment "
+                f"use it instead of {url} of this stack. Unset it, or run trinity-sync down."
             )
 
 

@@ -14,6 +14,7 @@ from urllib.parse import quote
 from trinity_sync.errors import FormatError, StackError, TrinitySyncError
 from trinity_sync.layout import KINDS, PRIVATE_FOLDER, job_id, steps_on_disk
 from trinity_sync.orchestration.prefect_queries import (
+    ANSWER_S,
     PAGE,
     VERIFIED,
     ArtifactTable,
@@ -138,7 +139,7 @@ def _query_server(settings: Settings, root: Path) -> _Server:
         url, auth = find_server(settings)
         if not url:
             return _Server(error="no Prefect server is known")
-        with open_client(url, auth) as client:
+        with open_client(url, auth, answer_s=ANSWER_S) as client:
             base = str(client.api_url).removesuffix("/").removesuffix("/api")
             return _Server(
                 read_job_runs(client, root),
