@@ -8,7 +8,6 @@ import logging
 import shutil
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from trinity_sync.errors import TrinitySyncError
 from trinity_sync.layout import CORRUPTION_MARK, KINDS, Kind, job_id, step_folder, steps_on_disk
 from trinity_sync.orchestration.job_registry import list_known_roots
 from trinity_sync.settings import Settings, StackSettings
-from trinity_sync.snapshot.evictions import read_evictions
+from trinity_sync.snapshot.evictions import count_evictions
 from trinity_sync.snapshot.spool import list_job_spools
 from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.manifest import Manifest
@@ -64,7 +63,7 @@ class SpoolCollector(Collector):
                 ages = [image.ticket.age_s(now) for image in sealed]
                 pending.add_metric([job.folder.name], len(sealed))
                 age.add_metric([job.folder.name], max(ages, default=0.0))
-                lost = Counter(each.kind for each in read_evictions(job.folder))
+                lost = count_evictions(job.folder)
                 for kind in KINDS:
                     evicted.add_metric([job.folder.name, kind], lost[kind])
         except (OSError, TrinitySyncError) as error:

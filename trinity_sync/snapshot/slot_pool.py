@@ -16,7 +16,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trinity_sync.errors import FormatError, SpoolError, SpoolFullError, TicketError
+from trinity_sync.errors import (
+    FormatError,
+    LockTimeoutError,
+    SpoolError,
+    SpoolFullError,
+    TicketError,
+)
 from trinity_sync.snapshot.evictions import Eviction, record_eviction
 from trinity_sync.snapshot.save_id import Origin
 from trinity_sync.snapshot.slot import Slot
@@ -265,7 +271,7 @@ class SlotPool:
             record_eviction(self._spool.folder, eviction)
         except (TicketError, FormatError):
             return
-        except OSError as error:  # the log has it
+        except (OSError, LockTimeoutError) as error:  # the log has it
             logger.warning("cannot record the eviction of %s: %s", slot.path, error)
 
 

@@ -1,6 +1,7 @@
 """Report evictions of this node at once: a log line and an event for each save that was lost."""
 
 import logging
+import time
 from pathlib import Path
 
 from trinity_sync.orchestration.step_events import emit_step_event
@@ -11,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class EvictionReporter:
-    """Reports each save whose images were evicted on this node, once.
+    """Reports each save whose images are evicted on this node from now on, once.
 
     Args:
         spool: The node's spool.
@@ -19,14 +20,18 @@ class EvictionReporter:
 
     def __init__(self, spool: Path) -> None:
         self._spool = spool
+        self._since = time.time()
         self._reported: set[tuple[str, int, int, str]] = set()
 
     def report(self) -> None:
         """Report the evictions since the last call."""
+        found: set[tuple[str, int, int, str]] = set()
         for job in list_job_spools(self._spool):
-            root = job.root
-            for each in read_evictions(job.folder) if root else ():
+            evictions = [e for e in read_evictions(job.folder) if e.evicted_at >= self._since]
+            root = job.root if evictions else None
+            for each in evictions if root else ():
                 save = (job.folder.name, each.run, each.step, each.kind)
+                found.add(save)
                 if save in self._reported:
                     continue
                 self._reported.add(save)
@@ -53,3 +58,4 @@ class EvictionReporter:
                     for_step=each.for_step,
                     why=each.why,
                 )
+        self._reported = found  # the others are no longer in the file

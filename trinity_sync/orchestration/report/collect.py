@@ -109,7 +109,7 @@ def collect_report(
             if run.failed and run.is_save and run.tags.get("step", "").isdigit()
         ),
         disk=_measure_disk(root, steps, quarantined, growth, now),
-        memory=measure_memory(settings.spool, spool, evictions),
+        memory=measure_memory(settings.spool, spool),
         policies=preview_policies(infos, rules, now) if infos else (),
         uses=tuple(_list_uses(root, now)),
         quarantined=tuple("/".join(path.parts[-2:]) for path in quarantined),

@@ -10,7 +10,7 @@ from trinity_sync.orchestration.prefect_queries import FlowRunSummary
 from trinity_sync.orchestration.report.facts import InFlight, Memory
 from trinity_sync.orchestration.report.health import Committed
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.evictions import Eviction
+from trinity_sync.snapshot.evictions import count_evictions
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import Ticket
 from trinity_sync.storage.placement import NodeRanks, describe_ranks, read_placement
@@ -77,17 +77,15 @@ def _find_missing_ranks(settings: Settings, root: Path, tickets: Sequence[Ticket
     return ", ".join(missing)
 
 
-def measure_memory(folder: Path, spool: JobSpool, evictions: Sequence[Eviction]) -> Memory | None:
+def measure_memory(folder: Path, spool: JobSpool) -> Memory | None:
     """Return the state of this node's spool; None if there is none.
 
     Args:
         folder: The node's spool.
         spool: Spool of the job in it.
-        evictions: Evictions of the job.
     """
     if not folder.is_dir():
         return None
     usage = shutil.disk_usage(folder)
-    return Memory(
-        len(spool.tickets()[0]), spool.bytes_used, usage.free, usage.total, len(evictions)
-    )
+    evicted = count_evictions(spool.folder).total()
+    return Memory(len(spool.tickets()[0]), spool.bytes_used, usage.free, usage.total, evicted)
