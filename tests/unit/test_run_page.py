@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tests.unit.job import Job
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import SaveError
+from trinity_sync.layout import KINDS
+from trinity_sync.orchestration import step_events
 from trinity_sync.orchestration.quantities import (
     format_bytes,
     format_duration,
@@ -193,6 +196,21 @@ def eviction_of(step: int, rank: int = 0) -> Eviction:
     return Eviction(
         "a" * 16, 1, step, "checkpoint", "actor", "model", rank, step + 2, 1.7e9, "late"
     )
+
+
+def test_an_eviction_is_an_event_of_a_checkpoint_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = []
+    monkeypatch.setattr(step_events, "emit_event", lambda **event: sent.append(event))
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+        for outcome in ("evicted", "failed"):
+            for kind in KINDS:
+                step_events.emit_step_event(outcome, tmp_path, 1, run=1, kind=kind)
+    found = [(each["event"].rpartition(".")[2], each["payload"]["kind"]) for each in sent]
+    assert ("evicted", "checkpoint") in found
+    assert ("evicted", "state_dict") not in found
+    assert [kind for outcome, kind in found if outcome == "failed"] == [*KINDS]
 
 
 def test_an_image_whose_failure_was_reported_is_not_reported_again_as_evicted(job: Job) -> None:

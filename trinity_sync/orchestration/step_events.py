@@ -32,6 +32,8 @@ def emit_step_event(
 ) -> None:
     """Send the event ``trinity_sync.step.<outcome>``; never raises.
 
+    None is sent for weights that were evicted: newer weights supersede them, so nothing is lost.
+
     Args:
         outcome: What became of the step.
         root: Root of the job.
@@ -41,6 +43,8 @@ def emit_step_event(
         payload: More values, which JSON can represent.
     """
     if not PREFECT_API_URL.value():  # Prefect would start a server of its own
+        return
+    if outcome == "evicted" and kind != "checkpoint":
         return
     job = job_id(root)
     # the worker that sees an eviction and the flow run that fails for it report it once
