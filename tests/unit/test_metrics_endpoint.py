@@ -152,6 +152,12 @@ def test_images_that_wait_evictions_and_memory_can_be_scraped(job: Job, tmp_path
     assert found["trinity_sync_pending_images",] == found["trinity_sync_pending_age_seconds",] == 0
 
 
+def test_a_worker_without_a_save_yet_says_how_much_memory_is_free(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path, spool=tmp_path / "shm/none")
+    port = WorkerMetrics().serve(settings, at(free_port()))
+    assert scraped(port)["trinity_sync_spool_free_bytes",] > 0
+
+
 def test_corrupted_steps_readers_and_other_workers_commits_are_read_from_the_root(
     job: Job, tmp_path: Path
 ) -> None:

@@ -69,12 +69,20 @@ class SpoolCollector(Collector):
         except (OSError, TrinitySyncError) as error:
             logger.warning("cannot read the spool %s for metrics: %s", self._spool, error)
         yield from (pending, age, evicted)
-        if self._spool.is_dir():
-            free = GaugeMetricFamily(
-                "trinity_sync_spool_free_bytes", "Free bytes of the file system of the spool"
-            )
-            free.add_metric([], shutil.disk_usage(self._spool).free)
-            yield free
+        free = GaugeMetricFamily(
+            "trinity_sync_spool_free_bytes", "Free bytes of the file system of the spool"
+        )
+        free.add_metric([], self._read_free_bytes())
+        yield free
+
+    def _read_free_bytes(self) -> int:
+        """Return the free bytes where the spool is, or will be after the first save."""
+        for folder in (self._spool, *self._spool.parents):
+            try:
+                return shutil.disk_usage(folder).free
+            except OSError:
+                continue
+        return 0
 
 
 @dataclass(frozen=True)
