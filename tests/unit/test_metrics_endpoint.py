@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import socket
 import time
 import urllib.request
@@ -18,12 +19,16 @@ from tests.unit.steps import MODEL, commit_files
 from tests.unit.test_formats import of_another_release
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import StackError
+from trinity_sync.layout import ITERATION_FILES
+from trinity_sync.orchestration import node_metrics
 from trinity_sync.orchestration.job_registry import register_job
 from trinity_sync.orchestration.metrics import WorkerMetrics
 from trinity_sync.orchestration.node_metrics import RootObserver
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.stack.ports import free_port
+from trinity_sync.storage import manifest as manifests
 from trinity_sync.storage.corruption import Corruption, mark_corrupted
+from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.save import Persisted
 from trinity_sync.weights.registry.versions import VersionRegistry
 from trinity_sync.weights.state_files import write_address, write_state
@@ -116,6 +121,7 @@ def test_a_root_that_hangs_does_not_hold_up_a_workers_start(job: Job, tmp_path: 
     register_job(settings, job.root)
     manifest = job.root / "global_step_7/manifest.json"
     manifest.parent.mkdir()
+    (job.root / ITERATION_FILES["checkpoint"]).write_text("7")
     os.mkfifo(manifest)  # whoever opens it waits until somebody writes
     metrics = WorkerMetrics()
     port = metrics.serve(settings, at(free_port()))
@@ -186,6 +192,101 @@ def test_corrupted_steps_readers_and_other_workers_commits_are_read_from_the_roo
     assert found["trinity_sync_root_free_bytes"].value > 0
     lag = found["trinity_sync_reader_lag_steps"]
     assert (lag.labels["reader"], lag.value) == ("rollout-0", 5)
+
+
+def corrupted_steps(observer: RootObserver) -> dict[str, float]:
+    """By job."""
+    return {
+        sample.labels["job"]: sample.value
+        for family in observer.collect()
+        for sample in family.samples
+        if sample.name == "trinity_sync_corrupted_steps"
+    }
+
+
+def test_a_round_reads_only_the_newest_manifest_and_only_if_it_has_changed(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(home=tmp_path, spool=job.spool.folder.parent)
+    register_job(settings, job.root)
+    for step in (1, 2, 3):
+        commit_files(job.root, step)
+    parsed: list[int] = []
+    parse = manifests.parse_manifest
+
+    def counting(content: bytes, path: Path | str, step: int) -> Manifest:
+        parsed.append(step)
+        return parse(content, path, step)
+
+    newest: list[tuple[str, int, int]] = []
+    observer = RootObserver(
+        settings,
+        StackSettings(),
+        lambda _, kind, found: newest.append((kind, found.run, found.step)),
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(manifests, "parse_manifest", counting)
+        observer.observe()
+        observer.observe()
+    assert parsed == [3]
+    assert newest == [("checkpoint", 1, 3), ("state_dict", 1, 3)]
+    commit_files(job.root, 3, run=2)  # resumed from 2
+    observer.observe()
+    assert newest[2:] == [("checkpoint", 2, 3), ("state_dict", 2, 3)]
+
+
+def test_corruption_marks_of_known_steps_are_looked_up_rarely(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(home=tmp_path, spool=job.spool.folder.parent)
+    register_job(settings, job.root)
+    name, corruption = job.spool.folder.name, Corruption({MODEL: "is missing"}, 1.7e9)
+    observer = RootObserver(settings, StackSettings(), lambda *_: None)
+    for step in (1, 2):
+        commit_files(job.root, step)
+        mark_corrupted(job.root, step, corruption)
+        observer.observe()
+        assert corrupted_steps(observer) == {name: step}
+    commit_files(job.root, 3)
+    observer.observe()
+    mark_corrupted(job.root, 3, corruption)
+    shutil.rmtree(job.root / "global_step_1")
+    observer.observe()
+    assert corrupted_steps(observer) == {name: 1}
+    monkeypatch.setattr(node_metrics, "RECHECK_S", 0.0)
+    observer.observe()
+    assert corrupted_steps(observer) == {name: 2}
+
+
+def test_a_root_or_registry_that_fails_is_logged_once_and_hides_no_other(
+    job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = Settings(home=tmp_path / "home", spool=job.spool.folder.parent)
+    name = job.spool.folder.name
+    register_job(settings, job.root)
+    commit_files(job.root, 1)
+    observer = RootObserver(settings, StackSettings(), lambda *_: None)
+    unreadable = tmp_path / ("x" * 300)  # the file system refuses to look it up
+    register_job(settings, unreadable)
+    for _ in range(2):
+        observer.observe()
+        assert corrupted_steps(observer) == {name: 0}
+    assert caplog.text.count("cannot read") == 1
+    (job.root / ITERATION_FILES["checkpoint"]).unlink()
+    (job.root / ITERATION_FILES["checkpoint"]).mkdir()
+    for _ in range(2):
+        observer.observe()
+        assert corrupted_steps(observer) == {}
+    assert caplog.text.count("cannot read") == 2
+    (job.root / ITERATION_FILES["checkpoint"]).rmdir()
+    (settings.home / "roots/a.json").mkdir()
+    for _ in range(2):
+        observer.observe()
+        assert corrupted_steps(observer) == {}
+    assert caplog.text.count("cannot read") == 3
+    (settings.home / "roots/a.json").rmdir()
+    observer.observe()
+    assert corrupted_steps(observer) == {name: 0}
 
 
 def exported(port: int) -> set[str]:

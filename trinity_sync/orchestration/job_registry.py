@@ -36,9 +36,16 @@ def list_known_roots(settings: Settings, stack: StackSettings | None = None) -> 
     Roots that do not exist, and registered roots that ``worker.allowed_paths`` no longer covers,
     are left out.
     """
+    return [root for root in list_registered_roots(settings, stack) if root.is_dir()]
+
+
+def list_registered_roots(settings: Settings, stack: StackSettings | None = None) -> list[Path]:
+    """Return the registered roots that ``worker.allowed_paths`` covers, sorted by name.
+
+    It does not look at the roots, which may not exist, or be on a file system that fails.
+    """
     stack = stack or StackSettings()
-    allowed = (root for root in _read_registry(settings) if _is_allowed(stack, root))
-    return [root for root in allowed if root.is_dir()]
+    return [root for root in _read_registry(settings) if _is_allowed(stack, root)]
 
 
 def is_registered(settings: Settings, root: str | Path) -> bool:

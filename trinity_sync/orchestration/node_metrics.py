@@ -5,30 +5,41 @@ reads them every `OBSERVE_S` seconds, and a scrape shows what it has read last.
 """
 
 import logging
+import math
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from trinity_sync.errors import TrinitySyncError
-from trinity_sync.layout import CORRUPTION_MARK, KINDS, Kind, job_id, step_folder, steps_on_disk
-from trinity_sync.orchestration.job_registry import list_known_roots
+from trinity_sync.layout import (
+    CORRUPTION_MARK,
+    KINDS,
+    MANIFEST,
+    Kind,
+    job_id,
+    step_folder,
+    steps_on_disk,
+)
+from trinity_sync.orchestration.job_registry import list_registered_roots
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.evictions import count_evictions
 from trinity_sync.snapshot.spool import list_job_spools
-from trinity_sync.storage.discovery import find_newest
-from trinity_sync.storage.manifest import Manifest
+from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.weights.report import read_sync_report
 
 logger = logging.getLogger(__name__)
 
-OBSERVE_S = 30.0
+OBSERVE_S = 60.0
 """Seconds between two looks at the roots."""
+RECHECK_S = 600.0
+"""Seconds after which corruption marks are looked up again of all steps, not of new ones only."""
 
 
 class SpoolCollector(Collector):
@@ -85,6 +96,19 @@ class SpoolCollector(Collector):
         return 0
 
 
+@dataclass
+class _Root:
+    """What earlier rounds have read of a root, so that a round reads only what has changed."""
+
+    newest: dict[Kind, tuple[int, ...]] = field(default_factory=dict)
+    """Newest step of each kind, with inode and time of change of its manifest."""
+    checked: set[int] = field(default_factory=set)
+    """Steps whose corruption marks were looked up."""
+    corrupted: set[int] = field(default_factory=set)
+    checked_at: float = -math.inf
+    """When the marks of all steps were looked up, by ``time.monotonic``."""
+
+
 @dataclass(frozen=True)
 class _Observed:
     """A job as its root showed it."""
@@ -98,6 +122,8 @@ class _Observed:
 
 class RootObserver(Collector):
     """Corrupted steps, free disk space and the lag of readers, of the jobs that this node knows.
+
+    A root that cannot be read is logged once, and its metrics are left out until it can be read.
 
     Args:
         settings: Where the registry of jobs is.
@@ -115,6 +141,8 @@ class RootObserver(Collector):
         self._stack = stack
         self._on_newest = on_newest
         self._observed: Sequence[_Observed] = ()
+        self._roots: dict[Path, _Root] = {}
+        self._errors: dict[Path, str] = {}
 
     def start(self, registry: CollectorRegistry) -> None:
         """Observe in a daemon thread from now on, and show the result in a registry."""
@@ -128,17 +156,46 @@ class RootObserver(Collector):
             pause.wait(OBSERVE_S)
 
     def observe(self) -> None:
-        """Read the roots of all known jobs once."""
-        found = []
-        for root in list_known_roots(self._settings, self._stack):
+        """Read what has changed in the roots of all known jobs; never raises."""
+        found, before, errors = [], self._roots, {}
+        self._roots = {}
+        try:
+            registered = list_registered_roots(self._settings, self._stack)
+        except Exception as error:
+            registered, errors[self._settings.home] = [], str(error)
+        for root in registered:
             try:
-                for kind in KINDS:
-                    if newest := find_newest(root, kind):
-                        self._on_newest(job_id(root), kind, newest)
-                found.append(_observe(root))
-            except (OSError, TrinitySyncError) as error:
-                logger.warning("cannot read %s for metrics: %s", root, error)
-        self._observed = found
+                if _exists(root):
+                    known = before.get(root, _Root())
+                    self._report_newest(root, known)
+                    found.append(_observe(root, known))
+                    self._roots[root] = known
+            except Exception as error:  # the others are unaffected, and the thread goes on
+                errors[root] = str(error)
+        for path, why in errors.items():
+            if self._errors.get(path) != why:
+                logger.warning("cannot read %s for metrics: %s", path, why)
+        self._observed, self._errors = found, errors
+
+    def _report_newest(self, root: Path, known: _Root) -> None:
+        """Report the steps that the latest pointers name, if they have changed."""
+        read: dict[int, Manifest | None] = {}
+        for kind in KINDS:
+            step = read_latest_pointer(root, kind)
+            if step is None:
+                continue
+            try:
+                file = (step_folder(root, step) / MANIFEST).stat()
+            except FileNotFoundError:  # a step of another system
+                continue
+            newest = (step, file.st_ino, file.st_mtime_ns)  # a later run may commit it again
+            if known.newest.get(kind) == newest:
+                continue
+            if step not in read:
+                read[step] = read_manifest(root, step)
+            if manifest := read[step]:
+                self._on_newest(job_id(root), kind, manifest)
+                known.newest[kind] = newest
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Return what was observed last."""
@@ -161,14 +218,35 @@ class RootObserver(Collector):
         yield from (corrupted, free, lag)
 
 
-def _observe(root: Path) -> _Observed:
+def _exists(root: Path) -> bool:
+    """Return whether a root exists; raises if that cannot be told."""
+    try:
+        root.stat()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _observe(root: Path, known: _Root) -> _Observed:
     report = read_sync_report(root, time.time())
     readers = report.readers if report and report.lives is not False else ()
     return _Observed(
         job=job_id(root),
-        corrupted=sum(
-            (step_folder(root, step) / CORRUPTION_MARK).exists() for step in steps_on_disk(root)
-        ),
+        corrupted=_count_corrupted(root, known),
         free_bytes=shutil.disk_usage(root).free,
         lags={reader.name: reader.behind for reader in readers},
     )
+
+
+def _count_corrupted(root: Path, known: _Root) -> int:
+    """Return the number of steps with a corruption mark; looks up few, as each is a request."""
+    steps, now = set(steps_on_disk(root)), time.monotonic()
+    if now - known.checked_at >= RECHECK_S:
+        known.checked, known.corrupted, known.checked_at = set(), set(), now
+    new = {
+        step
+        for step in steps - known.checked
+        if (step_folder(root, step) / CORRUPTION_MARK).exists()
+    }
+    known.checked, known.corrupted = steps, (known.corrupted & steps) | new
+    return len(known.corrupted)
