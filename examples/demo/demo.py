@@ -81,7 +81,7 @@ def clean_up(settings: Settings, output: Path = OUTPUT) -> None:
         if job.root and job.root.is_relative_to(output):
             shutil.rmtree(job.folder)
     for root in output.glob("job-*"):
-        trinity_sync("catalog", "forget", root)
+        trinity_sync("jobs", "forget", root, "--yes")
     for rendezvous in output.glob("rendezvous-*"):
         rendezvous.unlink()
 

@@ -18,6 +18,7 @@ from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.orchestration.deploy import deploy
 from trinity_sync.orchestration.job_registry import list_known_roots
 from trinity_sync.orchestration.prefect_queries import count_waiting_runs, open_client
+from trinity_sync.orchestration.quantities import make_artifact_key
 from trinity_sync.settings import StackSettings
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import find_newest, require_committed
@@ -47,9 +48,14 @@ def run(api: Api, deployment: str, **parameters: Any) -> Any:
     return api.ended(api.start(parameters, deployment))
 
 
-def table(api: Api, run: Any) -> str:
-    """The table in the run's page; Prefect keeps a failure's message as an artifact, too."""
-    (found,) = [artifact for artifact in api.artifacts_of(run) if artifact.type == "table"]
+def table(api: Api, run: Any, root: Path) -> str:
+    """The job's table in the run's page, beside that of the node and Prefect's own artifacts."""
+    job = make_artifact_key("", root)
+    (found,) = [
+        artifact
+        for artifact in api.artifacts_of(run)
+        if artifact.type == "table" and str(artifact.key).endswith(job)
+    ]
     return str(found.data)
 
 
@@ -92,7 +98,7 @@ def test_a_job_is_looked_after_from_its_commit_to_its_export(
 
     loads = run(api, "verify/verify", root=str(root), load=True)
     assert loads.state.is_completed(), loads.state.message
-    assert "loaded, digests compared" in table(api, loads)
+    assert "loaded, digests compared" in table(api, loads, root)
 
     shard = root / "global_step_2/actor/model_world_size_1_rank_0.pt"
     with shard.open("r+b") as file:
@@ -101,13 +107,13 @@ def test_a_job_is_looked_after_from_its_commit_to_its_export(
     verified = run(api, "verify/verify", root=str(root), newest=2)
     assert verified.state.is_failed()
     assert "1 of 2 steps are corrupted" in verified.state.message
-    assert "corrupted" in table(api, verified)
+    assert "corrupted" in table(api, verified, root)
     assert find_newest(root).step == read_latest_pointer(root, "checkpoint") == 1
 
     (root / "latest_checkpointed_iteration.txt").write_text("2")
     reconciled = run(api, "reconcile/reconcile", root=str(root))
     assert reconciled.state.is_completed(), reconciled.state.message
-    assert "names step 1 now" in table(api, reconciled)
+    assert "names step 1 now" in table(api, reconciled, root)
     assert read_latest_pointer(root, "checkpoint") == 1
 
 

@@ -205,7 +205,7 @@ def test_deploying_takes_the_installed_flows(
     project: Path, installed: Path, stack: StackState
 ) -> None:
     said = run(project, installed / "trinity-sync", "deploy")
-    assert "save-step/save-step in work pool trinity-sync" in said.splitlines()
+    assert "save-step/save-step\ttrinity-sync" in said.splitlines()
 
 
 NO_TOKEN = {"RAY_AUTH_MODE": "disabled"}

@@ -166,7 +166,7 @@ def test_one_flow_run_is_created_for_an_idempotency_key_by_the_clock_of_the_serv
         for _ in range(2):
             ask(stack.api_url, create(request), **login(stack))
     run = api.run_of(request.key)
-    assert (run.name, set(run.tags) >= {*request.tags}) == (request.run_name, True)
+    assert (run.name, set(run.tags) >= {*request.tags}) == (request.flow_run_name, True)
     assert run.parameters["request"] == request.model_dump(mode="json")
     assert run.expected_start_time is not None
     assert before <= run.expected_start_time <= datetime.now(timezone.utc)

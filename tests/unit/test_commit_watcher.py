@@ -306,11 +306,11 @@ def test_a_server_that_hangs_while_it_is_asked_holds_up_no_request(tmp_path: Pat
         url = f"http://127.0.0.1:{made.server_port}/api"
         watcher = CommitWatcher(SaveTrigger(Settings(), url), JobSpool(tmp_path))
         watcher.follow(first, submit=True)
-        while Hanging.asked != [first.run_name, "asked"]:
+        while Hanging.asked != [first.flow_run_name, "asked"]:
             with pytest.raises(SaveTimeoutError):
                 watcher.wait(time.monotonic() + 0.05)
         watcher.follow(second, submit=True)
-        while second.run_name not in Hanging.asked:
+        while second.flow_run_name not in Hanging.asked:
             with pytest.raises(SaveTimeoutError):
                 watcher.wait(time.monotonic() + 0.05)
         assert Hanging.asked.count("asked") == 1  # so the answer is still waited for

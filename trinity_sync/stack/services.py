@@ -379,6 +379,7 @@ def _secret(home: Path, name: str, *, user: str = "") -> Path:
     """Return a file of the stack with 64 random digits after ``user``, created once."""
     path = home.absolute() / name
     if not _is_secret(path):
+        make_home(home)
         replace_file(path, user + secrets.token_hex(32), mode=0o600)
     return path
 
