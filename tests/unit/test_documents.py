@@ -350,6 +350,71 @@ def test_a_root_that_is_left_out_is_found(
     assert (refused.exit_code, "this node knows 2 jobs" in refused.stderr) == (2, True)
 
 
+CHANGES: list[list[object]] = [
+    ["prune", "--keep", "last=1", "--keep-weights", "last=1", "--yes"],
+    ["rewind", 10, "--yes"],
+    ["tag", 10, "first"],
+    ["tag", "--list"],
+    ["untag", "best", "--yes"],
+    ["pin", 10],
+    ["unpin", 30],
+    ["jobs", "set", "keep=last=1"],
+    ["remote", "push", 30],
+    ["remote", "pull", 30],
+    ["export", "hf", 30],
+    ["export", "dcp", 30, "out"],
+    ["import", "dcp", 50, "out", "--world-size", 1],
+    ["verify"],
+    ["verify", 5],
+    ["reconcile"],
+    ["retry", 30],
+]
+"""Command lines without ROOT that change a job."""
+
+
+@pytest.mark.parametrize("words", CHANGES, ids=lambda words: " ".join(map(str, words)))
+def test_a_command_that_changes_a_job_does_not_guess_which(
+    root: Path,
+    home: dict[str, str],
+    elsewhere: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[object],
+) -> None:
+    register_job(Settings(home=home["TRINITY_SYNC_HOME"]), root)
+    before = sorted(root.rglob("*"))
+    refused = run(home, *words)
+    assert (refused.exit_code, "no ROOT" in refused.stderr) == (2, True), refused.stderr
+    assert f"this node knows 1 job: {root}; a command that changes a job" in refused.stderr
+    monkeypatch.chdir(root / "global_step_20")
+    refused = run(home, *words)
+    assert (refused.exit_code, f"hint: pass the root: {root}\n" in refused.stderr) == (2, True)
+    assert sorted(root.rglob("*")) == before
+
+
+def test_a_job_that_does_not_exist_now_still_counts(
+    root: Path, home: dict[str, str], elsewhere: Path
+) -> None:
+    other = elsewhere / "other"
+    commit_files(other, 1)
+    for each in (root, other):
+        register_job(Settings(home=home["TRINITY_SYNC_HOME"]), each)
+    other.rename(elsewhere / "unmounted")
+    refused = run(home, "ls")
+    assert (refused.exit_code, f"{other} (missing)" in refused.stderr) == (2, True)
+
+
+def test_a_folder_of_a_step_is_no_root(
+    root: Path, home: dict[str, str], elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for words in (["ls"], ["prune", "--yes"], ["show", 20]):
+        refused = run(home, "-C", root / "global_step_20", *words)
+        assert (refused.exit_code, f"pass the root: {root}\n" in refused.stderr) == (2, True)
+    monkeypatch.chdir(root / "global_step_20")
+    assert run(home, "-C", "..", "show", 20, "-o", "name").stdout == "20\n"
+    kept = run(home, "-C", root, "prune", "--keep", "all", "--yes")
+    assert (kept.exit_code, f"freed in {root}\n" in kept.stderr) == (0, True)
+
+
 def complete(home: dict[str, str], *words: object) -> list[str]:
     """What bash offers for the last word."""
     line = " ".join(map(str, ["trinity-sync", *words]))
@@ -359,6 +424,7 @@ def complete(home: dict[str, str], *words: object) -> list[str]:
         env=home | variables | {"COMP_CWORD": str(len(words))},
         prog_name="trinity-sync",
     )
+    assert "error" not in done.stderr + done.stdout
     return done.stdout.split()
 
 
@@ -378,6 +444,41 @@ def test_the_shell_completes_roots_steps_and_tags(
         "keep_weights=",
         "keep_quarantine=",
     ]
+
+
+def test_the_shell_completes_outside_of_a_root(home: dict[str, str], elsewhere: Path) -> None:
+    (elsewhere / "ckpts").mkdir()
+    (elsewhere.parent / "runs-here").mkdir()
+    assert complete(home, "show", "") == ["ckpts"]
+    assert complete(home, "ls", "../runs") == ["../runs-here"]
+    assert "--keep" in complete(home, "prune", "--")
+    assert complete(home, "show", "20", "") == ["latest"]
+    assert complete(home | {"TRINITY_SYNC_SLOTS": "9"}, "show", "ck") == ["ckpts"]
+
+
+def test_the_shell_completes_for_the_root_that_the_command_will_use(
+    root: Path, home: dict[str, str], elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = elsewhere / "other"
+    commit_files(other, 1)
+    monkeypatch.chdir(other)
+    steps = ["10", "20", "25", "30", "5", "best", "latest"]
+    assert complete(home, "show", "") == ["1", "latest"]  # no folder of a step is a root
+    assert complete(home, "diff", "1", "") == ["latest", "1"]
+    assert complete(home, "-C", root, "show", "") == steps
+    assert complete(home | {"TRINITY_SYNC_ROOT": str(root)}, "show", "") == steps
+    monkeypatch.chdir(elsewhere)
+    register_job(Settings(home=home["TRINITY_SYNC_HOME"]), root)
+    assert complete(home, "rewind", "la") == []  # it does not guess the root
+    assert complete(home, "-C", "ot") == ["other"]
+
+
+def test_the_root_may_be_a_url(home: dict[str, str], elsewhere: Path) -> None:
+    commit_files(elsewhere / "store", 7)
+    done = run(home, "-C", f"file://{elsewhere}/store", "ls", "-o", "name")
+    assert (done.exit_code, done.stdout) == (0, "7\n"), done.stderr
+    refused = run(home, "-C", "s3://bucket/job", "prune", "--yes")
+    assert (refused.exit_code, "s3://bucket/job" in refused.stderr) == (2, True), refused.stderr
 
 
 def test_the_settings_of_a_job_are_set_and_restored(root: Path, home: dict[str, str]) -> None:

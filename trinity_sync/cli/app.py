@@ -5,17 +5,18 @@ are instant. An error is ``error: ...`` on stderr, with a ``hint: ...`` where on
 JSON object with ``-o json``.
 
 ROOT is the first argument and STEP the second one of all commands. ROOT may be left out: then it is
-``-C``, ``TRINITY_SYNC_ROOT``, the current folder if it is a root, or the only job that this node
-knows.
+``-C``, ``TRINITY_SYNC_ROOT``, the current folder if it is a root, or, for commands that only read,
+the only job that this node knows.
 """
 
 import itertools
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 import typer.core
@@ -30,7 +31,7 @@ from trinity_sync.errors import (
     RemoteError,
     TrinitySyncError,
 )
-from trinity_sync.layout import PRIVATE_FOLDER, parse_number, refuse_url
+from trinity_sync.layout import PRIVATE_FOLDER, parse_number, refuse_url, step_of_folder
 
 if TYPE_CHECKING:
     from trinity_sync.settings import Settings
@@ -46,8 +47,8 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 ClickException: type[Exception] = typer.BadParameter.__mro__[2]
 E = TypeVar("E", bound=TrinitySyncError)
 
-_given_root: Path | None = None
-"""Value of ``-C``."""
+_given_root: str | None = None
+"""Value of ``-C`` or of its variable: a path or a URL."""
 
 
 def with_hint(error: E, hint: str) -> E:
@@ -89,6 +90,20 @@ class CommandGroup(typer.core.TyperGroup):
             code = get_exit_code(error)
         sys.exit(code if isinstance(code, int) else DONE)
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the options of all commands; the shell's completion also comes here."""
+        global _given_root
+        rest = super().parse_args(ctx, args)
+        _given_root = ctx.params.get("root") or None
+        return rest
+
+    def _main_shell_completion(self, *args: Any, **options: Any) -> None:
+        """Complete a word, and never print an error between the user's words."""
+        try:
+            super()._main_shell_completion(*args, **options)
+        except (TrinitySyncError, OSError):
+            sys.exit(NOT_DONE)
+
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters; those that install the completion are not in the help."""
         found = _without_flag_types(super().get_params(ctx))
@@ -108,15 +123,27 @@ class JobCommand(typer.core.TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Add the default root to the arguments if they have none."""
         positional = [each for each in self.params if each.param_type_name == "argument"]
-        if positional and positional[0].name == "root" and not positional[0].required:
-            found, _, _ = self.make_parser(ctx).parse_args(args=list(args))
-            values = [found.get(each.name or "") for each in positional]
-            firsts = [value[0] if isinstance(value, tuple) and value else value for value in values]
-            given = [value for value in firsts if isinstance(value, str)]
-            required = sum(each.required for each in positional)
-            if given and _is_root_missing(given, required, len(positional)):
-                args = [str(find_default_root()), *args]
+        find_root: Any = positional[0].default if positional else None
+        if callable(find_root) and positional[0].name == "root":
+            if ctx.resilient_parsing:  # to complete a word: a line that lacks a root is no error
+                ctx.default_map = {"root": ""}
+                with suppress(TrinitySyncError, OSError):
+                    args = self._add_root(ctx, args, positional, find_root)
+            else:
+                args = self._add_root(ctx, args, positional, find_root)
         return super().parse_args(ctx, args)
+
+    def _add_root(
+        self, ctx: Any, args: list[str], positional: list[Any], find_root: Callable[[], str]
+    ) -> list[str]:
+        found, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+        values = [found.get(each.name or "") for each in positional]
+        firsts = [value[0] if isinstance(value, tuple) and value else value for value in values]
+        given = [value for value in firsts if isinstance(value, str)]
+        required = sum(each.required for each in positional)
+        if given and _is_root_missing(given, required, len(positional), find_root):
+            return [find_root(), *args]
+        return args
 
 
 def _without_flag_types(params: list[Any]) -> list[Any]:
@@ -127,13 +154,16 @@ def _without_flag_types(params: list[Any]) -> list[Any]:
     return params
 
 
-def _is_root_missing(given: list[str], required: int, most: int) -> bool:
+def _is_root_missing(
+    given: list[str], required: int, most: int, find_root: Callable[[], str]
+) -> bool:
     """Return whether the first of some arguments is not a root but a step.
 
     Args:
         given: The arguments.
         required: How many arguments other than the root are required.
         most: How many arguments the command takes.
+        find_root: Finds the default root.
     """
     if "=" in given[0] and not Path(given[0]).exists():  # a setting
         return True
@@ -141,17 +171,17 @@ def _is_root_missing(given: list[str], required: int, most: int) -> bool:
         return False
     if parse_number(given[0]) is None and Path(given[0]).is_dir():
         return False
-    return len(given) == required or _is_step(given[0])
+    return len(given) == required or _is_step(given[0], find_root)
 
 
-def _is_step(text: str) -> bool:
+def _is_step(text: str, find_root: Callable[[], str]) -> bool:
     """Return whether an argument names a step of the default root, or a step by its number."""
     from trinity_sync.storage.pins import resolve_step
 
     if parse_number(text) is not None or text.startswith("latest"):
         return True
     try:
-        resolve_step(find_default_root(), text)
+        resolve_step(find_root(), text)
     except TrinitySyncError:
         return False
     return True
@@ -183,8 +213,8 @@ app = App(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Checkpoints for RL post-training: run the stack, inspect and manage checkpoints.\n\n"
-    "ROOT may be left out in the folder of a job, with -C, or if there is one job. A STEP is a "
-    "number, a tag, latest, or latest~1 for the one before.\n\n"
+    "ROOT may be left out in the folder of a job, with -C, or, to only read, if there is one job. "
+    "A STEP is a number, a tag, latest, or latest~1 for the one before.\n\n"
     "Settings of the stack are in trinity_sync.toml (trinity-sync config show); TRINITY_SYNC_HOME "
     "is its folder, and PREFECT_API_URL names an external server.",
     epilog=examples(
@@ -207,12 +237,14 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def set_options(
     root: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             "--root",
             "-C",
             envvar=ROOT_VARIABLE,
             show_envvar=True,
+            metavar="ROOT",
+            autocompletion=complete_root,
             help="Root of the job, for commands that name none.",
         ),
     ] = None,
@@ -231,55 +263,103 @@ def set_options(
     ] = False,
 ) -> None:
     """Set the options of all commands."""
-    global _given_root
-    _given_root, formats.color = root, color
+    formats.color = color  # the group has read the root
 
 
-def find_default_root() -> Path:
-    """Return the root of a command that names none.
+def find_default_root() -> str:
+    """Return the root, or its URL, of a command that names none.
+
+    The job that this node knows is no default here: if the disk of another job is not mounted, it
+    would be the wrong one.
 
     Raises:
-        ConfigError: There is none, or several jobs are known.
+        ConfigError: There is none.
+    """
+    return _find_given_root() or _refuse_to_guess("; a command that changes a job does not guess")
+
+
+def guess_root() -> str:
+    """Return the root, or its URL, of a command that only reads and names none.
+
+    Raises:
+        ConfigError: There is none, or several jobs are known, also such that do not exist now.
+    """
+    if found := _find_given_root():
+        return found
+    from trinity_sync.orchestration.job_registry import list_registered_roots
+
+    known = list_registered_roots(read_settings())
+    return str(known[0]) if len(known) == 1 and known[0].is_dir() else _refuse_to_guess()
+
+
+def _find_given_root() -> str:
+    """Return ``-C``, its variable, or the current folder if it is a root; otherwise "".
+
+    Raises:
+        ConfigError: The current folder is inside a root.
     """
     if _given_root is not None:
         return _given_root
     here = Path.cwd()
-    if (here / PRIVATE_FOLDER).is_dir() or any(here.glob("global_step_*")):
-        return here
-    from trinity_sync.orchestration.job_registry import list_known_roots
+    if _is_root(here):
+        return str(here)
+    _refuse_inside(here, "the current folder")
+    return ""
 
-    known = list_known_roots(read_settings())
-    if len(known) == 1:
-        return known[0]
-    names = f"this node knows {len(known)} jobs: {', '.join(map(str, known))}"
-    raise with_hint(
-        ConfigError("no ROOT: the current folder is not the root of a job, and " + names)
-        if known
-        else ConfigError("no ROOT: the current folder is not the root of a job"),
-        f"name the root, or pass -C ROOT, or set {ROOT_VARIABLE}",
+
+def _is_root(folder: Path) -> bool:
+    return (folder / PRIVATE_FOLDER).is_dir() or any(folder.glob("global_step_*"))
+
+
+def _refuse_inside(folder: Path, what: str) -> None:
+    """Refuse a folder inside a root, such as that of a step.
+
+    Raises:
+        ConfigError: It is one; the hint names the root.
+    """
+    path = Path(os.path.abspath(folder))  # noqa: PTH100, also removes ..
+    for each in (path, *path.parents):
+        if each.name == PRIVATE_FOLDER or step_of_folder(each.name) is not None:
+            raise with_hint(
+                ConfigError(f"{what} is not the root of a job, but inside of one"),
+                f"pass the root: {each.parent}",
+            )
+
+
+def _refuse_to_guess(why: str = "") -> NoReturn:
+    from trinity_sync.orchestration.job_registry import list_registered_roots
+
+    known = list_registered_roots(read_settings())
+    text = "no ROOT: the current folder is not the root of a job"
+    if known:
+        names = ", ".join(f"{root}{'' if root.is_dir() else ' (missing)'}" for root in known)
+        text += f", and this node knows {len(known)} job{'s' * (len(known) > 1)}: {names}{why}"
+    raise with_hint(ConfigError(text), f"name the root, or pass -C ROOT, or set {ROOT_VARIABLE}")
+
+
+def _describe_root(find_root: Callable[[], str], what: str) -> Any:
+    """Return the argument ROOT of commands that call a function to find it if it is left out."""
+    return typer.Argument(
+        metavar="ROOT",
+        default_factory=find_root,
+        show_default=False,
+        autocompletion=complete_root,
+        help=what,
     )
 
 
-Root = Annotated[
-    Path,
-    typer.Argument(
-        metavar="ROOT",
-        default_factory=find_default_root,
-        show_default=False,
-        autocompletion=complete_root,
-        help="Root of the job, which holds the global_step_N folders.",
-    ),
-]
-RootOrUrl = Annotated[
-    str,
-    typer.Argument(
-        metavar="ROOT",
-        default_factory=lambda: str(find_default_root()),
-        show_default=False,
-        autocompletion=complete_root,
-        help="Root of the job, or the URL of its remote.",
-    ),
-]
+_A_ROOT = "Root of the job, which holds the global_step_N folders."
+_A_ROOT_OR_URL = "Root of the job, or the URL of its remote."
+
+Root = Annotated[Path, _describe_root(find_default_root, _A_ROOT)]
+"""Root of a command that changes something."""
+RootToRead = Annotated[Path, _describe_root(guess_root, _A_ROOT)]
+"""Root of a command that only reads."""
+RootOrUrl = Annotated[str, _describe_root(find_default_root, _A_ROOT_OR_URL)]
+"""Root or URL of a command that changes something."""
+RootOrUrlToRead = Annotated[str, _describe_root(guess_root, _A_ROOT_OR_URL)]
+"""Root or URL of a command that only reads."""
+
 Step = Annotated[
     str,
     typer.Argument(
@@ -326,7 +406,7 @@ def require_existing(root: Path) -> Path:
     """Return the root of a job.
 
     Raises:
-        ConfigError: It is not a folder.
+        ConfigError: It is not a folder, or is inside a root.
     """
     refuse_url(root)
     if not root.is_dir():
@@ -334,6 +414,8 @@ def require_existing(root: Path) -> Path:
             ConfigError(f"{root} is not a folder"),
             "pass the job's root, e.g. trinity-sync ls ckpts",
         )
+    if not _is_root(root):
+        _refuse_inside(root, str(root))
     return root
 
 

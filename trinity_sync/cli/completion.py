@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import typer
+
+from trinity_sync.layout import step_of_folder
 
 
 def complete_root(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -14,14 +15,13 @@ def complete_root(ctx: typer.Context, incomplete: str) -> list[str]:
     """
     found = [*_known_roots(), *_folders(incomplete)]
     if not incomplete.startswith((".", "/")) and _takes_step(ctx):
-        found += _steps(None)
+        found += _steps(ctx)
     return sorted({each for each in found if each.startswith(incomplete)})
 
 
 def complete_step(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the steps and tags of the job that begin with a text; the newest steps first."""
-    root = ctx.params.get("root")
-    return [each for each in _steps(root) if each.startswith(incomplete)]
+    return [each for each in _steps(ctx) if each.startswith(incomplete)]
 
 
 def _takes_step(ctx: typer.Context) -> bool:
@@ -44,23 +44,37 @@ def _folders(incomplete: str) -> Iterator[str]:
     base = Path(f"{folder}/" if folder or incomplete.startswith("/") else ".")
     try:
         for path in base.iterdir():
-            if path.is_dir() and path.name.startswith(start) and not path.name.startswith("."):
+            is_root = not path.name.startswith(".") and step_of_folder(path.name) is None
+            if is_root and path.name.startswith(start) and path.is_dir():
                 yield f"{folder}/{path.name}" if "/" in incomplete else path.name
     except OSError:
         return
 
 
-def _steps(root: Any) -> list[str]:
-    from trinity_sync.cli.app import find_default_root
+def _steps(ctx: typer.Context) -> list[str]:
+    """Return the steps and tags of the command's root, or of its default."""
     from trinity_sync.errors import TrinitySyncError
     from trinity_sync.layout import steps_on_disk
     from trinity_sync.storage.pins import list_tags
 
     try:
-        base = Path(root) if root else find_default_root()
+        base = Path(_find_root(ctx))
         return ["latest", *list_tags(base), *map(str, reversed(steps_on_disk(base)))]
     except (TrinitySyncError, OSError):
         return []
+
+
+def _find_root(ctx: typer.Context) -> str:
+    """Return the root of the line, or the one that the command has if it is left out.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    source = ctx.get_parameter_source("root")
+    if source and source.name == "COMMANDLINE":
+        return str(ctx.params["root"])
+    defaults = [each.default for each in ctx.command.params if each.name == "root"]
+    return next((str(each()) for each in defaults if callable(each)), ".")
 
 
 def complete_setting(incomplete: str) -> list[str]:
@@ -72,5 +86,5 @@ def complete_setting(incomplete: str) -> list[str]:
 
 def complete_tag(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the tags of the job that begin with a text."""
-    found = [each for each in _steps(ctx.params.get("root")) if not each.isdecimal()]
+    found = [each for each in _steps(ctx) if not each.isdecimal()]
     return [each for each in found if each.startswith(incomplete) and each != "latest"]

@@ -8,7 +8,7 @@ import typer
 from trinity_sync.cli.app import (
     DONE,
     PROBLEM_FOUND,
-    Root,
+    RootToRead,
     app,
     examples,
     resolve_step_argument,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     ),
 )  # fmt: skip
 def diff(
-    root: Root,
+    root: RootToRead,
     before: Annotated[
         str,
         typer.Argument(metavar="A", autocompletion=complete_step, help="The earlier step."),

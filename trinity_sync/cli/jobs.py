@@ -12,6 +12,7 @@ from trinity_sync.cli.app import (
     PROBLEM_FOUND,
     App,
     Root,
+    RootToRead,
     Yes,
     app,
     confirm,
@@ -91,7 +92,7 @@ def list_jobs(keep: Keep = "", output: Output = OutputFormat.TABLE) -> None:
 
 
 @jobs.command("show", epilog=examples("jobs show ckpts", "jobs show ckpts -o json"))
-def show_job(root: Root, keep: Keep = "", output: Output = OutputFormat.TABLE) -> None:
+def show_job(root: RootToRead, keep: Keep = "", output: Output = OutputFormat.TABLE) -> None:
     """Show a job in the catalog: its steps and versions of the weights."""
     from trinity_sync.catalog.database import get_catalog_url, open_catalog
     from trinity_sync.catalog.queries import list_jobs

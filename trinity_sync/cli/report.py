@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from trinity_sync.cli.app import Root, app, examples, read_settings, require_existing
+from trinity_sync.cli.app import RootToRead, app, examples, read_settings, require_existing
 from trinity_sync.cli.output import SCHEMA, Output, OutputFormat
 from trinity_sync.errors import ConfigError
 from trinity_sync.fs.atomic import replace_file
@@ -20,7 +20,7 @@ from trinity_sync.fs.atomic import replace_file
     ),
 )  # fmt: skip
 def report(
-    root: Root,
+    root: RootToRead,
     html: Annotated[Path, typer.Option("--html", help="File to write.")] = Path("report.html"),
     output: Output = OutputFormat.TABLE,
 ) -> None:

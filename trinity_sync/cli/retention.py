@@ -114,7 +114,7 @@ def _print_pruned(report: PruneReport, root: str, output: OutputFormat) -> None:
     would = "would be " if report.dry_run else ""
     for name in report.quarantine:
         typer.echo(f"quarantine {name}: {would}removed", err=True)
-    typer.echo(f"{format_size(report.bytes)} {would}freed", err=True)
+    typer.echo(f"{format_size(report.bytes)} {would}freed in {root}", err=True)
 
 
 @app.command(

@@ -8,6 +8,7 @@ import typer
 
 from trinity_sync.cli.app import (
     Root,
+    RootToRead,
     Step,
     app,
     examples,
@@ -45,7 +46,7 @@ CRASH_GRACE_S = 30.0
     epilog=examples("runs ckpts", "runs ckpts --failed -o wide", "runs -o json"),
 )
 def runs(
-    root: Root,
+    root: RootToRead,
     failed: Annotated[bool, typer.Option("--failed", help="Show failed saves only.")] = False,
     limit: Annotated[
         int | None,
@@ -135,7 +136,7 @@ def _no_failed_save(root: Path, step: int, by_status: dict[str, Any]) -> SaveErr
     ),
 )  # fmt: skip
 def wait(
-    root: Root,
+    root: RootToRead,
     step: Annotated[
         str | None,
         typer.Argument(

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from trinity_sync.cli.app import (
-    Root,
-    RootOrUrl,
+    RootOrUrlToRead,
+    RootToRead,
     Step,
     app,
     examples,
@@ -60,7 +60,7 @@ WATCH_S = 2.0
     ),
 )  # fmt: skip
 def list_steps(
-    root: RootOrUrl,
+    root: RootOrUrlToRead,
     limit: Annotated[
         int | None,
         typer.Option(
@@ -119,7 +119,7 @@ def _print_steps(root: str, most: int | None, output: OutputFormat) -> None:
     epilog=examples("show ckpts 40", "show ckpts latest", "show ckpts best -o json"),
 )
 def show(
-    root: Root,
+    root: RootToRead,
     step: Step,
     output: Output = OutputFormat.TABLE,
 ) -> None:

@@ -36,16 +36,31 @@ def list_known_roots(settings: Settings, stack: StackSettings | None = None) -> 
     Roots that do not exist, and registered roots that ``worker.allowed_paths`` no longer covers,
     are left out.
     """
-    return [root for root in list_registered_roots(settings, stack) if root.is_dir()]
+    return [root for root in list_allowed_roots(settings, stack) if root.is_dir()]
 
 
-def list_registered_roots(settings: Settings, stack: StackSettings | None = None) -> list[Path]:
+def list_allowed_roots(settings: Settings, stack: StackSettings | None = None) -> list[Path]:
     """Return the registered roots that ``worker.allowed_paths`` covers, sorted by name.
 
     It does not look at the roots, which may not exist, or be on a file system that fails.
     """
     stack = stack or StackSettings()
-    return [root for root in _read_registry(settings) if _is_allowed(stack, root)]
+    return [root for root in list_registered_roots(settings) if _is_allowed(stack, root)]
+
+
+def list_registered_roots(settings: Settings) -> list[Path]:
+    """Return all roots in the registry, also those that do not exist now.
+
+    Args:
+        settings: ``home`` is the folder of the registry.
+    """
+    roots = []
+    for entry in sorted(_registry_folder(settings).glob("*.json")):
+        try:
+            roots.append(Path(json.loads(entry.read_text())["root"]))
+        except (FileNotFoundError, ValueError, TypeError, KeyError):
+            continue  # removed meanwhile, or not an entry
+    return roots
 
 
 def is_registered(settings: Settings, root: str | Path) -> bool:
@@ -151,16 +166,6 @@ def _is_allowed(stack: StackSettings, path: str | Path) -> bool:
     real = Path(path).resolve()
     allowed = stack.worker.allowed_paths
     return not allowed or any(real.is_relative_to(each.resolve()) for each in allowed)
-
-
-def _read_registry(settings: Settings) -> list[Path]:
-    roots = []
-    for entry in sorted(_registry_folder(settings).glob("*.json")):
-        try:
-            roots.append(Path(json.loads(entry.read_text())["root"]))
-        except (FileNotFoundError, ValueError, TypeError, KeyError):
-            continue  # removed meanwhile, or not an entry
-    return roots
 
 
 def _registry_folder(settings: Settings) -> Path:

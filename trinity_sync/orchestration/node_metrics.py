@@ -26,7 +26,7 @@ from trinity_sync.layout import (
     step_folder,
     steps_on_disk,
 )
-from trinity_sync.orchestration.job_registry import list_registered_roots
+from trinity_sync.orchestration.job_registry import list_allowed_roots
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.evictions import count_evictions
 from trinity_sync.snapshot.spool import list_job_spools
@@ -160,7 +160,7 @@ class RootObserver(Collector):
         found, before, errors = [], self._roots, {}
         self._roots = {}
         try:
-            registered = list_registered_roots(self._settings, self._stack)
+            registered = list_allowed_roots(self._settings, self._stack)
         except Exception as error:
             registered, errors[self._settings.home] = [], str(error)
         for root in registered:
