@@ -275,6 +275,24 @@ def test_what_cannot_be_undone_is_asked_first(root: Path, home: dict[str, str]) 
     assert run(home, "ls", root, "-o", "name").stdout.split() == ["30", "25", "5"]
 
 
+def test_a_torn_tag_can_be_removed(root: Path, home: dict[str, str]) -> None:
+    tag(root, 20, "torn")
+    tag(root, 20, "torn-too")
+    for name in ("torn", "torn-too"):
+        (root / ".trinity_sync" / "pins" / f"{name}.json").write_text('{"form')
+    refused = run(home, "untag", root, "torn")
+    assert (refused.exit_code, "not confirmed: remove tag torn, so" in refused.stderr) == (2, True)
+    done = run(home, "untag", root, "torn", "--yes", "-o", "json")
+    assert check_document("untag", done.stdout) == {"step": None, "removed": True, "tags": []}
+    assert run(home, "untag", root, "best", "--yes").exit_code == 0  # another one is torn
+    assert run(home, "unpin", root, 30).stdout == "unpinned step 30\n"
+    assert run(home, "untag", root, "torn-too", "--yes").stdout == "removed tag torn-too\n"
+    assert run(home, "tag", root, "--list").exit_code == 0
+    pin(root, 30)
+    refused = run(home, "untag", root, "30", "--yes")  # a pin is no tag
+    assert (refused.exit_code, "no step" in refused.stderr) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "error"),
     [

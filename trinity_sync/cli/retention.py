@@ -146,7 +146,8 @@ def unpin(root: Root, step: Step, output: Output = OutputFormat.TABLE) -> None:
     number = resolve_step_argument(root, step)
     removed = pins.unpin(root, number)
     try_mirror(read_settings(), root, [])
-    kept = [tag.name for tag in pins.list_tags(root).values() if tag.step == number]
+    tags = pins.list_tags(root, skip_torn=True).values()
+    kept = [tag.name for tag in tags if tag.step == number]
     text = f"unpinned step {number}" if removed else f"step {number} was not pinned"
     if kept:
         text += f"\nit is still kept by the tag {', '.join(kept)}; see trinity-sync untag"

@@ -484,7 +484,7 @@ class Unpinned:
     """A step that was unpinned, or whose tag was removed."""
 
     step: int | None
-    """Number of the step."""
+    """Number of the step; null if the file of the tag was torn."""
     removed: bool
     """Whether there was such a pin or tag."""
     tags: list[str]

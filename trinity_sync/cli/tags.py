@@ -18,7 +18,7 @@ from trinity_sync.cli.app import (
 from trinity_sync.cli.completion import complete_step, complete_tag
 from trinity_sync.cli.output import Output, OutputFormat, print_object, print_rows, utc
 from trinity_sync.cli.schema import PinRow, TagRow, Unpinned
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import CommitError, ConfigError
 
 
 @app.command(
@@ -84,13 +84,23 @@ def untag(
     from trinity_sync.catalog.mirror import try_mirror
     from trinity_sync.storage import pins
 
-    found = pins.list_tags(require_existing(root)).get(name)
-    if found is None:
-        raise with_hint(
-            ConfigError(f"no step in {root} is tagged {name}"), f"trinity-sync tag {root} --list"
-        )
-    confirm(f"remove tag {name} of step {found.step}, so that retention may remove it", yes=yes)
+    step, others = None, []
+    try:
+        found = pins.read_tag(require_existing(root), name)
+    except CommitError as error:  # its file is torn: only removing it, or tagging again, helps
+        typer.echo(f"warning: {error}", err=True)
+    else:
+        if found is None or not found.name:
+            raise with_hint(
+                ConfigError(f"no step in {root} is tagged {name}"),
+                f"trinity-sync tag {root} --list",
+            )
+        step = found.step
+    of = f"tag {name}" if step is None else f"tag {name} of step {step}"
+    confirm(f"remove {of}, so that retention may remove its step", yes=yes)
     removed = pins.unpin(root, name)
     try_mirror(read_settings(), root, [])
-    others = [each.name for each in pins.list_tags(root).values() if each.step == found.step]
-    print_object("pin", Unpinned(found.step, removed, others), output, f"removed tag {name}")
+    if step is not None:
+        tags = pins.list_tags(root, skip_torn=True).values()
+        others = [each.name for each in tags if each.step == step]
+    print_object("pin", Unpinned(step, removed, others), output, f"removed tag {name}")

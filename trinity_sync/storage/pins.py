@@ -144,24 +144,54 @@ def unpin(root: str | Path, which: int | str) -> bool:
     return True
 
 
-def list_pins(root: str | Path) -> list[Pin]:
+def list_pins(root: str | Path, *, skip_torn: bool = False) -> list[Pin]:
     """Return the pins and tags by step and name; a pin whose file is torn still counts.
+
+    Args:
+        root: the job's root.
+        skip_torn: leave out the tags whose step is unknown.
 
     Raises:
         CommitError: the file of a tag is torn, so its step is unknown.
     """
-    paths = list_uncached(_pin_file(root, "").parent, "[!.]*.json")
-    found = [each for path in paths if (each := _read_pin(path))]
+    found = []
+    for path in list_uncached(_pin_file(root, "").parent, "[!.]*.json"):
+        try:
+            each = _read_pin(path)
+        except CommitError:
+            if not skip_torn:
+                raise
+            continue
+        found += [each] if each else []
     return sorted(found, key=lambda each: (each.step, each.name))
 
 
-def list_tags(root: str | Path) -> dict[str, Pin]:
+def list_tags(root: str | Path, *, skip_torn: bool = False) -> dict[str, Pin]:
     """Return the tags by name.
 
+    Args:
+        root: the job's root.
+        skip_torn: leave out the tags whose step is unknown.
+
     Raises:
-        CommitError: as `list_pins`.
+        CommitError: as `list_pins`, unless torn tags are left out.
     """
-    return {each.name: each for each in list_pins(root) if each.name}
+    return {each.name: each for each in list_pins(root, skip_torn=skip_torn) if each.name}
+
+
+def read_tag(root: str | Path, name: str) -> Pin | None:
+    """Return a tag, or None if there is none; other tags are not read.
+
+    Args:
+        root: the job's root.
+        name: name of the tag.
+
+    Raises:
+        ConfigError: the name is not valid.
+        CommitError: its file is torn, so its step is unknown; `unpin` removes it.
+        FormatError: another release has made it, so that its step is unknown.
+    """
+    return _read_pin(_pin_file(root, check_name("tag", name)))
 
 
 def resolve_step(root: str | Path, text: str) -> int:
