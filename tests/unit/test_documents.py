@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import types
@@ -216,7 +217,10 @@ def test_a_pipe_gets_full_values_between_tabs_and_messages_are_on_stderr(
 
 
 def at_a_terminal(home: dict[str, str], *arguments: object, answer: str = "") -> tuple[int, str]:
-    """The exit code of a command, and what a terminal of 80 columns showed."""
+    """The exit code of a command, and what a terminal of 80 columns showed.
+
+    The answer is typed at a question; the character of code 3 is Ctrl-C.
+    """
     ours, its = pty.openpty()
     inherited = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
     env = {**inherited, **home, "COLUMNS": "80", "TERM": "xterm"}
@@ -230,7 +234,10 @@ def at_a_terminal(home: dict[str, str], *arguments: object, answer: str = "") ->
         while some := os.read(ours, 4096):
             shown += some
             if answer and b"[y/N]" in shown:
-                os.write(ours, f"{answer}\n".encode())
+                if answer == "\x03":
+                    command.send_signal(signal.SIGINT)
+                else:
+                    os.write(ours, f"{answer}\n".encode())
                 answer = ""
     except OSError:  # the other end is closed: the command has ended
         pass
@@ -266,6 +273,8 @@ def test_what_cannot_be_undone_is_asked_first(root: Path, home: dict[str, str]) 
         assert "pass --yes" in refused.stderr
     code, shown = at_a_terminal(home, "untag", root, "best", answer="n")
     assert (code, "remove tag best of step 20" in shown) == (1, True)
+    code, shown = at_a_terminal(home, "untag", root, "best", answer="\x03")
+    assert code == 130, shown
     assert run(home, "show", root, "best").exit_code == 0
     code, shown = at_a_terminal(home, "untag", root, "best", answer="y")
     assert (code, "removed tag best" in shown) == (0, True)
@@ -520,6 +529,61 @@ def test_the_settings_of_a_job_can_be_set_before_its_root_exists(
     monkeypatch.chdir(new)
     assert run(home, "jobs", "set", "keep=", "keep_weights=").exit_code == 0
     assert read_job_settings(new) == JobSettings()
+
+
+@pytest.mark.parametrize("value", ["s3://bucket/job", "file:///copies/job"])
+def test_a_setting_is_no_root(
+    root: Path,
+    home: dict[str, str],
+    elsewhere: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    value: str,
+) -> None:
+    (elsewhere / f"remote={value}").mkdir(parents=True)
+    (elsewhere / "keep=last=3").mkdir()
+    done = run(home, "-C", root, "jobs", "set", f"remote={value}")
+    assert (done.exit_code, read_job_settings(root).remote) == (0, value), done.stderr
+    done = run(home, "-C", root, "jobs", "set", "keep=last=3", f"remote={value}")
+    assert (done.exit_code, read_job_settings(root).keep) == (0, "last=3"), done.stderr
+    odd = elsewhere / "lr=3"
+    assert run(home, "jobs", "set", odd, "keep=last=2").exit_code == 0
+    refused = run(home, "-C", root, "show", "lr=4", 20)
+    assert (refused.exit_code, "lr=4 is not a folder" in refused.stderr) == (2, True)
+
+
+def test_logs_are_followed_before_they_exist(home: dict[str, str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "trinity_sync.cli", "logs", "worker", "-f"]
+    logs = tmp_path / "home" / "logs"
+    logs.mkdir(parents=True)
+    with subprocess.Popen(
+        command, env=os.environ | home, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as tail:
+        assert tail.stdout
+        assert tail.stderr
+        try:
+            assert "worker.log" in tail.stderr.readline()  # there is no such file
+            (logs / "worker.log").write_text("started\n")
+            assert tail.stdout.readline() == "started\n"
+        finally:
+            tail.kill()
+
+
+def test_logs_end_without_an_error_as_their_pipe_is_closed(
+    home: dict[str, str], tmp_path: Path
+) -> None:
+    logs = tmp_path / "home" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "worker.log").write_text("a line\n" * 100_000)
+    command = [sys.executable, "-m", "trinity_sync.cli", "logs", "worker", "-n", "100000"]
+    with subprocess.Popen(
+        command, env=os.environ | home, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as tail:
+        assert tail.stdout
+        assert tail.stderr
+        assert tail.stdout.readline()
+        tail.stdout.close()
+        assert tail.stderr.read() == b""  # of tail: write error: Broken pipe
+        assert tail.wait(60) == -signal.SIGPIPE
 
 
 def test_units_of_tables() -> None:

@@ -12,6 +12,7 @@ the only job that this node knows.
 import itertools
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -51,6 +52,10 @@ _given_root: str | None = None
 """Value of ``-C`` or of its variable: a path or a URL."""
 
 
+_SETTING = re.compile("[a-z_]+=")
+"""How a setting begins, and no root: its value may be a URL or a path."""
+
+
 def with_hint(error: E, hint: str) -> E:
     """Return an error with the hint that the command prints below it."""
     error.hint = hint
@@ -79,9 +84,10 @@ class CommandGroup(typer.core.TyperGroup):
             code = super().main(args=words, standalone_mode=False, **extra)
         except KeyboardInterrupt:
             code = INTERRUPTED
-        except typer.Abort:
+        except typer.Abort as error:
             typer.echo("error: aborted", err=True)
-            code = NOT_DONE
+            interrupted = isinstance(error.__context__, KeyboardInterrupt)  # at a question
+            code = INTERRUPTED if interrupted else NOT_DONE
         except BrokenPipeError:  # as of `ls | head`
             sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115
             code = NOT_DONE
@@ -141,6 +147,8 @@ class JobCommand(typer.core.TyperCommand):
         firsts = [value[0] if isinstance(value, tuple) and value else value for value in values]
         given = [value for value in firsts if isinstance(value, str)]
         required = sum(each.required for each in positional)
+        if given and positional[-1].nargs == -1 and _SETTING.match(given[0]):  # `jobs set`
+            return [find_root(), *args]
         if given and _is_root_missing(given, required, len(positional), find_root):
             return [find_root(), *args]
         return args
@@ -165,8 +173,6 @@ def _is_root_missing(
         most: How many arguments the command takes.
         find_root: Finds the default root.
     """
-    if "=" in given[0] and not Path(given[0]).exists():  # a setting
-        return True
     if len(given) == most or "://" in given[0] or os.sep in given[0]:
         return False
     if parse_number(given[0]) is None and Path(given[0]).is_dir():

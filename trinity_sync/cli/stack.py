@@ -6,10 +6,11 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -161,10 +162,8 @@ def run(
         state = embedded.up(settings)
     asks = "; its password: trinity-sync ui" if state.api_auth else ""
     typer.echo(f"Prefect UI: {_ui_url(state.api_url)}/runs{asks}", err=True)
-    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, and inherited by the command
-        signal.signal(ignored, signal.SIG_DFL)
     try:
-        os.execvpe(command[0], command, {**os.environ, **state.environment})
+        _exec(command, {**os.environ, **state.environment})
     except OSError as error:
         typer.echo(f"error: cannot run {command[0]}: {error.strerror}", err=True)
         raise typer.Exit(127) from None
@@ -256,14 +255,25 @@ def logs(
     settings = read_settings()
     names = [service] if service else list(Service)
     paths = [settings.home / "logs" / f"{name.value}.log" for name in names]
-    found = [str(path) for path in paths if path.is_file()]
+    found = [str(path) for path in paths if follow or path.is_file()]  # -F also waits for a file
     if not found:
         raise with_hint(
             StackError(f"no log in {settings.home / 'logs'}"), "trinity-sync up starts the stack"
         )
     command = ["tail", "-n", str(lines), *(["-F"] if follow else []), *found]
+    _exec(command, os.environ)
+
+
+def _exec(command: list[str], environment: Mapping[str, str]) -> NoReturn:
+    """Replace this process by a command.
+
+    Raises:
+        OSError: There is no such command.
+    """
     sys.stdout.flush()
-    os.execvp(command[0], command)
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, and inherited by the command
+        signal.signal(ignored, signal.SIG_DFL)
+    os.execvpe(command[0], command, environment)
 
 
 @app.command(rich_help_panel="Run the stack", epilog=examples("ui", "ui -o json"))
