@@ -149,15 +149,20 @@ def wait(
     output: Output = OutputFormat.TABLE,
 ) -> None:
     """Wait until a step is committed, or all saves in flight are."""
-    from trinity_sync.cli.saves import read_saves
+    from trinity_sync.cli.saves import QUICK_S, read_saves
+    from trinity_sync.client.prefect_api import ANSWER_S
 
     base, settings = require_existing(root), read_settings()
-    if step is None:
-        steps = sorted({save.step for save in read_saves(settings, base) if save.is_in_flight})
-    else:
-        steps = [resolve_step_argument(base, step)]
     deadline = time.monotonic() + timeout
-    done = [_await_step(base, number, deadline, timeout) for number in steps]
+    saves: dict[int, set[tuple[int, str]]] = {}
+    if step is None:
+        most = max(QUICK_S, min(timeout, ANSWER_S))
+        for save in read_saves(settings, base, answer_s=most):
+            if save.is_in_flight:
+                saves.setdefault(save.step, set()).add((save.run, save.kind))
+    else:
+        saves[resolve_step_argument(base, step)] = set()
+    done = [_await_step(base, number, saves[number], deadline, timeout) for number in sorted(saves)]
     empty = f"no save of {root} is in flight"
     if output.is_text:
         for each in done:
@@ -168,14 +173,24 @@ def wait(
     print_rows("steps", WaitedSave, done, output)
 
 
-def _await_step(root: Path, step: int, deadline: float, timeout_s: float) -> WaitedSave:
-    """Wait until a step is committed, and return it.
+def _await_step(
+    root: Path, step: int, saves: set[tuple[int, str]], deadline: float, timeout_s: float
+) -> WaitedSave:
+    """Wait until a step is committed and not superseded, and return it.
+
+    Args:
+        root: Root of the job.
+        step: The step.
+        saves: Run and kind of the saves that must be in the step; none for any.
+        deadline: Time at which to give up, as `time.monotonic` has it.
+        timeout_s: Seconds of the whole wait, for the error.
 
     Raises:
         SaveFailedError: Its save failed, or was superseded.
         SaveTimeoutError: It is not committed in time.
         CommitError: The step is corrupted.
     """
+    from trinity_sync.cli.saves import QUICK_S
     from trinity_sync.fs.atomic import revalidate_folder
     from trinity_sync.storage.discovery import read_step_state
 
@@ -183,38 +198,60 @@ def _await_step(root: Path, step: int, deadline: float, timeout_s: float) -> Wai
     while True:
         revalidate_folder(root)  # another node may commit it
         found = read_step_state(root, step)
-        if found.manifest:
-            manifest = found.require_loadable()
-            return WaitedSave(
-                step, found.state, manifest.run, manifest.nbytes, utc(manifest.committed_at)
-            )
+        manifest = found.manifest
+        if manifest and all(run <= manifest.run and kind in manifest.kinds for run, kind in saves):
+            if found.state == "valid":
+                return WaitedSave(
+                    step, found.state, manifest.run, manifest.nbytes, utc(manifest.committed_at)
+                )
+            if found.state == "superseded" and saves and found.error:
+                raise found.error
         if found.state == "corrupted":
             raise found.error or CommitError(f"step {step} in {root} is corrupted")
         now = time.monotonic()
+        if now >= deadline:
+            why = found.reason if found.state in ("superseded", "another format") else ""
+            raise with_hint(
+                SaveTimeoutError(
+                    f"step {step} in {root} is not committed after {timeout_s:g} s"
+                    + f": {why}" * bool(why)
+                ),
+                f"trinity-sync runs {root} shows its save",
+            )
         if now - asked >= ASK_S:
-            save, asked = _read_newest_save(root, step), now
+            answer_s = min(QUICK_S, deadline - now)
+            save, asked = _read_decisive_save(root, step, saves, answer_s), now
             crashed = save is not None and save.state.state == "CRASHED"
             crashed_since = (crashed_since or now) if crashed else None
             if save and (crashed_since is None or now - crashed_since > CRASH_GRACE_S):
                 _require_not_failed(root, save)
-        if now >= deadline:
-            raise with_hint(
-                SaveTimeoutError(f"step {step} in {root} is not committed after {timeout_s:g} s"),
-                f"trinity-sync runs {root} shows its save",
-            )
-        time.sleep(min(LOOK_S, max(deadline - now, 0.0)))
+        time.sleep(max(min(LOOK_S, deadline - time.monotonic()), 0.0))
 
 
-def _read_newest_save(root: Path, step: int) -> "SaveRun | None":
-    """Return the save of a step by the latest run; None if no server answers, or it has none."""
-    from trinity_sync.cli.saves import read_saves
+def _read_decisive_save(
+    root: Path, step: int, wanted: set[tuple[int, str]], answer_s: float
+) -> "SaveRun | None":
+    """Return the save of a step by the latest run, or one of those wanted that has failed.
+
+    None if no server answers in time, or if it knows none.
+    """
+    from trinity_sync.cli.saves import FAILED, read_saves
 
     try:
-        saves = read_saves(read_settings(), root, step=step)
+        saves = read_saves(read_settings(), root, step=step, answer_s=answer_s)
     except PrefectApiError:  # the root tells whether it is committed
         return None
+    if wanted:
+        saves = [each for each in saves if (each.run, each.kind) in wanted]
     return max(
-        saves, key=lambda each: (each.run, each.is_in_flight, each.state.since), default=None
+        saves,
+        key=lambda each: (
+            bool(wanted) and each.state.state in FAILED,
+            each.run,
+            each.is_in_flight,
+            each.state.since,
+        ),
+        default=None,
     )
 
 

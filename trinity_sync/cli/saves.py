@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from trinity_sync.client.prefect_api import PrefectApi, SaveRun
+from trinity_sync.client.prefect_api import ANSWER_S, PrefectApi, SaveRun
 from trinity_sync.errors import FormatError, PrefectApiError
 from trinity_sync.layout import job_id
 from trinity_sync.settings import Settings
@@ -41,7 +41,7 @@ def query(settings: Settings, ask: Callable[[PrefectApi], Awaitable[T]], answer_
 
 
 def read_saves(
-    settings: Settings, root: Path, *, step: int | None = None, answer_s: float = 20.0
+    settings: Settings, root: Path, *, step: int | None = None, answer_s: float = ANSWER_S
 ) -> list[SaveRun]:
     """Return the saves of a job, the newest first.
 
