@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from datetime import datetime
 from pathlib import Path
@@ -27,7 +27,7 @@ from trinity_sync.cli.schema import DOCUMENTS, list_fields
 from trinity_sync.orchestration.job_registry import register_job
 from trinity_sync.settings import Settings
 from trinity_sync.storage.job_settings import JobSettings, read_job_settings
-from trinity_sync.storage.pins import pin, tag
+from trinity_sync.storage.pins import pin, tag, unpin
 from trinity_sync.storage.runs import open_run
 
 NEED_A_SERVER = {"runs", "retry", "wait", "up", "restart", "join", "deploy", "ui", "readers"}
@@ -216,10 +216,16 @@ def test_a_pipe_gets_full_values_between_tabs_and_messages_are_on_stderr(
     assert "\t\x1b[31mcorrupted\x1b[0m\t" in colored
 
 
-def at_a_terminal(home: dict[str, str], *arguments: object, answer: str = "") -> tuple[int, str]:
+def at_a_terminal(
+    home: dict[str, str],
+    *arguments: object,
+    answer: str = "",
+    meanwhile: Callable[[], object] = lambda: None,
+) -> tuple[int, str]:
     """The exit code of a command, and what a terminal of 80 columns showed.
 
-    The answer is typed at a question; the character of code 3 is Ctrl-C.
+    The answer is typed at a question, after what happens meanwhile; the character of code 3 is
+    Ctrl-C.
     """
     ours, its = pty.openpty()
     inherited = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
@@ -234,6 +240,7 @@ def at_a_terminal(home: dict[str, str], *arguments: object, answer: str = "") ->
         while some := os.read(ours, 4096):
             shown += some
             if answer and b"[y/N]" in shown:
+                meanwhile()
                 if answer == "\x03":
                     command.send_signal(signal.SIGINT)
                 else:
@@ -300,6 +307,21 @@ def test_a_torn_tag_can_be_removed(root: Path, home: dict[str, str]) -> None:
     pin(root, 30)
     refused = run(home, "untag", root, "30", "--yes")  # a pin is no tag
     assert (refused.exit_code, "no step" in refused.stderr) == (2, True)
+
+
+def test_prune_removes_what_was_confirmed_and_nothing_else(
+    root: Path, home: dict[str, str]
+) -> None:
+    def commit_more() -> None:  # under the policy, steps 20 and 30 would go as well
+        for step in (40, 50):
+            commit_files(root, step)
+
+    unpin(root, 30)
+    unpin(root, "best")
+    prune = ("prune", root, "--keep", "last=2")
+    code, shown = at_a_terminal(home, *prune, answer="y", meanwhile=commit_more)
+    assert (code, "remove 1 steps" in shown) == (0, True)
+    assert run(home, "ls", root, "-o", "name").stdout.split() == ["50", "40", "30", "25", "20", "5"]
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,21 @@ def test_a_removed_step_leaves_no_files(root: Path) -> None:
     assert prune(root, "last=2").removed == []
 
 
+def test_no_more_than_the_confirmed_steps_and_folders_are_removed(root: Path) -> None:
+    for name in ("20200101T000000Z", "20200102T000000Z"):
+        (quarantine_folder(root) / name).mkdir(parents=True)
+    for step in (1, 2):
+        commit_files(root, step)
+    newest = Rules(parse_policy("last=1"), All(), quarantine=parse_policy("last=1"))
+    confirmed = drive(root, newest, 2e9, dry_run=True)
+    commit_files(root, 3)
+    (quarantine_folder(root) / "20200103T000000Z").mkdir()
+    done = drive(root, newest, 2e9, confirmed=confirmed)
+    assert (done.removed, done.quarantine) == ([1], ["20200101T000000Z"])
+    assert steps_on_disk(root) == [2, 3]
+    assert len(list(quarantine_folder(root).iterdir())) == 2
+
+
 def test_checkpoints_and_syncs_are_judged_apart(root: Path) -> None:
     for step in range(1, 9):
         commit_files(root, step, kind="checkpoint" if step % 4 == 0 else "state_dict")

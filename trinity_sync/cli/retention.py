@@ -69,26 +69,28 @@ def prune(
 
     settings, job = read_settings(), read_job_settings(require_existing(root))
     rules = Rules.of_job(job, keep=keep, keep_weights=keep_weights, keep_quarantine=keep_quarantine)
-    reuse_files = StackSettings().io.reuse_files
+    reuse_files, now = StackSettings().io.reuse_files, time.time()
 
-    def run(*, dry_run: bool) -> "Pruned":
+    def run(*, dry_run: bool, confirmed: "Pruned | None" = None) -> "Pruned":
         return prune_root(
             root,
             rules,
-            time.time(),
+            now,
             spool=settings.spool,
             recycle=reuse_files,
             dry_run=dry_run,
+            confirmed=confirmed,
             on_removed=lambda steps: try_mirror(settings, root, steps),
         )
 
+    plan = None
     if not dry_run and not yes:
         plan = run(dry_run=True)
         if plan.removed or plan.quarantine:
             if output.is_text:
                 _print_pruned(_describe(plan, dry_run=True), str(root), output)
             confirm(f"remove {_count(plan)} of {root}, {format_size(plan.nbytes)}", yes=yes)
-    done = run(dry_run=dry_run)
+    done = run(dry_run=dry_run, confirmed=plan)
     report = _describe(done, dry_run=dry_run)
     print_object("prune", report, output, lambda: _print_pruned(report, str(root), output))
 

@@ -76,6 +76,7 @@ def prune(
     spool: Path | None = None,
     recycle: bool | Literal["always"] = True,
     dry_run: bool = False,
+    confirmed: Pruned | None = None,
     on_removed: Callable[[list[int]], object] = lambda _steps: None,
 ) -> Pruned:
     """Remove the steps of a root, and the folders in quarantine, that no policy keeps.
@@ -87,14 +88,16 @@ def prune(
         spool: this node's spool, whose images may need the files of a step.
         recycle: keep large files of removed steps for block reuse, as in the settings.
         dry_run: plan only, and change nothing.
+        confirmed: result of a dry run; nothing else is removed, whatever has changed since then.
         on_removed: called with the removed steps, e.g. to update the catalog.
 
     Raises:
         ConfigError: a policy by itself keeps no step of its type, or names an unknown metric.
         OSError, CommitError, LockTimeoutError: as `remove_steps`.
     """
-    plan = plan_removals(list_step_infos(root), rules, now)
-    quarantine = prune_quarantine(root, rules.quarantine, now, dry_run=dry_run)
+    plan = confirmed.plan if confirmed else plan_removals(list_step_infos(root), rules, now)
+    only = confirmed.quarantine if confirmed else None
+    quarantine = prune_quarantine(root, rules.quarantine, now, dry_run=dry_run, only=only)
     if dry_run:
         return Pruned(Path(root), plan, None, quarantine)
     removal = remove_steps(root, plan, spool=spool, recycle=can_reuse_blocks(root, recycle))

@@ -4,6 +4,7 @@ import calendar
 import logging
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 from trinity_sync.errors import FormatError
@@ -17,7 +18,12 @@ logger = logging.getLogger(__name__)
 
 
 def prune_quarantine(
-    root: str | Path, policy: Policy, now: float, *, dry_run: bool = False
+    root: str | Path,
+    policy: Policy,
+    now: float,
+    *,
+    dry_run: bool = False,
+    only: Sequence[str] | None = None,
 ) -> list[str]:
     """Remove the folders in quarantine that a policy does not keep.
 
@@ -29,6 +35,7 @@ def prune_quarantine(
         policy: policy such as ``newer=30d`` or ``last=2``; a folder counts as a step of its time.
         now: seconds since the epoch.
         dry_run: change nothing.
+        only: names of the folders that may be removed; by default all.
 
     Returns:
         Names of the folders, oldest first.
@@ -45,6 +52,7 @@ def prune_quarantine(
         ]
         kept = policy.keeps(ages, now)
         gone = [folders[each.step] for each in ages if each.step not in kept]
+        gone = [folder for folder in gone if only is None or folder.name in only]
         if gone and not dry_run:
             make_folder(trash)
             for folder in gone:
