@@ -16,6 +16,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 import pytest
 import torch
+import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
@@ -176,6 +177,18 @@ def test_each_command_prints_the_document_that_is_declared(
         check_document(name, done.stdout)
     model = {"export hf"}  # needs a model of transformers; in test_export
     assert {*commands} | NEED_A_SERVER | model == {*DOCUMENTS}
+
+
+def test_every_command_with_formats_has_a_document() -> None:
+    def find(command: Any, words: tuple[str, ...] = ()) -> Iterator[str]:
+        for name, inner in getattr(command, "commands", {}).items():
+            yield from find(inner, (*words, name))
+        if any("--output" in each.opts for each in command.params):
+            yield " ".join(words)
+
+    declared = {name.partition(" --")[0] for name in DOCUMENTS}
+    facts = {"report"}  # its keys are the fields of JobReport, which test_report compares
+    assert {*find(typer.main.get_command(app))} == declared | facts
 
 
 def test_every_key_is_described() -> None:

@@ -22,6 +22,7 @@ from trinity_sync.orchestration.report.facts import (
     FailureGroup,
     InFlight,
     JobReport,
+    Mark,
     StepRow,
     to_json,
 )
@@ -76,7 +77,10 @@ def with_failures(facts: JobReport) -> JobReport:
     )
     evil = replace(group, cause="Superseded", message="<script>", command="", url="javascript:x")
     return replace(
-        facts, failures=(group, evil), marks=((33, facts.created_at, "Failed"),), server_error=""
+        facts,
+        failures=(group, evil),
+        marks=(Mark(33, facts.created_at, "Failed"),),
+        server_error="",
     )
 
 
@@ -193,10 +197,29 @@ def test_the_command_prints_the_same_as_json(facts: JobReport, tmp_path: Path) -
     assert (document["schema"], found["job"], found["health"]["status"]) == (1, facts.job, "ok")
     step = next(row for row in found["steps"] if row["step"] == 10)
     assert step["bytes"] > 0
-    assert re.fullmatch(r"20\d\d-\d\d-\d\dT[\d:.]+Z", step["committed_at"])
+    assert "schema" not in found
+    assert re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ", step["committed_at"])
     assert step["timings"][0]["stalls"][0]["role"] == "actor"
     assert step["reason"] is None
     assert json.loads(json.dumps(to_json(facts), allow_nan=False))["steps"]
+
+
+def test_a_time_that_is_unknown_is_null_in_json(facts: JobReport) -> None:
+    (save,) = facts.in_flight
+    unknown = replace(
+        with_failures(facts),
+        in_flight=(replace(save, since=0.0),),
+        marks=(Mark(33, 1.7e9, "Failed"), Mark(34, 0.0, "Crashed")),
+        verified_at=1e15,
+    )
+    found = to_json(unknown)
+    assert (found["in_flight"][0]["since"], found["verified_at"]) == (None, None)
+    assert found["marks"] == [
+        {"step": 33, "at": "2023-11-14T22:13:20Z", "state": "Failed"},
+        {"step": 34, "at": None, "state": "Crashed"},
+    ]
+    drawn = re.findall(r"data-step='(\d+)'", render_report(unknown))
+    assert ("33" in drawn, "34" in drawn) == (True, False)  # it has no place in time
 
 
 def test_a_browser_shows_it_and_loads_nothing_else(facts: JobReport, tmp_path: Path) -> None:

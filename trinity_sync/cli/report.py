@@ -1,13 +1,12 @@
 """Command that reports on a job, as an HTML page or JSON: report."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from trinity_sync.cli.app import RootToRead, app, examples, read_settings, require_existing
-from trinity_sync.cli.output import SCHEMA, Output, OutputFormat
+from trinity_sync.cli.output import Output, OutputFormat, print_object
 from trinity_sync.errors import ConfigError
 from trinity_sync.fs.atomic import replace_file
 
@@ -36,8 +35,7 @@ def report(
         raise ConfigError(f"{html} is a folder; pass a file as --html")
     found = collect_report(read_settings(), require_existing(root))
     if output in (OutputFormat.JSON, OutputFormat.JSONL):
-        indent = 1 if output is OutputFormat.JSON else None
-        typer.echo(json.dumps({"schema": SCHEMA, "report": to_json(found)}, indent=indent))
+        print_object("report", to_json(found), output)
         return
     try:
         replace_file(html, render_report(found), sync=False)

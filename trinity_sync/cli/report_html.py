@@ -106,8 +106,14 @@ def draw_job(report: JobReport) -> Chart | None:
         title = f"step {step} of run {run}, {mark}, {_format_time(at)}"
         lines.setdefault(run, []).append(Point(at, step, mark, title))
     marks = [
-        Point(at, step, MARKS.get(state, "failed"), f"step {step}, {state}, {_format_time(at)}")
-        for step, at, state in report.marks
+        Point(
+            each.at,
+            each.step,
+            MARKS.get(each.state, "failed"),
+            f"step {each.step}, {each.state}, {_format_time(each.at)}",
+        )
+        for each in report.marks
+        if each.at
     ]
     return draw_progress([lines[run] for run in sorted(lines)], marks)
 

@@ -811,7 +811,8 @@ DOCUMENTS: dict[str, Document] = {
     "config show": Document("settings", SettingRow),
     "version": Document("version", VersionReport, many=False),
 }
-"""The JSON document of each command that has ``-o``."""
+"""The JSON document of each command that has ``-o``, but of report: its keys are the fields of
+`trinity_sync.orchestration.report.facts.JobReport`."""
 
 
 def list_fields(content: type) -> dict[str, Any]:

@@ -313,7 +313,13 @@ def ui(
     "[bold]  trinity-sync env --shell json[/]",
 )
 def env(
-    shell: Annotated[Shell, typer.Option(help="Format of the variables.")] = Shell.SH,
+    shell: Annotated[
+        Shell,
+        typer.Option(
+            help="Format of the variables; json is one object of names and values, without a "
+            "schema, for programs that set variables."
+        ),
+    ] = Shell.SH,
 ) -> None:
     """Print the environment variables with which a training uses the running stack."""
     from trinity_sync.stack import embedded

@@ -27,6 +27,7 @@ from trinity_sync.orchestration.prefect_queries import (
 from trinity_sync.orchestration.report.facts import (
     Disk,
     JobReport,
+    Mark,
     RunRow,
     StepRow,
     Use,
@@ -104,7 +105,7 @@ def collect_report(
         in_flight=in_flight,
         failures=failures,
         marks=tuple(
-            (int(run.tags["step"]), run.since or run.started_at, run.state)
+            Mark(int(run.tags["step"]), run.since or run.started_at, run.state)
             for run in server.runs
             if run.failed and run.is_save and run.tags.get("step", "").isdigit()
         ),

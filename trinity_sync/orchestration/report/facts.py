@@ -11,8 +11,6 @@ from trinity_sync.layout import Kind
 from trinity_sync.storage.save_log import LoggedSave
 from trinity_sync.storage.save_timing import SaveTiming
 
-SCHEMA = 1
-"""Version of the JSON of a report."""
 HealthStatus = Literal["ok", "late", "failed", "empty"]
 
 
@@ -175,6 +173,17 @@ class Use:
 
 
 @dataclass(frozen=True)
+class Mark:
+    """A save that was not committed, for charts."""
+
+    step: int
+    at: float
+    """Time of its final state; 0 if it is unknown."""
+    state: str
+    """Name of its final state."""
+
+
+@dataclass(frozen=True)
 class JobReport:
     """All that is known about a job."""
 
@@ -189,8 +198,7 @@ class JobReport:
     runs: tuple[RunRow, ...] = ()
     in_flight: tuple[InFlight, ...] = ()
     failures: tuple[FailureGroup, ...] = ()
-    marks: tuple[tuple[int, float, str], ...] = ()
-    """Step, time and final state of saves that were not committed, for charts."""
+    marks: tuple[Mark, ...] = ()
     disk: Disk | None = None
     memory: Memory | None = None
     policies: tuple[PolicyEffect, ...] = ()
@@ -211,9 +219,12 @@ class JobReport:
 
 
 def to_json(report: JobReport) -> dict[str, Any]:
-    """Return a report as values of JSON: sizes as ``bytes``, times as RFC 3339 in UTC."""
+    """Return a report as values of JSON.
+
+    Sizes are ``bytes``, times RFC 3339 in UTC to the second; what is unknown is null.
+    """
     found: dict[str, Any] = _convert(report)
-    return {"schema": SCHEMA, **found}
+    return found
 
 
 def _convert(value: Any, name: str = "") -> Any:
@@ -228,11 +239,20 @@ def _convert(value: Any, name: str = "") -> Any:
         return [_convert(each) for each in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    if isinstance(value, float) and (name.endswith("_at") or name == "since"):
-        return datetime.fromtimestamp(value, timezone.utc).isoformat().replace("+00:00", "Z")
+    if isinstance(value, float) and (name.endswith("_at") or name in ("at", "since")):
+        return _format_time(value)
     if isinstance(value, Path):
         return str(value)
     return None if value == "" else value
+
+
+def _format_time(seconds: float) -> str | None:
+    """Return a time as RFC 3339; None for 0, which is no time, and after the year 9999."""
+    try:
+        when = datetime.fromtimestamp(seconds, timezone.utc)
+    except (OverflowError, ValueError, OSError):
+        return None
+    return when.isoformat(timespec="seconds").replace("+00:00", "Z") if seconds else None
 
 
 def _rename(name: str) -> str:
