@@ -123,6 +123,27 @@ def test_a_running_stack_with_other_settings_is_said_and_what_applies_them(home:
     assert (check.state, check.todo) == ("warn", "apply them: trinity-sync restart")
 
 
+def test_settings_are_compared_with_the_file_that_up_was_given(home: Path, tmp_path: Path) -> None:
+    path, other = tmp_path / "trinity_sync.toml", tmp_path / "other.toml"
+    path.write_text("[worker]\nnice = 5\n")
+    other.write_text("[worker]\nnice = 7\n")
+    recorded = StackSettings(worker={"nice": 5})
+    state = replace(running(recorded), config=str(path))
+    write_state(home, state)
+    with environment({"TRINITY_SYNC_HOME": str(home), CONFIG: ""}):
+        assert embedded.find_changes(embedded.find(Settings()) or StackState()) == ()
+        assert "trinity-sync restart" not in run("status").output
+        path.write_text("[worker]\nnice = 6\n")
+        assert embedded.find_changes(state) == ("worker.nice: 5, now 6",)
+        path.write_text("[worker]\nniec = 6\n")
+        refused = run("restart")
+        assert (refused.exit_code, "unknown key niec in [worker]" in refused.output) == (2, True)
+        assert embedded.find(Settings()) == state
+        assert not os.environ.get(CONFIG)
+    with environment({CONFIG: str(other)}):
+        assert embedded.find_changes(state) == ("worker.nice: 5, now 7",)
+
+
 def test_a_stack_that_does_not_run_has_no_settings_to_keep(home: Path) -> None:
     ended = Daemon("999999999/1.0", "worker.log")
     write_state(home, replace(running(StackSettings()), worker=ended))

@@ -107,12 +107,18 @@ def restart(
 ) -> None:
     """Stop the services that up started, and start them again, with the settings of now.
 
-    Saves go on: images wait in shared memory meanwhile.
+    The file with the settings is that of up, unless another is named. Saves go on: images wait in
+    shared memory meanwhile.
     """
+    from trinity_sync.configuration.file import use_config_file
+    from trinity_sync.settings import StackSettings
     from trinity_sync.stack import embedded
 
-    embedded.down(read_settings())
-    up(cpus=cpus, worker=worker, timeout=timeout, output=output)
+    state = embedded.find(read_settings())
+    with use_config_file(state.config if state else ""):
+        StackSettings()  # an error in the file must not stop the stack
+        embedded.down(read_settings())
+        up(cpus=cpus, worker=worker, timeout=timeout, output=output)
 
 
 @app.command(

@@ -2,6 +2,8 @@
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,23 @@ def find_config_file() -> Path | None:
     folders = (Path(os.path.expanduser(user)), Path("/etc"))  # noqa: PTH111, it never fails
     paths = (folder / "trinity_sync" / CONFIG_FILE for folder in folders)
     return next((path for path in paths if path.is_file()), None)
+
+
+@contextmanager
+def use_config_file(path: str) -> Iterator[None]:
+    """Let a file count in a ``with`` block, unless ``TRINITY_SYNC_CONFIG`` names another.
+
+    Args:
+        path: Path of the file; "" for the one that counts anyway.
+    """
+    if not path or os.environ.get(CONFIG):
+        yield
+        return
+    os.environ[CONFIG] = path
+    try:
+        yield
+    finally:
+        os.environ.pop(CONFIG, None)
 
 
 def read_config_file() -> dict[str, Any]:

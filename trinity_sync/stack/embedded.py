@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trinity_sync.client.prefect_api import hide_password
+from trinity_sync.configuration.file import CONFIG, use_config_file
 from trinity_sync.errors import ConfigError, StackError
 from trinity_sync.settings import LOCAL_HOST, Settings, StackSettings
 from trinity_sync.stack import daemon, services
@@ -95,6 +96,8 @@ def up(
         StackError: A service did not start, or an external one cannot be reached. The services
             that this call started are stopped.
     """
+    named = "" if stack else os.environ.get(CONFIG, "")
+    config = str(Path(named).absolute()) if named else ""
     settings, stack = settings or Settings(), stack or StackSettings()
     deadline = StartupDeadline(timeout_s)
     with lock_home(settings.home):
@@ -107,9 +110,10 @@ def up(
                 )
             stack = _with_own_address(stack)
             now = replace(joining, host=stack.server.host)
-        stack = read_running_settings(before) or stack
+        if running := read_running_settings(before):
+            stack, config = running, before.config
         _refuse_any_host(stack.server.host)
-        now = replace(now, settings=stack.model_dump(mode="json"))
+        now = replace(now, settings=stack.model_dump(mode="json"), config=config)
         if num_cpus:
             ray = stack.ray.model_copy(update={"cpus": num_cpus})
             stack = stack.model_copy(update={"ray": ray})
@@ -274,13 +278,15 @@ def find_changes(state: StackState, stack: StackSettings | None = None) -> tuple
 
     Args:
         state: The stack.
-        stack: The settings; by default those of the environment and the file.
+        stack: The settings; by default those of the environment and of the file that the stack
+            was started with.
     """
     running = read_running_settings(state)
     if running is None:
         return ()
     try:
-        return tuple((stack or StackSettings()).list_changes(running))
+        with use_config_file(state.config):
+            return tuple((stack or StackSettings()).list_changes(running))
     except ConfigError as error:
         return tuple(str(error).splitlines())
 
@@ -306,7 +312,8 @@ def _start_server_and_ray(
     """Start the server and the Ray node, unless they run or are external."""
     now = before
     if not before.daemons:
-        now = replace(read_last_addresses(settings.home), settings=before.settings)
+        last = read_last_addresses(settings.home)
+        now = replace(last, settings=before.settings, config=before.config)
     url = _find_external(API_URL, _get_external_api_url(), before.server, before.api_url, settings)
     address = _find_external(
         RAY_ADDRESS, stack.ray.address, before.ray, before.ray_address, settings

@@ -62,6 +62,9 @@ class StackState:
     """Address of this machine's server and Ray node; "" if it has neither."""
     settings: dict[str, Any] | None = None
     """Settings that the stack was started with, by section and key."""
+    config: str = ""
+    """Path of the file that ``--config`` or ``TRINITY_SYNC_CONFIG`` named for them; "" if neither
+    did."""
     joined: bool = False
     """Whether the server and the Ray head node belong to the stack of another machine."""
     server: Daemon | None = None
