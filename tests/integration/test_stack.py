@@ -197,15 +197,20 @@ def test_a_given_server_and_a_given_ray_are_used_and_outlive_down(
     assert part(stack_settings, "ray").state == "running"
 
 
-def test_down_leaves_no_process_and_no_file(another: Settings, stack_settings: Settings) -> None:
+def test_down_leaves_no_process_and_no_file(
+    another: Settings, stack_settings: Settings, tmp_path: Path
+) -> None:
+    config = tmp_path / "trinity_sync.toml"
+    config.touch()
     done = run(
-        "restart", "--no-worker", "--cpus", 1, "-o", "json",
+        "restart", "--no-worker", "--cpus", 1, "--config", config, "-o", "json",
         TRINITY_SYNC_HOME=str(another.home), PREFECT_API_URL="",
     )  # fmt: skip
     services = {each["name"]: each for each in check_document("restart", done.stdout)["services"]}
     assert services["server"]["status"] == services["ray"]["status"] == "running"
     state = embedded.find(another)
     assert state
+    assert state.config == str(config)
     deploy.deploy(StackSettings(worker={"pool": "trinity-sync"}))
     processes = processes_of(state)
     names = {process.name() for process in processes}

@@ -2,6 +2,7 @@
 
 import html
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 from tests.conftest import environment
 from tests.unit.job import Job
+from trinity_sync.cli.charts import Bar, draw_bars
 from trinity_sync.cli.commands import app
 from trinity_sync.cli.report_html import render_report
 from trinity_sync.orchestration.report.collect import collect_report
@@ -158,6 +160,16 @@ def test_charts_show_stall_phases_speed_and_recorded_metrics(facts: JobReport) -
     for title in ("Trainer stall", "Submitted to committed", "Write speed", "Size", "reward"):
         assert f"<b>{title}</b>" in page, title
     assert {"queue", "write", "commit"} <= set(re.findall(r"</svg> (\w+)</span>", page))
+
+
+def test_charts_leave_out_what_is_not_finite(facts: JobReport) -> None:
+    (save, *_) = facts.saves
+    timing = replace(save.timing, nbytes=10**9, write_s=5e-324)  # an infinite speed
+    page = render_report(replace(facts, saves=(replace(save, timing=timing), *facts.saves)))
+    assert "<b>Write speed</b>" in page
+    assert not re.search(r"='(inf|nan)", page)
+    chart = draw_bars("x", "", [Bar("1", (math.inf,)), Bar("2", (2.0,))], ("",), str)
+    assert re.findall(r"step (\d+)", chart.svg) == ["2"]
 
 
 def test_policies_are_compared_by_the_planner_that_removes(facts: JobReport) -> None:

@@ -63,6 +63,11 @@ class Point:
     title: str
 
 
+def is_drawable(value: float) -> bool:
+    """Return whether a value can be drawn: it is finite, and so are sums of it."""
+    return math.isfinite(value) and abs(value) < 1e300
+
+
 def draw_bars(
     title: str,
     summary: str,
@@ -77,11 +82,12 @@ def draw_bars(
     Args:
         title: What is drawn.
         summary: As in `Chart`.
-        bars: The saves; none is an empty chart.
+        bars: The saves; none is an empty chart. Those with a value that is not finite are left out.
         names: Names of the series of each bar, from the bottom.
         label: Formats a value of the y axis.
         combine: Makes the value of a group of saves.
     """
+    bars = [bar for bar in bars if all(map(is_drawable, bar.values))]
     size = math.ceil(len(bars) / MAX_BARS) or 1
     groups = [bars[start : start + size] for start in range(0, len(bars), size)]
     heights = [
@@ -292,7 +298,7 @@ def _choose_labels(count: int) -> list[int]:
 
 def _round_up(value: float) -> float:
     """Return the next number that divides into four round steps; 1 for none."""
-    if value <= 0:
+    if value < 1e-300:
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))
     return power * next(

@@ -17,6 +17,7 @@ from trinity_sync.cli.charts import (
     draw_key,
     draw_lines,
     draw_progress,
+    is_drawable,
     summarize_bytes,
     summarize_durations,
 )
@@ -166,6 +167,7 @@ def chart_saves(report: JobReport, kind: str) -> list[Chart]:
     }
     for title, (values, suffix) in sizes.items():
         bars = [Bar(str(each.step), (value,)) for each, value in zip(saves, values, strict=True)]
+        values = [value for value in values if is_drawable(value)] or [0.0]
         label = choose_size_label(max(values), suffix)
         charts.append(draw_bars(title, summarize_bytes(values, suffix), bars, ("",), label))
     return charts
@@ -176,7 +178,7 @@ def chart_metrics(report: JobReport) -> Iterator[Chart]:
     names = sorted({name for row in report.steps for name in row.metrics})
     for name in names[:MAX_METRICS]:
         points = [(row.step, row.metrics[name]) for row in report.steps if name in row.metrics]
-        points = [(step, value) for step, value in points if value == value and abs(value) < 1e300]
+        points = [(step, value) for step, value in points if is_drawable(value)]
         if points:
             best = max(points, key=lambda point: point[1])
             summary = f"last {points[-1][1]:.4g}, highest {best[1]:.4g} at step {best[0]}"
