@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from tests.unit.job import Job
 from tests.unit.steps import MODEL, commit_files
 from trinity_sync.cli.commands import app
-from trinity_sync.cli.output import format_age, format_duration, format_size
+from trinity_sync.cli.output import Column, format_age, format_duration, format_size
 from trinity_sync.cli.schema import DOCUMENTS, list_fields
 from trinity_sync.orchestration.job_registry import register_job
 from trinity_sync.settings import Settings
@@ -280,6 +280,26 @@ def test_a_terminal_shows_a_table_without_boxes_in_its_width(
     assert re.search(r"  30    1  checkpoint .*B +\d+s  \x1b\[32mvalid\x1b\[0m +latest", shown)
     assert "\x1b[31mcorrupted\x1b[0m" in shown
     assert "\x1b" not in at_a_terminal(home | {"NO_COLOR": "1"}, "ls", root)[1]
+
+
+def test_a_long_value_in_any_column_is_cut_to_the_width_of_the_terminal(
+    home: dict[str, str], tmp_path: Path
+) -> None:
+    root = tmp_path / "a-root-with-a-long-name" / "and-another-one" / "checkpoints-of-a-job"
+    commit_files(root, 1)
+    assert run(home, "jobs", "reindex", root).exit_code == 0
+    url = "postgresql://a-host-with-a-long-name.example.org/" + "x" * 60
+    named = {"TRINITY_SYNC_STACK__CATALOG__URL": url}
+    for words, variables, start, end in (
+        (("jobs", "ls"), {}, str(root)[:5], "a-job"),
+        (("config", "show"), named, "postgres", "xxx"),
+    ):
+        code, shown = at_a_terminal(home | variables, *words)
+        lines = re.sub(r"\x1b\[\d+m", "", shown).splitlines()
+        assert code == 0, shown
+        assert all(len(line) <= 80 for line in lines), shown
+        assert re.search(rf"{start}[^ …]*…[^ …]*{end} ", shown), shown
+    assert Column("FILES").write(["a\nb", "c"], "plain") == "a b, c"
 
 
 def test_what_cannot_be_undone_is_asked_first(root: Path, home: dict[str, str]) -> None:

@@ -61,6 +61,9 @@ STYLES = {
 }
 """Colour of each status word; other words have none."""
 
+LAST_WIDTH, LEAST_WIDTH = 20, 12
+"""Characters of the last column, and of another text, that are shown however narrow a terminal."""
+
 color: Color = "auto"
 """Value of ``--color``, set by the command before it prints."""
 
@@ -92,7 +95,7 @@ class Column:
         if isinstance(value, datetime):
             return write_time(value, mode)
         if isinstance(value, (list, tuple)):
-            return ", ".join(map(str, value))
+            return ", ".join(" ".join(str(each).split()) for each in value)
         text = " ".join(str(value).split()) if isinstance(value, str) else str(value)
         return text
 
@@ -234,7 +237,10 @@ def print_object(
 
 
 def print_table(row: type, rows: Sequence[Any], *, wide: bool = False) -> None:
-    """Print rows as a table, in which a terminal shows as much of the last column as fits."""
+    """Print rows as a table, whose lines fit into the width of a terminal unless it is wide.
+
+    The last column is cut first, down to `LAST_WIDTH`, then the longest other texts in the middle.
+    """
     shown = [(name, each) for name, each in list_columns(row).items() if wide or not each.wide]
     on_terminal = sys.stdout.isatty()
     mode: Mode = "plain" if not on_terminal else "wide" if wide else "short"
@@ -249,11 +255,23 @@ def print_table(row: type, rows: Sequence[Any], *, wide: bool = False) -> None:
         line[-1] = "" if line[-1] == "-" else line[-1]
     lines = [[each.heading for _, each in shown], *cells]
     widths = [max(len(line[at]) for line in lines) for at in range(len(shown))]
-    room = 0 if wide else shutil.get_terminal_size().columns - sum(widths[:-1])
-    room -= 0 if wide else 2 * (len(widths) - 1)
+    room = max(widths)
+    if not wide:
+        room = shutil.get_terminal_size().columns - 2 * (len(widths) - 1)
+        texts = [
+            at
+            for at, (name, each) in enumerate(shown[:-1])
+            if not each.right and not _is_status(name)
+        ]
+        _narrow(widths, texts, room - min(widths[-1], LAST_WIDTH))
+        room = max(room - sum(widths[:-1]), LAST_WIDTH)
+        widths[-1] = min(widths[-1], room)
     for index, line in enumerate(lines):
-        if not wide and len(line[-1]) > max(room, 20):
-            line[-1] = line[-1][: max(room, 20) - 1] + "…"
+        line[:-1] = [
+            _cut_middle(cell, width) for cell, width in zip(line[:-1], widths[:-1], strict=True)
+        ]
+        if len(line[-1]) > room:
+            line[-1] = line[-1][: room - 1] + "…"
         padded = [
             cell.rjust(width) if each.right else cell.ljust(width)
             for cell, width, (_, each) in zip(line, widths, shown, strict=True)
@@ -263,6 +281,29 @@ def print_table(row: type, rows: Sequence[Any], *, wide: bool = False) -> None:
                 if _is_status(name):
                     padded[at] = padded[at].replace(line[at], paint(line[at]), 1)
         typer.echo("  ".join(padded).rstrip(), color=True)
+
+
+def _narrow(widths: list[int], texts: Sequence[int], room: int) -> None:
+    """Reduce the widest columns of text until all columns but the last fit, if they can.
+
+    Args:
+        widths: Width of each column, which are changed.
+        texts: Columns that may be cut.
+        room: Characters for all columns but the last.
+    """
+    for _ in range(sum(widths[:-1]) - room):
+        widest = max(texts, key=lambda at: widths[at], default=None)
+        if widest is None or widths[widest] <= LEAST_WIDTH:
+            return
+        widths[widest] -= 1
+
+
+def _cut_middle(text: str, width: int) -> str:
+    """Return a text with … in the place of what does not fit, so that both its ends are seen."""
+    if len(text) <= width:
+        return text
+    tail = width // 2
+    return f"{text[: width - tail - 1]}…{text[-tail:]}"
 
 
 def list_columns(row: type) -> dict[str, Column]:
