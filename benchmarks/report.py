@@ -63,35 +63,43 @@ def _place(metric: str) -> tuple[int, str]:
 
 
 def plot(records: Sequence[Record], case: str, path: Path) -> None:
-    """Stall and time to durable of one case, as multiples of the limits."""
+    """Stall and time to durable of one case, in seconds, beside the limits.
+
+    The same case with Prefect is part of it, since that is how users run trinity_sync. Systems that
+    are torn by the next step are left out.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
     own = [record for record in records if record.case == case]
-    figure, axes = plt.subplots(1, 2, figsize=(12, 3.8), layout="constrained")
+    own += [r for r in records if r.case == f"{case}, with Prefect" and "Prefect" in r.system]
+    bars = [r for r in own if r.system not in _BOUNDS and r.system not in _TORN]
+    durable = {r.system: r.median for r in bars if r.metric == "durable"}
+    systems = sorted(durable, key=lambda system: -durable[system])
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4.2), layout="constrained", sharey=True)
     for axis, metric in zip(axes, ("stall", "durable"), strict=True):
-        limit = _limit(own, metric)
-        bars = [r for r in own if r.metric == metric and r.system not in _BOUNDS]
-        bars.sort(key=lambda record: record.median, reverse=True)
-        if limit is None or not bars:
-            continue
-        multiples = [record.median / limit for record in bars]
-        ours = ["#d1495b" if r.system.startswith("trinity_sync") else "#8d99ae" for r in bars]
-        axis.barh([record.system for record in bars], multiples, color=ours)
-        for row, (record, multiple) in enumerate(zip(bars, multiples, strict=True)):
-            label = f" {multiple:.1f} x, {1e3 * record.median:,.0f} ms"
-            axis.text(multiple, row, label, va="center", fontsize=8)
-        axis.axvline(1, color="black", linewidth=1)
-        axis.set_xscale("log")
-        axis.set_xlim(min(0.7, *multiples) / 1.5, 12 * max(multiples))  # room for the labels
-        axis.set_title(f"{metric}, times a {LIMITS[metric]} of the same bytes", fontsize=10)
-    figure.suptitle(f"{case}; {machine()}", fontsize=9)
+        found = {r.system: r for r in bars if r.metric == metric}
+        for row, record in enumerate(found[system] for system in systems if system in found):
+            ours = record.system.startswith("trinity_sync")
+            axis.barh(record.system, record.median, color="#d1495b" if ours else "#8d99ae")
+            axis.plot([record.min, record.max], [row, row], color="black", linewidth=1)
+            label = f" {record.median:.2f} s"
+            axis.text(max(record.max, record.median), row, label, va="center", fontsize=8)
+        axis.set_xlim(0, 1.15 * max(record.max for record in found.values()))
+        if limit := _limit(own, metric):
+            axis.axvline(limit, color="black", linewidth=1, linestyle="--")
+        axis.set_xlabel(f"seconds; dashed: a {LIMITS[metric]} of the same bytes", fontsize=9)
+        axis.set_title("training stalls for" if metric == "stall" else "on disk after", fontsize=10)
+    title = f"{case}: medians, lines from fastest to slowest; {machine()}"
+    figure.suptitle(title, fontsize=9)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
+_TORN = ("Trinity-style thread",)
+"""Systems whose checkpoint may hold parts of two steps."""
 _BOUNDS = {*LIMITS.values(), "raw write, existing file", "fsync alone"}
 
 

@@ -23,7 +23,8 @@ from trinity_sync.cli.schema import RewindReport
     epilog=examples(
         "rewind ckpts 40", "rewind ckpts latest~1 --dry-run", "rewind ckpts best --yes",
         note="Nothing is changed, with exit code 1, if a newer step is leased, pinned or tagged, "
-        "or the answer is no. To undo it, rename the folders back and rewind to the newest.",
+        "or the answer is no. To undo it: mv ROOT/.trinity_sync/quarantine/TIME/* ROOT/, and then "
+        "trinity-sync rewind ROOT STEP to the newest of them.",
     ),
 )  # fmt: skip
 def rewind(
