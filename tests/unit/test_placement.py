@@ -292,7 +292,7 @@ def test_a_save_does_not_wait_for_images_that_were_evicted(two_nodes: list[Job])
     _, job = two_nodes
     job.stage(1, {**MODEL, "optim": MODEL["model"]}, rank=2)
     for step in (2, 3):  # two slots, so the model of step 1 is evicted
-        job.stage(step, MODEL, rank=2, kind="state_dict")
+        job.stage(step, MODEL, rank=2)
     share = NodeShards("b", str(job.spool.folder), {"actor": (2,)})
     options = WriteOptions(rank_timeout_s=10)
     with pytest.raises(

@@ -15,12 +15,15 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from tests.unit.job import Job
 from tests.unit.meanwhile import when_opened
 from trinity_sync.errors import ImageError, SpoolError, SpoolFullError
+from trinity_sync.fs.records import encode_body
+from trinity_sync.layout import SPOOL_FORMAT
 from trinity_sync.snapshot import slot_pool
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.slot_lock import lock_slot
@@ -154,6 +157,18 @@ def test_weights_get_a_slot_of_their_own_if_checkpoints_hold_all(job: Job) -> No
     job.stagers[0].wait_at_most(1)  # the process is about to end: the newest weights count
     assert job.stage(6, {"model": {"w": torch.zeros(3)}}, kind="state_dict").waited_s < 1
     assert len(job.spool.tickets()[0]) == 3
+
+
+def test_weights_get_a_slot_also_beside_an_image_of_another_release(job: Job) -> None:
+    job.stagers[0] = Stager(job.spool, slot_wait_s=0)
+    job.stage(1, {"model": {"w": torch.zeros(3)}})
+    (sealed,) = job.spool.tickets()[0]
+    body = msgspec.to_builtins(sealed.ticket)
+    ticket_path(sealed.slot).write_text(encode_body(body, SPOOL_FORMAT + 1))
+    for step in (2, 3):
+        job.stage(step, {"model": {"w": torch.zeros(3)}})
+    job.stage(4, {"model": {"w": torch.zeros(3)}}, kind="state_dict")
+    assert len([*job.spool.folder.glob("*.ticket")]) == 4
 
 
 def test_a_save_that_waits_for_a_slot_says_so_and_fails_in_time(

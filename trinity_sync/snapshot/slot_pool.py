@@ -154,7 +154,7 @@ class SlotPool:
             others = [slot for slot, image in held.items() if image.overdue_s == -math.inf]
             lacks = not free and 0 < len(others) > len(slots) - self._count
             in_use = not free and not any(self._is_for(origin, held[slot]) for slot in slots)
-            lacks |= in_use and len(slots) <= self._count
+            lacks |= in_use and len(slots) - len(others) <= self._count
             if may_add and (lacks or any(slot.published for slot in free)):
                 if added := self._add_slot(origin, component, nbytes):
                     return added, waited
