@@ -159,6 +159,21 @@ def test_weights_get_a_slot_of_their_own_if_checkpoints_hold_all(job: Job) -> No
     assert len(job.spool.tickets()[0]) == 3
 
 
+def test_no_image_of_a_save_is_evicted_for_its_second_submission(job: Job) -> None:
+    job.stagers[0] = Stager(job.spool, slot_wait_s=0)
+    job.stage(1, {"optim": {"w": torch.zeros(3)}})  # of one component alone
+    for value in (2.0, 3.0):
+        state = {"w": torch.full((3,), value)}
+        job.stage(2, {"model": state, "optim": state}, kind="state_dict")
+    found = [image.ticket for image in job.spool.read_step(1, 2)[0]]
+    submissions = [
+        {ticket.monotonic_s for ticket in found if ticket.component == component}
+        for component in ("model", "optim")
+    ]
+    assert submissions[0] == submissions[1]
+    assert len(submissions[0]) == 2
+
+
 def test_weights_get_a_slot_also_beside_an_image_of_another_release(job: Job) -> None:
     job.stagers[0] = Stager(job.spool, slot_wait_s=0)
     job.stage(1, {"model": {"w": torch.zeros(3)}})

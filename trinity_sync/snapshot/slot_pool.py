@@ -50,6 +50,9 @@ class _Image:
     overdue_s: float
     """Seconds for which it has been evictable. Negative if it may not be evicted yet; infinite if
     it cannot be saved, or its save failed; minus infinity if another release has sealed it."""
+    is_same_save: bool = False
+    """Whether it was submitted with the same save. It stays then: the first images of a save count,
+    and if one of them were evicted, images of two submissions would be mixed."""
 
     @property
     def order(self) -> tuple[bool, float]:
@@ -150,11 +153,12 @@ class SlotPool:
                     if slot.free:
                         return slot, waited
                     slot.unlock()
-            held = {slot: self._look(slot) for slot in slots if slot not in free}
+            held = {slot: self._look(slot, origin) for slot in slots if slot not in free}
             others = [slot for slot, image in held.items() if image.overdue_s == -math.inf]
             lacks = not free and 0 < len(others) > len(slots) - self._count
             in_use = not free and not any(self._is_for(origin, held[slot]) for slot in slots)
-            lacks |= in_use and len(slots) - len(others) <= self._count
+            again = any(image.is_same_save for image in held.values())
+            lacks |= in_use and (again or len(slots) - len(others) <= self._count)
             if may_add and (lacks or any(slot.published for slot in free)):
                 if added := self._add_slot(origin, component, nbytes):
                     return added, waited
@@ -164,7 +168,7 @@ class SlotPool:
                     continue
                 if slot.free:  # its commit has just freed it
                     return slot, waited
-                if self._may_evict(origin, self._look(slot)):
+                if self._may_evict(origin, self._look(slot, origin)):
                     self._evict(slot, origin)
                     return slot, waited
                 slot.unlock()  # another trainer has just sealed an image there
@@ -203,8 +207,8 @@ class SlotPool:
         slot.close(remove=True)
         return None
 
-    def _look(self, slot: Slot) -> _Image:
-        """Return what is known of the image in ``slot``."""
+    def _look(self, slot: Slot, origin: Origin) -> _Image:
+        """Return what is known of the image in ``slot``, for an image of ``origin``."""
         try:
             ticket = read_ticket(slot.path)
         except TicketError:
@@ -215,11 +219,15 @@ class SlotPool:
             return _Image(False, math.inf)
         age = ticket.age_s(self._clock()) if ticket else 0.0
         if ticket and ticket.kind != "checkpoint":
-            return _Image(False, age - min(self._wait_s, WEIGHTS_WAIT_S))
-        return _Image(age < math.inf, age - self._wait_s)
+            again = _is_of(ticket, origin) and ticket.kind == origin.kind
+            return _Image(False, age - min(self._wait_s, WEIGHTS_WAIT_S), again)
+        again = _is_of(ticket, origin) and origin.kind == "checkpoint"
+        return _Image(age < math.inf, age - self._wait_s, again)
 
     def _is_for(self, origin: Origin, image: _Image) -> bool:
         """Return whether an image may be evicted for another one, now or later."""
+        if image.is_same_save:
+            return False
         return not image.is_checkpoint or origin.kind == "checkpoint" or self._hurries
 
     def _may_evict(self, origin: Origin, image: _Image) -> bool:
