@@ -4,9 +4,9 @@ A free slot is acquired first, the one with the newest published version last. I
 free slots, a slot is added: training never waits for a reader. If all slots hold sealed images, the
 call waits for their writer. An image is evicted if its save failed or it was not persisted in time:
 a checkpoint is waited for as long as the caller says, weights for a few seconds, since newer ones
-supersede them. Weights go before checkpoints, and never replace one: if checkpoints hold all slots,
-one slot is added for weights. An image that another release of trinity-sync sealed is never
-evicted; a slot is added instead.
+supersede them. Weights go before checkpoints, and if checkpoints hold all slots, one slot is added
+for weights. An image that another release of trinity-sync sealed is never evicted; a slot is added
+instead.
 """
 
 import itertools
@@ -59,6 +59,15 @@ class _Image:
         """Key that sorts images by what is evicted first."""
         return self.is_checkpoint, -self.overdue_s
 
+    @property
+    def may_be_evicted(self) -> bool:
+        """Whether it was not persisted in time."""
+        return self.overdue_s >= 0 and not self.is_same_save
+
+    def outlives(self, origin: Origin) -> bool:
+        """Return whether a slot is added for an image of ``origin`` before this is evicted."""
+        return self.is_same_save or (self.is_checkpoint and origin.kind != "checkpoint")
+
 
 class SlotPool:
     """The slots of one process, by role, component and rank; they stay mapped between saves.
@@ -77,13 +86,11 @@ class SlotPool:
         self._count = count
         self._wait_s = wait_s
         self._clock = clock
-        self._hurries = False
         self._slots: dict[tuple[str, str, int], list[Slot]] = {}
 
     def wait_at_most(self, seconds: float) -> None:
-        """Lower the time in seconds that `acquire` waits; weights may then evict a checkpoint."""
+        """Lower the time in seconds that `acquire` waits for a slot."""
         self._wait_s = min(self._wait_s, seconds)
-        self._hurries = True
 
     def close(self) -> None:
         """Unmap all slots, and delete those without a sealed image."""
@@ -156,7 +163,7 @@ class SlotPool:
             held = {slot: self._look(slot, origin) for slot in slots if slot not in free}
             others = [slot for slot, image in held.items() if image.overdue_s == -math.inf]
             lacks = not free and 0 < len(others) > len(slots) - self._count
-            in_use = not free and not any(self._is_for(origin, held[slot]) for slot in slots)
+            in_use = not free and all(held[slot].outlives(origin) for slot in slots)
             again = any(image.is_same_save for image in held.values())
             lacks |= in_use and (again or len(slots) - len(others) <= self._count)
             if may_add and (lacks or any(slot.published for slot in free)):
@@ -164,11 +171,11 @@ class SlotPool:
                     return added, waited
                 may_add = False
             for slot in sorted(held, key=lambda slot: held[slot].order):
-                if not self._may_evict(origin, held[slot]) or not slot.try_lock():
+                if not held[slot].may_be_evicted or not slot.try_lock():
                     continue
                 if slot.free:  # its commit has just freed it
                     return slot, waited
-                if self._may_evict(origin, self._look(slot, origin)):
+                if self._look(slot, origin).may_be_evicted:
                     self._evict(slot, origin)
                     return slot, waited
                 slot.unlock()  # another trainer has just sealed an image there
@@ -223,15 +230,6 @@ class SlotPool:
             return _Image(False, age - min(self._wait_s, WEIGHTS_WAIT_S), again)
         again = _is_of(ticket, origin) and origin.kind == "checkpoint"
         return _Image(age < math.inf, age - self._wait_s, again)
-
-    def _is_for(self, origin: Origin, image: _Image) -> bool:
-        """Return whether an image may be evicted for another one, now or later."""
-        if image.is_same_save:
-            return False
-        return not image.is_checkpoint or origin.kind == "checkpoint" or self._hurries
-
-    def _may_evict(self, origin: Origin, image: _Image) -> bool:
-        return image.overdue_s >= 0 and self._is_for(origin, image)
 
     def _evict(self, slot: Slot, origin: Origin) -> None:
         """Remove the ticket of the image in ``slot``, which was not persisted in time."""
