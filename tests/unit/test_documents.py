@@ -23,9 +23,10 @@ from typer.testing import CliRunner
 from tests.unit.job import Job
 from tests.unit.steps import MODEL, commit_files
 from trinity_sync.cli.commands import app
-from trinity_sync.cli.output import Column, format_age, format_duration, format_size
+from trinity_sync.cli.output import Column, format_age, format_duration
 from trinity_sync.cli.schema import DOCUMENTS, list_fields
 from trinity_sync.orchestration.job_registry import register_job
+from trinity_sync.orchestration.quantities import format_bytes
 from trinity_sync.settings import Settings
 from trinity_sync.storage.job_settings import JobSettings, read_job_settings
 from trinity_sync.storage.pins import pin, tag, unpin
@@ -642,7 +643,7 @@ def test_logs_end_without_an_error_as_their_pipe_is_closed(
 
 
 def test_units_of_tables() -> None:
-    assert [format_size(each) for each in (0, 999, 1000, 5_000_000_000)] == [
+    assert [format_bytes(each) for each in (0, 999, 1000, 5_000_000_000)] == [
         "0 B", "999 B", "1.0 kB", "5.0 GB",
     ]  # fmt: skip
     ages = [format_age(each) for each in (-3, 5, 119, 120, 7199, 7200, 172_799, 172_800)]

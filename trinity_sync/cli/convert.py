@@ -9,9 +9,10 @@ import typer
 
 from trinity_sync.cli.app import App, Root, Step, app, examples, resolve_step_argument
 from trinity_sync.cli.maintenance import parse_size
-from trinity_sync.cli.output import Output, OutputFormat, format_size, print_object
+from trinity_sync.cli.output import Output, OutputFormat, print_object
 from trinity_sync.cli.progress import progress_bar
 from trinity_sync.cli.schema import CommittedStep, ExportedDcp, ExportedModel
+from trinity_sync.orchestration.quantities import format_bytes
 
 export = App(no_args_is_help=True, help="Write a step in the format of another library.")
 app.add_typer(export, name="export", rich_help_panel="Copies and other formats")
@@ -75,7 +76,7 @@ def export_hf(
             on_progress=on_progress,
         )
     row = ExportedModel(str(done.folder), list(done.files), done.nbytes)
-    text = f"wrote {len(done.files)} files, {format_size(done.nbytes)}, to {done.folder}"
+    text = f"wrote {len(done.files)} files, {format_bytes(done.nbytes)}, to {done.folder}"
     print_object("export", row, output, text)
 
 
@@ -107,7 +108,7 @@ def export_dcp(
     row = ExportedDcp(str(done.folder), list(done.components), done.tensors, done.nbytes)
     text = (
         f"wrote {' and '.join(done.components)} of step {number}, {done.tensors} tensors, "
-        f"{format_size(done.nbytes)}, to {done.folder}"
+        f"{format_bytes(done.nbytes)}, to {done.folder}"
     )
     print_object("export", row, output, text)
 
@@ -157,5 +158,5 @@ def import_dcp(
             on_progress=on_progress,
         )
     row = CommittedStep(manifest.step, manifest.run, str(root), manifest.nbytes, True)
-    text = f"committed step {manifest.step}, {format_size(manifest.nbytes)}, in {root}"
+    text = f"committed step {manifest.step}, {format_bytes(manifest.nbytes)}, in {root}"
     print_object("step", row, output, text)

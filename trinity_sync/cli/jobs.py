@@ -25,7 +25,6 @@ from trinity_sync.cli.completion import complete_root, complete_setting
 from trinity_sync.cli.output import (
     Output,
     OutputFormat,
-    format_size,
     format_time,
     print_object,
     print_rows,
@@ -44,6 +43,7 @@ from trinity_sync.cli.schema import (
     WeightVersionRow,
 )
 from trinity_sync.errors import ConfigError
+from trinity_sync.orchestration.quantities import format_bytes
 
 if TYPE_CHECKING:
     from trinity_sync.catalog.queries import JobSteps
@@ -142,8 +142,8 @@ def show_job(root: RootToRead, keep: Keep = "", output: Output = OutputFormat.TA
 def _print_details(details: JobDetails, output: OutputFormat) -> None:
     typer.echo(f"job {details.job} at {details.root}")
     typer.echo(
-        f"{len(details.steps)} steps, {format_size(details.bytes)}; retention would free "
-        f"{format_size(details.would_free)}; updated {format_time(details.updated_at)}"
+        f"{len(details.steps)} steps, {format_bytes(details.bytes)}; retention would free "
+        f"{format_bytes(details.would_free)}; updated {format_time(details.updated_at)}"
     )
     if details.versions:
         newest = details.versions[0]

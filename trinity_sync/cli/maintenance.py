@@ -24,7 +24,6 @@ from trinity_sync.cli.output import (
     Output,
     OutputFormat,
     format_duration,
-    format_size,
     print_object,
     print_rows,
 )
@@ -32,6 +31,7 @@ from trinity_sync.cli.progress import progress_bar
 from trinity_sync.cli.schema import FindingRow, LoadedRow, VerifiedRow
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.layout import parse_number
+from trinity_sync.orchestration.quantities import format_bytes
 
 if TYPE_CHECKING:
     from trinity_sync.storage.gc import Finding
@@ -143,7 +143,7 @@ def _verify_by_loading(root: Path, output: OutputFormat) -> None:
         return
     row = LoadedRow(done.step, done.files, done.nbytes, done.seconds, done.checked)
     text = (
-        f"loaded step {row.step}: {row.files} files, {format_size(row.bytes)}, in "
+        f"loaded step {row.step}: {row.files} files, {format_bytes(row.bytes)}, in "
         f"{format_duration(row.seconds)}" + ", without digests" * (not row.checked)
     )
     print_object("loaded", row, output, text)

@@ -20,6 +20,8 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
+from trinity_sync.orchestration.quantities import format_bytes
+
 SCHEMA = 1
 """Version of the JSON documents, which is in each of them."""
 
@@ -108,16 +110,6 @@ def utc(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, timezone.utc)
 
 
-def format_size(nbytes: int) -> str:
-    """Format a number of bytes, such as ``5.0 GB``."""
-    size = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
-
-
 def format_time(when: datetime | float) -> str:
     """Format a time, or seconds since the epoch, as local time to the second."""
     if not isinstance(when, datetime):
@@ -146,7 +138,7 @@ def format_duration(seconds: float) -> str:
 
 def write_size(value: int, mode: Mode) -> str:
     """Write a number of bytes: rounded on a terminal, all digits elsewhere."""
-    return str(value) if mode == "plain" else format_size(value)
+    return str(value) if mode == "plain" else format_bytes(value)
 
 
 def write_duration(value: float, mode: Mode) -> str:

@@ -15,11 +15,12 @@ from trinity_sync.cli.app import (
     resolve_step_argument,
     with_hint,
 )
-from trinity_sync.cli.output import Output, OutputFormat, format_duration, format_size, print_object
+from trinity_sync.cli.output import Output, OutputFormat, format_duration, print_object
 from trinity_sync.cli.progress import progress_bar
 from trinity_sync.cli.schema import CommittedStep, PushedStep
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import parse_number
+from trinity_sync.orchestration.quantities import format_bytes
 
 remote = App(
     no_args_is_help=True,
@@ -82,7 +83,7 @@ def push(
     )
     text = (
         f"copied step {number} to {done.url}: uploaded {done.uploaded} files, "
-        f"{format_size(done.nbytes)}, in {format_duration(done.seconds)}"
+        f"{format_bytes(done.nbytes)}, in {format_duration(done.seconds)}"
     )
     if done.removed:
         text += f"\nremoved from the remote: steps {', '.join(map(str, done.removed))}"
@@ -114,7 +115,7 @@ def pull(
     with progress_bar("downloading") as on_progress:
         manifest, added = fetch(url, number, root, on_progress=on_progress)
     row = CommittedStep(manifest.step, manifest.run, str(root), manifest.nbytes, added)
-    text = f"committed step {manifest.step}, {format_size(manifest.nbytes)}, in {root}"
+    text = f"committed step {manifest.step}, {format_bytes(manifest.nbytes)}, in {root}"
     if not added:
         text = f"step {manifest.step} is already in {root}"
     print_object("step", row, output, text)

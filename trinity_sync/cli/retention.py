@@ -19,12 +19,12 @@ from trinity_sync.cli.app import (
 from trinity_sync.cli.output import (
     Output,
     OutputFormat,
-    format_size,
     print_object,
     print_table,
     utc,
 )
 from trinity_sync.cli.schema import PinRow, PrunedStep, PruneReport, Unpinned
+from trinity_sync.orchestration.quantities import format_bytes
 
 if TYPE_CHECKING:
     from trinity_sync.retention.prune import Pruned
@@ -89,7 +89,7 @@ def prune(
         if plan.removed or plan.quarantine:
             if output.is_text:
                 _print_pruned(_describe(plan, dry_run=True), str(root), output)
-            confirm(f"remove {_count(plan)} of {root}, {format_size(plan.nbytes)}", yes=yes)
+            confirm(f"remove {_count(plan)} of {root}, {format_bytes(plan.nbytes)}", yes=yes)
     done = run(dry_run=dry_run, confirmed=plan)
     report = _describe(done, dry_run=dry_run)
     print_object("prune", report, output, lambda: _print_pruned(report, str(root), output))
@@ -116,7 +116,7 @@ def _print_pruned(report: PruneReport, root: str, output: OutputFormat) -> None:
     would = "would be " if report.dry_run else ""
     for name in report.quarantine:
         typer.echo(f"quarantine {name}: {would}removed", err=True)
-    typer.echo(f"{format_size(report.bytes)} {would}freed in {root}", err=True)
+    typer.echo(f"{format_bytes(report.bytes)} {would}freed in {root}", err=True)
 
 
 @app.command(

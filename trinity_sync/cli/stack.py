@@ -30,7 +30,6 @@ from trinity_sync.cli.output import (
     Output,
     OutputFormat,
     format_duration,
-    format_size,
     print_object,
     print_rows,
     print_table,
@@ -44,6 +43,7 @@ from trinity_sync.cli.schema import (
     UiReport,
 )
 from trinity_sync.errors import PrefectApiError, SpoolError, StackError
+from trinity_sync.orchestration.quantities import format_bytes
 
 if TYPE_CHECKING:
     from trinity_sync.settings import Settings
@@ -201,7 +201,7 @@ def down(yes: Yes = False, output: Output = OutputFormat.TABLE) -> None:
     for each in images:
         if each.bytes >= 1_000_000:
             text += (
-                f"\n{format_size(each.bytes)} of images stay in memory for the next run of "
+                f"\n{format_bytes(each.bytes)} of images stay in memory for the next run of "
                 f"{each.root or 'an unknown root'}; "
             ) + (
                 f"{each.uncommitted} of them are committed after the next up"

@@ -20,7 +20,6 @@ from trinity_sync.cli.app import (
 from trinity_sync.cli.output import (
     Output,
     OutputFormat,
-    format_size,
     format_time,
     paint,
     print_object,
@@ -37,6 +36,7 @@ from trinity_sync.cli.schema import (
     TimingRow,
 )
 from trinity_sync.errors import ConfigError, FormatError
+from trinity_sync.orchestration.quantities import format_bytes
 
 if TYPE_CHECKING:
     from trinity_sync.client.prefect_api import SaveRun
@@ -182,7 +182,7 @@ def _print_details(details: StepDetails, timings: list[str], output: OutputForma
     typer.echo(
         f"step {details.step} of run {details.run}: {paint(details.status)}, "
         f"{', '.join(details.kinds)}, committed {format_time(details.committed_at)}, "
-        f"{format_size(details.bytes)}" + "".join(f", {each}" for each in details.in_use),
+        f"{format_bytes(details.bytes)}" + "".join(f", {each}" for each in details.in_use),
         color=True,
     )
     if details.reason:
