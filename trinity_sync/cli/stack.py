@@ -69,6 +69,10 @@ class Service(str, Enum):
 Cpus = Annotated[
     int | None, typer.Option(min=1, help="CPUs of the Ray node; by default all of the machine.")
 ]
+WithWorker = Annotated[bool, typer.Option(help="Start the flow worker as well.")]
+Timeout = Annotated[
+    float, typer.Option(min=1, help="Time-out in seconds of all services together.")
+]
 
 
 @app.command(
@@ -77,10 +81,8 @@ Cpus = Annotated[
 )
 def up(
     cpus: Cpus = None,
-    worker: Annotated[bool, typer.Option(help="Start the flow worker as well.")] = True,
-    timeout: Annotated[
-        float, typer.Option(min=1, help="Time-out in seconds of all services together.")
-    ] = 180.0,
+    worker: WithWorker = True,
+    timeout: Timeout = 180.0,
     config: ConfigFile = None,
     output: Output = OutputFormat.TABLE,
 ) -> None:
@@ -98,10 +100,8 @@ def up(
 @app.command(rich_help_panel="Run the stack", epilog=examples("restart"))
 def restart(
     cpus: Cpus = None,
-    worker: Annotated[bool, typer.Option(help="Start the flow worker as well.")] = True,
-    timeout: Annotated[
-        float, typer.Option(min=1, help="Time-out in seconds of all services together.")
-    ] = 180.0,
+    worker: WithWorker = True,
+    timeout: Timeout = 180.0,
     config: ConfigFile = None,
     output: Output = OutputFormat.TABLE,
 ) -> None:
