@@ -9,7 +9,7 @@ from trinity_sync.errors import StackError
 def in_ray_cluster() -> bool:
     """Return whether this process has joined a Ray cluster, without importing Ray."""
     ray = sys.modules.get("ray")
-    return ray is not None and bool(ray.is_initialized())
+    return bool(getattr(ray, "is_initialized", bool)())
 
 
 def require_ray(why: str) -> ModuleType:

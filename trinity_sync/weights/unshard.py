@@ -113,10 +113,22 @@ def iter_full_tensors(
     """
     _require_known(slices, plan)
     for full in plan:
-        cut = _find_slice(full, slices)
-        tensor = torch.empty(_sliced_shape(full, cut), dtype=_target_dtype(full, dtype))
-        copy_pieces(list(_copy_chunks(full, images, tensor, cut)))
-        yield full.names[0], tensor
+        yield full.names[0], _combine(full, images, _find_slice(full, slices), dtype)
+
+
+def view_full_tensor(
+    full: FullTensor, images: Sequence[torch.Tensor], dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return a full tensor on the CPU: a view of its image if that holds all of it, or a copy.
+
+    Args:
+        full: an entry of a plan.
+        images: the image of each rank, ``uint8`` of shape ``[nbytes]``.
+        dtype: to round floating-point tensors to, which makes a copy; by default they keep theirs.
+    """
+    if len(full.chunks) == 1 and target_dtype(full, dtype) == full.dtype:
+        return _view_chunk(full.dtype, full.chunks[0], images)
+    return _combine(full, images, None, dtype)
 
 
 def copy_full_tensors(
@@ -150,7 +162,7 @@ def copy_full_tensors(
         cut = _find_slice(full, slices)
         for name in named:
             target = targets[name]
-            wanted = _target_dtype(full, dtype)
+            wanted = target_dtype(full, dtype)
             if target.dtype != wanted or tuple(target.shape) != _sliced_shape(full, cut):
                 problems.append(
                     f"{name} is {wanted} of shape {list(_sliced_shape(full, cut))}, to be loaded "
@@ -199,17 +211,31 @@ def _get_chunk(rank: int, name: str, value: torch.Tensor) -> TensorChunk | None:
     return TensorChunk(rank, get_byte_offset(local), box.offsets, box.sizes, local.stride())
 
 
+def _combine(
+    full: FullTensor, images: Sequence[torch.Tensor], cut: Slice | None, dtype: torch.dtype | None
+) -> torch.Tensor:
+    tensor = torch.empty(_sliced_shape(full, cut), dtype=target_dtype(full, dtype))
+    copy_pieces(list(_copy_chunks(full, images, tensor, cut)))
+    return tensor
+
+
+def _view_chunk(
+    dtype: torch.dtype, chunk: TensorChunk, images: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype).set_(
+        images[chunk.image].untyped_storage(),
+        chunk.byte_offset // dtype.itemsize,
+        chunk.sizes,
+        chunk.stride,
+    )
+
+
 def _copy_chunks(
     full: FullTensor, images: Sequence[torch.Tensor], target: torch.Tensor, cut: Slice | None
 ) -> Iterator[Piece]:
     """Yield the memcpys that fill ``target``; what needs more than a memcpy is copied at once."""
     for chunk in full.chunks:
-        source = torch.empty(0, dtype=full.dtype).set_(
-            images[chunk.image].untyped_storage(),
-            chunk.byte_offset // full.dtype.itemsize,
-            chunk.sizes,
-            chunk.stride,
-        )
+        source = _view_chunk(full.dtype, chunk, images)
         into = target
         for dim, (begin, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
             end = begin + length
@@ -239,7 +265,8 @@ def _find_problem(target: torch.Tensor) -> str | None:
     return None
 
 
-def _target_dtype(full: FullTensor, dtype: torch.dtype | None) -> torch.dtype:
+def target_dtype(full: FullTensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of a tensor of which floating-point ones are rounded to ``dtype``."""
     return dtype if dtype and full.dtype.is_floating_point else full.dtype
 
 

@@ -30,6 +30,8 @@ from trinity_sync.weights.unshard import (
     copy_full_tensors,
     iter_full_tensors,
     plan_unshard,
+    target_dtype,
+    view_full_tensor,
 )
 from trinity_sync.weights.version import Version, VersionUnavailableError
 
@@ -66,6 +68,27 @@ class VersionView:
             WeightSyncError: a slice is of an unknown tensor, or outside of it.
         """
         return iter_full_tensors(self.plan, self.images, slices or {}, self.dtype)
+
+    def list_outlines(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+        """Return name, full shape and dtype of each tensor, in the order of `iter_views`."""
+        return [
+            (name, full.shape, target_dtype(full, self.dtype))
+            for full in self.plan
+            for name in full.names
+        ]
+
+    def iter_views(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield all names, those of tied tensors as well, and full tensors to read from in place.
+
+        A tensor that one image holds is a view of it: only those of its bytes are read that the
+        caller copies, such as the part of a tensor-parallel worker. It must not be written to,
+        which ends the process, nor be used once the version is closed. Others, and those to round
+        to ``dtype``, are combined in memory of their own.
+        """
+        for full in self.plan:
+            tensor = view_full_tensor(full, self.images, self.dtype)
+            for name in full.names:
+                yield name, tensor
 
     def load_into(self, target: Target, slices: Mapping[str, Slice] | None = None) -> None:
         """Copy every tensor into the parameter or buffer of its name, in one copy.

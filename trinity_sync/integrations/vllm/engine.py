@@ -1,0 +1,272 @@
+"""The back end ``trinity_sync`` of vLLM's weight transfer, in each worker of an engine.
+
+An update opens one version, which the trainer cannot overwrite until it is loaded, and compares it
+with the model; only then is the model changed. All workers load the same version, or none of them.
+Tensors are read where they are: in the trainer's shared memory on its node, elsewhere in the files
+of the commit. Where one trainer rank holds a whole tensor, a tensor-parallel worker reads its own
+part only.
+
+After an error during the load itself, the model has parts of two versions. The worker then ends:
+vLLM stops the engine, instead of serving it.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from vllm.distributed.parallel_state import get_world_group
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from trinity_sync.errors import TrinitySyncError, WeightSyncError
+from trinity_sync.integrations.vllm.model_fit import Outline, quiet_loaders, require_fit
+from trinity_sync.weights.broadcast import receive_weights
+from trinity_sync.weights.committed import find_committed_version
+from trinity_sync.weights.process_group import join_weight_group
+from trinity_sync.weights.reader import WeightReader
+from trinity_sync.weights.version import Version
+from trinity_sync.weights.weight_group import WeightGroup
+
+logger = logging.getLogger(__name__)
+
+Named = tuple[str, torch.Tensor]
+T = TypeVar("T")
+
+
+@dataclass
+class TrinitySyncInitInfo(WeightTransferInitInfo):
+    """What ``/init_weight_transfer_engine`` takes: the job, or a broadcast to join."""
+
+    root: str = ""
+    """The job's root, as the workers see it."""
+    deltas: bool = False
+    """Fetch the elements that changed, where there is a delta; see `WeightReader`."""
+    verify: bool = False
+    """Compare the digests of files that are read from a commit."""
+    address: str = ""
+    """Host of the trainer's rank 0, to receive broadcasts instead; see `join_weight_group`."""
+    port: int = 0
+    rank_offset: int = 1
+    """Rank of the engine's first worker in the group of the broadcast."""
+    world_size: int = 0
+    """The trainer's rank 0 and all workers."""
+    timeout_s: float = 600.0
+    """Seconds for a broadcast."""
+
+
+@dataclass
+class TrinitySyncUpdateInfo(WeightTransferUpdateInfo):
+    """What ``/update_weights`` takes; without ``step``, the newest version is loaded."""
+
+    step: int | None = None
+    """Load this step, and no other."""
+    run: int | None = None
+    """Number of the run that made it; None for any."""
+    min_step: int = 0
+    """Wait for a version of at least this step; the engine generates nothing meanwhile."""
+    timeout_s: float = 30.0
+
+
+class TrinitySyncEngine(WeightTransferEngine):
+    """Loads versions of a job's weights into one worker's model; see vLLM's base class."""
+
+    init_info_cls = TrinitySyncInitInfo
+    update_info_cls = TrinitySyncUpdateInfo
+
+    def __init__(self, config: Any, vllm_config: Any, device: Any, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._info: TrinitySyncInitInfo | None = None
+        self._reader: WeightReader | None = None
+        self._group: WeightGroup | None = None
+        self._fitting: tuple[torch.nn.Module, list[Outline]] | None = None
+        """The model and the tensors that were compared last, and fit."""
+
+    def init_transfer_engine(self, init_info: TrinitySyncInitInfo) -> None:
+        """Open the job, or join the group of its broadcasts; the same call again does nothing.
+
+        Raises:
+            ValueError: the job's root is missing.
+        """
+        if init_info == self._info:
+            return
+        if not init_info.root and not init_info.address:
+            raise ValueError('init_info needs "root", the folder of the job')
+        self.shutdown()
+        rank = get_world_group().rank
+        if init_info.address:
+            self._group = join_weight_group(
+                init_info.address,
+                init_info.port,
+                rank=init_info.rank_offset + rank,
+                world_size=init_info.world_size,
+                timeout_s=init_info.timeout_s,
+            )
+        else:
+            self._reader = WeightReader(
+                root=init_info.root,
+                name=f"vllm-{socket.gethostname()}-{os.getpid()}",
+                deltas=init_info.deltas,
+                verify=init_info.verify,
+            )
+        self._info = init_info
+
+    def start_weight_update(self) -> None:
+        """Do nothing: the model is not touched before the version is open, and fits."""
+
+    def finish_weight_update(self) -> None:
+        """Do nothing: the update has ended the layerwise reload."""
+
+    def receive_weights(self, update_info: TrinitySyncUpdateInfo) -> None:
+        """Load a version into the model.
+
+        Raises:
+            WeightSyncError: no such version could be opened in time, or it does not fit the model,
+                here or in another worker: no worker has loaded anything. Only the last worker
+                raises it: vLLM reads the answers in order, up to the first error, and would take
+                those behind it for the answers to the next call. ``finish_weight_update`` then
+                ends the update in the others.
+        """
+        with ExitStack() as opened:
+            tensors, problem = self._open(update_info, opened)
+            if tensors is not None:
+                self._load(tensors)
+            elif (1 + get_world_group().rank) % self.parallel_config.world_size == 0:
+                raise WeightSyncError(problem)
+
+    def shutdown(self) -> None:
+        """Close the reader, or leave the group."""
+        if self._reader:
+            self._reader.close()
+        if self._group:
+            self._group.close()
+        self._info = self._reader = self._group = None
+
+    def _open(
+        self, wanted: TrinitySyncUpdateInfo, opened: ExitStack
+    ) -> tuple[Iterable[Named] | None, str]:
+        """Open the same version in all workers, once it fits all of their models.
+
+        Returns:
+            Its tensors, which are valid until ``opened`` is closed; or None in all workers, and
+            the problem.
+        """
+        if reader := self._reader:
+            version, problem = _do_on_first(lambda: _select(reader, wanted))
+            if version is None:
+                return None, problem
+            return _do_on_all(lambda: opened.enter_context(_pin(reader, version, self._fits)))
+        if group := self._group:
+            return _do_on_all(lambda: self._receive(group))
+        return None, (
+            "the engine knows no job yet; call init_weight_transfer_engine first, also after each "
+            "start of the engine"
+        )
+
+    def _load(self, tensors: Iterable[Named]) -> None:
+        try:
+            with quiet_loaders():
+                initialize_layerwise_reload(self.model)
+                self.model.load_weights(tensors)
+                finalize_layerwise_reload(self.model, self.model_config)
+        except BaseException:
+            logger.critical("the model has parts of two versions: this worker ends", exc_info=True)
+            logging.shutdown()
+            os._exit(os.EX_SOFTWARE)  # an exception would leave the engine serving
+
+    def _receive(self, group: WeightGroup) -> list[Named]:
+        """Receive a whole broadcast before any of it is loaded, in memory of the host."""
+        received = [(name, tensor.to("cpu", copy=True)) for name, tensor in receive_weights(group)]
+        self._fits([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in received])
+        return received
+
+    def _fits(self, outlines: list[Outline]) -> None:
+        """Raise an error unless the tensors fill the model; compares the same ones only once."""
+        if self._fitting is None or self._fitting != (self.model, outlines):
+            workers = self.parallel_config.world_size_across_dp
+            require_fit(self.model, self.model_config, outlines, workers=workers)
+            self._fitting = self.model, outlines
+
+
+def _select(reader: WeightReader, wanted: TrinitySyncUpdateInfo) -> Version:
+    least = wanted.min_step if wanted.step is None else wanted.step
+    version = asyncio.run(reader.wait_newer(than=least - 1, timeout_s=wanted.timeout_s))
+    if version is None:
+        raise WeightSyncError(
+            f"no version of step {least} or later can be read after {wanted.timeout_s:g} s; does "
+            "the trainer run, and does this node see its root?"
+        )
+    if wanted.step is not None and version.step != wanted.step:
+        newest = version.step
+        version = find_committed_version(version.root, version.role, wanted.step)
+        if version is None:
+            raise WeightSyncError(
+                f"version {wanted.step} is gone: the newest is {newest}, and step {wanted.step} is "
+                "not committed; load the newest"
+            )
+    if wanted.run is not None and version.run != wanted.run:
+        raise WeightSyncError(
+            f"version {version.step} was made by run {version.run}, not {wanted.run}; load the "
+            "newest"
+        )
+    return version
+
+
+@contextmanager
+def _pin(
+    reader: WeightReader, version: Version, check: Callable[[list[Outline]], None]
+) -> Iterator[Iterator[Named]]:
+    """Yield the tensors of a version that stays open, and of no other."""
+    with reader.open(version) as view:
+        found = view.version
+        if (found.run, found.step) != (version.run, version.step):
+            raise WeightSyncError(
+                f"version {version.step} of run {version.run} is gone; load the newest, "
+                f"{found.step} of run {found.run}"
+            )
+        check(view.list_outlines())
+        logger.info("loading version %d (run %d) from %s", found.step, found.run, found.source)
+        yield view.iter_views()
+
+
+def _do_on_first(action: Callable[[], T]) -> tuple[T | None, str]:
+    """Return, in all workers, what the action returned in the first one, or its error."""
+    group = get_world_group()
+    answer = _attempt(action) if group.rank_in_group == 0 else None
+    return group.broadcast_object(answer, src=0)
+
+
+def _do_on_all(action: Callable[[], T]) -> tuple[T | None, str]:
+    """Return what the action returned here; or, in all workers, the error of one of them."""
+    group = get_world_group()
+    result, problem = _attempt(action)
+    problems = [problem]
+    if group.world_size > 1:
+        problems = [""] * group.world_size
+        torch.distributed.all_gather_object(problems, problem, group=group.cpu_group)
+    if any(problems):
+        return None, next(filter(None, problems))
+    return result, ""
+
+
+def _attempt(action: Callable[[], T]) -> tuple[T | None, str]:
+    """Return the result of the action, or None and the message of its error."""
+    try:
+        return action(), ""
+    except TrinitySyncError as error:
+        return None, str(error)
+    except Exception as error:  # the other workers wait for this one
+        logger.exception("this worker cannot load the weights")
+        return None, repr(error)

@@ -1,0 +1,271 @@
+"""Bring a running vLLM engine to the newest version of the weights.
+
+::
+
+    updater = VLLMUpdater("http://127.0.0.1:8000", root="ckpts")   # or an LLM
+    step = updater.update()
+
+The updater opens the version before it tells the engine to load it, so on the trainer's node
+nothing can overwrite it meanwhile; the weights themselves do not pass through this process. By
+default it lets requests in flight end first, so that no answer is of two versions.
+
+vLLM need not be installed for an engine behind a URL. Its server takes these calls with
+``VLLM_SERVER_DEV_MODE=1``.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from trinity_sync.errors import ConfigError, WeightSyncError
+from trinity_sync.weights.reader import WeightReader
+from trinity_sync.weights.version import Version
+
+logger = logging.getLogger(__name__)
+
+Pause = Literal["wait", "abort", "keep"]
+"""What becomes of requests in flight: they end first; they are aborted; or they are frozen, and go
+on with the new weights."""
+
+
+class VLLMUpdater:
+    """Updates one engine from one job. One thread uses it.
+
+    Args:
+        engine: URL of a vLLM server, or an ``LLM`` of this process; started with
+            ``weight_transfer_config`` of backend ``trinity_sync``.
+        root: the job's root, as this process and the engine's workers see it.
+        deltas: fetch the elements that changed, where there is a delta; see `WeightReader`.
+        verify: compare the digests of files that are read from a commit.
+        api_key: the key of the server, if it has one.
+        timeout_s: seconds for an answer of the engine. Requests in flight count, if it waits for
+            them.
+
+    Raises:
+        ConfigError: ``engine`` is neither a URL nor an ``LLM``.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        root: str | Path,
+        *,
+        deltas: bool = False,
+        verify: bool = False,
+        api_key: str | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        root = Path(root).resolve()
+        self._engine = _make_control(engine, api_key, timeout_s)
+        self._init_info = {"root": str(root), "deltas": deltas, "verify": verify}
+        self._reader = WeightReader(root=root, name=f"updater-{socket.gethostname()}-{os.getpid()}")
+        self._served: Version | None = None
+
+    def get_served_step(self) -> int | None:
+        """Return the step that the engine says it serves; None for the weights it started with."""
+        version = self._engine.get_weight_version()
+        return int(version) if version.isdecimal() else None
+
+    def update(
+        self,
+        min_step: int | None = None,
+        *,
+        timeout_s: float = 60.0,
+        pause: Pause | None = "wait",
+    ) -> int:
+        """Load the newest version, unless the engine serves it.
+
+        Args:
+            min_step: wait for a version of at least this step; by default, for any.
+            timeout_s: seconds to wait for it. The engine generates meanwhile.
+            pause: what becomes of requests in flight. None does not pause the engine: as with
+                ``keep``, they go on with the new weights.
+
+        Returns:
+            The step that the engine serves now.
+
+        Raises:
+            WeightSyncError: there is no such version in time, or the engine did not load it. It
+                serves the version that it had.
+        """
+        least = 0 if min_step is None else min_step
+        newest = asyncio.run(self._reader.wait_newer(than=least - 1, timeout_s=timeout_s))
+        if newest is None:
+            raise WeightSyncError(
+                f"no version of step {least} or later can be read after {timeout_s:g} s; does the "
+                "trainer run, and does this node see its root?"
+            )
+        if self._serves(newest):
+            return newest.step
+        with self._reader.open(newest) as view:
+            version = view.version
+            self._load(version, pause)
+        self._served = version
+        return version.step
+
+    def follow(
+        self, *, timeout_s: float | None = None, pause: Pause | None = "wait"
+    ) -> Iterator[int]:
+        """Update the engine at each new version, and yield the step that it serves then.
+
+        Args:
+            timeout_s: seconds without a new version after which it ends; None follows for ever.
+            pause: see `update`.
+
+        Raises:
+            WeightSyncError: the engine did not load a version.
+        """
+        while asyncio.run(self._reader.wait_newer(timeout_s=timeout_s)) is not None:
+            yield self.update(pause=pause)
+
+    def close(self) -> None:
+        """Unmap the trainer's shared memory."""
+        self._reader.close()
+
+    def __enter__(self) -> "VLLMUpdater":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _serves(self, version: Version) -> bool:
+        served = self._served
+        return (
+            served is not None
+            and (served.run, served.step) == (version.run, version.step)
+            and self.get_served_step() == version.step  # it was not started again
+        )
+
+    def _load(self, version: Version, pause: Pause | None) -> None:
+        engine = self._engine
+        engine.init_weight_transfer_engine(self._init_info)
+        with _paused(engine, pause):
+            engine.start_weight_update()
+            try:
+                engine.update_weights({"step": version.step, "run": version.run})
+            except WeightSyncError:
+                with suppress(WeightSyncError):  # of the worker that raised the one above
+                    engine.finish_weight_update(None)
+                raise
+            engine.finish_weight_update(str(version.step))
+        logger.info("the engine serves version %d (run %d)", version.step, version.run)
+
+
+@contextmanager
+def _paused(engine: "_InProcess | _Server", mode: Pause | None) -> Iterator[None]:
+    if mode is None:
+        yield
+        return
+    engine.pause(mode)
+    try:
+        yield
+    finally:
+        engine.resume()
+
+
+def _make_control(engine: Any, api_key: str | None, timeout_s: float) -> "_InProcess | _Server":
+    if isinstance(engine, str):
+        return _Server(engine, api_key, timeout_s)
+    if hasattr(engine, "llm_engine"):
+        return _InProcess(engine)
+    raise ConfigError(
+        f"{engine!r} is no vLLM engine that can be updated; pass an LLM, or the URL of a server"
+    )
+
+
+class _InProcess:
+    """An ``LLM`` of this process; it has no requests in flight between two calls."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    def pause(self, mode: Pause) -> None:
+        self._llm.reset_prefix_cache()  # it was computed with the old weights
+
+    def resume(self) -> None:
+        pass
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        with _translated():
+            self._llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        with _translated():
+            self._llm.start_weight_update()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        with _translated():
+            self._llm.update_weights({"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None) -> None:
+        with _translated():
+            self._llm.finish_weight_update(weight_version)
+
+    def get_weight_version(self) -> str:
+        return str(self._llm.get_weight_version())
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """Raise what a worker has raised, of which vLLM keeps the message, as a WeightSyncError."""
+    try:
+        yield
+    except Exception as error:
+        raise WeightSyncError(f"the engine did not load the weights: {error}") from error
+
+
+class _Server:
+    """A vLLM server."""
+
+    def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
+        import httpx
+
+        self._url = url.rstrip("/")
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._client = httpx.Client(headers=headers, timeout=timeout_s, trust_env=False)
+
+    def pause(self, mode: Pause) -> None:
+        self._call("POST", "/pause", params={"mode": mode})
+
+    def resume(self) -> None:
+        self._call("POST", "/resume")
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._call("POST", "/init_weight_transfer_engine", json={"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self._call("POST", "/start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._call("POST", "/update_weights", json={"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None) -> None:
+        self._call("POST", "/finish_weight_update", json={"weight_version": weight_version})
+
+    def get_weight_version(self) -> str:
+        return str(self._call("GET", "/weight_info")["weight_version"])
+
+    def _call(self, method: str, path: str, **request: Any) -> Any:
+        import httpx
+
+        try:
+            answer = self._client.request(method, self._url + path, **request)
+            answer.raise_for_status()
+        except httpx.HTTPStatusError as error:
+            hint = ""
+            if error.response.status_code == 404:
+                hint = "; start the server with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config"
+            raise WeightSyncError(
+                f"{self._url}{path} answered {error.response.status_code}: "
+                f"{error.response.text[:2000]}{hint}"
+            ) from error
+        except httpx.HTTPError as error:
+            raise WeightSyncError(
+                f"{self._url} did not answer {path}: {error!r}; does the vLLM server run?"
+            ) from error
+        return answer.json()
