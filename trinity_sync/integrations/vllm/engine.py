@@ -16,7 +16,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -37,7 +37,7 @@ from trinity_sync.weights.broadcast import receive_weights
 from trinity_sync.weights.committed import find_committed_version
 from trinity_sync.weights.process_group import join_weight_group
 from trinity_sync.weights.reader import WeightReader
-from trinity_sync.weights.version import Version
+from trinity_sync.weights.version import ImageRef, Version
 from trinity_sync.weights.weight_group import WeightGroup
 
 logger = logging.getLogger(__name__)
@@ -75,6 +75,8 @@ class TrinitySyncUpdateInfo(WeightTransferUpdateInfo):
     """Load this step, and no other."""
     run: int | None = None
     """Number of the run that made it; None for any."""
+    images: list[dict[str, Any]] = field(default_factory=list)
+    """Where the updater found it in the memory of its node: the fields of each `ImageRef`."""
     min_step: int = 0
     """Wait for a version of at least this step; the engine generates nothing meanwhile."""
     timeout_s: float = 30.0
@@ -164,7 +166,8 @@ class TrinitySyncEngine(WeightTransferEngine):
             the problem.
         """
         if reader := self._reader:
-            version, problem = _do_on_first(lambda: _select(reader, wanted))
+            root = self._info.root if self._info else ""
+            version, problem = _do_on_first(lambda: _select(reader, root, wanted))
             if version is None:
                 return None, problem
             return _do_on_all(lambda: opened.enter_context(_pin(reader, version, self._fits)))
@@ -200,7 +203,10 @@ class TrinitySyncEngine(WeightTransferEngine):
             self._fitting = self.model, outlines
 
 
-def _select(reader: WeightReader, wanted: TrinitySyncUpdateInfo) -> Version:
+def _select(reader: WeightReader, root: str, wanted: TrinitySyncUpdateInfo) -> Version:
+    if wanted.step is not None and wanted.run is not None and wanted.images:
+        images = tuple(ImageRef(**image) for image in wanted.images)
+        return Version(wanted.step, wanted.run, "memory", root, images=images)
     least = wanted.min_step if wanted.step is None else wanted.step
     version = asyncio.run(reader.wait_newer(than=least - 1, timeout_s=wanted.timeout_s))
     if version is None:

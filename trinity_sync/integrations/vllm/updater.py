@@ -19,6 +19,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -147,7 +148,13 @@ class VLLMUpdater:
         with _paused(engine, pause):
             engine.start_weight_update()
             try:
-                engine.update_weights({"step": version.step, "run": version.run})
+                engine.update_weights(
+                    {
+                        "step": version.step,
+                        "run": version.run,
+                        "images": [asdict(image) for image in version.images],
+                    }
+                )
             except WeightSyncError:
                 with suppress(WeightSyncError):  # of the worker that raised the one above
                     engine.finish_weight_update(None)
