@@ -13,6 +13,8 @@ from transformers import Qwen2ForCausalLM
 from tests.vllm.conftest import expected, generated, make_model, randomize, running
 from trinity_sync import CheckpointCoordinator, WeightSyncError
 from trinity_sync.integrations.vllm import VLLMUpdater
+from trinity_sync.settings import Settings
+from trinity_sync.snapshot.version_tag import PUBLISHED_SUFFIX
 from trinity_sync.weights.broadcast import send_weights
 from trinity_sync.weights.process_group import WeightGroupHost
 
@@ -48,14 +50,16 @@ def test_twenty_versions_from_memory(llm: Any, root: Path, deltas: bool) -> None
             assert updater.get_served_step() == step
 
 
-def test_twenty_versions_from_commits(llm: Any, stack: Any, root: Path) -> None:
+def test_twenty_versions_from_commits(
+    llm: Any, stack: Any, stack_settings: Settings, root: Path
+) -> None:
     model = make_model()
     with CheckpointCoordinator(root) as saves:
         for step in range(1, 1 + UPDATES):
             saves.save(step, {"model": randomize(model, step).state_dict()}, kind="state_dict")
             saves.wait_all(60)
-            for slot in saves.spool.slots():  # as on another node, which sees the root alone
-                slot.unlink()
+            for tag in stack_settings.spool.rglob(f"*{PUBLISHED_SUFFIX}"):
+                tag.unlink()  # as on another node, which sees the root alone
             with VLLMUpdater(llm, root) as updater:
                 assert updater.update() == step
             assert generated(llm) == expected(model)
