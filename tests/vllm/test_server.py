@@ -1,0 +1,164 @@
+"""Updates of a vLLM server: under load, with processes killed in the middle."""
+
+import multiprocessing
+import random
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.vllm.conftest import PROMPTS, TOKENS, expected, make_model, randomize
+from tests.vllm.server import Server, answers_of, serving
+from trinity_sync import CheckpointCoordinator, WeightSyncError
+from trinity_sync.integrations.vllm import VLLMUpdater
+
+pytestmark = pytest.mark.timeout(600)
+
+LONG = 96
+"""Tokens of an answer that is longer than the time between two updates."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model(seed=1000).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    with serving(folder) as server:
+        yield server
+
+
+@pytest.mark.parametrize("pause", ["wait", "abort", "keep", None])
+def test_updates_while_requests_are_in_flight(
+    server: Server, root: Path, pause: str | None
+) -> None:
+    model = make_model()
+    answers: list[tuple[list[int], list[str]]] = []
+    done = threading.Event()
+
+    def ask() -> None:
+        while not done.is_set():
+            tokens, versions = server.generate(PROMPTS[0], LONG)
+            answers.append((tokens, versions))
+
+    with (
+        CheckpointCoordinator(root) as saves,
+        VLLMUpdater(server.url, root) as updater,
+        ThreadPoolExecutor(3) as clients,
+    ):
+        steps = range(1, 8)
+        saves.upload(1, randomize(model, 1).state_dict)
+        saves.wait_staged()
+        updater.update()
+        asking = [clients.submit(ask) for _ in range(3)]
+        for step in steps[1:]:
+            saves.upload(step, randomize(model, step).state_dict)
+            saves.wait_staged()
+            assert updater.update(min_step=step, pause=pause) == step
+            before = len(answers)
+            while len(answers) < before + 3 and not any(each.done() for each in asking):
+                done.wait(0.01)
+        done.set()
+        for each in asking:
+            each.result()
+
+    known = {str(step): long_answer(step) for step in steps}
+    mixed = 0
+    for tokens, versions in answers:
+        if pause in ("wait", "abort"):
+            assert len(versions) <= 1
+        mixed += len(versions) > 1
+        if len(versions) == 1:
+            assert tokens == known[versions[0]][: len(tokens)]
+    assert {version for _, versions in answers for version in versions} == set(known)
+    if pause in ("keep", None):
+        assert mixed
+
+
+def long_answer(step: int) -> list[int]:
+    model = randomize(make_model(), step)
+    prompt = torch.tensor([PROMPTS[0]])
+    with torch.no_grad():
+        return model.generate(prompt, max_new_tokens=LONG, do_sample=False, eos_token_id=-1)[
+            0, len(PROMPTS[0]) :
+        ].tolist()
+
+
+def test_weights_that_do_not_fit_are_refused_and_the_server_serves_on(
+    server: Server, root: Path
+) -> None:
+    model = make_model()
+    with CheckpointCoordinator(root) as saves, VLLMUpdater(server.url, root) as updater:
+        saves.upload(1, model.state_dict)
+        saves.wait_staged()
+        updater.update()
+        torn = {**model.state_dict()}
+        del torn["model.layers.1.self_attn.k_proj.weight"]
+        saves.upload(2, lambda: torn)
+        saves.wait_staged()
+        with pytest.raises(WeightSyncError, match="qkv_proj"):
+            updater.update()
+        assert updater.get_served_step() == 1
+        assert answers_of(server, PROMPTS, TOKENS) == expected(model)
+
+
+def train_for_ever(root: Path, started: "multiprocessing.synchronize.Event") -> None:
+    model = make_model()
+    with CheckpointCoordinator(root) as saves:
+        for step in range(1, 100_000):
+            saves.upload(step, randomize(model, step).state_dict)
+            started.set()
+
+
+def test_trainers_killed_while_they_publish_leave_whole_versions(
+    server: Server, root: Path
+) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    chance = random.Random(1)
+    with VLLMUpdater(server.url, root) as updater:
+        for _ in range(5):
+            started = spawn.Event()
+            trainer = spawn.Process(target=train_for_ever, args=(root, started))
+            trainer.start()
+            assert started.wait(60)
+            for _ in range(5):
+                updater.update()
+            trainer.join(chance.random() / 10)
+            trainer.kill()
+            trainer.join()
+            step = updater.update()
+            assert answers_of(server, PROMPTS, TOKENS) == expected(randomize(make_model(), step))
+
+
+def test_a_server_killed_in_the_middle_of_updates_comes_back_with_a_whole_version(
+    folder: Path, root: Path
+) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    started = spawn.Event()
+    trainer = spawn.Process(target=train_for_ever, args=(root, started))
+    trainer.start()
+    try:
+        assert started.wait(60)
+        with serving(folder) as server, VLLMUpdater(server.url, root) as updater:
+            assert updater.get_served_step() is None  # it has the weights of the folder
+            updates = 0
+            with ThreadPoolExecutor(1) as pool:
+                killed = pool.submit(lambda: started.wait() and server.process.wait())
+                threading.Timer(3, server.kill).start()
+                with pytest.raises(WeightSyncError, match="does the vLLM server run"):
+                    while updates < 100_000:
+                        updates += bool(updater.update())
+                killed.result(60)
+            assert updates
+        with serving(folder) as server, VLLMUpdater(server.url, root) as updater:
+            step = updater.update(min_step=2)
+            assert answers_of(server, PROMPTS, TOKENS) == expected(randomize(make_model(), step))
+    finally:
+        trainer.kill()
+        trainer.join()
