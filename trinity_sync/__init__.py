@@ -1,8 +1,9 @@
 """Low-overhead asynchronous checkpointing and weight sync for RL post-training.
 
 `CheckpointCoordinator` saves and loads checkpoints, `Synchronizer` and `WeightReader` bring weights
-to rollout workers; `FSDPCheckpointManager` and the ``fsdp_*`` functions do both for veRL's FSDP
-engines. A name is imported with its module, and thus with torch, when it is first used.
+to rollout workers, `WeightFolder` and `FolderReader` to engines that load a folder;
+`FSDPCheckpointManager` and the ``fsdp_*`` functions do both for veRL's FSDP engines. A name is
+imported with its module, and thus with torch, when it is first used.
 """
 
 import importlib
@@ -44,6 +45,8 @@ from trinity_sync.errors import (
 if TYPE_CHECKING:
     from trinity_sync.client.coordinator import CheckpointCoordinator
     from trinity_sync.client.job_settings import set_job_settings
+    from trinity_sync.formats.folder_reader import FolderReader
+    from trinity_sync.formats.weight_folder import WeightFolder
     from trinity_sync.fsdp.broadcast import fsdp_sync_weight_nccl
     from trinity_sync.fsdp.engine import (
         fsdp_save_state_dict,
@@ -62,10 +65,12 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointCoordinator",
     "FSDPCheckpointManager",
+    "FolderReader",
     "JobSettings",
     "RolloutGate",
     "Settings",
     "Synchronizer",
+    "WeightFolder",
     "WeightReader",
     "fsdp_save_state_dict",
     "fsdp_sync_weight_nccl",
@@ -108,10 +113,12 @@ __all__ = [
 _MODULES = {
     "CheckpointCoordinator": "trinity_sync.client.coordinator",
     "FSDPCheckpointManager": "trinity_sync.fsdp.manager",
+    "FolderReader": "trinity_sync.formats.folder_reader",
     "JobSettings": "trinity_sync.storage.job_settings",
     "RolloutGate": "trinity_sync.weights.staleness",
     "Settings": "trinity_sync.settings",
     "Synchronizer": "trinity_sync.weights.synchronizer",
+    "WeightFolder": "trinity_sync.formats.weight_folder",
     "WeightReader": "trinity_sync.weights.reader",
     "fsdp_save_state_dict": "trinity_sync.fsdp.engine",
     "fsdp_sync_weight_nccl": "trinity_sync.fsdp.broadcast",

@@ -236,12 +236,17 @@ def _write_files(
     for name in small:
         content = (huggingface / name).read_bytes()
         if name == "config.json" and kinds:
-            content = _set_dtype(content, max(set(kinds), key=kinds.count))
+            content = set_dtype(content, max(set(kinds), key=kinds.count))
         progress.write_file(name, lambda path, content=content: path.write_bytes(content))  # type: ignore[misc]
 
 
-def _set_dtype(config: bytes, dtype: torch.dtype) -> bytes:
-    """Return a model's config with the dtype of the written weights."""
+def set_dtype(config: bytes, dtype: torch.dtype) -> bytes:
+    """Return a model's config with the dtype of the written weights.
+
+    Args:
+        config: content of ``config.json``.
+        dtype: dtype of the weights.
+    """
     body: dict[str, Any] = json.loads(config)
     key = "torch_dtype" if "torch_dtype" in body else "dtype"
     body[key] = str(dtype).removeprefix("torch.")

@@ -54,6 +54,11 @@ class VersionView:
     dtype: torch.dtype | None = None
     """dtype to which floating-point tensors are rounded; None keeps theirs."""
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the tensors, in the order of `iter_tensors`."""
+        return [full.names[0] for full in self.plan]
+
     def iter_tensors(
         self, slices: Mapping[str, Slice] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,0 +1,147 @@
+"""Read versions that a `WeightFolder` published, complete ones and deltas, on any host.
+
+::
+
+    reader = FolderReader("/shared/weights")
+    local = WeightFolder("/local/weights", model="path/of/the/model")
+    while await reader.wait_newer():
+        version = local.publish(reader)  # a complete model on this host's disk
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from trinity_sync.errors import WeightSyncError, from_extra
+from trinity_sync.formats.disk_delta import apply_delta
+from trinity_sync.formats.published import (
+    PublishedVersion,
+    list_chain,
+    read_latest,
+    require_checksum,
+)
+
+POLL_S = 0.2
+"""Seconds between two looks at the marker."""
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class PublishedView:
+    """The tensors of one published version, as in the files of the model."""
+
+    version: PublishedVersion
+    tensors: Tensors
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the tensors."""
+        return list(self.tensors)
+
+    def iter_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield names and full tensors on the CPU; do not change them."""
+        yield from self.tensors.items()
+
+
+class FolderReader:
+    """Reads the newest version of a folder that a `WeightFolder` publishes.
+
+    It keeps the tensors of the version read last, and applies the deltas since then.
+
+    Args:
+        out: the folder of the versions.
+
+    Attributes:
+        version: the version that was read last; None before the first.
+    """
+
+    def __init__(self, out: str | Path) -> None:
+        self._out = Path(out).absolute()
+        self._tensors: Tensors = {}
+        self.version: PublishedVersion | None = None
+
+    async def wait_newer(self, timeout_s: float | None = None) -> PublishedVersion | None:
+        """Wait for a newer version than the one read last.
+
+        Args:
+            timeout_s: seconds to wait; None waits without limit.
+
+        Returns:
+            The newest version; None at the time-out.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            latest = read_latest(self._out)
+            if latest and latest != self.version:
+                return latest
+            if deadline is not None and time.monotonic() >= deadline:
+                return None
+            await asyncio.sleep(POLL_S)
+
+    @contextmanager
+    def open(self) -> Iterator[PublishedView]:
+        """Open the newest version.
+
+        Returns:
+            Its view, with `PublishedView.iter_tensors`.
+
+        Raises:
+            DeltaError: a version is missing, out of order, or torn.
+            WeightSyncError: nothing was published, or the weights are not as published.
+        """
+        while True:
+            latest = read_latest(self._out)
+            if latest is None:
+                raise WeightSyncError(f"nothing was published in {self._out} yet; wait_newer waits")
+            try:
+                self._read(latest)
+                break
+            except (WeightSyncError, FileNotFoundError):
+                if read_latest(self._out) == latest:  # else it was removed after a newer one
+                    raise
+        yield PublishedView(latest, self._tensors)
+
+    def load(self) -> Tensors:
+        """Return the tensors of the newest version, by name; do not change them.
+
+        Raises:
+            DeltaError, WeightSyncError: as `open`.
+        """
+        with self.open() as view:
+            return view.tensors
+
+    def _read(self, latest: PublishedVersion) -> None:
+        if latest == self.version:
+            return
+        chain = list_chain(self._out, latest)
+        if self.version in chain:
+            tensors = self._tensors
+            chain = chain[chain.index(self.version) :]
+        else:
+            tensors = _load_complete(chain[0].folder)
+        for base, version in pairwise(chain):
+            tensors = apply_delta(tensors, version.folder, base.version)
+        require_checksum(latest, tensors)
+        self._tensors, self.version = tensors, latest
+
+
+def _load_complete(folder: Path) -> Tensors:
+    with from_extra("hf"):
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+    found: Tensors = {}
+    try:
+        for path in sorted(folder.glob("*.safetensors")):
+            found.update(load_file(path))
+    except SafetensorError as error:
+        raise WeightSyncError(
+            f"{folder} is torn or altered ({error}); publish the step again"
+        ) from error
+    return found

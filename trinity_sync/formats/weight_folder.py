@@ -1,0 +1,373 @@
+"""Publish versions of the weights as folders, for engines that load a Hugging Face model.
+
+::
+
+    folder = WeightFolder("weights", model="Qwen/Qwen2.5-7B")
+    with WeightReader(root="ckpts", name="folder") as reader:
+        while await reader.wait_newer():
+            version = folder.publish(reader)
+            post("/update_weights_from_disk", {"model_path": str(version.folder)})
+
+A version is written under a temporary name, made durable, and renamed; then the marker is replaced,
+and only then old versions are removed. After a crash the marker names a complete version, and the
+next `publish` removes what the last one left. `published` describes the files.
+"""
+
+import json
+import logging
+import os
+import shutil
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from trinity_sync.errors import ConfigError, WeightSyncError
+from trinity_sync.formats.disk_delta import EncodedTensor, encode_tensor, write_delta
+from trinity_sync.formats.folder_reader import PublishedView
+from trinity_sync.formats.hf_export import set_dtype
+from trinity_sync.formats.hf_naming import Naming, find_naming
+from trinity_sync.formats.published import (
+    MARKER,
+    VERSION_FILE,
+    PublishedVersion,
+    VersionRecord,
+    describe_tensor,
+    iter_version_folders,
+    list_chain,
+    read_latest,
+    read_version,
+    summarize,
+    version_folder,
+)
+from trinity_sync.formats.safetensors import INDEX, PROGRESS, save_tensors
+from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, replace_file, sync_folder
+from trinity_sync.fs.locks import try_acquire_file_lock
+from trinity_sync.fs.records import encode_record
+
+logger = logging.getLogger(__name__)
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_FILE = "adapter_model.safetensors"
+_LOCK = ".publisher.lock"
+_SMALL_FILES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
+"""Suffixes of the files of a model that are copied: its config, tokenizer and source files."""
+
+Tensors = dict[str, torch.Tensor]
+
+
+class View(Protocol):
+    """The tensors of one version, as `trinity_sync.weights.version_view.VersionView`."""
+
+    @property
+    def version(self) -> Any:
+        """What has ``step``, ``run`` and ``root``."""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the tensors."""
+
+    def iter_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield names and full tensors, in memory that does not change later."""
+
+
+@runtime_checkable
+class Source(Protocol):
+    """What opens the newest version: a `WeightReader` or a `FolderReader`."""
+
+    def open(self) -> AbstractContextManager[View]:
+        """Open the newest version."""
+
+
+class WeightFolder:
+    """Publishes versions of the weights into a folder, for engines that load models from a disk.
+
+    Usage::
+
+        folder = WeightFolder("weights", model="path/of/the/model")
+        version = folder.publish(reader)  # a WeightReader; version.folder is a Hugging Face model
+
+    With an ``adapter_config.json`` in ``model``, the tensors are those of a PEFT adapter, and each
+    version is an adapter folder. One process publishes into a folder.
+
+    Args:
+        out: folder of the versions; created if it is missing.
+        model: folder with config and tokenizer, which are copied into each version; or with
+            ``adapter_config.json``, as ``peft_config.save_pretrained`` writes it.
+        deltas: number of versions after a complete one that are published as deltas to the version
+            before, for hosts that read them with `FolderReader` or with slime's ``/pull_weights``;
+            0 for complete versions only. The process keeps a copy of the weights.
+        keep: number of versions that stay, together with those that they build on.
+        max_shard_bytes: maximum bytes of a file of weights; a larger tensor gets a file of its own.
+        trust_remote_code: whether source files of the model may be imported.
+
+    Raises:
+        ConfigError: an argument is invalid.
+    """
+
+    def __init__(
+        self,
+        out: str | Path,
+        model: str | Path,
+        *,
+        deltas: int = 0,
+        keep: int = 2,
+        max_shard_bytes: int = 5_000_000_000,
+        trust_remote_code: bool = False,
+    ) -> None:
+        self.out, self._model = Path(out).absolute(), Path(model)
+        self._is_adapter = (self._model / ADAPTER_CONFIG).is_file()
+        if not self._is_adapter and not (self._model / "config.json").is_file():
+            raise ConfigError(
+                f"{model} has neither config.json nor {ADAPTER_CONFIG}; pass the folder of the "
+                "model that the engine serves, or of the adapter"
+            )
+        if keep < 1 or deltas < 0 or max_shard_bytes < 1:
+            raise ConfigError(
+                f"keep={keep} and max_shard_bytes={max_shard_bytes} must be at least 1, and "
+                f"deltas={deltas} at least 0"
+            )
+        if deltas and self._is_adapter:
+            raise ConfigError(f"{model} is an adapter, which is published whole; pass deltas=0")
+        self._deltas, self._keep, self._max_shard_bytes = deltas, keep, max_shard_bytes
+        self._trust_remote_code = trust_remote_code
+        self._naming: tuple[list[str], Naming] | None = None
+        self._last: tuple[PublishedVersion, Tensors] | None = None
+        """The version published last and its tensors, from which the next delta is made."""
+
+    def publish(self, source: Source | View) -> PublishedVersion:
+        """Publish the newest version of a reader, or an open view.
+
+        Args:
+            source: a `WeightReader`, a `FolderReader`, or what their ``open`` returned.
+
+        Returns:
+            The version that the marker names now, with its folder. If that is this step or a later
+            one already, nothing is written.
+
+        Raises:
+            WeightSyncError: no version can be read, or another process publishes into the folder.
+            ConfigError: the tensors are not those of an adapter, and ``model`` is one.
+            ExportError: transformers cannot build the model of the config.
+            OSError: the disk is full or broken. The marker names a complete version.
+        """
+        if isinstance(source, Source):
+            with source.open() as view:
+                return self._publish(view)
+        return self._publish(source)
+
+    def latest(self) -> PublishedVersion | None:
+        """Return the version that the marker names; None if nothing was published."""
+        return read_latest(self.out)
+
+    def _publish(self, view: View) -> PublishedVersion:
+        make_folder(self.out)
+        with try_acquire_file_lock(self.out / _LOCK) as acquired:
+            if not acquired:
+                raise WeightSyncError(
+                    f"another process publishes into {self.out}; give each its own folder"
+                )
+            latest, version = self.latest(), view.version
+            self._remove_leftovers(latest)
+            if (
+                latest
+                and latest.root == str(version.root)
+                and (version.run, version.step) <= (latest.run, latest.step)
+            ):
+                return latest
+            published = self._write(view, latest)
+            replace_file(self.out / MARKER, _encode(published))
+            self._remove_old(published)
+            logger.info(
+                "published step %d of run %d in %s", version.step, version.run, published.folder
+            )
+            return published
+
+    def _write(self, view: View, latest: PublishedVersion | None) -> PublishedVersion:
+        """Write a version under a temporary name, and rename it."""
+        version, number = view.version, latest.version + 1 if latest else 1
+        final = version_folder(self.out, number)
+        scratch = self.out / f".{final.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
+        last, self._last = self._last, None  # a failed version is followed by a complete one
+        try:
+            scratch.mkdir()
+            items: Iterable[tuple[str, torch.Tensor]] = self._iter_named(view)
+            tensors = dict(items) if self._deltas else {}
+            items = tensors.items() if self._deltas else items
+            base = self._find_base(last, latest, tensors)
+            if base is None:
+                lines = self._write_complete(scratch, items)
+            else:
+                write_delta(scratch, number, number - 1, _encode_changes(base, tensors))
+                lines = [describe_tensor(*item) for item in items]
+            published = PublishedVersion(
+                version=number,
+                step=version.step,
+                run=version.run,
+                base=None if base is None else number - 1,
+                checksum=summarize(lines),
+                root=str(version.root),
+                folder=final,
+            )
+            (scratch / VERSION_FILE).write_text(_encode(published))
+            _make_durable(scratch)
+            scratch.rename(final)
+            sync_folder(self.out)
+        except BaseException:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
+        if self._deltas:
+            self._last = published, tensors
+        return published
+
+    def _find_base(
+        self, last: tuple[PublishedVersion, Tensors] | None, latest: Any, tensors: Tensors
+    ) -> Tensors | None:
+        """Return the tensors that a delta may build on; None if the version has to be complete."""
+        if not last or last[0] != latest or len(list_chain(self.out, latest)) > self._deltas:
+            return None
+        if _describe_structure(last[1]) != _describe_structure(tensors):
+            return None
+        return last[1]
+
+    def _write_complete(
+        self, scratch: Path, items: Iterable[tuple[str, torch.Tensor]]
+    ) -> list[str]:
+        """Write a complete model or adapter, one file of weights in memory at a time."""
+        lines: list[str] = []
+        dtypes: Counter[torch.dtype] = Counter()
+        weight_map: dict[str, int] = {}
+        parts = total = size = 0
+        pending: Tensors = {}
+        for name, tensor in items:
+            if not self._is_adapter and pending and size + tensor.nbytes > self._max_shard_bytes:
+                save_tensors(scratch / f"{parts}.part", pending)
+                parts, size, pending = parts + 1, 0, {}
+            pending[name] = tensor.contiguous()
+            weight_map[name] = parts
+            size, total = size + tensor.nbytes, total + tensor.nbytes
+            lines.append(describe_tensor(name, tensor))
+            if tensor.is_floating_point():
+                dtypes[tensor.dtype] += 1
+        save_tensors(scratch / f"{parts}.part", pending)
+        names = _name_files(parts + 1, is_adapter=self._is_adapter)
+        for part, name in enumerate(names):  # their number is part of their names
+            (scratch / f"{part}.part").rename(scratch / name)
+        if len(names) > 1:
+            index = {
+                "metadata": {"total_size": total},
+                "weight_map": {name: names[part] for name, part in weight_map.items()},
+            }
+            (scratch / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        self._copy_small_files(scratch, dtypes)
+        return lines
+
+    def _copy_small_files(self, scratch: Path, dtypes: Counter[torch.dtype]) -> None:
+        for path in sorted(self._model.iterdir()):
+            if (
+                not path.is_file()
+                or not path.name.endswith(_SMALL_FILES)
+                or path.name.endswith((".index.json", PROGRESS))
+            ):
+                continue
+            content = path.read_bytes()
+            if path.name == "config.json" and dtypes:
+                content = set_dtype(content, dtypes.most_common(1)[0][0])
+            (scratch / path.name).write_bytes(content)
+
+    def _iter_named(self, view: View) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors under the names, and in the form, of the model's published files."""
+        if self._is_adapter:
+            yield from _iter_adapter(view)
+            return
+        if isinstance(view, PublishedView):
+            yield from view.iter_tensors()
+            return
+        names = view.names
+        if self._naming is None or self._naming[0] != names:
+            found = find_naming(self._model, names, trust_remote_code=self._trust_remote_code)
+            self._naming = names, found
+        naming = self._naming[1]
+        left = Counter(naming.find_group(name) for name in names if name not in naming.dropped)
+        groups: dict[str, Tensors] = {}
+        for name, tensor in view.iter_tensors():
+            if name in naming.dropped:
+                continue
+            group = naming.find_group(name)
+            groups.setdefault(group, {})[name] = tensor
+            left[group] -= 1
+            if not left[group]:
+                yield from naming.revert_fusion(groups.pop(group)).items()
+
+    def _remove_leftovers(self, latest: PublishedVersion | None) -> None:
+        """Remove what a publisher left that was killed before it replaced the marker."""
+        for path in self.out.glob(f".weight_v*{TEMPORARY_SUFFIX}"):
+            shutil.rmtree(path, ignore_errors=True)
+        for number, path in iter_version_folders(self.out):
+            if number > (latest.version if latest else 0):
+                if not (path / VERSION_FILE).exists():
+                    raise ConfigError(
+                        f"{path} was not published by trinity_sync; choose another folder"
+                    )
+                self._remove(path)
+
+    def _remove_old(self, published: PublishedVersion) -> None:
+        """Remove versions beyond ``keep``, except those that a kept version builds on."""
+        kept: set[int] = set()
+        newest = [n for n, _ in iter_version_folders(self.out) if n <= published.version]
+        for number in sorted(newest)[-self._keep :]:
+            chain = list_chain(self.out, read_version(self.out, number))
+            kept.update(each.version for each in chain)
+        for number, path in iter_version_folders(self.out):
+            if number not in kept:
+                self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        """Remove a version, which has its name until it is no longer complete."""
+        gone = path.with_name(f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
+        path.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def _iter_adapter(view: View) -> Iterator[tuple[str, torch.Tensor]]:
+    for name in view.names:
+        if "lora_" not in name or ".default." in name:
+            raise ConfigError(
+                f"{name} is no tensor of an adapter's file; upload "
+                "peft.get_peft_model_state_dict(model), without the base model"
+            )
+    yield from view.iter_tensors()
+
+
+def _name_files(count: int, *, is_adapter: bool) -> list[str]:
+    if is_adapter:
+        return [ADAPTER_FILE]
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{part:05d}-of-{count:05d}.safetensors" for part in range(1, count + 1)]
+
+
+def _encode_changes(old: Tensors, new: Tensors) -> dict[str, EncodedTensor]:
+    changes = {name: encode_tensor(old[name], tensor) for name, tensor in new.items()}
+    return {name: change for name, change in changes.items() if change}
+
+
+def _describe_structure(tensors: Tensors) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+
+
+def _encode(published: PublishedVersion) -> str:
+    values = {f.name: getattr(published, f.name) for f in fields(VersionRecord)}
+    return encode_record(VersionRecord(**values), indent=1)
+
+
+def _make_durable(folder: Path) -> None:
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    sync_folder(folder)
