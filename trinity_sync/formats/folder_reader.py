@@ -132,6 +132,20 @@ class FolderReader:
         self._tensors, self.version = tensors, latest
 
 
+def verify_version(version: PublishedVersion) -> None:
+    """Require that a complete version is as it was published, to the last bit.
+
+    Args:
+        version: the version.
+
+    Raises:
+        WeightSyncError: it is torn, altered, or a delta.
+    """
+    if version.base is not None:
+        raise WeightSyncError(f"{version.folder} is a delta; read it with FolderReader")
+    require_checksum(version, _load_complete(version.folder))
+
+
 def _load_complete(folder: Path) -> Tensors:
     with from_extra("hf"):
         from safetensors import SafetensorError
