@@ -131,6 +131,13 @@ def test_transformers_loads_what_a_reader_published(
     }
 
 
+def test_an_engine_of_another_user_may_read_a_version(tmp_path: Path, model: Path) -> None:
+    folder = WeightFolder(tmp_path / "out", model, deltas=1)
+    for step in (1, 2):
+        published = folder.publish(StateView(step, weights(step)))
+        assert {path.stat().st_mode & 0o444 for path in published.folder.iterdir()} == {0o444}
+
+
 def test_a_large_model_is_sharded_as_transformers_does(tmp_path: Path, model: Path) -> None:
     folder = WeightFolder(tmp_path / "out", model, max_shard_bytes=4000)
     published = folder.publish(StateView(1, weights(1)))

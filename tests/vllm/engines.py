@@ -1,11 +1,16 @@
 """A tiny model, vLLM engines that serve it, and what transformers answers with the same weights."""
 
 import os
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -53,6 +58,51 @@ def running_engine(model: Path, **options: Any) -> Iterator[Any]:
         yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
+
+
+@contextmanager
+def running_server(model: Path, log: Path, *options: str, **environment: str) -> Iterator[str]:
+    """Yield the URL of a vLLM server, which takes and answers with token ids."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--skip-tokenizer-init"]
+    command += ["--enable-scale-out", "--dtype", "float32", "--max-model-len", "64"]
+    command += ["--block-size", "32", "--enforce-eager", *options]
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, env=os.environ | environment, stdout=file, stderr=subprocess.STDOUT
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 180
+        while True:
+            assert process.poll() is None, log.read_text()[-5000:]
+            assert time.monotonic() < deadline, log.read_text()[-5000:]
+            with suppress(httpx.HTTPError):
+                httpx.get(f"{url}/health", timeout=5, trust_env=False).raise_for_status()
+                break
+            time.sleep(0.5)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def ask(url: str, name: str) -> list[list[int]]:
+    """Return the greedy tokens of a server for a model or an adapter."""
+    answers = []
+    for prompt in PROMPTS:
+        body = {
+            "model": name,
+            "token_ids": prompt,
+            "sampling_params": {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True},
+        }
+        answer = httpx.post(f"{url}/inference/v1/generate", json=body, timeout=60, trust_env=False)
+        assert answer.is_success, answer.text
+        answers.append(answer.json()["choices"][0]["token_ids"])
+    return answers
 
 
 def generate(llm: Any, lora_request: Any = None) -> list[list[int]]:

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import torch
 
-from tests.vllm.engines import expect, generate, make_model, running_engine
+from tests.vllm.engines import ask, expect, generate, make_model, running_engine, running_server
 from trinity_sync import CheckpointCoordinator, FolderReader, WeightFolder, WeightReader
 
 
@@ -17,6 +19,12 @@ def trainer(
     monkeypatch.setenv("TRINITY_SYNC_SPOOL", str(spool_folder))
     with CheckpointCoordinator(tmp_path / "ckpts") as coordinator:
         yield coordinator
+
+
+def train(policy: Any, step: int) -> None:
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.view(-1)[step::3] += 0.3 * torch.randn(())
 
 
 def test_vllm_answers_as_transformers_with_each_published_folder(
@@ -33,9 +41,7 @@ def test_vllm_answers_as_transformers_with_each_published_folder(
     ):
         assert generate(llm) == expect(policy)
         for step in range(1, 5):
-            with torch.no_grad():
-                for parameter in policy.parameters():
-                    parameter.view(-1)[step::3] += 0.3 * torch.randn(())
+            train(policy, step)
             trainer.upload(step, policy.state_dict)
             published = folder.publish(reader)
             assert published.step == step
@@ -47,3 +53,25 @@ def test_vllm_answers_as_transformers_with_each_published_folder(
             assert answers[-1] == expect(policy)
     assert bases == [None, 1, 2, None]
     assert len({str(answer) for answer in answers}) == 4
+
+
+def test_a_vllm_server_reloads_each_published_folder(
+    trainer: CheckpointCoordinator, tmp_path: Path
+) -> None:
+    policy = make_model(0)
+    policy.save_pretrained(tmp_path / "model")
+    folder = WeightFolder(tmp_path / "out", tmp_path / "model")
+    log = tmp_path / "server.log"
+    with (
+        running_server(tmp_path / "model", log, VLLM_SERVER_DEV_MODE="1") as url,
+        WeightReader(root=tmp_path / "ckpts", name="folder") as reader,
+    ):
+        for step in (1, 2):
+            train(policy, step)
+            trainer.upload(step, policy.state_dict)
+            path = str(folder.publish(reader).folder)
+            order = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+            for call, body in (("collective_rpc", order), ("reset_prefix_cache", None)):
+                answer = httpx.post(f"{url}/{call}", json=body, timeout=60, trust_env=False)
+                assert answer.is_success, answer.text
+            assert ask(url, str(tmp_path / "model")) == expect(policy)

@@ -1,10 +1,6 @@
 """A real vLLM serves each version of an adapter, and its base model is never sent."""
 
 import json
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.vllm.engines import PROMPTS, TOKENS, expect, generate, make_model, running_engine
+from tests.vllm.engines import ask, expect, generate, make_model, running_engine, running_server
 from trinity_sync import CheckpointCoordinator, WeightFolder, WeightReader, WeightSyncError
 from trinity_sync.formats.published import PublishedVersion
 from trinity_sync.integrations.vllm.adapter import VLLMAdapter
@@ -138,53 +134,10 @@ def test_vllm_answers_as_transformers_with_the_merged_adapter(
 
 @pytest.fixture
 def server(model: Path, tmp_path: Path) -> Iterator[str]:
-    port = 18437
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    command += ["--port", str(port), "--host", "127.0.0.1", "--skip-tokenizer-init"]
-    command += ["--enable-scale-out"]  # requests with token ids
-    command += ["--dtype", "float32", "--max-model-len", "64", "--block-size", "32"]
-    command += [
-        "--enforce-eager",
-        "--enable-lora",
-        "--max-lora-rank",
-        str(RANK),
-        "--max-loras",
-        "2",
-    ]
-    environment = os.environ | {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    with (tmp_path / "server.log").open("w") as log:
-        process = subprocess.Popen(
-            command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + 120
-        while True:
-            assert process.poll() is None, (tmp_path / "server.log").read_text()[-5000:]
-            assert time.monotonic() < deadline
-            try:
-                httpx.get(f"{url}/health", timeout=5, trust_env=False).raise_for_status()
-                break
-            except httpx.HTTPError:
-                time.sleep(0.5)
+    options = ("--enable-lora", "--max-lora-rank", str(RANK), "--max-loras", "2")
+    log = tmp_path / "server.log"
+    with running_server(model, log, *options, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1") as url:
         yield url
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def ask(url: str, name: str) -> list[list[int]]:
-    answers = []
-    for prompt in PROMPTS:
-        body = {
-            "model": name,
-            "token_ids": prompt,
-            "sampling_params": {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True},
-        }
-        answer = httpx.post(f"{url}/inference/v1/generate", json=body, timeout=60, trust_env=False)
-        assert answer.is_success, answer.text
-        answers.append(answer.json()["choices"][0]["token_ids"])
-    return answers
 
 
 def test_a_vllm_server_serves_each_version_under_its_name(

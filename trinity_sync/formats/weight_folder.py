@@ -367,7 +367,10 @@ def _encode(published: PublishedVersion) -> str:
 
 
 def _make_durable(folder: Path) -> None:
+    """Sync a version, and let all who may read its small files read its weights."""
+    mode = (folder / VERSION_FILE).stat().st_mode
     for path in folder.iterdir():
         with path.open("rb") as file:
+            os.fchmod(file.fileno(), mode)  # safetensors makes files for their owner alone
             os.fsync(file.fileno())
     sync_folder(folder)
