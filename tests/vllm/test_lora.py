@@ -148,12 +148,30 @@ def test_a_vllm_server_serves_each_version_under_its_name(
     answers = {}
     for published in follow(trainer, adapter, folder):
         name = served.load(published)
-        assert served.load(published) == name
         answers[name] = expect(adapter.merge())
         assert ask(server, name) == answers[name]
     assert [*answers] == ["policy-1", "policy-2", "policy-3", "policy-4"]
+
+    def offered() -> list[str]:
+        models = httpx.get(f"{server}/v1/models", trust_env=False).json()["data"]
+        return [each["id"] for each in models[1:]]
+
+    assert offered() == ["policy-3", "policy-4"]
     assert ask(server, "policy-3") == answers["policy-3"]
-    models = httpx.get(f"{server}/v1/models", trust_env=False).json()["data"]
-    assert [each["id"] for each in models][1:] == ["policy-3", "policy-4"]
+    restarted = VLLMAdapter(server)
+    assert restarted.load(published) == "policy-4"
+    assert offered() == ["policy-3", "policy-4"]
+
+    torn = published.folder / "adapter_model.safetensors"
+    content = torn.read_bytes()
+    torn.write_bytes(content[:-1] + b"!")
+    with pytest.raises(WeightSyncError, match="weight_v000004 is corrupted"):
+        served.load(published)
+    torn.write_bytes(content)
+    (tmp_path / "elsewhere").mkdir()
+    moved = replace(published, folder=published.folder.rename(tmp_path / "elsewhere/moved"))
+    assert restarted.load(moved) == "policy-4"  # of another folder
+    assert offered() == ["policy-4"]
+    assert ask(server, "policy-4") == answers["policy-4"]
     with pytest.raises(WeightSyncError, match=r"answered 404.*VLLM_ALLOW_RUNTIME"):
-        VLLMAdapter(f"{server}/elsewhere").load(published)
+        VLLMAdapter(f"{server}/elsewhere").load(moved)

@@ -15,7 +15,8 @@ vLLM need not be installed for an engine behind a URL. Its server takes these ca
 """
 
 import logging
-from collections import deque
+import re
+from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -27,7 +28,7 @@ from trinity_sync.formats.published import PublishedVersion
 logger = logging.getLogger(__name__)
 
 KEPT = 2
-"""Versions that a server offers: a client may just have been told the name of the last one."""
+"""Versions that a server offers: a client may just have been told the name of the one before."""
 
 
 class VLLMAdapter:
@@ -57,7 +58,6 @@ class VLLMAdapter:
             )
         self._engine, self._name, self._timeout_s = engine, name, timeout_s
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._loaded: deque[str] = deque()
 
     def load(self, version: PublishedVersion) -> Any:
         """Load a version of the adapter, after comparing its checksum.
@@ -95,20 +95,31 @@ class VLLMAdapter:
         return request
 
     def _load_on_server(self, name: str, version: PublishedVersion) -> str:
-        if name not in self._loaded:
-            self._post("load", {"lora_name": name, "lora_path": str(version.folder)})
-            self._loaded.append(name)
-        while len(self._loaded) > KEPT:
-            self._post("unload", {"lora_name": self._loaded.popleft()})
+        models = self._call("GET", "/v1/models")["data"]
+        offered = {each["id"]: Path(each["root"]) for each in models if each.get("parent")}
+        pattern = re.compile(re.escape(self._name) + r"-(\d+)")
+        ours = {int(match[1]): each for each in offered if (match := pattern.fullmatch(each))}
+        stale = [each for each in ours.values() if offered[each].parent != version.folder.parent]
+        older = sorted(n for n, each in ours.items() if each not in stale and each != name)
+        for each in [*stale, *(ours[number] for number in older[: 1 - KEPT])]:
+            self._call("POST", "/v1/unload_lora_adapter", {"lora_name": each})
+        if name not in offered or name in stale:
+            order = {"lora_name": name, "lora_path": str(version.folder)}
+            self._call("POST", "/v1/load_lora_adapter", order)
         return name
 
-    def _post(self, verb: str, body: dict[str, str]) -> None:
+    def _call(self, method: str, path: str, body: dict[str, str] | None = None) -> Any:
         import httpx
 
-        url = f"{self._engine.rstrip('/')}/v1/{verb}_lora_adapter"
+        url = self._engine.rstrip("/") + path
         try:
-            answer = httpx.post(
-                url, json=body, headers=self._headers, timeout=self._timeout_s, trust_env=False
+            answer = httpx.request(
+                method,
+                url,
+                json=body,
+                headers=self._headers,
+                timeout=self._timeout_s,
+                trust_env=False,
             )
         except httpx.HTTPError as error:
             raise WeightSyncError(
@@ -116,10 +127,11 @@ class VLLMAdapter:
             ) from error
         if answer.is_error:
             hint = ""
-            if answer.status_code == 404 and verb == "load":
+            if answer.status_code == 404:
                 hint = (
                     "; start the server with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
                 )
             raise WeightSyncError(
                 f"{url} answered {answer.status_code}: {answer.text[:2000]}{hint}"
             )
+        return answer.json() if method == "GET" else None
