@@ -30,7 +30,7 @@ from trinity_sync import FolderReader, WeightFolder, WeightReader
 from trinity_sync.errors import ConfigError, DeltaError, WeightSyncError
 from trinity_sync.formats import weight_folder
 from trinity_sync.formats.disk_delta import apply_delta
-from trinity_sync.formats.published import PublishedVersion, read_latest
+from trinity_sync.formats.published import PublishedVersion, iter_version_folders, read_latest
 from trinity_sync.fs.locks import try_acquire_file_lock
 
 State = dict[str, torch.Tensor]
@@ -125,10 +125,7 @@ def test_transformers_loads_what_a_reader_published(
     found = AutoModelForCausalLM.from_pretrained(published.folder, dtype="auto")
     assert same(found.state_dict(), trained.state_dict())
     assert json.loads((published.folder / "config.json").read_text())["dtype"] == "float32"
-    assert {path.name for path in published.folder.iterdir()} == {
-        *("config.json", "generation_config.json", "model.safetensors"),
-        *("tokenizer.json", "vocab.txt", "version.json"),
-    }
+    assert {path.name for path in published.folder.iterdir()} == COMPLETE
 
 
 def test_an_engine_of_another_user_may_read_a_version(tmp_path: Path, model: Path) -> None:
@@ -438,6 +435,13 @@ def step_of(found: Read | None) -> int:
     return version.step
 
 
+COMPLETE = {
+    *("config.json", "generation_config.json", "model.safetensors"),
+    *("tokenizer.json", "vocab.txt", "version.json"),
+}
+DELTA = {"model-00000-of-00001.safetensors", "model.safetensors.index.json", "version.json"}
+
+
 @pytest.mark.parametrize("deltas", [0, 9])
 def test_whenever_the_publisher_is_killed_the_marker_names_a_whole_version(
     tmp_path: Path, model: Path, deltas: int
@@ -455,6 +459,8 @@ def test_whenever_the_publisher_is_killed_the_marker_names_a_whole_version(
         shutil.copytree(tmp_path / "begin", out)
         died = in_a_process(lambda out=out: go_on(out), tmp_path, die_before=moment)
         found.append(step_of(read(out)))
+        for _, path in iter_version_folders(out):  # also for readers that compare no checksum
+            assert {each.name for each in path.iterdir()} in (COMPLETE, DELTA)
         WeightFolder(out, model, keep=1).publish(StateView(5, small(5)))
         assert step_of(read(out)) == 5
         assert len(versions_in(out)) == 1  # nothing of the killed one is left

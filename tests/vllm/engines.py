@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
+
+pytest.importorskip("vllm", reason="these tests run in vLLM's environment")
 
 PROMPTS = [[5, 6, 7], [1], [40, 2, 40, 2, 9]]
 TOKENS = 10

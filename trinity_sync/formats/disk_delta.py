@@ -62,7 +62,7 @@ def encode_tensor(old: torch.Tensor, new: torch.Tensor) -> EncodedTensor | None:
     difference = view_bytes(old) ^ view_bytes(new)
     if not difference.any():
         return None
-    compressed = _import_zstandard().ZstdCompressor(level=1).compress(difference.data)
+    compressed = import_zstandard().ZstdCompressor(level=1).compress(difference.data)
     return EncodedTensor(np.frombuffer(compressed, np.uint8), compute_checksum(new))
 
 
@@ -179,7 +179,7 @@ def _apply_tensor(
     checksum: str | None,
     path: Path,
 ) -> torch.Tensor:
-    zstandard = _import_zstandard()
+    zstandard = import_zstandard()
     if name not in tensors:
         raise DeltaError(f"{path} changes {name}, which the weights do not have; read in full")
     new = tensors[name].contiguous().clone()
@@ -203,7 +203,12 @@ def _apply_tensor(
     return new
 
 
-def _import_zstandard() -> Any:
+def import_zstandard() -> Any:
+    """Return the module.
+
+    Raises:
+        MissingPackageError: it is not installed.
+    """
     with from_extra("deltas"):
         import zstandard
     return zstandard

@@ -27,8 +27,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from trinity_sync.errors import ConfigError, WeightSyncError
-from trinity_sync.formats.disk_delta import EncodedTensor, encode_tensor, write_delta
+from trinity_sync.errors import ConfigError, WeightSyncError, from_extra
+from trinity_sync.formats.disk_delta import (
+    EncodedTensor,
+    encode_tensor,
+    import_zstandard,
+    write_delta,
+)
 from trinity_sync.formats.folder_reader import PublishedView
 from trinity_sync.formats.hf_export import set_dtype
 from trinity_sync.formats.hf_naming import Naming, find_naming
@@ -108,6 +113,7 @@ class WeightFolder:
 
     Raises:
         ConfigError: an argument is invalid.
+        MissingPackageError: safetensors, or for ``deltas`` zstandard, is not installed.
     """
 
     def __init__(
@@ -134,6 +140,10 @@ class WeightFolder:
             )
         if deltas and self._is_adapter:
             raise ConfigError(f"{model} is an adapter, which is published whole; pass deltas=0")
+        with from_extra("hf"):
+            import safetensors  # noqa: F401
+        if deltas:
+            import_zstandard()
         self._deltas, self._keep, self._max_shard_bytes = deltas, keep, max_shard_bytes
         self._trust_remote_code = trust_remote_code
         self._naming: tuple[list[str], Naming] | None = None
@@ -290,7 +300,8 @@ class WeightFolder:
             return
         names = view.names
         if self._naming is None or self._naming[0] != names:
-            found = find_naming(self._model, names, trust_remote_code=self._trust_remote_code)
+            with from_extra("hf"):
+                found = find_naming(self._model, names, trust_remote_code=self._trust_remote_code)
             self._naming = names, found
         naming = self._naming[1]
         left = Counter(naming.find_group(name) for name in names if name not in naming.dropped)
