@@ -510,7 +510,7 @@ def test_whenever_the_power_goes_the_marker_names_a_whole_version(
     assert not list(problems(tmp_path, recording))
 
 
-@pytest.mark.parametrize("name", ["_make_durable", "sync_folder"])
+@pytest.mark.parametrize("name", ["make_durable", "sync_folder"])
 def test_a_sync_that_is_left_out_is_noticed(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -2,7 +2,7 @@
 
 ::
 
-    folder = WeightFolder("weights", model="Qwen/Qwen2.5-7B")
+    folder = WeightFolder("weights", model="path/of/the/model")
     with WeightReader(root="ckpts", name="folder") as reader:
         while await reader.wait_newer():
             version = folder.publish(reader)
@@ -13,9 +13,7 @@ and only then old versions are removed. After a crash the marker names a complet
 next `publish` removes what the last one left. `published` describes the files.
 """
 
-import json
 import logging
-import os
 import shutil
 import uuid
 from collections import Counter
@@ -35,8 +33,13 @@ from trinity_sync.formats.disk_delta import (
     write_delta,
 )
 from trinity_sync.formats.folder_reader import PublishedView
-from trinity_sync.formats.hf_export import set_dtype
 from trinity_sync.formats.hf_naming import Naming, find_naming
+from trinity_sync.formats.model_files import (
+    ADAPTER_CONFIG,
+    is_adapter,
+    make_durable,
+    write_complete,
+)
 from trinity_sync.formats.published import (
     MARKER,
     VERSION_FILE,
@@ -50,19 +53,13 @@ from trinity_sync.formats.published import (
     summarize,
     version_folder,
 )
-from trinity_sync.formats.safetensors import INDEX, PROGRESS, save_tensors
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, replace_file, sync_folder
 from trinity_sync.fs.locks import try_acquire_file_lock
 from trinity_sync.fs.records import encode_record
 
 logger = logging.getLogger(__name__)
 
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_FILE = "adapter_model.safetensors"
 _LOCK = ".publisher.lock"
-_SMALL_FILES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
-"""Suffixes of the files of a model that are copied: its config, tokenizer and source files."""
-
 Tensors = dict[str, torch.Tensor]
 
 
@@ -127,7 +124,7 @@ class WeightFolder:
         trust_remote_code: bool = False,
     ) -> None:
         self.out, self._model = Path(out).absolute(), Path(model)
-        self._is_adapter = (self._model / ADAPTER_CONFIG).is_file()
+        self._is_adapter = is_adapter(self._model)
         if not self._is_adapter and not (self._model / "config.json").is_file():
             raise ConfigError(
                 f"{model} has neither config.json nor {ADAPTER_CONFIG}; pass the folder of the "
@@ -211,7 +208,9 @@ class WeightFolder:
             items = tensors.items() if self._deltas else items
             base = self._find_base(last, latest, tensors)
             if base is None:
-                lines = self._write_complete(scratch, items)
+                lines = write_complete(
+                    scratch, items, self._model, max_shard_bytes=self._max_shard_bytes
+                )
             else:
                 write_delta(scratch, number, number - 1, _encode_changes(base, tensors))
                 lines = [describe_tensor(*item) for item in items]
@@ -225,7 +224,7 @@ class WeightFolder:
                 folder=final,
             )
             (scratch / VERSION_FILE).write_text(_encode(published))
-            _make_durable(scratch)
+            make_durable(scratch)
             scratch.rename(final)
             sync_folder(self.out)
         except BaseException:
@@ -244,51 +243,6 @@ class WeightFolder:
         if _describe_structure(last[1]) != _describe_structure(tensors):
             return None
         return last[1]
-
-    def _write_complete(
-        self, scratch: Path, items: Iterable[tuple[str, torch.Tensor]]
-    ) -> list[str]:
-        """Write a complete model or adapter, one file of weights in memory at a time."""
-        lines: list[str] = []
-        dtypes: Counter[torch.dtype] = Counter()
-        weight_map: dict[str, int] = {}
-        parts = total = size = 0
-        pending: Tensors = {}
-        for name, tensor in items:
-            if not self._is_adapter and pending and size + tensor.nbytes > self._max_shard_bytes:
-                save_tensors(scratch / f"{parts}.part", pending)
-                parts, size, pending = parts + 1, 0, {}
-            pending[name] = tensor.contiguous()
-            weight_map[name] = parts
-            size, total = size + tensor.nbytes, total + tensor.nbytes
-            lines.append(describe_tensor(name, tensor))
-            if tensor.is_floating_point():
-                dtypes[tensor.dtype] += 1
-        save_tensors(scratch / f"{parts}.part", pending)
-        names = _name_files(parts + 1, is_adapter=self._is_adapter)
-        for part, name in enumerate(names):  # their number is part of their names
-            (scratch / f"{part}.part").rename(scratch / name)
-        if len(names) > 1:
-            index = {
-                "metadata": {"total_size": total},
-                "weight_map": {name: names[part] for name, part in weight_map.items()},
-            }
-            (scratch / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-        self._copy_small_files(scratch, dtypes)
-        return lines
-
-    def _copy_small_files(self, scratch: Path, dtypes: Counter[torch.dtype]) -> None:
-        for path in sorted(self._model.iterdir()):
-            if (
-                not path.is_file()
-                or not path.name.endswith(_SMALL_FILES)
-                or path.name.endswith((".index.json", PROGRESS))
-            ):
-                continue
-            content = path.read_bytes()
-            if path.name == "config.json" and dtypes:
-                content = set_dtype(content, dtypes.most_common(1)[0][0])
-            (scratch / path.name).write_bytes(content)
 
     def _iter_named(self, view: View) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors under the names, and in the form, of the model's published files."""
@@ -355,14 +309,6 @@ def _iter_adapter(view: View) -> Iterator[tuple[str, torch.Tensor]]:
     yield from view.iter_tensors()
 
 
-def _name_files(count: int, *, is_adapter: bool) -> list[str]:
-    if is_adapter:
-        return [ADAPTER_FILE]
-    if count == 1:
-        return ["model.safetensors"]
-    return [f"model-{part:05d}-of-{count:05d}.safetensors" for part in range(1, count + 1)]
-
-
 def _encode_changes(old: Tensors, new: Tensors) -> dict[str, EncodedTensor]:
     changes = {name: encode_tensor(old[name], tensor) for name, tensor in new.items()}
     return {name: change for name, change in changes.items() if change}
@@ -375,13 +321,3 @@ def _describe_structure(tensors: Tensors) -> dict[str, tuple[torch.dtype, torch.
 def _encode(published: PublishedVersion) -> str:
     values = {f.name: getattr(published, f.name) for f in fields(VersionRecord)}
     return encode_record(VersionRecord(**values), indent=1)
-
-
-def _make_durable(folder: Path) -> None:
-    """Sync a version, and let all who may read its small files read its weights."""
-    mode = (folder / VERSION_FILE).stat().st_mode
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fchmod(file.fileno(), mode)  # safetensors makes files for their owner alone
-            os.fsync(file.fileno())
-    sync_folder(folder)
