@@ -220,6 +220,16 @@ class CheckpointCoordinator:
         made._loader.is_collective = True
         return made
 
+    @property
+    def run(self) -> int:
+        """Number of this run of the job; it begins at step 0 if no process has begun it yet.
+
+        Raises:
+            ConfigError: this process is a forked child.
+        """
+        self._require_own_process()
+        return self._run.get().number
+
     # ------------------------------------------------------------ resuming
 
     def latest_step(self, kind: Kind = "checkpoint", *, settle_s: float = 0.0) -> int | None:

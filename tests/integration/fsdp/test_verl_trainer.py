@@ -341,6 +341,7 @@ def test_a_launch_tells_its_processes_the_run_the_roles_and_no_secret(
     assert "TRINITY_SYNC_ROLES" not in second
     assert first["TRINITY_SYNC_RUN_KEY"] != second["TRINITY_SYNC_RUN_KEY"]
     assert first["TRINITY_SYNC_SLOTS"] == "3"
+    assert first["TRINITY_SYNC_ROOT"] == config.trainer.default_local_dir
     assert first["VERL_USE_EXTERNAL_MODULES"] == "mine,ours"
     assert "secret" not in str(first)
     assert "TRINITY_SYNC_NODE" not in first  # of the launching node alone

@@ -128,7 +128,8 @@ def wrap_get_ppo_ray_runtime_env(
     """Wrap veRL's ``get_ppo_ray_runtime_env``: add the environment variables of trinity_sync.
 
     These are the key of the run, which is new at each launch and the same for actor and critic; the
-    roles of a checkpoint; settings that are not secret; and the switch itself.
+    roles of a checkpoint; the root, for the back end of the weight transfer; settings that are not
+    secret; and the switch itself.
 
     Args:
         original: veRL's function.
@@ -141,8 +142,10 @@ def wrap_get_ppo_ray_runtime_env(
         variables = environment.setdefault("env_vars", {})
         ours = read_forwarded_variables()
         ours.setdefault("TRINITY_SYNC_RUN_KEY", uuid.uuid4().hex)
-        if config is not None and "TRINITY_SYNC_ROLES" not in ours and _has_critic(config):
-            ours["TRINITY_SYNC_ROLES"] = "actor,critic"
+        if config is not None:
+            ours["TRINITY_SYNC_ROOT"] = str(config.trainer.default_local_dir)
+            if "TRINITY_SYNC_ROLES" not in ours and _has_critic(config):
+                ours["TRINITY_SYNC_ROLES"] = "actor,critic"
         given = os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")
         modules = [name for name in given if name and name != switch]
         ours["VERL_USE_EXTERNAL_MODULES"] = ",".join([*modules, switch])

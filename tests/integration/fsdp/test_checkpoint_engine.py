@@ -1,0 +1,285 @@
+"""The back end of veRL's weight transfer, its two ends in this process and without Ray."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from verl.checkpoint_engine import CheckpointEngineRegistry
+from verl.checkpoint_engine.base import CheckpointEngineWithCache
+
+from tests.conftest import environment
+from tests.verl.publishing import weights_of
+from trinity_sync import CheckpointCoordinator, ConfigError, WeightSyncError
+from trinity_sync.integrations.verl.checkpoint_engine import TrinitySyncCheckpointEngine
+
+Engine = TrinitySyncCheckpointEngine
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def spool(spool_folder: Path) -> Iterator[None]:
+    with environment({"TRINITY_SYNC_SPOOL": str(spool_folder)}):
+        yield
+
+
+@pytest.fixture
+def trainer(root: Path) -> Engine:
+    return Engine(is_master=True, root=root)
+
+
+@pytest.fixture
+def rollout(root: Path) -> Engine:
+    return Engine(root=root, timeout_s=30)
+
+
+def send(trainer: Engine, step: int | None, weights: Weights | None = None) -> None:
+    named = weights_of(step or 0) if weights is None else weights
+    asyncio.run(trainer.send_weights(iter(named.items()), step))
+
+
+async def copied(weights: Any) -> Weights:
+    return {name: tensor.clone() async for name, tensor in weights}
+
+
+def receive(rollout: Engine, step: int | None) -> Weights:
+    return asyncio.run(copied(rollout.receive_weights(step)))
+
+
+def cached(rollout: Engine, step: int | None = None) -> Weights:
+    return asyncio.run(copied(rollout.get_weights(step)))
+
+
+def connect(trainer: Engine, *rollouts: Engine) -> None:
+    """What veRL's manager does before each update."""
+    metadata = [each.prepare() for each in (trainer, *rollouts)]
+    ours, theirs = Engine.build_topology(1, len(rollouts), metadata)
+    for n, each in enumerate((trainer, *rollouts)):
+        kwargs = theirs if n else ours
+        each.init_process_group(
+            **{key: values[n - 1 if n else 0] for key, values in kwargs.items()}
+        )
+
+
+def same(left: Weights, right: Weights) -> bool:
+    """Whether all bits are, and names and dtypes."""
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name])
+        for name in left
+    )
+
+
+def test_verl_makes_the_engine_by_its_name(root: Path) -> None:
+    engine = CheckpointEngineRegistry.new(
+        "trinity_sync", is_master=True, bucket_size=2 << 30, root=str(root)
+    )
+    assert isinstance(engine, CheckpointEngineWithCache)
+
+
+def test_every_update_arrives_bit_for_bit(trainer: Engine, rollout: Engine) -> None:
+    for step in range(5):
+        connect(trainer, rollout)
+        send(trainer, step)
+        assert same(receive(rollout, step), weights_of(step))
+        assert rollout.version
+        assert rollout.version.step == step
+
+
+def test_a_receiver_waits_for_the_step_that_it_was_told(trainer: Engine, rollout: Engine) -> None:
+    send(trainer, 1)
+    connect(trainer, rollout)
+
+    async def update() -> Weights:
+        receiving = asyncio.create_task(copied(rollout.receive_weights(2)))
+        await asyncio.wait([receiving], timeout=0.1)
+        assert not receiving.done()
+        await trainer.send_weights(iter(weights_of(2).items()), 2)
+        return await receiving
+
+    assert same(asyncio.run(update()), weights_of(2))
+
+
+def test_a_tensor_is_valid_until_the_next_is_taken(trainer: Engine, rollout: Engine) -> None:
+    buffer = torch.empty(100)
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for n in range(3):
+            yield f"layer.{n}", buffer.fill_(n)
+
+    asyncio.run(trainer.send_weights(weights(), 1))
+    assert [each.unique().tolist() for each in receive(rollout, 1).values()] == [[0], [1], [2]]
+
+
+def test_tensors_are_read_where_they_are(trainer: Engine, rollout: Engine) -> None:
+    send(trainer, 1)
+
+    async def addresses() -> set[int]:
+        return {t.untyped_storage().data_ptr() async for _, t in rollout.get_weights() if t.numel()}
+
+    assert len(asyncio.run(addresses())) == 1
+
+
+def test_other_ranks_only_walk_the_generator(root: Path, rollout: Engine) -> None:
+    other = Engine(root=root)
+    weights = iter(weights_of(1).items())
+    asyncio.run(other.send_weights(weights, 1))
+    assert next(weights, None) is None
+    with pytest.raises(WeightSyncError, match="nothing is published"):
+        cached(rollout)
+
+
+def test_a_late_rollout_gets_the_newest(trainer: Engine, rollout: Engine) -> None:
+    send(trainer, 1)
+    assert same(cached(rollout), weights_of(1))
+    for step in (2, 3, 4):
+        send(trainer, step)
+    assert same(cached(rollout), weights_of(4))
+    assert asyncio.run(rollout.newest_step()) == 4
+
+
+def test_a_step_that_is_gone_is_refused_instead_of_another(
+    trainer: Engine, rollout: Engine
+) -> None:
+    connect(trainer, rollout)
+    for step in (1, 2):
+        send(trainer, step)
+    with pytest.raises(WeightSyncError, match=r"step 1 .* is gone.* newest version is step 2"):
+        receive(rollout, 1)
+    with pytest.raises(WeightSyncError, match="newest version is step 2"):
+        cached(rollout, 1)
+    assert same(cached(rollout, 2), weights_of(2))
+
+
+def test_a_version_is_not_overwritten_while_it_is_read(trainer: Engine, rollout: Engine) -> None:
+    async def read_slowly() -> Weights:
+        found = {}
+        async for name, tensor in rollout.get_weights():
+            newer = 2 + len(found)
+            await trainer.send_weights(iter(weights_of(newer).items()), newer)
+            found[name] = tensor.clone()
+        return found
+
+    send(trainer, 1)
+    assert same(asyncio.run(read_slowly()), weights_of(1))
+    assert same(cached(rollout), weights_of(6))
+
+
+def test_a_reader_that_stops_early_holds_nothing(trainer: Engine, rollout: Engine) -> None:
+    async def take_one() -> None:
+        async with aclosing(rollout.get_weights()) as weights:
+            async for _ in weights:
+                break
+
+    for step in range(1, 9):
+        send(trainer, step)
+        asyncio.run(take_one())
+    slots = list(Path(os.environ["TRINITY_SYNC_SPOOL"]).glob("*/rollout.model.*.slot"))
+    assert len(slots) == 2
+
+
+def test_the_trainer_killed_in_mid_publication_leaves_the_last_version(
+    root: Path, rollout: Engine
+) -> None:
+    command = [sys.executable, "-m", "tests.verl.publishing", str(root), "4"]
+    environ = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    died = subprocess.run(command, env=environ, timeout=120)
+    assert died.returncode == -signal.SIGKILL
+    assert same(cached(rollout), weights_of(3))
+    rollout._timeout_s = 0.1
+    with pytest.raises(WeightSyncError, match=r"step 4 .* is not published after"):
+        receive(rollout, 4)
+
+
+def test_a_new_start_is_not_taken_for_the_last_one(
+    root: Path, rollout: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {"weight": torch.zeros(10)}
+    send(Engine(is_master=True, root=root), 3, before)
+    monkeypatch.setenv("TRINITY_SYNC_RUN_KEY", "second start")
+    trainer = Engine(is_master=True, root=root)
+    connect(trainer, rollout)
+
+    async def update() -> Weights:
+        receiving = asyncio.create_task(copied(rollout.receive_weights(3)))
+        await asyncio.wait([receiving], timeout=0.1)
+        assert not receiving.done()  # step 3 of the first start is there
+        await trainer.send_weights(iter(weights_of(3).items()), 3)
+        return await receiving
+
+    assert same(asyncio.run(update()), weights_of(3))
+
+
+def test_the_same_step_again_is_the_same_version(trainer: Engine, rollout: Engine) -> None:
+    for _ in range(2):
+        connect(trainer, rollout)
+        send(trainer, 1)
+        assert same(receive(rollout, 1), weights_of(1))
+
+
+def test_other_weights_under_the_same_step_are_refused(trainer: Engine, rollout: Engine) -> None:
+    send(trainer, 1)
+    changed = weights_of(1)
+    changed["norm.weight"][0] += 1
+    with pytest.raises(ConfigError, match=r"step 1 is sent again .* such as norm.weight"):
+        send(trainer, 1, changed)
+    assert same(cached(rollout), weights_of(1))
+
+
+def test_an_older_step_is_refused_after_all_ranks_have_taken_part(trainer: Engine) -> None:
+    send(trainer, 2)
+    weights = iter(weights_of(1).items())
+    with pytest.raises(ConfigError, match="step 1 is sent after step 2"):
+        asyncio.run(trainer.send_weights(weights, 1))
+    assert next(weights, None) is None
+
+
+def test_without_a_step_the_last_one_is_sent_again(trainer: Engine, rollout: Engine) -> None:
+    connect(trainer, rollout)
+    send(trainer, None)  # veRL's first update in some trainers
+    assert same(receive(rollout, None), weights_of(0))
+    send(trainer, 7)
+    connect(trainer, rollout)
+    send(trainer, None, weights_of(7))
+    assert same(receive(rollout, None), weights_of(7))
+    assert rollout.version
+    assert rollout.version.step == 7
+
+
+def test_saves_of_the_same_process_are_of_the_same_run(root: Path, trainer: Engine) -> None:
+    send(trainer, 1)
+    with CheckpointCoordinator(root) as saves:
+        assert saves.run == trainer.prepare()["sender"].run
+
+
+def test_without_a_root_there_is_no_engine() -> None:
+    with pytest.raises(ConfigError, match="does not know the job's root"):
+        Engine()
+    with pytest.raises(ConfigError, match="URL"):
+        Engine(root="s3://bucket/job")
+
+
+def test_the_root_of_the_switch_is_the_default(root: Path) -> None:
+    with environment({"TRINITY_SYNC_ROOT": str(root)}):
+        assert Engine().root == root
+
+
+def test_different_roots_are_refused_before_an_update(trainer: Engine, tmp_path: Path) -> None:
+    elsewhere = Engine(root=tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="different roots"):
+        connect(trainer, elsewhere)
+
+
+def test_deltas_are_kept_by_the_rollout(root: Path, trainer: Engine) -> None:
+    rollout = Engine(root=root, deltas=True)
+    for step in (1, 2, 3):
+        send(trainer, step)
+        assert same(cached(rollout), weights_of(step))
+    assert rollout._reader
+    assert rollout._reader.delta_bytes is not None
