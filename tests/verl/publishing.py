@@ -1,6 +1,6 @@
 """A trainer of one rank that is killed by SIGKILL in the middle of a publication.
 
-``python -m tests.verl.publishing ROOT STEP``: the versions before STEP are published. The process dies
+``python -m tests.verl.publishing ROOT STEP``: versions before STEP are published. The process dies
 when the bytes of STEP are in shared memory and not published yet.
 """
 

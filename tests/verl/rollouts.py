@@ -91,6 +91,10 @@ class Rollout(CheckpointEngineWorker):
         return self.server_adapter.global_steps
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def node(self) -> str:
+        return ray.get_runtime_context().get_node_id()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def generate(self) -> list[int]:
         answer = self.server_adapter.model.generate(
             torch.tensor([[1, 5]]), max_new_tokens=4, do_sample=False
@@ -136,11 +140,11 @@ def start(model: str, root: str) -> tuple[Any, Any, CheckpointEngineManager]:
     }
     actors, rollouts = (
         RayWorkerGroup(
-            resource_pool=RayResourcePool([size]),
+            resource_pool=RayResourcePool(processes),
             ray_cls_with_init=classes[name],
             device_name="cpu",
         )
-        for name, size in (("actor", RANKS), ("rollout", WORKERS))
+        for name, processes in (("actor", [RANKS]), ("rollout", [1] * WORKERS))
     )
     actors.init_model()
     replica = Replica(0, config.rollout, config.model)

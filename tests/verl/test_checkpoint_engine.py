@@ -1,7 +1,6 @@
 """veRL's own `CheckpointEngineManager`, actor of two ranks and rollout workers, on our back end."""
 
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,11 +9,15 @@ from typing import Any
 
 import pytest
 import ray
+from ray.cluster_utils import Cluster
 
 import tests.verl.cpu  # noqa: F401
 from tests.conftest import QUIET, environment
+from tests.verl.ppo import RANKS
 from tests.verl.rollouts import BACKEND, start
 from tests.verl.sft import ALONE, IMPORTS, make_world
+
+NODE = {"object_store_memory": 100_000_000, "include_dashboard": False}
 
 
 @dataclass
@@ -27,24 +30,31 @@ class World:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """Trainer and rollout workers in a Ray node of their own."""
+    """Two Ray nodes: the trainer and a rollout worker on the first, a worker on the second."""
     folder = tmp_path_factory.mktemp("world")
     make_world(folder)
-    spool = tempfile.mkdtemp(prefix="trinity_sync-test-", dir="/dev/shm")
-    variables = QUIET | {
-        "TRINITY_SYNC_SPOOL": spool,
-        "VERL_USE_EXTERNAL_MODULES": ALONE,
-        "PYTHONPATH": os.pathsep.join(IMPORTS),
-        "OMP_NUM_THREADS": "1",
-    }
-    with environment(variables):
-        ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False)
-        yield World(folder / "ckpts", *start(str(folder / "model"), str(folder / "ckpts")))
-        ray.shutdown()
-    shutil.rmtree(spool)
+    with (
+        tempfile.TemporaryDirectory(prefix="trinity_sync-test-", dir="/dev/shm") as spool,
+        tempfile.TemporaryDirectory(prefix="trinity_sync-ray-", dir="/tmp") as scratch,
+    ):
+        variables = QUIET | {
+            "TRINITY_SYNC_SPOOL": spool,
+            "VERL_USE_EXTERNAL_MODULES": ALONE,
+            "PYTHONPATH": os.pathsep.join(IMPORTS),
+            "OMP_NUM_THREADS": "1",
+        }
+        with environment(variables):
+            nodes = Cluster()
+            nodes.add_node(**NODE, num_cpus=RANKS + 1, temp_dir=scratch)
+            nodes.add_node(**NODE, num_cpus=1)
+            ray.init(nodes.address, log_to_driver=False)
+            yield World(folder / "ckpts", *start(str(folder / "model"), str(folder / "ckpts")))
+            ray.shutdown()
+            nodes.shutdown()
 
 
 def test_each_update_arrives_bit_for_bit_in_all_workers(world: World) -> None:
+    assert len(set(world.rollouts.node())) == 2  # one of them gets it through the object store
     for step in range(1, 5):
         world.actors.change(step)
         world.manager.update_weights(step)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,9 +17,11 @@ from verl.checkpoint_engine import CheckpointEngineRegistry
 from verl.checkpoint_engine.base import CheckpointEngineWithCache
 
 from tests.conftest import environment
+from tests.integration.fsdp.commits import CommitsHere
 from tests.verl.publishing import weights_of
 from trinity_sync import CheckpointCoordinator, ConfigError, WeightSyncError
-from trinity_sync.integrations.verl.checkpoint_engine import TrinitySyncCheckpointEngine
+from trinity_sync.integrations.verl.checkpoint_engine import TrinitySyncCheckpointEngine, _Sender
+from trinity_sync.storage.restore import load_states
 
 Engine = TrinitySyncCheckpointEngine
 Weights = dict[str, torch.Tensor]
@@ -283,3 +286,25 @@ def test_deltas_are_kept_by_the_rollout(root: Path, trainer: Engine) -> None:
         assert same(cached(rollout), weights_of(step))
     assert rollout._reader
     assert rollout._reader.delta_bytes is not None
+
+
+def test_committed_versions_outlive_shared_memory(
+    root: Path, trainer: Engine, rollout: Engine
+) -> None:
+    trigger = CommitsHere()
+    trainer._sender = _Sender(root, commit=True, trigger=trigger)
+    with CheckpointCoordinator(root, trigger=trigger) as saves:
+        saves.save(1, {"model": {"weight": torch.ones(3)}})
+        for step in (1, 2):
+            send(trainer, step)
+        trainer._sender._coordinator.wait_all(60)
+    connect(trainer, rollout)
+    assert same(receive(rollout, 1), weights_of(1))  # though step 2 is in memory
+    assert torch.equal(load_states(root, 1, "actor")["model"]["weight"], torch.ones(3))
+
+    for left in Path(os.environ["TRINITY_SYNC_SPOOL"]).iterdir():
+        shutil.rmtree(left)
+    restarted = Engine(root=root)
+    assert same(cached(restarted), weights_of(2))
+    assert restarted.version
+    assert restarted.version.source == "checkpoint"

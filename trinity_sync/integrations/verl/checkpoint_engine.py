@@ -35,6 +35,7 @@ from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import ConfigError, SaveFailedError, WeightSyncError
 from trinity_sync.layout import refuse_url
 from trinity_sync.settings import Settings
+from trinity_sync.weights.committed import find_committed_version
 from trinity_sync.weights.file_registry import FileRegistry
 from trinity_sync.weights.publisher import Publisher
 from trinity_sync.weights.ray_cluster import in_ray_cluster
@@ -79,6 +80,8 @@ class TrinitySyncCheckpointEngine(CheckpointEngineWithCache):
         is_master: whether this is rank 0 of the trainer.
         root: the job's root, the same for trainer and rollouts; by default ``TRINITY_SYNC_ROOT``,
             which the switch sets to ``trainer.default_local_dir``.
+        commit: also commit each version as a weights-only step, for rollouts to read from disk once
+            the trainer's shared memory is gone. This needs a stack, as any save.
         deltas: rollout workers keep a copy of the weights, and fetch what has changed; see
             `WeightReader`.
         timeout_s: seconds for which `receive_weights` waits for the trainer.
@@ -96,6 +99,7 @@ class TrinitySyncCheckpointEngine(CheckpointEngineWithCache):
         is_master: bool = False,
         *,
         root: str | Path | None = None,
+        commit: bool = False,
         deltas: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
@@ -110,7 +114,7 @@ class TrinitySyncCheckpointEngine(CheckpointEngineWithCache):
         self.root = Path(root).resolve()
         self.is_master = is_master
         self.version: Version | None = None
-        self._deltas = deltas
+        self._commit, self._deltas = commit, deltas
         self._timeout_s = timeout_s
         self._sender: _Sender | None = None
         self._sender_info: SenderInfo | None = None
@@ -194,7 +198,7 @@ class TrinitySyncCheckpointEngine(CheckpointEngineWithCache):
 
     def _get_sender(self) -> "_Sender":
         if self._sender is None:
-            self._sender = _Sender(self.root)
+            self._sender = _Sender(self.root, commit=self._commit)
         return self._sender
 
     # ------------------------------------------------------------ rollout workers
@@ -220,16 +224,14 @@ class TrinitySyncCheckpointEngine(CheckpointEngineWithCache):
         registry = self._open_job()[0]
         least = -1 if step is None else step - 1
         version = await registry.wait_newer(least, self._timeout_s, run)
-        wanted = "any step" if step is None else f"step {step}"
         if version is None:
+            wanted = "any step" if step is None else f"step {step}"
             raise WeightSyncError(
                 f"{wanted} of {self.root} is not published after {self._timeout_s:g} s; does the "
                 "trainer send it, and does this worker see its root or join its Ray cluster? "
                 "Raise engine_kwargs.trinity_sync.timeout_s if the trainer needs longer"
             )
-        if step not in (None, version.step) or run not in (None, version.run):
-            raise self._explain_gone(wanted, version)
-        async for named in self._read(version):
+        async for named in self._read(self._select(version, step, run)):
             yield named
 
     async def get_weights(self, global_steps: int | None = None) -> AsyncIterator[Named]:
@@ -250,9 +252,7 @@ class TrinitySyncCheckpointEngine(CheckpointEngineWithCache):
                 f"nothing is published in {self.root} that this worker can read; call it after the "
                 "trainer's first update_weights"
             )
-        if global_steps not in (None, version.step):
-            raise self._explain_gone(f"step {global_steps}", version)
-        async for named in self._read(version):
+        async for named in self._read(self._select(version, global_steps)):
             yield named
 
     async def newest_step(self) -> int | None:
@@ -262,6 +262,15 @@ class TrinitySyncCheckpointEngine(CheckpointEngineWithCache):
 
     async def _find_newest(self) -> Version | None:
         return await self._open_job()[0].wait_newer(-1, 0.0, None)
+
+    def _select(self, newest: Version, step: int | None, run: int | None = None) -> Version:
+        """Return the newest version if it is the wanted one, otherwise that one's commit."""
+        found: Version | None = newest
+        if step is not None and step != newest.step:
+            found = find_committed_version(self.root, ROLE, step)
+        if found and run in (None, found.run):
+            return found
+        raise self._explain_gone(f"step {step}", newest)
 
     async def _read(self, wanted: Version) -> AsyncIterator[Named]:
         registry, reader = self._open_job()
@@ -305,12 +314,18 @@ class _Sender:
     """The trainer's rank 0: keeps the tensors of the last update, and publishes them.
 
     The memory for them is kept between updates: new memory costs more than the copy into it.
+
+    Args:
+        root: the job's root.
+        commit: as in the engine.
+        trigger: of the commits; by default the stack's.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, commit: bool, trigger: SaveTrigger | None = None) -> None:
         settings = Settings()
-        # a trigger of its own: nothing is saved here, so there is no warning without a stack
-        trigger = SaveTrigger(settings)
+        if not commit:
+            trigger = SaveTrigger(settings)  # one of its own is not warned that there is no stack
+        self._commit = commit
         self._coordinator = CheckpointCoordinator(
             root, roles=(ROLE,), settings=settings, trigger=trigger
         )
@@ -356,11 +371,13 @@ class _Sender:
         return step, ""
 
     def publish(self, step: int) -> None:
-        """Copy what is kept into shared memory, and tell the Synchronizer.
+        """Copy what is kept into shared memory, submit its commit, and tell the Synchronizer.
 
         Raises:
             SpoolFullError, WeightSyncError: it cannot be published.
         """
+        if self._commit:
+            self._coordinator.save(step, {"model": self._kept}, role=ROLE, kind="state_dict")
         published, _ = self._coordinator.upload(step, lambda: self._kept, role=ROLE)
         if published is None:
             try:
