@@ -342,7 +342,7 @@ class StackSettings(_ReadSettings):
 
 OTHER_VARIABLES = {
     CONFIG,
-    "TRINITY_SYNC_ROOT",  # of the job that commands are about
+    "TRINITY_SYNC_ROOT",  # of the job, for commands and veRL's checkpoint engine
     "TRINITY_SYNC_LOG",
     "TRINITY_SYNC_TRIED",  # of the command itself, see `cli.main`
 }

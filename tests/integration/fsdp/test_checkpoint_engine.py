@@ -219,6 +219,27 @@ def test_a_new_start_is_not_taken_for_the_last_one(
     assert same(asyncio.run(update()), weights_of(3))
 
 
+@pytest.mark.parametrize("loads_first", [True, False])
+def test_a_resume_supersedes_what_was_sent_beyond_it(
+    loads_first: bool, root: Path, rollout: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Engine(is_master=True, root=root)
+    for step in (4, 5):
+        send(first, step)
+    monkeypatch.setenv("TRINITY_SYNC_RUN_KEY", "second start")
+    trainer = Engine(is_master=True, root=root)
+    with CheckpointCoordinator(root) as saves:
+        if not loads_first:
+            trainer.prepare()
+        saves.resumed_from(3)
+    with pytest.raises(WeightSyncError, match="nothing is published"):
+        cached(rollout)
+    for step in (3, 4):
+        connect(trainer, rollout)
+        send(trainer, step, {"weight": torch.full((3,), float(step))})
+        assert receive(rollout, step)["weight"].tolist() == [step] * 3
+
+
 def test_the_same_step_again_is_the_same_version(trainer: Engine, rollout: Engine) -> None:
     for _ in range(2):
         connect(trainer, rollout)
