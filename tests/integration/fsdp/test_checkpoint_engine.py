@@ -203,20 +203,23 @@ def test_the_trainer_killed_in_mid_publication_leaves_the_last_version(
 def test_a_new_start_is_not_taken_for_the_last_one(
     root: Path, rollout: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = {"weight": torch.zeros(10)}
-    send(Engine(is_master=True, root=root), 3, before)
+    first = Engine(is_master=True, root=root)
+    connect(first, rollout)
+    send(first, 0, {"weight": torch.zeros(10)})
     monkeypatch.setenv("TRINITY_SYNC_RUN_KEY", "second start")
     trainer = Engine(is_master=True, root=root)
-    connect(trainer, rollout)
+    connect(trainer, other := Engine(root=root))
 
     async def update() -> Weights:
-        receiving = asyncio.create_task(copied(rollout.receive_weights(3)))
+        receiving = asyncio.create_task(copied(other.receive_weights(0)))
         await asyncio.wait([receiving], timeout=0.1)
-        assert not receiving.done()  # step 3 of the first start is there
-        await trainer.send_weights(iter(weights_of(3).items()), 3)
+        assert not receiving.done()  # though step 0 of the first start is there
+        await trainer.send_weights(iter(weights_of(0).items()), 0)
         return await receiving
 
-    assert same(asyncio.run(update()), weights_of(3))
+    assert same(asyncio.run(update()), weights_of(0))
+    with pytest.raises(WeightSyncError, match=r"of another run: .* step 0 of run 2"):
+        receive(rollout, 0)  # which the first start is about to update
 
 
 @pytest.mark.parametrize("loads_first", [True, False])
