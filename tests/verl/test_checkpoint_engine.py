@@ -54,6 +54,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 def test_each_update_arrives_bit_for_bit_in_all_workers(world: World) -> None:
+    assert world.rollouts.newest_step() == [None, None]
     assert len(set(world.rollouts.node())) == 2  # one of them gets it through the object store
     for step in range(1, 5):
         world.actors.change(step)

@@ -308,8 +308,8 @@ def test_deltas_are_kept_by_the_rollout(root: Path, trainer: Engine) -> None:
     for step in (1, 2, 3):
         send(trainer, step)
         assert same(cached(rollout), weights_of(step))
-    assert rollout._reader
-    assert rollout._reader.delta_bytes is not None
+    assert rollout._opened
+    assert rollout._opened[1].delta_bytes is not None
 
 
 def test_committed_versions_outlive_shared_memory(

@@ -118,8 +118,7 @@ class TrinitySyncCheckpointEngine(CheckpointEngineWithCache):
         self._timeout_s = timeout_s
         self._sender: _Sender | None = None
         self._sender_info: SenderInfo | None = None
-        self._registry: Registry | None = None
-        self._reader: WeightReader | None = None
+        self._opened: tuple[Registry, WeightReader] | None = None
         self._name = f"verl-{socket.gethostname()}-{os.getpid()}"
         if is_master:  # saves through trinity_sync in this process are of the same run
             os.environ.setdefault(RUN_KEY, make_run_key())
@@ -161,8 +160,8 @@ class TrinitySyncCheckpointEngine(CheckpointEngineWithCache):
             sender: of the trainer's rank 0.
         """
         known, self._sender_info = self._sender_info, sender
-        if sender and self._reader and (known is None or sender.synchronizer != known.synchronizer):
-            self._close_reader()
+        if sender and known and sender.synchronizer != known.synchronizer:
+            self._opened = None
 
     def finalize(self) -> None:
         """Do nothing: memory stays mapped for the next update."""
@@ -293,21 +292,21 @@ class TrinitySyncCheckpointEngine(CheckpointEngineWithCache):
         )
 
     def _open_job(self) -> tuple[Registry, WeightReader]:
-        if self._registry is None or self._reader is None:
-            actor = self._sender_info.synchronizer if self._sender_info else None
-            actor = actor or find_synchronizer(self.root)
-            self._registry = FileRegistry(self.root, role=ROLE)
-            if actor is not None:
-                from trinity_sync.weights.actor_registry import ActorRegistry
+        """Return registry and reader: of the Synchronizer once there is one, otherwise of files."""
+        opened = self._opened
+        if opened and not isinstance(opened[0], FileRegistry):
+            return opened
+        actor = self._sender_info.synchronizer if self._sender_info else None
+        if actor := actor or find_synchronizer(self.root):
+            from trinity_sync.weights.actor_registry import ActorRegistry  # imports Ray
 
-                self._registry = ActorRegistry(actor, self.root)
-            self._reader = WeightReader(self._registry, name=self._name, deltas=self._deltas)
-        return self._registry, self._reader
-
-    def _close_reader(self) -> None:
-        if self._reader:
-            self._reader.close()
-        self._registry = self._reader = None
+            registry: Registry = ActorRegistry(actor, self.root)
+        elif opened:
+            return opened
+        else:
+            registry = FileRegistry(self.root, role=ROLE)
+        self._opened = registry, WeightReader(registry, name=self._name, deltas=self._deltas)
+        return self._opened
 
 
 class _Sender:
