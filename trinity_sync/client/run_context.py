@@ -10,6 +10,7 @@ import logging
 import threading
 import uuid
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import steps_on_disk
@@ -32,6 +33,7 @@ class RunContext:
     def __init__(self, root: Path, key: str) -> None:
         self._root = root
         self._key = key
+        _contexts[root] = self
         self._run: Run | None = None
         self._opening = threading.Lock()
         self._has_saved = False
@@ -129,3 +131,17 @@ class RunContext:
 def make_run_key() -> str:
     """Return a random key for a run."""
     return uuid.uuid4().hex
+
+
+_contexts: "WeakValueDictionary[Path, RunContext]" = WeakValueDictionary()
+"""By root, the context that this process made last."""
+
+
+def find_run_key(root: Path) -> str | None:
+    """Return the key of the run of a root that this process is part of; None if there is none.
+
+    Args:
+        root: the job's root, as `init_root.resolve_root` returns it.
+    """
+    context = _contexts.get(root)
+    return context._key if context else None

@@ -285,6 +285,12 @@ def test_saves_of_the_same_process_are_of_the_same_run(root: Path, trainer: Engi
         assert saves.run == trainer.prepare()["sender"].run
 
 
+def test_a_coordinator_that_was_there_first_names_the_run(root: Path) -> None:
+    with CheckpointCoordinator(root) as saves:
+        number = saves.run
+        assert Engine(is_master=True, root=root).prepare()["sender"].run == number
+
+
 def test_without_a_root_there_is_no_engine() -> None:
     with pytest.raises(ConfigError, match="does not know the job's root"):
         Engine()

@@ -30,7 +30,7 @@ from verl.checkpoint_engine.base import CheckpointEngineWithCache
 from verl.utils.device import get_device_id
 
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.client.run_context import make_run_key
+from trinity_sync.client.run_context import find_run_key, make_run_key
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import ConfigError, SaveFailedError, WeightSyncError
 from trinity_sync.layout import refuse_url
@@ -121,7 +121,7 @@ class TrinitySyncCheckpointEngine(CheckpointEngineWithCache):
         self._opened: tuple[Registry, WeightReader] | None = None
         self._name = f"verl-{socket.gethostname()}-{os.getpid()}"
         if is_master:  # saves through trinity_sync in this process are of the same run
-            os.environ.setdefault(RUN_KEY, make_run_key())
+            os.environ.setdefault(RUN_KEY, find_run_key(self.root) or make_run_key())
 
     # ------------------------------------------------------------ around an update
 
