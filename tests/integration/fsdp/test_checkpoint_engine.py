@@ -1,6 +1,7 @@
 """The back end of veRL's weight transfer, its two ends in this process and without Ray."""
 
 import asyncio
+import errno
 import os
 import shutil
 import signal
@@ -21,6 +22,7 @@ from tests.integration.fsdp.commits import CommitsHere
 from tests.verl.publishing import weights_of
 from trinity_sync import CheckpointCoordinator, ConfigError, WeightSyncError
 from trinity_sync.integrations.verl.checkpoint_engine import TrinitySyncCheckpointEngine, _Sender
+from trinity_sync.snapshot import stager
 from trinity_sync.storage.restore import load_states
 
 Engine = TrinitySyncCheckpointEngine
@@ -198,6 +200,22 @@ def test_the_trainer_killed_in_mid_publication_leaves_the_last_version(
     rollout._timeout_s = 0.1
     with pytest.raises(WeightSyncError, match=r"step 4 .* is not published after"):
         receive(rollout, 4)
+
+
+def test_a_version_that_cannot_be_published_fails_the_update(
+    trainer: Engine, rollout: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    send(trainer, 1)
+    with monkeypatch.context() as full:
+        full.setattr(stager, "fill", fill)
+        with pytest.raises(WeightSyncError, match="memory full"):
+            send(trainer, 2)
+    assert same(cached(rollout), weights_of(1))
+    send(trainer, 2)
+    assert same(cached(rollout), weights_of(2))
 
 
 def test_a_new_start_is_not_taken_for_the_last_one(

@@ -32,7 +32,7 @@ from verl.utils.device import get_device_id
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.run_context import find_run_key, make_run_key
 from trinity_sync.client.save_trigger import SaveTrigger
-from trinity_sync.errors import ConfigError, SaveFailedError, WeightSyncError
+from trinity_sync.errors import ConfigError, SaveFailedError, SaveTimeoutError, WeightSyncError
 from trinity_sync.layout import refuse_url
 from trinity_sync.settings import Settings
 from trinity_sync.weights.committed import find_committed_version
@@ -61,7 +61,6 @@ Named = tuple[str, torch.Tensor]
 class SenderInfo:
     """What the trainer's rank 0 tells all workers before an update."""
 
-    root: str
     run: int
     newest: int | None
     """The last step that the run has sent; None before the first."""
@@ -340,8 +339,7 @@ class _Sender:
 
     def describe(self) -> SenderInfo:
         """Return what the workers are told."""
-        root, run = str(self._coordinator.root), self._coordinator.run
-        return SenderInfo(root, run, self._newest, self._synchronizer)
+        return SenderInfo(self._coordinator.run, self._newest, self._synchronizer)
 
     def collect(self, weights: Iterable[Named], step: int | None) -> tuple[int, str]:
         """Copy the weights to the host; return their step, and what is wrong with them.
@@ -379,11 +377,14 @@ class _Sender:
             self._coordinator.save(step, {"model": self._kept}, role=ROLE, kind="state_dict")
         published, _ = self._coordinator.upload(step, lambda: self._kept, role=ROLE)
         if published is None:
+            problem = "the log says why"
             try:
                 self._coordinator.wait_all(0.0)
             except SaveFailedError as error:
-                raise WeightSyncError(f"step {step} is not published: {error}") from error
-            raise WeightSyncError(f"step {step} is not published; the log says why")
+                problem = str(error)
+            except SaveTimeoutError:  # earlier versions are still being committed
+                pass
+            raise WeightSyncError(f"step {step} of {self._coordinator.root}: {problem}")
         if self._publisher:
             self._publisher.publish(published)
             self._publisher.wait()
