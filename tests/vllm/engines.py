@@ -1,7 +1,6 @@
 """A tiny model, vLLM engines that serve it, and what transformers answers with the same weights."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -11,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from trinity_sync.stack.ports import free_port
 
 pytest.importorskip("vllm", reason="these tests run in vLLM's environment")
 
@@ -21,94 +23,137 @@ PROMPTS = [[5, 6, 7], [1], [40, 2, 40, 2, 9]]
 TOKENS = 10
 
 os.environ.update(
+    HF_HUB_OFFLINE="1",
+    VLLM_ALLOW_INSECURE_SERIALIZATION="1",  # tests run functions in its workers
     VLLM_CPU_KVCACHE_SPACE="1",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
     VLLM_NO_USAGE_STATS="1",
-    HF_HUB_OFFLINE="1",
 )
 
 
-def make_model(seed: int) -> Qwen2ForCausalLM:
-    """Random weights whose greedy answers differ from those of another seed."""
-    torch.manual_seed(seed)
+def make_model(seed: int, *, tied: bool = False) -> Qwen2ForCausalLM:
+    """Random weights whose greedy answers differ from those of another seed.
+
+    In vLLM, its q, k and v with their biases are one layer, and gate and up are one.
+    """
     config = Qwen2Config(
         vocab_size=64,
-        hidden_size=64,  # two heads of 32: vLLM on the CPU takes no smaller ones
-        intermediate_size=96,
+        hidden_size=128,  # four heads of 32: vLLM on the CPU takes no smaller ones
+        intermediate_size=256,
         num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         max_position_embeddings=128,
-        initializer_range=0.3,
+        tie_word_embeddings=tied,
     )
-    return Qwen2ForCausalLM(config).float().eval()
+    return randomize(Qwen2ForCausalLM(config).float().eval(), seed)
+
+
+def randomize(model: Qwen2ForCausalLM, seed: int) -> Qwen2ForCausalLM:
+    """Weights so far apart that no rounding changes which token is the most likely one."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
 
 
 @contextmanager
 def running_engine(model: Path, **options: Any) -> Iterator[Any]:
+    """Yield an ``LLM`` that was started with the weights in the folder ``model``."""
     from vllm import LLM
 
-    llm = LLM(
-        str(model),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        max_model_len=64,
-        block_size=32,
-        enforce_eager=True,
-        **options,
-    )
+    defaults = {
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "max_model_len": 128,
+        "block_size": 32,
+        "enforce_eager": True,
+        "gpu_memory_utilization": 0.2,  # of the machine's memory, which others use as well
+    }
+    llm = LLM(str(model), **defaults | options)
     try:
         yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
 
 
+class Server:
+    """A running vLLM server, which takes and answers with token ids."""
+
+    def __init__(self, url: str, process: "subprocess.Popen[bytes]") -> None:
+        self.url, self.process = url, process
+
+    def ask(
+        self, prompt: list[int], max_tokens: int = TOKENS, model: str | None = None
+    ) -> tuple[list[int], list[str]]:
+        """Return the greedy tokens, and the version of the weights of each span of them."""
+        body = {
+            "model": model,
+            "token_ids": prompt,
+            "sampling_params": {
+                "temperature": 0,
+                "max_tokens": max_tokens,
+                "ignore_eos": True,
+                "detokenize": False,
+            },
+        }
+        url = f"{self.url}/inference/v1/generate"
+        answer = httpx.post(url, json=body, timeout=120, trust_env=False)
+        assert answer.is_success, answer.text
+        choice = answer.json()["choices"][0]
+        spans = choice["weight_versions"] or []  # none of a request that was aborted at once
+        return choice["token_ids"] or [], [span["version"] for span in spans]
+
+    def ask_all(self, model: str | None = None) -> list[list[int]]:
+        """Return the greedy tokens of each prompt, for a model or an adapter."""
+        return [self.ask(prompt, model=model)[0] for prompt in PROMPTS]
+
+    def kill(self) -> None:
+        """Send SIGKILL to all of its processes."""
+        for each in [*psutil.Process(self.process.pid).children(recursive=True), self.process]:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+        self.process.wait()
+
+
 @contextmanager
-def running_server(model: Path, log: Path, *options: str, **environment: str) -> Iterator[str]:
-    """Yield the URL of a vLLM server, which takes and answers with token ids."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def running_server(model: Path, log: Path, *options: str, **environment: str) -> Iterator[Server]:
+    """Yield a vLLM server that was started with the weights in the folder ``model``."""
+    port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--skip-tokenizer-init"]
-    command += ["--enable-scale-out", "--dtype", "float32", "--max-model-len", "64"]
-    command += ["--block-size", "32", "--enforce-eager", *options]
-    with log.open("w") as file:
+    command += ["--enable-scale-out", "--dtype", "float32", "--max-model-len", "128"]
+    command += ["--block-size", "32", "--enforce-eager", "--gpu-memory-utilization", "0.2"]
+    with log.open("wb") as file:
         process = subprocess.Popen(
-            command, env=os.environ | environment, stdout=file, stderr=subprocess.STDOUT
+            [*command, *options],
+            env=os.environ | environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
-    url = f"http://127.0.0.1:{port}"
+    server = Server(f"http://127.0.0.1:{port}", process)
     try:
         deadline = time.monotonic() + 180
         while True:
             assert process.poll() is None, log.read_text()[-5000:]
             assert time.monotonic() < deadline, log.read_text()[-5000:]
             with suppress(httpx.HTTPError):
-                httpx.get(f"{url}/health", timeout=5, trust_env=False).raise_for_status()
+                httpx.get(f"{server.url}/health", timeout=5, trust_env=False).raise_for_status()
                 break
-            time.sleep(0.5)
-        yield url
+            time.sleep(0.2)  # it does not tell when it listens
+        yield server
     finally:
-        process.terminate()
-        process.wait(60)
-
-
-def ask(url: str, name: str) -> list[list[int]]:
-    """Return the greedy tokens of a server for a model or an adapter."""
-    answers = []
-    for prompt in PROMPTS:
-        body = {
-            "model": name,
-            "token_ids": prompt,
-            "sampling_params": {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True},
-        }
-        answer = httpx.post(f"{url}/inference/v1/generate", json=body, timeout=60, trust_env=False)
-        assert answer.is_success, answer.text
-        answers.append(answer.json()["choices"][0]["token_ids"])
-    return answers
+        if process.poll() is None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(60)
+            server.kill()
 
 
 def generate(llm: Any, lora_request: Any = None) -> list[list[int]]:
+    """Return the greedy tokens of an ``LLM``."""
     from vllm import SamplingParams
 
     greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
@@ -119,9 +164,12 @@ def generate(llm: Any, lora_request: Any = None) -> list[list[int]]:
 
 def expect(model: Any) -> list[list[int]]:
     """Return the greedy tokens of transformers."""
-    return [
-        model.generate(
-            torch.tensor([prompt]), do_sample=False, max_new_tokens=TOKENS, min_new_tokens=TOKENS
-        )[0, len(prompt) :].tolist()
-        for prompt in PROMPTS
-    ]
+    return [expect_one(model, prompt, TOKENS) for prompt in PROMPTS]
+
+
+def expect_one(model: Any, prompt: list[int], max_tokens: int) -> list[int]:
+    """Return the greedy tokens of transformers for one prompt."""
+    tokens = model.generate(
+        torch.tensor([prompt]), do_sample=False, max_new_tokens=max_tokens, eos_token_id=-1
+    )
+    return list(tokens[0, len(prompt) :].tolist())

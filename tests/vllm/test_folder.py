@@ -8,7 +8,7 @@ import httpx
 import pytest
 import torch
 
-from tests.vllm.engines import ask, expect, generate, make_model, running_engine, running_server
+from tests.vllm.engines import expect, generate, make_model, running_engine, running_server
 from trinity_sync import CheckpointCoordinator, FolderReader, WeightFolder, WeightReader
 
 
@@ -63,7 +63,7 @@ def test_a_vllm_server_reloads_each_published_folder(
     folder = WeightFolder(tmp_path / "out", tmp_path / "model")
     log = tmp_path / "server.log"
     with (
-        running_server(tmp_path / "model", log, VLLM_SERVER_DEV_MODE="1") as url,
+        running_server(tmp_path / "model", log, VLLM_SERVER_DEV_MODE="1") as server,
         WeightReader(root=tmp_path / "ckpts", name="folder") as reader,
     ):
         for step in (1, 2):
@@ -72,6 +72,6 @@ def test_a_vllm_server_reloads_each_published_folder(
             path = str(folder.publish(reader).folder)
             order = {"method": "reload_weights", "kwargs": {"weights_path": path}}
             for call, body in (("collective_rpc", order), ("reset_prefix_cache", None)):
-                answer = httpx.post(f"{url}/{call}", json=body, timeout=60, trust_env=False)
+                answer = httpx.post(f"{server.url}/{call}", json=body, timeout=60, trust_env=False)
                 assert answer.is_success, answer.text
-            assert ask(url, str(tmp_path / "model")) == expect(policy)
+            assert server.ask_all(str(tmp_path / "model")) == expect(policy)

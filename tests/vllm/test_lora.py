@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.vllm.engines import ask, expect, generate, make_model, running_engine, running_server
+from tests.vllm.engines import Server, expect, generate, make_model, running_engine, running_server
 from trinity_sync import CheckpointCoordinator, WeightFolder, WeightReader, WeightSyncError
 from trinity_sync.formats.published import PublishedVersion
 from trinity_sync.integrations.vllm.adapter import VLLMAdapter
@@ -133,32 +133,32 @@ def test_vllm_answers_as_transformers_with_the_merged_adapter(
 
 
 @pytest.fixture
-def server(model: Path, tmp_path: Path) -> Iterator[str]:
+def server(model: Path, tmp_path: Path) -> Iterator[Server]:
     options = ("--enable-lora", "--max-lora-rank", str(RANK), "--max-loras", "2")
     log = tmp_path / "server.log"
-    with running_server(model, log, *options, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1") as url:
-        yield url
+    with running_server(model, log, *options, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1") as server:
+        yield server
 
 
 def test_a_vllm_server_serves_each_version_under_its_name(
-    trainer: CheckpointCoordinator, tmp_path: Path, server: str
+    trainer: CheckpointCoordinator, tmp_path: Path, server: Server
 ) -> None:
-    adapter, served = Adapter(), VLLMAdapter(server)
+    adapter, served = Adapter(), VLLMAdapter(server.url)
     folder = WeightFolder(tmp_path / "out", tmp_path / "adapter")
     answers = {}
     for published in follow(trainer, adapter, folder):
         name = served.load(published)
         answers[name] = expect(adapter.merge())
-        assert ask(server, name) == answers[name]
+        assert server.ask_all(name) == answers[name]
     assert [*answers] == ["policy-1", "policy-2", "policy-3", "policy-4"]
 
     def offered() -> list[str]:
-        models = httpx.get(f"{server}/v1/models", trust_env=False).json()["data"]
+        models = httpx.get(f"{server.url}/v1/models", trust_env=False).json()["data"]
         return [each["id"] for each in models[1:]]
 
     assert offered() == ["policy-3", "policy-4"]
-    assert ask(server, "policy-3") == answers["policy-3"]
-    restarted = VLLMAdapter(server)
+    assert server.ask_all("policy-3") == answers["policy-3"]
+    restarted = VLLMAdapter(server.url)
     assert restarted.load(published) == "policy-4"
     assert offered() == ["policy-3", "policy-4"]
 
@@ -172,6 +172,6 @@ def test_a_vllm_server_serves_each_version_under_its_name(
     moved = replace(published, folder=published.folder.rename(tmp_path / "elsewhere/moved"))
     assert restarted.load(moved) == "policy-4"  # of another folder
     assert offered() == ["policy-4"]
-    assert ask(server, "policy-4") == answers["policy-4"]
+    assert server.ask_all("policy-4") == answers["policy-4"]
     with pytest.raises(WeightSyncError, match=r"answered 404.*VLLM_ALLOW_RUNTIME"):
-        VLLMAdapter(f"{server}/elsewhere").load(moved)
+        VLLMAdapter(f"{server.url}/elsewhere").load(moved)

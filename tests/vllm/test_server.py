@@ -5,13 +5,20 @@ import random
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.vllm.conftest import PROMPTS, TOKENS, expected, make_model, randomize
-from tests.vllm.server import Server, answers_of, serving
+from tests.vllm.engines import (
+    PROMPTS,
+    Server,
+    expect,
+    expect_one,
+    make_model,
+    randomize,
+    running_server,
+)
 from trinity_sync import CheckpointCoordinator, WeightSyncError
 from trinity_sync.integrations.vllm import VLLMUpdater
 
@@ -24,7 +31,7 @@ LONG = 96
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    make_model(seed=1000).save_pretrained(folder)
+    make_model(1000).save_pretrained(folder)
     return folder
 
 
@@ -34,18 +41,25 @@ def server(folder: Path) -> Iterator[Server]:
         yield server
 
 
+@contextmanager
+def serving(folder: Path) -> Iterator[Server]:
+    """A server that takes updates."""
+    backend = '--weight-transfer-config={"backend": "trinity_sync"}'
+    with running_server(folder, folder / "server.log", backend, VLLM_SERVER_DEV_MODE="1") as server:
+        yield server
+
+
 @pytest.mark.parametrize("pause", ["wait", "abort", "keep", None])
 def test_updates_while_requests_are_in_flight(
     server: Server, root: Path, pause: str | None
 ) -> None:
-    model = make_model()
+    model = make_model(0)
     answers: list[tuple[list[int], list[str]]] = []
     done = threading.Event()
 
     def ask() -> None:
         while not done.is_set():
-            tokens, versions = server.generate(PROMPTS[0], LONG)
-            answers.append((tokens, versions))
+            answers.append(server.ask(PROMPTS[0], LONG))
 
     with (
         CheckpointCoordinator(root) as saves,
@@ -68,7 +82,7 @@ def test_updates_while_requests_are_in_flight(
         for each in asking:
             each.result()
 
-    known = {str(step): long_answer(step) for step in steps}
+    known = {str(step): expect_one(make_model(step), PROMPTS[0], LONG) for step in steps}
     mixed = 0
     for tokens, versions in answers:
         if pause in ("wait", "abort"):
@@ -81,19 +95,10 @@ def test_updates_while_requests_are_in_flight(
         assert mixed
 
 
-def long_answer(step: int) -> list[int]:
-    model = randomize(make_model(), step)
-    prompt = torch.tensor([PROMPTS[0]])
-    with torch.no_grad():
-        return model.generate(prompt, max_new_tokens=LONG, do_sample=False, eos_token_id=-1)[
-            0, len(PROMPTS[0]) :
-        ].tolist()
-
-
 def test_weights_that_do_not_fit_are_refused_and_the_server_serves_on(
     server: Server, root: Path
 ) -> None:
-    model = make_model()
+    model = make_model(0)
     with CheckpointCoordinator(root) as saves, VLLMUpdater(server.url, root) as updater:
         saves.upload(1, model.state_dict)
         saves.wait_staged()
@@ -105,11 +110,11 @@ def test_weights_that_do_not_fit_are_refused_and_the_server_serves_on(
         with pytest.raises(WeightSyncError, match="qkv_proj"):
             updater.update()
         assert updater.get_served_step() == 1
-        assert answers_of(server, PROMPTS, TOKENS) == expected(model)
+        assert server.ask_all() == expect(model)
 
 
 def train_for_ever(root: Path, started: "multiprocessing.synchronize.Event") -> None:
-    model = make_model()
+    model = make_model(0)
     with CheckpointCoordinator(root) as saves:
         for step in range(1, 100_000):
             saves.upload(step, randomize(model, step).state_dict)
@@ -133,7 +138,7 @@ def test_trainers_killed_while_they_publish_leave_whole_versions(
             trainer.kill()
             trainer.join()
             step = updater.update()
-            assert answers_of(server, PROMPTS, TOKENS) == expected(randomize(make_model(), step))
+            assert server.ask_all() == expect(make_model(step))
 
 
 def test_a_server_killed_in_the_middle_of_updates_comes_back_with_a_whole_version(
@@ -148,17 +153,23 @@ def test_a_server_killed_in_the_middle_of_updates_comes_back_with_a_whole_versio
         with serving(folder) as server, VLLMUpdater(server.url, root) as updater:
             assert updater.get_served_step() is None  # it has the weights of the folder
             updates = 0
-            with ThreadPoolExecutor(1) as pool:
-                killed = pool.submit(lambda: started.wait() and server.process.wait())
-                threading.Timer(3, server.kill).start()
-                with pytest.raises(WeightSyncError, match="does the vLLM server run"):
-                    while updates < 100_000:
-                        updates += bool(updater.update())
-                killed.result(60)
-            assert updates
+
+            def update_for_ever() -> None:
+                nonlocal updates
+                while True:
+                    updater.update()
+                    updates += 1
+                    if updates == 20:
+                        killer.start()
+
+            killer = threading.Timer(0.02, server.kill)
+            with pytest.raises(WeightSyncError):
+                update_for_ever()
+            killer.join()
+            assert updates >= 20
         with serving(folder) as server, VLLMUpdater(server.url, root) as updater:
             step = updater.update(min_step=2)
-            assert answers_of(server, PROMPTS, TOKENS) == expected(randomize(make_model(), step))
+            assert server.ask_all() == expect(make_model(step))
     finally:
         trainer.kill()
         trainer.join()

