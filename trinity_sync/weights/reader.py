@@ -59,6 +59,7 @@ class WeightReader:
             otherwise the files of this node's spool and of the root are read, without Ray.
         name: name of the reader, unique in the job. It appears in reports, and holds its leases.
         root: the job's root; required without a Synchronizer.
+        role: role of the weights, as the trainer's `upload` names it; a Synchronizer has its own.
         deltas: keep a private copy of the weights, and fetch the elements that changed, where there
             is a delta; otherwise the full version. See ``delta_cache``.
         dtype: dtype to which floating-point tensors are rounded as they are copied, e.g.
@@ -81,12 +82,13 @@ class WeightReader:
         *,
         name: str,
         root: str | Path | None = None,
+        role: str = "actor",
         deltas: bool = False,
         dtype: torch.dtype | None = None,
         verify: bool = False,
         timeout_s: float = 60.0,
     ) -> None:
-        self._registry = _make_registry(name, synchronizer, root)
+        self._registry = _make_registry(name, synchronizer, root, role)
         self._name = name
         self._opener = VersionOpener(name, verify=verify, node=self._registry.node, dtype=dtype)
         self._cache = DeltaCache(rounding=dtype is torch.bfloat16) if deltas else None
@@ -260,7 +262,7 @@ class WeightReader:
         )
 
 
-def _make_registry(name: str, synchronizer: Any, root: str | Path | None) -> Registry:
+def _make_registry(name: str, synchronizer: Any, root: str | Path | None, role: str) -> Registry:
     if synchronizer is None and in_ray_cluster():
         from trinity_sync.weights.synchronizer import Synchronizer
         from trinity_sync.weights.synchronizer_lookup import find_synchronizer
@@ -272,7 +274,7 @@ def _make_registry(name: str, synchronizer: Any, root: str | Path | None) -> Reg
                 f"reader {name} has to know the job; pass root, the job's folder, or a Synchronizer"
             )
         logger.info("reader %s reads versions of %s from files, without Ray", name, root)
-        return FileRegistry(root)
+        return FileRegistry(root, role=role)
     ray = sys.modules.get("ray")
     if ray is not None and isinstance(synchronizer, ray.actor.ActorHandle):
         from trinity_sync.weights.actor_registry import ActorRegistry

@@ -10,13 +10,12 @@ After an error during the load itself, the model has parts of two versions. The 
 vLLM stops the engine, instead of serving it.
 """
 
-import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -33,11 +32,11 @@ from vllm.model_executor.model_loader.reload import (
 
 from trinity_sync.errors import TrinitySyncError, WeightSyncError
 from trinity_sync.integrations.vllm.model_fit import Outline, quiet_loaders, require_fit
+from trinity_sync.integrations.vllm.pinned_version import Wanted, pin_version, select_version
 from trinity_sync.weights.broadcast import receive_weights
-from trinity_sync.weights.committed import find_committed_version
 from trinity_sync.weights.process_group import join_weight_group
 from trinity_sync.weights.reader import WeightReader
-from trinity_sync.weights.version import ImageRef, Version
+from trinity_sync.weights.version import Version
 from trinity_sync.weights.weight_group import WeightGroup
 
 logger = logging.getLogger(__name__)
@@ -52,6 +51,8 @@ class TrinitySyncInitInfo(WeightTransferInitInfo):
 
     root: str = ""
     """The job's root, as the workers see it."""
+    role: str = "actor"
+    """Role of the weights."""
     deltas: bool = False
     """Fetch the elements that changed, where there is a delta; see `WeightReader`."""
     verify: bool = False
@@ -68,18 +69,8 @@ class TrinitySyncInitInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class TrinitySyncUpdateInfo(WeightTransferUpdateInfo):
-    """What ``/update_weights`` takes; without ``step``, the newest version is loaded."""
-
-    step: int | None = None
-    """Load this step, and no other."""
-    run: int | None = None
-    """Number of the run that made it; None for any."""
-    images: list[dict[str, Any]] = field(default_factory=list)
-    """Where the updater found it in the memory of its node: the fields of each `ImageRef`."""
-    min_step: int = 0
-    """Wait for a version of at least this step; the engine generates nothing meanwhile."""
-    timeout_s: float = 30.0
+class TrinitySyncUpdateInfo(Wanted, WeightTransferUpdateInfo):
+    """What ``/update_weights`` takes; while it waits for a version, nothing is generated."""
 
 
 class TrinitySyncEngine(WeightTransferEngine):
@@ -119,6 +110,7 @@ class TrinitySyncEngine(WeightTransferEngine):
         else:
             self._reader = WeightReader(
                 root=init_info.root,
+                role=init_info.role,
                 name=f"vllm-{socket.gethostname()}-{os.getpid()}",
                 deltas=init_info.deltas,
                 verify=init_info.verify,
@@ -165,18 +157,26 @@ class TrinitySyncEngine(WeightTransferEngine):
             Its tensors, which are valid until ``opened`` is closed; or None in all workers, and
             the problem.
         """
-        if reader := self._reader:
-            root = self._info.root if self._info else ""
-            version, problem = _do_on_first(lambda: _select(reader, root, wanted))
+        if (reader := self._reader) and (info := self._info):
+            version, problem = _do_on_first(
+                lambda: select_version(reader, info.root, info.role, wanted)
+            )
             if version is None:
                 return None, problem
-            return _do_on_all(lambda: opened.enter_context(_pin(reader, version, self._fits)))
+            return _do_on_all(lambda: self._pin(reader, version, opened))
         if group := self._group:
             return _do_on_all(lambda: self._receive(group))
         return None, (
             "the engine knows no job yet; call init_weight_transfer_engine first, also after each "
             "start of the engine"
         )
+
+    def _pin(self, reader: WeightReader, version: Version, opened: ExitStack) -> Iterable[Named]:
+        view = opened.enter_context(pin_version(reader, version))
+        self._require_fit(view.list_outlines())
+        source = view.version.source
+        logger.info("loading version %d (run %d) from %s", version.step, version.run, source)
+        return view.iter_views()
 
     def _load(self, tensors: Iterable[Named]) -> None:
         try:
@@ -192,59 +192,15 @@ class TrinitySyncEngine(WeightTransferEngine):
     def _receive(self, group: WeightGroup) -> list[Named]:
         """Receive a whole broadcast before any of it is loaded, in memory of the host."""
         received = [(name, tensor.to("cpu", copy=True)) for name, tensor in receive_weights(group)]
-        self._fits([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in received])
+        self._require_fit([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in received])
         return received
 
-    def _fits(self, outlines: list[Outline]) -> None:
+    def _require_fit(self, outlines: list[Outline]) -> None:
         """Raise an error unless the tensors fill the model; compares the same ones only once."""
         if self._fitting is None or self._fitting != (self.model, outlines):
             workers = self.parallel_config.world_size_across_dp
             require_fit(self.model, self.model_config, outlines, workers=workers)
             self._fitting = self.model, outlines
-
-
-def _select(reader: WeightReader, root: str, wanted: TrinitySyncUpdateInfo) -> Version:
-    if wanted.step is not None and wanted.run is not None and wanted.images:
-        images = tuple(ImageRef(**image) for image in wanted.images)
-        return Version(wanted.step, wanted.run, "memory", root, images=images)
-    least = wanted.min_step if wanted.step is None else wanted.step
-    version = asyncio.run(reader.wait_newer(than=least - 1, timeout_s=wanted.timeout_s))
-    if version is None:
-        raise WeightSyncError(
-            f"no version of step {least} or later can be read after {wanted.timeout_s:g} s; does "
-            "the trainer run, and does this node see its root?"
-        )
-    if wanted.step is not None and version.step != wanted.step:
-        newest = version.step
-        version = find_committed_version(version.root, version.role, wanted.step)
-        if version is None:
-            raise WeightSyncError(
-                f"version {wanted.step} is gone: the newest is {newest}, and step {wanted.step} is "
-                "not committed; load the newest"
-            )
-    if wanted.run is not None and version.run != wanted.run:
-        raise WeightSyncError(
-            f"version {version.step} was made by run {version.run}, not {wanted.run}; load the "
-            "newest"
-        )
-    return version
-
-
-@contextmanager
-def _pin(
-    reader: WeightReader, version: Version, check: Callable[[list[Outline]], None]
-) -> Iterator[Iterator[Named]]:
-    """Yield the tensors of a version that stays open, and of no other."""
-    with reader.open(version) as view:
-        found = view.version
-        if (found.run, found.step) != (version.run, version.step):
-            raise WeightSyncError(
-                f"version {version.step} of run {version.run} is gone; load the newest, "
-                f"{found.step} of run {found.run}"
-            )
-        check(view.list_outlines())
-        logger.info("loading version %d (run %d) from %s", found.step, found.run, found.source)
-        yield view.iter_views()
 
 
 def _do_on_first(action: Callable[[], T]) -> tuple[T | None, str]:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trinity_sync.errors import ConfigError, WeightSyncError
+from trinity_sync.integrations.vllm.pinned_version import wait_for
 from trinity_sync.weights.reader import WeightReader
 from trinity_sync.weights.version import Version
 
@@ -41,6 +42,7 @@ class VLLMUpdater:
         engine: URL of a vLLM server, or an ``LLM`` of this process; started with
             ``weight_transfer_config`` of backend ``trinity_sync``.
         root: the job's root, as this process and the engine's workers see it.
+        role: role of the weights, as the trainer's `upload` names it.
         deltas: fetch the elements that changed, where there is a delta; see `WeightReader`.
         verify: compare the digests of files that are read from a commit.
         api_key: the key of the server, if it has one.
@@ -56,6 +58,7 @@ class VLLMUpdater:
         engine: Any,
         root: str | Path,
         *,
+        role: str = "actor",
         deltas: bool = False,
         verify: bool = False,
         api_key: str | None = None,
@@ -63,8 +66,9 @@ class VLLMUpdater:
     ) -> None:
         root = Path(root).resolve()
         self._engine = _make_control(engine, api_key, timeout_s)
-        self._init_info = {"root": str(root), "deltas": deltas, "verify": verify}
-        self._reader = WeightReader(root=root, name=f"updater-{socket.gethostname()}-{os.getpid()}")
+        self._init_info = {"root": str(root), "role": role, "deltas": deltas, "verify": verify}
+        name = f"updater-{socket.gethostname()}-{os.getpid()}"
+        self._reader = WeightReader(root=root, role=role, name=name)
         self._served: Version | None = None
 
     def get_served_step(self) -> int | None:
@@ -94,13 +98,7 @@ class VLLMUpdater:
             WeightSyncError: there is no such version in time, or the engine did not load it. It
                 serves the version that it had.
         """
-        least = 0 if min_step is None else min_step
-        newest = asyncio.run(self._reader.wait_newer(than=least - 1, timeout_s=timeout_s))
-        if newest is None:
-            raise WeightSyncError(
-                f"no version of step {least} or later can be read after {timeout_s:g} s; does the "
-                "trainer run, and does this node see its root?"
-            )
+        newest = wait_for(self._reader, min_step or 0, timeout_s)
         if self._serves(newest):
             return newest.step
         with self._reader.open(newest) as view:

@@ -1,0 +1,44 @@
+"""Updates of a vLLM whose weight transfer takes no back ends, by methods added to its workers.
+
+::
+
+    llm = LLM(model, worker_extension_cls="trinity_sync.integrations.vllm.extension.LoadVersion")
+    step = max(llm.collective_rpc("load_version", kwargs={"root": root}))
+    llm.reset_prefix_cache()
+
+It needs ``reload_weights(weights_iterator=...)`` of the model runner. The weights are not compared
+with the model before they load; prefer the back end where there is one.
+"""
+
+import os
+import socket
+from typing import Any
+
+from trinity_sync.integrations.vllm.pinned_version import Wanted, pin_version, select_version
+from trinity_sync.weights.reader import WeightReader
+
+
+class LoadVersion:
+    """Methods that vLLM adds to each of its workers."""
+
+    model_runner: Any
+
+    def load_version(self, root: str, role: str = "actor", **wanted: Any) -> int:
+        """Load a version, and return its step.
+
+        With several workers, pass ``step``: each of them looks for the newest version by itself.
+
+        Args:
+            root: the job's root, an absolute path.
+            role: role of the weights.
+            **wanted: the fields of `Wanted`.
+
+        Raises:
+            WeightSyncError: there is no such version in time, or it is gone.
+        """
+        name = f"vllm-{socket.gethostname()}-{os.getpid()}"
+        with WeightReader(root=root, role=role, name=name) as reader:
+            version = select_version(reader, root, role, Wanted(**wanted))
+            with pin_version(reader, version) as view:
+                self.model_runner.reload_weights(weights_iterator=view.iter_views())
+        return version.step

@@ -1,0 +1,96 @@
+"""The version that an update of an engine is about: which one it is, and opening it.
+
+The updater names the version that it has opened itself, with the places of its images, so the
+workers need not look for it; other callers of vLLM's protocol name a step, or nothing.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from trinity_sync.errors import WeightSyncError
+from trinity_sync.weights.committed import find_committed_version
+from trinity_sync.weights.reader import WeightReader
+from trinity_sync.weights.version import ImageRef, Version
+from trinity_sync.weights.version_view import VersionView
+
+
+@dataclass
+class Wanted:
+    """The version to load; by default the newest."""
+
+    step: int | None = None
+    """Load this step, and no other."""
+    run: int | None = None
+    """Number of the run that made it; None for any."""
+    images: list[dict[str, Any]] = field(default_factory=list)
+    """Where the updater found it in the memory of its node: the fields of each `ImageRef`."""
+    min_step: int = 0
+    """Wait for a version of at least this step."""
+    timeout_s: float = 30.0
+
+
+def select_version(reader: WeightReader, root: str, role: str, wanted: Wanted) -> Version:
+    """Return the version to load, once it can be read.
+
+    Args:
+        reader: looks for it; blocks the caller for up to ``wanted.timeout_s``.
+        root: the job's root.
+        role: role of the weights.
+        wanted: which version.
+
+    Raises:
+        WeightSyncError: there is none in time, or the step is gone or of another run.
+    """
+    if wanted.step is not None and wanted.run is not None and wanted.images:
+        images = tuple(ImageRef(**image) for image in wanted.images)
+        return Version(wanted.step, wanted.run, "memory", root, role, images)
+    least = wanted.min_step if wanted.step is None else wanted.step
+    found = wait_for(reader, least, wanted.timeout_s)
+    if wanted.step is not None and found.step != wanted.step:
+        committed = find_committed_version(root, role, wanted.step)
+        if committed is None:
+            raise WeightSyncError(
+                f"version {wanted.step} is gone: the newest is {found.step}, and step "
+                f"{wanted.step} is not committed; load the newest"
+            )
+        found = committed
+    if wanted.run is not None and found.run != wanted.run:
+        raise WeightSyncError(
+            f"version {found.step} was made by run {found.run}, not {wanted.run}; load the newest"
+        )
+    return found
+
+
+def wait_for(reader: WeightReader, least: int, timeout_s: float) -> Version:
+    """Wait for a version of at least step ``least``, and return the newest.
+
+    Raises:
+        WeightSyncError: there is none within ``timeout_s`` seconds.
+    """
+    found = asyncio.run(reader.wait_newer(than=least - 1, timeout_s=timeout_s))
+    if found is None:
+        raise WeightSyncError(
+            f"no version of step {least} or later can be read after {timeout_s:g} s; does the "
+            "trainer run, and does this node see its root?"
+        )
+    return found
+
+
+@contextmanager
+def pin_version(reader: WeightReader, version: Version) -> Iterator[VersionView]:
+    """Yield this version, and no other, which nothing changes or removes meanwhile.
+
+    Raises:
+        WeightSyncError: it is gone.
+    """
+    with reader.open(version) as view:
+        found = view.version
+        if (found.run, found.step) != (version.run, version.step):
+            raise WeightSyncError(
+                f"version {version.step} of run {version.run} is gone; load the newest, "
+                f"{found.step} of run {found.run}"
+            )
+        yield view
