@@ -53,6 +53,22 @@ def loaded(reader: WeightReader, version: Version | None = None) -> tuple[int, f
     return step, value
 
 
+def test_views_read_the_images_in_place(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    whole, tied = torch.randn(50, 20), torch.randn(7)
+    versions.tell(upload(job, 1, {"whole": whole, "one": tied, "other": tied}))
+    with reader.open() as view:
+        found = dict(view.iter_views())
+        assert [*found] == ["whole", "one", "other"]
+        assert view.list_outlines() == [(n, tuple(t.shape), t.dtype) for n, t in found.items()]
+        (image,) = view.images
+        inside = range(image.data_ptr(), image.data_ptr() + len(image))
+        assert all(tensor.data_ptr() in inside for tensor in found.values())
+        assert torch.equal(found["whole"], whole)
+        assert found["one"].data_ptr() == found["other"].data_ptr()
+
+
 def overwritten(job: Job, step: int) -> Version:
     """One whose image is not in memory any more."""
     image = ImageRef("here", str(job.spool.folder / "removed"), "", 0, 1)

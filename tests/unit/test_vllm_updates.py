@@ -1,0 +1,206 @@
+"""An updater and what a vLLM worker does to read a version, without vLLM.
+
+The server here answers vLLM's calls over HTTP; in place of a worker it opens the version that the
+updater names, as a worker does. ``tests/vllm`` has the same with the real engine.
+"""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+
+from trinity_sync import CheckpointCoordinator, ConfigError, WeightReader, WeightSyncError
+from trinity_sync.integrations.vllm import VLLMUpdater
+from trinity_sync.integrations.vllm.pinned_version import Wanted, pin_version, select_version
+
+
+class Engine:
+    """What stands behind the server."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.version = "default"
+        self.weights: dict[str, torch.Tensor] = {}
+        self.root = ""
+        self.before_loading: Callable[[], None] = lambda: None
+
+    def answer(self, path: str, query: str, body: dict[str, Any]) -> dict[str, Any]:
+        self.calls.append(path + (f"?{query}" if query else ""))
+        if path == "/init_weight_transfer_engine":
+            self.root = body["init_info"]["root"]
+        elif path == "/update_weights":
+            self.load(Wanted(**body["update_info"]))
+        elif path == "/finish_weight_update" and body.get("weight_version"):
+            self.version = body["weight_version"]
+        return {"weight_version": self.version}
+
+    def load(self, wanted: Wanted) -> None:
+        self.before_loading()
+        with WeightReader(root=self.root, name="worker", timeout_s=0.2) as reader:
+            version = select_version(reader, self.root, "actor", wanted)
+            with pin_version(reader, version) as view:
+                self.weights = {name: tensor.clone() for name, tensor in view.iter_views()}
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def url(engine: Engine) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            parts = urlsplit(self.path)
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            try:
+                status, answer = (
+                    200,
+                    engine.answer(parts.path, parts.query, json.loads(body or b"{}")),
+                )
+            except WeightSyncError as error:
+                status, answer = 500, {"error": str(error)}
+            content = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_GET = do_POST
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def saves(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    (tmp_path / "spool").mkdir(mode=0o700)
+    monkeypatch.setenv("TRINITY_SYNC_SPOOL", str(tmp_path / "spool"))
+    with CheckpointCoordinator(root) as saves:
+        yield saves
+
+
+def publish(saves: CheckpointCoordinator, step: int) -> dict[str, torch.Tensor]:
+    state = {"w": torch.full((3000,), float(step)), "b": torch.full((3,), float(step))}
+    saves.upload(step, lambda: state)
+    saves.wait_staged()
+    return state
+
+
+def test_an_update_pauses_the_engine_and_names_the_version(
+    engine: Engine, url: str, root: Path, saves: CheckpointCoordinator
+) -> None:
+    state = publish(saves, 7)
+    with VLLMUpdater(url, root) as updater:
+        assert updater.get_served_step() is None
+        assert updater.update() == 7
+        assert {name: t.tolist() for name, t in engine.weights.items()} == {
+            name: t.tolist() for name, t in state.items()
+        }
+        assert engine.calls[-6:] == [
+            "/init_weight_transfer_engine",
+            "/pause?mode=wait",
+            "/start_weight_update",
+            "/update_weights",
+            "/finish_weight_update",
+            "/resume",
+        ]
+        assert updater.get_served_step() == 7
+        engine.calls.clear()
+        assert updater.update() == 7
+        assert engine.calls == ["/weight_info"]  # it serves the newest
+        engine.version = "default"  # the engine was started again
+        assert updater.update() == 7
+        assert engine.calls.count("/update_weights") == 1
+
+
+def test_the_version_stays_until_the_engine_has_it(
+    engine: Engine, url: str, root: Path, saves: CheckpointCoordinator
+) -> None:
+    def publish_more() -> None:
+        for step in range(2, 6):
+            publish(saves, step)
+
+    publish(saves, 1)
+    engine.before_loading = publish_more
+    with VLLMUpdater(url, root) as updater:
+        assert updater.update() == 1
+        assert engine.weights["w"].unique().tolist() == [1]
+        engine.before_loading = lambda: None
+        assert updater.update(pause=None) == 5
+        assert engine.weights["w"].unique().tolist() == [5]
+        assert engine.calls.count("/pause?mode=wait") == 1
+
+
+def test_a_refusal_ends_the_update_and_the_engine_goes_on(
+    engine: Engine, url: str, root: Path, saves: CheckpointCoordinator
+) -> None:
+    def refuse() -> None:
+        raise WeightSyncError("q_proj does not fit the model")
+
+    publish(saves, 1)
+    engine.before_loading = refuse
+    with VLLMUpdater(url, root) as updater:
+        with pytest.raises(WeightSyncError, match=r"500.*q_proj does not fit"):
+            updater.update(pause="keep")
+        assert engine.calls[-3:] == ["/update_weights", "/finish_weight_update", "/resume"]
+        assert updater.get_served_step() is None
+
+
+def test_following_updates_at_each_version(
+    engine: Engine, url: str, root: Path, saves: CheckpointCoordinator
+) -> None:
+    publish(saves, 1)
+    with VLLMUpdater(url, root) as updater:
+        served = []
+        for step in updater.follow(timeout_s=0.1):
+            served.append(step)
+            if step < 4:
+                publish(saves, step + 1)
+        assert served == [1, 2, 3, 4]
+
+
+def test_what_is_wrong_is_named(url: str, root: Path, saves: CheckpointCoordinator) -> None:
+    updater = VLLMUpdater(url, root)
+    with pytest.raises(WeightSyncError, match="no version of step 3 or later"):
+        updater.update(min_step=3, timeout_s=0.01)
+    updater = VLLMUpdater("http://127.0.0.1:9", root)
+    with pytest.raises(WeightSyncError, match="does the vLLM server run"):
+        updater.get_served_step()
+    with pytest.raises(ConfigError, match="pass an LLM, or the URL"):
+        VLLMUpdater(object(), root)
+
+
+def test_a_step_is_selected_exactly(root: Path, saves: CheckpointCoordinator) -> None:
+    publish(saves, 1)
+    publish(saves, 2)
+    with WeightReader(root=root, name="worker", timeout_s=0.2) as reader:
+        newest = select_version(reader, str(root), "actor", Wanted())
+        assert newest.step == 2
+        assert select_version(reader, str(root), "actor", Wanted(step=2, run=1)) == newest
+        with pytest.raises(WeightSyncError, match="version 1 is gone: the newest is 2"):
+            select_version(reader, str(root), "actor", Wanted(step=1))
+        with pytest.raises(WeightSyncError, match="made by run 1, not 2"):
+            select_version(reader, str(root), "actor", Wanted(run=2))
+        places = [asdict(image) for image in newest.images]
+        for step in range(3, 9):
+            publish(saves, step)
+        gone = select_version(reader, str(root), "actor", Wanted(2, 1, places))
+        message = "version 2 of run 1 is gone; load the newest, 8"
+        with pytest.raises(WeightSyncError, match=message), pin_version(reader, gone):
+            pass
