@@ -112,12 +112,13 @@ def test_an_update_pauses_the_engine_and_names_the_version(
         assert {name: t.tolist() for name, t in engine.weights.items()} == {
             name: t.tolist() for name, t in state.items()
         }
-        assert engine.calls[-6:] == [
+        assert engine.calls[-7:] == [
             "/init_weight_transfer_engine",
             "/pause?mode=wait",
             "/start_weight_update",
             "/update_weights",
             "/finish_weight_update",
+            "/reset_prefix_cache?reset_running_requests=true",
             "/resume",
         ]
         assert updater.get_served_step() == 7

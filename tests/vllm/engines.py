@@ -86,8 +86,8 @@ class Server:
 
     def ask(
         self, prompt: list[int], max_tokens: int = TOKENS, model: str | None = None
-    ) -> tuple[list[int], list[str]]:
-        """Return the greedy tokens, and the version of the weights of each span of them."""
+    ) -> tuple[list[int], list[tuple[str, int, int]]]:
+        """Return the greedy tokens, and spans of them: version of the weights, start and end."""
         body = {
             "model": model,
             "token_ids": prompt,
@@ -103,7 +103,9 @@ class Server:
         assert answer.is_success, answer.text
         choice = answer.json()["choices"][0]
         spans = choice["weight_versions"] or []  # none of a request that was aborted at once
-        return choice["token_ids"] or [], [span["version"] for span in spans]
+        return choice["token_ids"] or [], [
+            (span["version"], span["start"], span["end"]) for span in spans
+        ]
 
     def ask_all(self, model: str | None = None) -> list[list[int]]:
         """Return the greedy tokens of each prompt, for a model or an adapter."""

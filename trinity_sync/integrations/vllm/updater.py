@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 Pause = Literal["wait", "abort", "keep"]
 """What becomes of requests in flight: they end first; they are aborted; or they are frozen, and go
-on with the new weights."""
+on with the new weights, which compute the cache of their tokens again."""
 
 
 class VLLMUpdater:
@@ -158,6 +158,7 @@ class VLLMUpdater:
                     engine.finish_weight_update(None)
                 raise
             engine.finish_weight_update(str(version.step))
+            engine.reset_cache()
         logger.info("the engine serves version %d (run %d)", version.step, version.run)
 
 
@@ -190,10 +191,13 @@ class _InProcess:
         self._llm = llm
 
     def pause(self, mode: Pause) -> None:
-        self._llm.reset_prefix_cache()  # it was computed with the old weights
+        pass
 
     def resume(self) -> None:
         pass
+
+    def reset_cache(self) -> None:
+        self._llm.reset_prefix_cache()
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         with _translated():
@@ -240,6 +244,10 @@ class _Server:
     def resume(self) -> None:
         self._call("POST", "/resume")
 
+    def reset_cache(self) -> None:
+        """Forget what the old weights have computed, also of requests in flight."""
+        self._call("POST", "/reset_prefix_cache", params={"reset_running_requests": "true"})
+
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._call("POST", "/init_weight_transfer_engine", json={"init_info": init_info})
 
@@ -273,4 +281,4 @@ class _Server:
             raise WeightSyncError(
                 f"{self._url} did not answer {path}: {error!r}; does the vLLM server run?"
             ) from error
-        return answer.json()
+        return answer.json() if answer.content else None
