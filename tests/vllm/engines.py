@@ -113,10 +113,22 @@ class Server:
 
     def kill(self) -> None:
         """Send SIGKILL to all of its processes."""
-        for each in [*psutil.Process(self.process.pid).children(recursive=True), self.process]:
-            with suppress(psutil.NoSuchProcess):
-                each.kill()
+        end(self.list_processes())
         self.process.wait()
+
+    def list_processes(self) -> list[psutil.Process]:
+        """Return the server and those that it started; none once it has ended."""
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self.process.pid)
+            return [process, *process.children(recursive=True)]
+        return []
+
+
+def end(processes: list[psutil.Process]) -> None:
+    """Send SIGKILL to those that run."""
+    for each in processes:
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
 
 
 @contextmanager
@@ -147,11 +159,12 @@ def running_server(model: Path, log: Path, *options: str, **environment: str) ->
             time.sleep(0.2)  # it does not tell when it listens
         yield server
     finally:
-        if process.poll() is None:
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(60)
-            server.kill()
+        started = server.list_processes()
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(60)
+        end(started)
+        process.wait()
 
 
 def generate(llm: Any, lora_request: Any = None) -> list[list[int]]:
