@@ -112,13 +112,12 @@ def test_an_update_pauses_the_engine_and_names_the_version(
         assert {name: t.tolist() for name, t in engine.weights.items()} == {
             name: t.tolist() for name, t in state.items()
         }
-        assert engine.calls[-7:] == [
+        assert engine.calls[-6:] == [
             "/init_weight_transfer_engine",
             "/pause?mode=wait",
             "/start_weight_update",
             "/update_weights",
             "/finish_weight_update",
-            "/reset_prefix_cache?reset_running_requests=true",
             "/resume",
         ]
         assert updater.get_served_step() == 7
@@ -143,7 +142,7 @@ def test_the_version_stays_until_the_engine_has_it(
         assert updater.update() == 1
         assert engine.weights["w"].unique().tolist() == [1]
         engine.before_loading = lambda: None
-        assert updater.update(pause=None) == 5
+        assert updater.update(pause="keep") == 5
         assert engine.weights["w"].unique().tolist() == [5]
         assert engine.calls.count("/pause?mode=wait") == 1
 

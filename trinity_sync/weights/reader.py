@@ -59,7 +59,8 @@ class WeightReader:
             otherwise the files of this node's spool and of the root are read, without Ray.
         name: name of the reader, unique in the job. It appears in reports, and holds its leases.
         root: the job's root; required without a Synchronizer.
-        role: role of the weights, as the trainer's `upload` names it; a Synchronizer has its own.
+        role: role of the weights, as the trainer's `upload` names it; by default that of the
+            Synchronizer, or ``actor``.
         deltas: keep a private copy of the weights, and fetch the elements that changed, where there
             is a delta; otherwise the full version. See ``delta_cache``.
         dtype: dtype to which floating-point tensors are rounded as they are copied, e.g.
@@ -82,13 +83,14 @@ class WeightReader:
         *,
         name: str,
         root: str | Path | None = None,
-        role: str = "actor",
+        role: str | None = None,
         deltas: bool = False,
         dtype: torch.dtype | None = None,
         verify: bool = False,
         timeout_s: float = 60.0,
     ) -> None:
-        self._registry = _make_registry(name, synchronizer, root, role)
+        self._registry = _make_registry(name, synchronizer, root, role or "actor")
+        self._role = role
         self._name = name
         self._opener = VersionOpener(name, verify=verify, node=self._registry.node, dtype=dtype)
         self._cache = DeltaCache(rounding=dtype is torch.bfloat16) if deltas else None
@@ -101,13 +103,15 @@ class WeightReader:
         return self._cache.delta_bytes if self._cache else None
 
     async def wait_newer(
-        self, than: int | None = None, timeout_s: float | None = None
+        self, than: int | None = None, timeout_s: float | None = None, *, run: int | None = None
     ) -> Version | None:
         """Wait for a version that can be read and is newer than the one read last.
 
         Args:
             than: step that the version has to be beyond, instead of that of the version read last.
             timeout_s: seconds to wait; None waits without limit.
+            run: number of the run that made step ``than``; by default that of the version read
+                last.
 
         Returns:
             The newest version; None at the time-out.
@@ -117,7 +121,9 @@ class WeightReader:
         """
         last = self.version
         beyond = than if than is not None else last.step if last else -1
-        return await self._registry.wait_newer(beyond, timeout_s, last.run if last else None)
+        if run is None and last:
+            run = last.run
+        return await self._registry.wait_newer(beyond, timeout_s, run)
 
     @contextmanager
     def open(self, version: Version | None = None) -> Iterator[VersionView]:
@@ -239,6 +245,12 @@ class WeightReader:
                 yield committed
 
     def _open(self, version: Version, deadline: float) -> AbstractContextManager[VersionView]:
+        if self._role not in (None, version.role):
+            raise ConfigError(
+                f"reader {self._name} is for weights of role {self._role!r}, and the Synchronizer "
+                f"of {version.root} serves {version.role!r}; start it with that role in "
+                "SyncSettings, or read from files, in a process outside of the Ray cluster"
+            )
         if version.source == "checkpoint":
             return self._opener.open_checkpoint(version)
         if version.source == "memory":

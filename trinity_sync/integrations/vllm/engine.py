@@ -16,7 +16,7 @@ import socket
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from vllm.distributed.parallel_state import get_world_group
@@ -31,7 +31,12 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from trinity_sync.errors import TrinitySyncError, WeightSyncError
-from trinity_sync.integrations.vllm.model_fit import Outline, quiet_loaders, require_fit
+from trinity_sync.integrations.vllm.model_fit import (
+    Outline,
+    quiet_loaders,
+    require_fit,
+    require_whole,
+)
 from trinity_sync.integrations.vllm.pinned_version import Wanted, pin_version, select_version
 from trinity_sync.weights.broadcast import receive_weights
 from trinity_sync.weights.process_group import join_weight_group
@@ -40,6 +45,9 @@ from trinity_sync.weights.version import Version
 from trinity_sync.weights.weight_group import WeightGroup
 
 logger = logging.getLogger(__name__)
+
+OPEN_S = 5.0
+"""Seconds in which a version that was found has to be opened: the engine does not generate."""
 
 Named = tuple[str, torch.Tensor]
 T = TypeVar("T")
@@ -57,6 +65,8 @@ class TrinitySyncInitInfo(WeightTransferInitInfo):
     """Fetch the elements that changed, where there is a delta; see `WeightReader`."""
     verify: bool = False
     """Compare the digests of files that are read from a commit."""
+    compare: bool = True
+    """Compare the tensors with the model before they are loaded."""
     address: str = ""
     """Host of the trainer's rank 0, to receive broadcasts instead; see `join_weight_group`."""
     port: int = 0
@@ -85,7 +95,9 @@ class TrinitySyncEngine(WeightTransferEngine):
         self._reader: WeightReader | None = None
         self._group: WeightGroup | None = None
         self._fitting: tuple[torch.nn.Module, list[Outline]] | None = None
-        """The model and the tensors that were compared last, and fit."""
+        """The model and the tensors that were compared last, and fit in this worker."""
+        self._taken: dict[str, int] = {}
+        """The elements of them that this worker takes."""
 
     def init_transfer_engine(self, init_info: TrinitySyncInitInfo) -> None:
         """Open the job, or join the group of its broadcasts; the same call again does nothing.
@@ -93,7 +105,7 @@ class TrinitySyncEngine(WeightTransferEngine):
         Raises:
             ValueError: the job's root is missing.
         """
-        if init_info == self._info:
+        if init_info == self._info and not (self._group and self._group.broken):
             return
         if not init_info.root and not init_info.address:
             raise ValueError('init_info needs "root", the folder of the job')
@@ -114,6 +126,7 @@ class TrinitySyncEngine(WeightTransferEngine):
                 name=f"vllm-{socket.gethostname()}-{os.getpid()}",
                 deltas=init_info.deltas,
                 verify=init_info.verify,
+                timeout_s=OPEN_S,
             )
         self._info = init_info
 
@@ -163,13 +176,25 @@ class TrinitySyncEngine(WeightTransferEngine):
             )
             if version is None:
                 return None, problem
-            return _do_on_all(lambda: self._pin(reader, version, opened))
+            return self._agree(lambda: self._pin(reader, version, opened))
         if group := self._group:
-            return _do_on_all(lambda: self._receive(group))
+            return self._agree(lambda: self._receive(group))
         return None, (
             "the engine knows no job yet; call init_weight_transfer_engine first, also after each "
             "start of the engine"
         )
+
+    def _agree(
+        self, open_tensors: Callable[[], Iterable[Named]]
+    ) -> tuple[Iterable[Named] | None, str]:
+        """Open the tensors; return them, or in all workers None and the problem of one of them."""
+        tensors, problem = _attempt(open_tensors)
+        answers = _gather((problem, self._taken))
+        problem = next((each for each, _ in answers if each), "")
+        if not problem and self._fitting:
+            outlines, taken = self._fitting[1], [each for _, each in answers]
+            _, problem = _attempt(lambda: require_whole(outlines, taken))
+        return (None, problem) if problem else (tensors, "")
 
     def _pin(self, reader: WeightReader, version: Version, opened: ExitStack) -> Iterable[Named]:
         view = opened.enter_context(pin_version(reader, version))
@@ -178,6 +203,26 @@ class TrinitySyncEngine(WeightTransferEngine):
         logger.info("loading version %d (run %d) from %s", version.step, version.run, source)
         return view.iter_views()
 
+    def _receive(self, group: WeightGroup) -> list[Named]:
+        """Receive a whole broadcast before any of it is loaded, in memory of the host."""
+        received = [(name, tensor.to("cpu", copy=True)) for name, tensor in receive_weights(group)]
+        self._require_fit([(name, tuple(each.shape), each.dtype) for name, each in received])
+        return received
+
+    def _require_fit(self, outlines: list[Outline]) -> None:
+        """Raise an error unless the tensors fill the model; compares the same ones only once."""
+        if self._info and not self._info.compare:
+            return
+        if self._fitting is None or self._fitting != (self.model, outlines):
+            self._fitting, self._taken = None, {}
+            try:
+                self._taken = require_fit(self.model, self.model_config, outlines)
+            except WeightSyncError:
+                raise
+            except BaseException:
+                _end_worker("the model could not be restored after the comparison")
+            self._fitting = self.model, outlines
+
     def _load(self, tensors: Iterable[Named]) -> None:
         try:
             with quiet_loaders():
@@ -185,22 +230,14 @@ class TrinitySyncEngine(WeightTransferEngine):
                 self.model.load_weights(tensors)
                 finalize_layerwise_reload(self.model, self.model_config)
         except BaseException:
-            logger.critical("the model has parts of two versions: this worker ends", exc_info=True)
-            logging.shutdown()
-            os._exit(os.EX_SOFTWARE)  # an exception would leave the engine serving
+            _end_worker("the model has parts of two versions")
 
-    def _receive(self, group: WeightGroup) -> list[Named]:
-        """Receive a whole broadcast before any of it is loaded, in memory of the host."""
-        received = [(name, tensor.to("cpu", copy=True)) for name, tensor in receive_weights(group)]
-        self._require_fit([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in received])
-        return received
 
-    def _require_fit(self, outlines: list[Outline]) -> None:
-        """Raise an error unless the tensors fill the model; compares the same ones only once."""
-        if self._fitting is None or self._fitting != (self.model, outlines):
-            workers = self.parallel_config.world_size_across_dp
-            require_fit(self.model, self.model_config, outlines, workers=workers)
-            self._fitting = self.model, outlines
+def _end_worker(why: str) -> NoReturn:
+    """End this process, so that vLLM stops the engine; an exception would leave it serving."""
+    logger.critical("%s: this worker ends", why, exc_info=True)
+    logging.shutdown()
+    os._exit(os.EX_SOFTWARE)
 
 
 def _do_on_first(action: Callable[[], T]) -> tuple[T | None, str]:
@@ -210,17 +247,14 @@ def _do_on_first(action: Callable[[], T]) -> tuple[T | None, str]:
     return group.broadcast_object(answer, src=0)
 
 
-def _do_on_all(action: Callable[[], T]) -> tuple[T | None, str]:
-    """Return what the action returned here; or, in all workers, the error of one of them."""
+def _gather(answer: T) -> list[T]:
+    """Return the answers of all workers."""
     group = get_world_group()
-    result, problem = _attempt(action)
-    problems = [problem]
-    if group.world_size > 1:
-        problems = [""] * group.world_size
-        torch.distributed.all_gather_object(problems, problem, group=group.cpu_group)
-    if any(problems):
-        return None, next(filter(None, problems))
-    return result, ""
+    if group.world_size == 1:
+        return [answer]
+    answers: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(answers, answer, group=group.cpu_group)
+    return answers
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, str]:

@@ -3,7 +3,7 @@
 ::
 
     llm = LLM(model, worker_extension_cls="trinity_sync.integrations.vllm.extension.LoadVersion")
-    step = max(llm.collective_rpc("load_version", kwargs={"root": root}))
+    [step] = llm.collective_rpc("load_version", kwargs={"root": root})
     llm.reset_prefix_cache()
 
 It needs ``reload_weights(weights_iterator=...)`` of the model runner. The weights are not compared
@@ -14,6 +14,7 @@ import os
 import socket
 from typing import Any
 
+from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.vllm.pinned_version import Wanted, pin_version, select_version
 from trinity_sync.weights.reader import WeightReader
 
@@ -22,11 +23,12 @@ class LoadVersion:
     """Methods that vLLM adds to each of its workers."""
 
     model_runner: Any
+    parallel_config: Any
 
     def load_version(self, root: str, role: str = "actor", **wanted: Any) -> int:
         """Load a version, and return its step.
 
-        With several workers, pass ``step``: each of them looks for the newest version by itself.
+        Several workers need ``step`` and ``run``, since each of them looks for it by itself.
 
         Args:
             root: the job's root, an absolute path.
@@ -35,7 +37,10 @@ class LoadVersion:
 
         Raises:
             WeightSyncError: there is no such version in time, or it is gone.
+            ConfigError: there are several workers, and ``step`` or ``run`` is missing.
         """
+        if self.parallel_config.world_size > 1 and not {"step", "run"} <= wanted.keys():
+            raise ConfigError("pass step and run, so that all workers load the same version")
         name = f"vllm-{socket.gethostname()}-{os.getpid()}"
         with WeightReader(root=root, role=role, name=name) as reader:
             version = select_version(reader, root, role, Wanted(**wanted))

@@ -49,20 +49,22 @@ class _Counts:
     """The tensor that the model was given last."""
 
 
-def require_fit(
-    model: Any, model_config: Any, tensors: Sequence[Outline], *, workers: int = 1
-) -> None:
-    """Raise an error unless the tensors fill the whole model; it is not changed.
+def require_fit(model: Any, model_config: Any, tensors: Sequence[Outline]) -> dict[str, int]:
+    """Raise an error unless the tensors fill the model of this worker, which is not changed.
 
     Args:
         model: vLLM's model, as this worker holds it.
         model_config: vLLM's configuration of the model.
         tensors: names, full shapes and dtypes, in the order in which they will be loaded.
-        workers: workers that share the model, each of which takes a part of a tensor.
+
+    Returns:
+        For each tensor of which this worker takes something, the number of elements; see
+        `find_oversized`.
 
     Raises:
         WeightSyncError: a tensor is unknown, or of another shape than the model's, or parameters
             would not be filled; it names them.
+        Exception: vLLM could not restore the model, which is not usable any longer.
     """
     from vllm.model_executor.model_loader.reload import (
         finalize_layerwise_reload,
@@ -71,14 +73,15 @@ def require_fit(
 
     counts = _Counts()
     tied = _find_tied(model)
-    initialize_layerwise_reload(model)
-    loaders = _count_loads(model, counts)
+    loaders: list[tuple[Any, Any]] = []
     try:
         with quiet_loaders():
+            initialize_layerwise_reload(model)
+            _count_loads(model, counts, loaders)
             model.load_weights(_iter_empty(tensors, counts))
     except NotImplementedError as error:  # a loader looks at values
         logger.warning("the weights are not compared with the model before they load: %s", error)
-        return
+        return {}
     except Exception as error:  # whatever the loaders of that model raise
         shape = next((list(shape) for name, shape, _ in tensors if name == counts.current), [])
         raise WeightSyncError(
@@ -86,29 +89,52 @@ def require_fit(
             "Nothing was loaded; train and serve the same model"
         ) from error
     finally:
-        for parameter, loader in loaders:
-            parameter.weight_loader = loader
+        for tensor, loader in loaders:
+            if loader is None:
+                del tensor.weight_loader
+            else:
+                tensor.weight_loader = loader
         with quiet_loaders():
             finalize_layerwise_reload(model, model_config)
-    problems = [
-        f"{name} of shape {list(shape)} is larger than in the model"
-        for name, shape, _ in tensors
-        if 0 < counts.taken[name] * workers < torch.Size(shape).numel()
-    ]
+    problems = []
     for name, numel in counts.needed.items():
         found = max(counts.into[each] for each in tied.get(name, [name]))
-        if found < numel and not name.endswith(OPTIONAL):
+        if found < numel:
             given = ", ".join(counts.sources[name])
             problems.append(
                 f"{name} would get {found:,} of its {numel:,} elements"
                 + (f", from {given}" if given else "")
             )
     if problems:
-        more = f" and {len(problems) - SHOWN} more" if problems[SHOWN:] else ""
-        raise WeightSyncError(
-            f"the weights do not fit the model: {'; '.join(problems[:SHOWN])}{more}. Nothing was "
-            "loaded; train and serve the same model"
-        )
+        raise _describe(problems)
+    return {name: numel for name, numel in counts.taken.items() if numel}
+
+
+def require_whole(tensors: Sequence[Outline], taken: Sequence[dict[str, int]]) -> None:
+    """Raise an error if a tensor has elements that no worker takes: it is larger than the model's.
+
+    Args:
+        tensors: as for `require_fit`.
+        taken: what `require_fit` returned in each worker.
+
+    Raises:
+        WeightSyncError: there are such tensors; it names them.
+    """
+    problems = []
+    for name, shape, _ in tensors:
+        total = sum(each.get(name, 0) for each in taken)
+        if 0 < total < torch.Size(shape).numel():
+            problems.append(f"{name} of shape {list(shape)} is larger than in the model")
+    if problems:
+        raise _describe(problems)
+
+
+def _describe(problems: Sequence[str]) -> WeightSyncError:
+    more = f" and {len(problems) - SHOWN} more" if problems[SHOWN:] else ""
+    return WeightSyncError(
+        f"the weights do not fit the model: {'; '.join(problems[:SHOWN])}{more}. Nothing was "
+        "loaded; train and serve the same model"
+    )
 
 
 @contextmanager
@@ -132,23 +158,31 @@ def _find_tied(model: torch.nn.Module) -> dict[str, list[str]]:
     return {name: names for names in at.values() for name in names}
 
 
-def _count_loads(model: torch.nn.Module, counts: _Counts) -> list[tuple[Any, Callable[..., Any]]]:
-    """Make the loader of each tensor count; return the tensors and their own loaders."""
-    before = []
+def _count_loads(model: torch.nn.Module, counts: _Counts, before: list[tuple[Any, Any]]) -> None:
+    """Make the loader of each tensor count; add the tensors and their own loaders to ``before``."""
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
     for module_name, module in model.named_modules():
         prefix = f"{module_name}." if module_name else ""
         for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            loader = getattr(tensor, "weight_loader", None)
-            if tensor is None or loader is None:
+            if tensor is None:
                 continue
-            while loader.__name__ == "online_process_loader":  # of the layerwise reload
+            loader: Any = getattr(tensor, "weight_loader", None)
+            while getattr(loader, "__name__", "") == "online_process_loader":  # of the reload
                 loader = loader.__wrapped__
-            if key in module._parameters:
+            if key in module._parameters and not _is_optional(module, key):
                 needed = getattr(tensor, "weight_loader_numel", tensor.numel())
                 counts.needed[prefix + key] = needed
             before.append((tensor, loader))
-            tensor.weight_loader = _counting(loader, prefix + key, counts)
-    return before
+            counting = _counting(loader or default_weight_loader, prefix + key, counts)
+            tensor.weight_loader = counting
+
+
+def _is_optional(module: torch.nn.Module, key: str) -> bool:
+    """Return whether a quantized layer computes a parameter for which no tensor is sent."""
+    method = type(getattr(module, "quant_method", None)).__name__
+    quantized = method != "NoneType" and not method.startswith("Unquantized")
+    return quantized and key.endswith(OPTIONAL)
 
 
 def _counting(loader: Callable[..., Any], name: str, counts: _Counts) -> Callable[..., Any]:

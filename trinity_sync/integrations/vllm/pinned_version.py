@@ -5,12 +5,17 @@ workers need not look for it; other callers of vLLM's protocol name a step, or n
 """
 
 import asyncio
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from trinity_sync.errors import WeightSyncError
+from trinity_sync.layout import job_id
+from trinity_sync.settings import Settings
 from trinity_sync.weights.committed import find_committed_version
 from trinity_sync.weights.reader import WeightReader
 from trinity_sync.weights.version import ImageRef, Version
@@ -22,7 +27,7 @@ class Wanted:
     """The version to load; by default the newest."""
 
     step: int | None = None
-    """Load this step, and no other."""
+    """Load this step, and no other; not one before the step that the engine has."""
     run: int | None = None
     """Number of the run that made it; None for any."""
     images: list[dict[str, Any]] = field(default_factory=list)
@@ -46,7 +51,15 @@ def select_version(reader: WeightReader, root: str, role: str, wanted: Wanted) -
     """
     if wanted.step is not None and wanted.run is not None and wanted.images:
         images = tuple(ImageRef(**image) for image in wanted.images)
-        return Version(wanted.step, wanted.run, "memory", root, role, images)
+        if _are_here(images, root):
+            return Version(wanted.step, wanted.run, "memory", root, role, images)
+        committed = find_committed_version(root, role, wanted.step)
+        if committed is None:
+            raise WeightSyncError(
+                f"version {wanted.step} is in shared memory of another node or another spool, and "
+                "not committed; run the updater on the engine's node, with its TRINITY_SYNC_SPOOL"
+            )
+        return committed
     least = wanted.min_step if wanted.step is None else wanted.step
     found = wait_for(reader, least, wanted.timeout_s)
     if wanted.step is not None and found.step != wanted.step:
@@ -70,13 +83,33 @@ def wait_for(reader: WeightReader, least: int, timeout_s: float) -> Version:
     Raises:
         WeightSyncError: there is none within ``timeout_s`` seconds.
     """
-    found = asyncio.run(reader.wait_newer(than=least - 1, timeout_s=timeout_s))
+    deadline = time.monotonic() + timeout_s
+    found = wait_newer(reader, least - 1, timeout_s)
+    while found and found.step < least:  # of a run that resumed from an earlier step
+        left_s = max(0.0, deadline - time.monotonic())
+        found = wait_newer(reader, found.step, left_s, run=found.run)
     if found is None:
         raise WeightSyncError(
             f"no version of step {least} or later can be read after {timeout_s:g} s; does the "
             "trainer run, and does this node see its root?"
         )
     return found
+
+
+def wait_newer(
+    reader: WeightReader, than: int | None, timeout_s: float | None, *, run: int | None = None
+) -> Version | None:
+    """`WeightReader.wait_newer` for a caller that blocks, also in a thread with an event loop."""
+
+    def wait() -> Version | None:
+        return asyncio.run(reader.wait_newer(than, timeout_s, run=run))
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return wait()
+    with ThreadPoolExecutor(1, "wait-newer") as thread:
+        return thread.submit(wait).result()
 
 
 @contextmanager
@@ -94,3 +127,10 @@ def pin_version(reader: WeightReader, version: Version) -> Iterator[VersionView]
                 f"{found.step} of run {found.run}"
             )
         yield view
+
+
+def _are_here(images: tuple[ImageRef, ...], root: str) -> bool:
+    """Return whether the images are in the job's spool of this node."""
+    spool = Settings().spool / job_id(root)
+    slots = [Path(image.slot) for image in images]
+    return all(slot.parent == spool and slot.is_file() for slot in slots)

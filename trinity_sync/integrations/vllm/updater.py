@@ -13,7 +13,6 @@ vLLM need not be installed for an engine behind a URL. Its server takes these ca
 ``VLLM_SERVER_DEV_MODE=1``.
 """
 
-import asyncio
 import logging
 import os
 import socket
@@ -24,11 +23,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trinity_sync.errors import ConfigError, WeightSyncError
-from trinity_sync.integrations.vllm.pinned_version import wait_for
+from trinity_sync.integrations.vllm.pinned_version import wait_for, wait_newer
 from trinity_sync.weights.reader import WeightReader
 from trinity_sync.weights.version import Version
 
 logger = logging.getLogger(__name__)
+
+UNKNOWN = "unknown"
+"""Version of the weights of an engine that did not answer to an update."""
 
 Pause = Literal["wait", "abort", "keep"]
 """What becomes of requests in flight: they end first; they are aborted; or they are frozen, and go
@@ -45,6 +47,8 @@ class VLLMUpdater:
         role: role of the weights, as the trainer's `upload` names it.
         deltas: fetch the elements that changed, where there is a delta; see `WeightReader`.
         verify: compare the digests of files that are read from a commit.
+        compare: compare the tensors with the model before they are loaded, and refuse an update
+            that does not fill it; False for a model with parameters that no trainer sends.
         api_key: the key of the server, if it has one.
         timeout_s: seconds for an answer of the engine. Requests in flight count, if it waits for
             them.
@@ -61,12 +65,19 @@ class VLLMUpdater:
         role: str = "actor",
         deltas: bool = False,
         verify: bool = False,
+        compare: bool = True,
         api_key: str | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         root = Path(root).resolve()
         self._engine = _make_control(engine, api_key, timeout_s)
-        self._init_info = {"root": str(root), "role": role, "deltas": deltas, "verify": verify}
+        self._init_info = {
+            "root": str(root),
+            "role": role,
+            "deltas": deltas,
+            "verify": verify,
+            "compare": compare,
+        }
         name = f"updater-{socket.gethostname()}-{os.getpid()}"
         self._reader = WeightReader(root=root, role=role, name=name)
         self._served: Version | None = None
@@ -81,22 +92,22 @@ class VLLMUpdater:
         min_step: int | None = None,
         *,
         timeout_s: float = 60.0,
-        pause: Pause | None = "wait",
+        pause: Pause = "wait",
     ) -> int:
         """Load the newest version, unless the engine serves it.
 
         Args:
             min_step: wait for a version of at least this step; by default, for any.
             timeout_s: seconds to wait for it. The engine generates meanwhile.
-            pause: what becomes of requests in flight. None does not pause the engine: as with
-                ``keep``, they go on with the new weights.
+            pause: what becomes of requests in flight.
 
         Returns:
             The step that the engine serves now.
 
         Raises:
-            WeightSyncError: there is no such version in time, or the engine did not load it. It
-                serves the version that it had.
+            WeightSyncError: there is no such version in time, or the engine refused it and serves
+                the version that it had. If the engine has not answered, it may have loaded it:
+                `get_served_step` is None then, and the next update loads the newest.
         """
         newest = wait_for(self._reader, min_step or 0, timeout_s)
         if self._serves(newest):
@@ -107,9 +118,7 @@ class VLLMUpdater:
         self._served = version
         return version.step
 
-    def follow(
-        self, *, timeout_s: float | None = None, pause: Pause | None = "wait"
-    ) -> Iterator[int]:
+    def follow(self, *, timeout_s: float | None = None, pause: Pause = "wait") -> Iterator[int]:
         """Update the engine at each new version, and yield the step that it serves then.
 
         Args:
@@ -119,7 +128,7 @@ class VLLMUpdater:
         Raises:
             WeightSyncError: the engine did not load a version.
         """
-        while asyncio.run(self._reader.wait_newer(timeout_s=timeout_s)) is not None:
+        while wait_newer(self._reader, None, timeout_s) is not None:
             yield self.update(pause=pause)
 
     def close(self) -> None:
@@ -140,11 +149,15 @@ class VLLMUpdater:
             and self.get_served_step() == version.step  # it was not started again
         )
 
-    def _load(self, version: Version, pause: Pause | None) -> None:
-        engine = self._engine
+    def _load(self, version: Version, pause: Pause) -> None:
+        engine, self._served = self._engine, None
         engine.init_weight_transfer_engine(self._init_info)
         with _paused(engine, pause):
-            engine.start_weight_update()
+            try:
+                engine.start_weight_update()
+            except WeightSyncError:  # an updater that was killed has not ended its update
+                _end_update(engine)
+                engine.start_weight_update()
             try:
                 engine.update_weights(
                     {
@@ -153,25 +166,36 @@ class VLLMUpdater:
                         "images": [asdict(image) for image in version.images],
                     }
                 )
-            except WeightSyncError:
-                with suppress(WeightSyncError):  # of the worker that raised the one above
-                    engine.finish_weight_update(None)
+                engine.finish_weight_update(str(version.step))
+            except BaseException as error:
+                _end_update(engine)
+                if not isinstance(error, _RefusedError):
+                    with suppress(WeightSyncError):  # it may have loaded it
+                        engine.update_weight_version(UNKNOWN)
                 raise
-            engine.finish_weight_update(str(version.step))
-            engine.reset_cache()
         logger.info("the engine serves version %d (run %d)", version.step, version.run)
 
 
+class _RefusedError(WeightSyncError):
+    """The engine has answered that it did not do what it was asked for."""
+
+
+def _end_update(engine: "_InProcess | _Server") -> None:
+    """End an update in the workers that have not raised an error; vLLM takes no other before."""
+    with suppress(WeightSyncError):  # of those that have
+        engine.finish_weight_update(None)
+
+
 @contextmanager
-def _paused(engine: "_InProcess | _Server", mode: Pause | None) -> Iterator[None]:
-    if mode is None:
-        yield
-        return
-    engine.pause(mode)
+def _paused(engine: "_InProcess | _Server", mode: Pause) -> Iterator[None]:
     try:
+        engine.pause(mode)
         yield
-    finally:
-        engine.resume()
+    except BaseException:
+        with suppress(WeightSyncError):  # the first error is the one to raise
+            engine.resume()
+        raise
+    engine.resume()
 
 
 def _make_control(engine: Any, api_key: str | None, timeout_s: float) -> "_InProcess | _Server":
@@ -194,10 +218,7 @@ class _InProcess:
         pass
 
     def resume(self) -> None:
-        pass
-
-    def reset_cache(self) -> None:
-        self._llm.reset_prefix_cache()
+        self._llm.reset_prefix_cache()  # the old weights have computed it
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         with _translated():
@@ -215,6 +236,10 @@ class _InProcess:
         with _translated():
             self._llm.finish_weight_update(weight_version)
 
+    def update_weight_version(self, new_version: str) -> None:
+        with _translated():
+            self._llm.update_weight_version(new_version)
+
     def get_weight_version(self) -> str:
         return str(self._llm.get_weight_version())
 
@@ -225,7 +250,7 @@ def _translated() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise WeightSyncError(f"the engine did not load the weights: {error}") from error
+        raise _RefusedError(f"the engine did not load the weights: {error}") from error
 
 
 class _Server:
@@ -236,17 +261,18 @@ class _Server:
 
         self._url = url.rstrip("/")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._client = httpx.Client(headers=headers, timeout=timeout_s, trust_env=False)
+        self._client = httpx.Client(
+            headers=headers,
+            timeout=timeout_s,
+            trust_env=False,
+            limits=httpx.Limits(max_keepalive_connections=0),  # uvicorn closes one after an error
+        )
 
     def pause(self, mode: Pause) -> None:
         self._call("POST", "/pause", params={"mode": mode})
 
     def resume(self) -> None:
         self._call("POST", "/resume")
-
-    def reset_cache(self) -> None:
-        """Forget what the old weights have computed, also of requests in flight."""
-        self._call("POST", "/reset_prefix_cache", params={"reset_running_requests": "true"})
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._call("POST", "/init_weight_transfer_engine", json={"init_info": init_info})
@@ -260,6 +286,9 @@ class _Server:
     def finish_weight_update(self, weight_version: str | None) -> None:
         self._call("POST", "/finish_weight_update", json={"weight_version": weight_version})
 
+    def update_weight_version(self, new_version: str) -> None:
+        self._call("POST", "/update_weight_version", json={"new_version": new_version})
+
     def get_weight_version(self) -> str:
         return str(self._call("GET", "/weight_info")["weight_version"])
 
@@ -269,11 +298,12 @@ class _Server:
         try:
             answer = self._client.request(method, self._url + path, **request)
             answer.raise_for_status()
+            found = answer.json()
         except httpx.HTTPStatusError as error:
             hint = ""
             if error.response.status_code == 404:
                 hint = "; start the server with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config"
-            raise WeightSyncError(
+            raise _RefusedError(
                 f"{self._url}{path} answered {error.response.status_code}: "
                 f"{error.response.text[:2000]}{hint}"
             ) from error
@@ -281,4 +311,6 @@ class _Server:
             raise WeightSyncError(
                 f"{self._url} did not answer {path}: {error!r}; does the vLLM server run?"
             ) from error
-        return answer.json() if answer.content else None
+        except ValueError as error:
+            raise WeightSyncError(f"{self._url}{path} answered no JSON; is it vLLM's?") from error
+        return found
