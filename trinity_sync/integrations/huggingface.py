@@ -77,6 +77,28 @@ class TrinitySyncCallback(TrainerCallback):
         (folder / TRAINER_STATE_NAME).write_text(extra["trainer_state"])
         return str(folder)
 
+    @property
+    def root(self) -> Path:
+        """The job's root."""
+        return self._root
+
+    def upload(self, step: int, model: torch.nn.Module) -> None:
+        """Publish a model's weights to readers on this node, without saving them.
+
+        Nothing is copied again if the step is saved as well.
+
+        Args:
+            step: the version of the weights, `Trainer`'s ``state.global_step``.
+            model: the model.
+
+        Raises:
+            SaveFailedError: the weights could not be staged.
+        """
+        coordinator = self._get_coordinator()
+        version, _ = coordinator.upload(step, model.state_dict)
+        if version is None:
+            coordinator.wait_all()  # which raises why
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Require that `Trainer`'s arguments are supported.
 
