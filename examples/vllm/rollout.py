@@ -1,54 +1,75 @@
-"""Generate with vLLM, and load each new version of the trainer's weights into the running engine.
+"""Sample rollouts with vLLM, whose weights follow those of the trainer.
 
     pip install vllm trinity-sync
-    python rollout.py        # next to train.py, which has written model/
+    python rollout.py        # next to train.py; kill it at any time and run it again
 
-At first the answers are noise. With the last version they count: `5 6 7 -> 8 9 10 11 12 13 14 15`.
+The prompt is a token, twice; the reward is the share of the answer that repeats it. Rollouts are
+files, each with the step of the weights that sampled it.
 """
 
-import asyncio
+import argparse
+import random
+import time
 from pathlib import Path
+from typing import Any
 
+import torch
 from vllm import LLM, SamplingParams
 
-from trinity_sync import WeightReader
+from trinity_sync.integrations.vllm import VLLMUpdater
 
-LAST = 300  # the step at which train.py ends
+WORDS = range(20, 32)
+ROLLOUTS = Path("rollouts")
 
 
-class FollowTrainer:
-    """Methods that vLLM adds to each of its workers."""
-
-    def follow(self, root: str) -> None:
-        """Read the weights of the job at `root`."""
-        self.reader = WeightReader(root=root, name=f"vllm-{self.rank}")
-
-    def load_newer(self) -> int:
-        """Wait for a newer version, load it, and return its step."""
-        if asyncio.run(self.reader.wait_newer(timeout_s=120)) is None:
-            raise TimeoutError("the trainer has published nothing for 120 s")
-        self.model_runner.reload_weights(weights_iterator=self.reader.iter_weights())
-        return self.reader.version.step
+def sample(llm: LLM, prompts: list[list[int]], sampling: SamplingParams) -> dict[str, Any]:
+    """Sample answers to each prompt, and compute their rewards."""
+    found = llm.generate([{"prompt_token_ids": each} for each in prompts], sampling, use_tqdm=False)
+    answers = [(prompt, answer) for prompt, all in zip(prompts, found) for answer in all.outputs]
+    rewards = [
+        sum(token == prompt[-1] for token in answer.token_ids) / len(answer.token_ids)
+        for prompt, answer in answers
+    ]
+    return {
+        "tokens": torch.tensor([[*prompt, *answer.token_ids] for prompt, answer in answers]),
+        "log_probs": torch.tensor(
+            [
+                [chosen[token].logprob for token, chosen in zip(answer.token_ids, answer.logprobs)]
+                for _, answer in answers
+            ]
+        ),
+        "rewards": torch.tensor(rewards).view(len(prompts), -1),
+    }
 
 
 def main() -> None:
-    """Answer one prompt with each version."""
+    """Sample one batch with each version of the weights."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--answers", type=int, default=8, help="to each prompt")
+    options = parser.parse_args()
     llm = LLM(
         "model",
-        worker_extension_cls="rollout.FollowTrainer",
-        skip_tokenizer_init=True,  # this model reads and writes token ids
+        weight_transfer_config={"backend": "trinity_sync"},
+        load_format="dummy",  # random weights, until the first update
+        skip_tokenizer_init=True,  # token ids in, token ids out
         dtype="float32",
         max_model_len=128,
+        block_size=32,
+        gpu_memory_utilization=0.2,
         enforce_eager=True,
     )
-    greedy = SamplingParams(temperature=0, max_tokens=8, detokenize=False)
-    llm.collective_rpc("follow", args=(str(Path("ckpts").resolve()),))
-    step = 0
-    while step < LAST:
-        step = llm.collective_rpc("load_newer")[0]
-        llm.reset_prefix_cache()  # it was computed with the old weights
-        answer = llm.generate({"prompt_token_ids": [5, 6, 7]}, greedy, use_tqdm=False)[0]
-        print(f"step {step}: 5 6 7 ->", *answer.outputs[0].token_ids)
+    sampling = SamplingParams(
+        n=options.answers, max_tokens=4, logprobs=0, ignore_eos=True, detokenize=False
+    )
+    with VLLMUpdater(llm, "ckpts") as updater:
+        for step in updater.follow():
+            prompts = [[word, word] for word in random.choices(WORDS, k=options.prompts)]
+            rollouts = {"step": step, **sample(llm, prompts, sampling)}
+            new = ROLLOUTS / "new"
+            torch.save(rollouts, new)
+            new.rename(ROLLOUTS / f"{time.time_ns()}.pt")  # the trainer sees it once it is whole
+            print(f"step {step}: reward {rollouts['rewards'].mean():.2f}", flush=True)
 
 
 if __name__ == "__main__":
