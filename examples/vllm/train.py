@@ -41,13 +41,13 @@ def make_model(folder: Path) -> None:
     new.rename(folder)  # so that it is whole, whenever this program is killed
 
 
-def take_rollouts(gate: RolloutGate, step: int, resumed_at: int | None) -> dict[str, Any]:
-    """Wait for rollouts that weights of at most ``gate.max_lag`` steps ago have sampled."""
+def take_rollouts(gate: RolloutGate, step: int) -> dict[str, Any]:
+    """Wait for rollouts whose weights are not too old for a model of this step."""
     while True:
         for file in sorted(ROLLOUTS.glob("*.pt")):
             rollouts = torch.load(file)
             file.unlink()
-            if gate.accepts(rollouts["step"], trainer_step=step, resumed_at=resumed_at):
+            if gate.accepts(rollouts["step"], trainer_step=step):
                 return rollouts
         time.sleep(0.01)
 
@@ -87,10 +87,12 @@ def main() -> None:
             optimizer.load_state_dict(state["optim"])
             print(f"resumed from step {newest}", flush=True)
         done = newest or 0
-        ckpt.upload(done, model.state_dict)
+        for file in ROLLOUTS.glob("*.pt"):
+            file.unlink()  # sampled for an earlier run
+        ckpt.upload(done, model.state_dict)  # the engine begins with these weights
 
         for step in range(done + 1, options.steps + 1):
-            rollouts = take_rollouts(gate, step - 1, newest)
+            rollouts = take_rollouts(gate, step - 1)
             compute_loss(model, rollouts).backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -1,6 +1,6 @@
 """The examples as users run them: killed in the middle, and started again by the same command.
 
-``TESTS_VLLM`` names a Python that has vLLM (``make vllm``); its example is skipped otherwise.
+That of vLLM needs its environment; ``make vllm`` runs it.
 """
 
 import os
@@ -19,11 +19,9 @@ pytestmark = pytest.mark.timeout(600)  # two cores train next to the stack, and 
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
-VLLM = os.environ.get("TESTS_VLLM", "")
 
 PYTHON = [sys.executable]
 RANKS = [*PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-ON_CPU = ["VLLM_CPU_KVCACHE_SPACE=1", "VLLM_CPU_OMP_THREADS_BIND=nobind", "VLLM_NO_USAGE_STATS=1"]
 SAVED = re.compile(r"step \d+.*loss|^{'loss':|committed in")
 """Printed by each example once it has submitted a save."""
 
@@ -72,7 +70,6 @@ def kill_after_saves(process: subprocess.Popen[str], count: int) -> None:
         pytest.param(RANKS, "fsdp2/train.py", 150, id="fsdp2"),
         pytest.param(PYTHON, "huggingface/train.py", 120, id="huggingface"),
         pytest.param(PYTHON, "lightning/train.py", 200, id="lightning"),
-        pytest.param(PYTHON, "vllm/train.py", 300, id="vllm"),
         pytest.param(["sh"], "verl/run_on_cpu.sh", 20, id="verl", marks=pytest.mark.slow),
     ],
 )
@@ -97,15 +94,3 @@ def test_a_killed_example_resumes_and_ends_with_all_saves_committed(
     )
     assert listed.returncode == 0, listed.stderr
     assert re.search(rf"\b{last}\b.*\bvalid\b", listed.stdout), listed.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not VLLM, reason="TESTS_VLLM names no Python with vLLM; see make vllm")
-def test_vllm_answers_with_the_weights_of_the_trainer(stack: StackState, tmp_path: Path) -> None:
-    trainer = start(PYTHON, "vllm/train.py", tmp_path)
-    output, _ = trainer.communicate(timeout=400)
-    assert trainer.returncode == 0, output
-    rollout = start(["env", *ON_CPU, VLLM], "vllm/rollout.py", tmp_path)
-    output, _ = rollout.communicate(timeout=400)
-    assert rollout.returncode == 0, output
-    assert "step 300: 5 6 7 -> 8 9 10 11 12 13 14 15\n" in output, output
