@@ -1,4 +1,7 @@
-"""The tutorials, as they are written: their files, and their commands in one shell."""
+"""The tutorials, as they are written: their files, and their commands in one shell.
+
+That of vLLM needs its environment: see `tests.vllm.test_tutorial`.
+"""
 
 import os
 import re
@@ -13,7 +16,8 @@ from trinity_sync.stack.services import StackState
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"
-TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
+VLLM = DOCS / "tutorials/vllm.md"
+TUTORIALS = sorted({*(DOCS / "tutorials").glob("*.md")} - {VLLM})
 BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
