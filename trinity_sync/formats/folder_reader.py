@@ -149,11 +149,12 @@ def verify_version(version: PublishedVersion) -> None:
 def _load_complete(folder: Path) -> Tensors:
     with from_extra("hf"):
         from safetensors import SafetensorError
-        from safetensors.torch import load_file
+        from safetensors.torch import load
     found: Tensors = {}
     try:
         for path in sorted(folder.glob("*.safetensors")):
-            found.update(load_file(path))
+            # not mapped: a removed file's page that has to be read again would end the process
+            found.update(load(path.read_bytes()))
     except SafetensorError as error:
         raise WeightSyncError(
             f"{folder} is torn or altered ({error}); publish the step again"

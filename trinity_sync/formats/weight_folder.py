@@ -238,7 +238,9 @@ class WeightFolder:
         self, last: tuple[PublishedVersion, Tensors] | None, latest: Any, tensors: Tensors
     ) -> Tensors | None:
         """Return the tensors that a delta may build on; None if the version has to be complete."""
-        if not last or last[0] != latest or len(list_chain(self.out, latest)) > self._deltas:
+        if not last or last[0] != latest:
+            return None
+        if not 0 < len(self._find_chain(latest.version)) <= self._deltas:
             return None
         if _describe_structure(last[1]) != _describe_structure(tensors):
             return None
@@ -283,14 +285,20 @@ class WeightFolder:
 
     def _remove_old(self, published: PublishedVersion) -> None:
         """Remove versions beyond ``keep``, except those that a kept version builds on."""
-        kept: set[int] = set()
-        newest = [n for n, _ in iter_version_folders(self.out) if n <= published.version]
-        for number in sorted(newest)[-self._keep :]:
-            chain = list_chain(self.out, read_version(self.out, number))
-            kept.update(each.version for each in chain)
-        for number, path in iter_version_folders(self.out):
+        kept = {published.version}
+        newest_first = sorted(iter_version_folders(self.out), reverse=True)
+        for number, _ in newest_first[: self._keep]:
+            kept |= self._find_chain(number)
+        for number, path in newest_first:  # so a delta is removed before its base
             if number not in kept:
                 self._remove(path)
+
+    def _find_chain(self, number: int) -> set[int]:
+        """Return a version and those that it builds on; none if one of them cannot be read."""
+        try:
+            return {each.version for each in list_chain(self.out, read_version(self.out, number))}
+        except WeightSyncError:
+            return set()
 
     def _remove(self, path: Path) -> None:
         """Remove a version, which has its name until it is no longer complete."""
