@@ -277,6 +277,33 @@ def test_other_weights_under_the_same_step_are_refused(trainer: Engine, rollout:
     assert same(cached(rollout), weights_of(1))
 
 
+def test_fewer_or_more_weights_under_the_same_step_are_refused(trainer: Engine) -> None:
+    send(trainer, 1)
+    fewer = weights_of(1)
+    del fewer["scale"]
+    with pytest.raises(ConfigError, match=r"1 tensors differ, such as scale"):
+        send(trainer, 1, fewer)
+    with pytest.raises(ConfigError, match=r"1 tensors differ, such as more"):
+        send(trainer, 1, weights_of(1) | {"more": torch.ones(1)})
+    send(trainer, 1)
+
+
+@pytest.mark.parametrize("step", [1, 2, None])
+def test_after_weights_that_failed_midway_any_step_can_be_sent(
+    trainer: Engine, rollout: Engine, step: int | None
+) -> None:
+    def failing() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(weights_of(2).items())[:2]
+        raise InterruptedError
+
+    send(trainer, 1)
+    with pytest.raises(InterruptedError):
+        asyncio.run(trainer.send_weights(failing(), 2))
+    assert same(cached(rollout), weights_of(1))
+    send(trainer, step, weights_of(step or 1))
+    assert same(cached(rollout), weights_of(step or 1))
+
+
 def test_an_older_step_is_refused_after_all_ranks_have_taken_part(trainer: Engine) -> None:
     send(trainer, 2)
     weights = iter(weights_of(1).items())

@@ -345,3 +345,15 @@ def test_a_launch_tells_its_processes_the_run_the_roles_and_no_secret(
     assert first["VERL_USE_EXTERNAL_MODULES"] == "mine,ours"
     assert "secret" not in str(first)
     assert "TRINITY_SYNC_NODE" not in first  # of the launching node alone
+
+
+def test_the_root_of_a_launch_is_absolute_and_the_users_if_there_is_one(
+    config: DictConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    launch = wrap_get_ppo_ray_runtime_env(get_ppo_ray_runtime_env, "ours")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TRINITY_SYNC_ROOT", raising=False)
+    config.trainer.default_local_dir = "ckpts"
+    assert launch(config)["env_vars"]["TRINITY_SYNC_ROOT"] == str(tmp_path / "ckpts")
+    monkeypatch.setenv("TRINITY_SYNC_ROOT", "mine")
+    assert launch(config)["env_vars"]["TRINITY_SYNC_ROOT"] == str(tmp_path / "mine")

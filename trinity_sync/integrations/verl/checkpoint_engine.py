@@ -78,7 +78,7 @@ class TrinitySyncCheckpointEngine(CheckpointEngineWithCache):
         bucket_size: not used.
         is_master: whether this is rank 0 of the trainer.
         root: the job's root, the same for trainer and rollouts; by default ``TRINITY_SYNC_ROOT``,
-            which the switch sets to ``trainer.default_local_dir``.
+            which the switch sets to ``trainer.default_local_dir`` where it is not set.
         commit: also commit each version as a weights-only step, for rollouts to read from disk once
             the trainer's shared memory is gone. This needs a stack, as any save.
         deltas: rollout workers keep a copy of the weights, and fetch what has changed; see
@@ -329,7 +329,7 @@ class _Sender:
         )
         self._kept: dict[str, torch.Tensor] = {}
         self._newest: int | None = None
-        """Step of which ``_kept`` has the weights."""
+        """Step that was collected last. ``_kept`` has its weights, or nothing after a failure."""
         self._synchronizer: Any = None
         self._publisher: Publisher | None = None
         if in_ray_cluster():
@@ -348,23 +348,25 @@ class _Sender:
         """
         newest = self._newest
         step = (newest or 0) if step is None else step
-        if newest is not None and step <= newest:
-            changed = [name for name, tensor in weights if not self._is_kept(name, tensor)]
-            if step < newest:
-                return step, (
-                    f"step {step} is sent after step {newest}: versions of a run never go back; "
-                    "start a new run to send older weights"
-                )
+        if newest is not None and step < newest:
+            for _ in weights:
+                pass
+            return step, (
+                f"step {step} is sent after step {newest}: versions of a run never go back; "
+                "start a new run to send older weights"
+            )
+        if step == newest and self._kept:
+            same = {name: self._is_kept(name, tensor) for name, tensor in weights}
+            changed = sorted(name for name in same | self._kept if not same.get(name))
             if changed:
                 return step, (
                     f"step {step} is sent again with other weights: {len(changed)} tensors differ, "
                     f"such as {changed[0]}; pass a new global_steps with changed weights"
                 )
             return step, ""
-        before, self._kept = self._kept, {}
-        for name, tensor in weights:
-            self._kept[name] = _copy_into(before.pop(name, None), tensor)
-        self._newest = step
+        before, self._kept = self._kept, {}  # which it stays if ``weights`` fails
+        kept = {name: _copy_into(before.pop(name, None), tensor) for name, tensor in weights}
+        self._kept, self._newest = kept, step
         return step, ""
 
     def publish(self, step: int) -> None:

@@ -143,7 +143,9 @@ def wrap_get_ppo_ray_runtime_env(
         ours = read_forwarded_variables()
         ours.setdefault("TRINITY_SYNC_RUN_KEY", uuid.uuid4().hex)
         if config is not None:
-            ours["TRINITY_SYNC_ROOT"] = str(config.trainer.default_local_dir)
+            root = ours.get("TRINITY_SYNC_ROOT") or config.trainer.default_local_dir
+            refuse_url(root)
+            ours["TRINITY_SYNC_ROOT"] = str(Path(root).resolve())  # workers have other folders
             if "TRINITY_SYNC_ROLES" not in ours and _has_critic(config):
                 ours["TRINITY_SYNC_ROLES"] = "actor,critic"
         given = os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")
