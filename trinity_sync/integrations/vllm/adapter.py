@@ -24,9 +24,11 @@ import xxhash
 from trinity_sync.errors import ConfigError, WeightSyncError
 from trinity_sync.formats.folder_reader import verify_version
 from trinity_sync.formats.published import PublishedVersion
+from trinity_sync.integrations.vllm.server_api import ServerApi
 
 logger = logging.getLogger(__name__)
 
+OPTIONS = "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 KEPT = 2
 """Versions that a server offers: a client may just have been told the name of the one before."""
 
@@ -36,7 +38,8 @@ class VLLMAdapter:
 
     Args:
         engine: URL of a vLLM server, or an ``LLM`` of this process; started with ``enable_lora``.
-        name: name of the adapter; that of a version is ``name-3``.
+        name: name of the adapter; that of a version has its number and the begin of its checksum,
+            ``name-3-5f1c09ab``, since numbers begin at 1 again in a folder that was emptied.
         api_key: the key of the server, if it has one.
         timeout_s: seconds for an answer of the server.
 
@@ -52,12 +55,14 @@ class VLLMAdapter:
         api_key: str | None = None,
         timeout_s: float = 60.0,
     ) -> None:
-        if not isinstance(engine, str) and not hasattr(engine, "llm_engine"):
+        self._server: ServerApi | None = None
+        if isinstance(engine, str):
+            self._server = ServerApi(engine, api_key, timeout_s, options=OPTIONS)
+        elif not hasattr(engine, "llm_engine"):
             raise ConfigError(
                 f"{engine!r} takes no adapters; pass a vLLM LLM, or the URL of a server"
             )
-        self._engine, self._name, self._timeout_s = engine, name, timeout_s
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._engine, self._name = engine, name
 
     def load(self, version: PublishedVersion) -> Any:
         """Load a version of the adapter, after comparing its checksum.
@@ -74,9 +79,9 @@ class VLLMAdapter:
                 serves what it had.
         """
         verify_version(version)
-        name = f"{self._name}-{version.version}"
-        if isinstance(self._engine, str):
-            loaded: Any = self._load_on_server(name, version)
+        name = f"{self._name}-{version.version}-{version.checksum[:8]}"
+        if self._server:
+            loaded: Any = self._load_on_server(self._server, name, version)
         else:
             loaded = self._load_in_process(name, version)
         logger.info("the engine has step %d of the adapter as %s", version.step, name)
@@ -87,51 +92,33 @@ class VLLMAdapter:
 
         path = str(version.folder)
         # unique also among other adapters of the engine
-        request = LoRARequest(name, xxhash.xxh32_intdigest(path.encode()) % (2**31 - 1) + 1, path)
+        digest = xxhash.xxh32_intdigest(f"{path} {version.checksum}".encode())
+        request = LoRARequest(name, digest % (2**31 - 1) + 1, path)
         try:
             self._engine.llm_engine.add_lora(request)
         except Exception as error:
             raise WeightSyncError(f"vLLM did not load {version.folder}: {error}") from error
         return request
 
-    def _load_on_server(self, name: str, version: PublishedVersion) -> str:
-        models = self._call("GET", "/v1/models")["data"]
-        offered = {each["id"]: Path(each["root"]) for each in models if each.get("parent")}
-        pattern = re.compile(re.escape(self._name) + r"-(\d+)")
-        ours = {int(match[1]): each for each in offered if (match := pattern.fullmatch(each))}
-        stale = [each for each in ours.values() if offered[each].parent != version.folder.parent]
-        older = sorted(n for n, each in ours.items() if each not in stale and each != name)
-        for each in [*stale, *(ours[number] for number in older[: 1 - KEPT])]:
-            self._call("POST", "/v1/unload_lora_adapter", {"lora_name": each})
-        if name not in offered or name in stale:
+    def _load_on_server(self, server: ServerApi, name: str, version: PublishedVersion) -> str:
+        models = server.call("GET", "/v1/models")["data"]
+        pattern = re.compile(re.escape(self._name) + r"-\d+-[0-9a-f]{8}")
+        ours = {  # in the order in which they were loaded
+            each["id"]: Path(each["root"])
+            for each in models
+            if each.get("parent") and pattern.fullmatch(each["id"])
+        }
+        valid = [  # their folders have what was loaded, as far as one can tell
+            each
+            for each, path in ours.items()
+            if path.parent == version.folder.parent and (path == version.folder) == (each == name)
+        ]
+        before = [each for each in valid if each != name][1 - KEPT :]
+        stay = {name, *before}.intersection(valid)
+        for each in ours:
+            if each not in stay:
+                server.call("POST", "/v1/unload_lora_adapter", json={"lora_name": each})
+        if name not in stay:
             order = {"lora_name": name, "lora_path": str(version.folder)}
-            self._call("POST", "/v1/load_lora_adapter", order)
+            server.call("POST", "/v1/load_lora_adapter", json=order)
         return name
-
-    def _call(self, method: str, path: str, body: dict[str, str] | None = None) -> Any:
-        import httpx
-
-        url = self._engine.rstrip("/") + path
-        try:
-            answer = httpx.request(
-                method,
-                url,
-                json=body,
-                headers=self._headers,
-                timeout=self._timeout_s,
-                trust_env=False,
-            )
-        except httpx.HTTPError as error:
-            raise WeightSyncError(
-                f"{url} did not answer: {error!r}; does the vLLM server run?"
-            ) from error
-        if answer.is_error:
-            hint = ""
-            if answer.status_code == 404:
-                hint = (
-                    "; start the server with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-                )
-            raise WeightSyncError(
-                f"{url} answered {answer.status_code}: {answer.text[:2000]}{hint}"
-            )
-        return answer.json() if method == "GET" else None

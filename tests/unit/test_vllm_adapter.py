@@ -1,0 +1,137 @@
+"""`VLLMAdapter` against a server with vLLM's calls, and an engine that is none.
+
+``tests/vllm`` has the same with the real engine.
+"""
+
+import json
+import shutil
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.test_weight_folder import StateView
+from trinity_sync import WeightFolder, WeightSyncError
+from trinity_sync.formats.published import PublishedVersion
+from trinity_sync.integrations.vllm.adapter import VLLMAdapter
+
+
+@pytest.fixture
+def offered() -> dict[str, str]:
+    """Paths of the adapters that the server offers, by name."""
+    return {}
+
+
+@pytest.fixture
+def url(offered: dict[str, str]) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            models = [{"id": n, "root": p, "parent": "base"} for n, p in offered.items()]
+            self.answer(200, json.dumps({"data": [{"id": "base", "root": "base"}, *models]}))
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.path == "/v1/load_lora_adapter" and body["lora_name"] not in offered:
+                offered[body["lora_name"]] = body["lora_path"]
+            elif self.path == "/v1/unload_lora_adapter" and body["lora_name"] in offered:
+                del offered[body["lora_name"]]
+            else:
+                return self.answer(404, "no such call, or adapter")
+            self.answer(200, "Success: no JSON")
+
+        def answer(self, status: int, text: str) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> WeightFolder:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text("{}")
+    return WeightFolder(tmp_path / "out", tmp_path / "adapter")
+
+
+def publish(folder: WeightFolder, step: int) -> PublishedVersion:
+    return folder.publish(StateView(step, {"lora_A.weight": torch.full((3,), float(step))}))
+
+
+def test_a_server_offers_the_last_two_versions(
+    folder: WeightFolder, url: str, offered: dict[str, str]
+) -> None:
+    adapter, names = VLLMAdapter(url), []
+    for step in (1, 2, 3):
+        version = publish(folder, step)
+        names.append(adapter.load(version))
+        assert names[-1] == f"policy-{step}-{version.checksum[:8]}"
+        assert [*offered] == names[-2:]
+    assert adapter.load(version) == names[-1]
+    assert [*offered] == names[-2:]
+    with pytest.raises(WeightSyncError, match=r"answered 404.*VLLM_ALLOW_RUNTIME"):
+        VLLMAdapter(f"{url}/elsewhere").load(publish(folder, 4))
+
+
+def test_a_server_loads_new_versions_after_the_folder_was_emptied(
+    folder: WeightFolder, url: str, offered: dict[str, str]
+) -> None:
+    adapter = VLLMAdapter(url)
+    names = [adapter.load(publish(folder, step)) for step in (1, 2, 3)]
+    shutil.rmtree(folder.out)
+    for step in (11, 12, 13):
+        version = publish(folder, step)
+        names.append(adapter.load(version))
+        assert [*offered] == names[-2:]
+        assert offered[names[-1]] == str(version.folder)
+    assert len({*names}) == 6
+
+    shutil.rmtree(folder.out)
+    again = [adapter.load(publish(folder, step)) for step in (21, 22, 23)]
+    assert [*offered] == again[1:]
+
+
+def test_an_adapter_whose_files_were_replaced_is_not_offered(
+    folder: WeightFolder, url: str, offered: dict[str, str]
+) -> None:
+    VLLMAdapter(url).load(publish(folder, 1))
+    shutil.rmtree(folder.out)
+    name = VLLMAdapter(url).load(publish(folder, 2))
+    assert [*offered] == [name]
+
+
+def test_an_engine_of_this_process_loads_a_new_version_under_an_old_path(
+    folder: WeightFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        sys.modules,
+        "vllm.lora.request",
+        SimpleNamespace(LoRARequest=lambda *values: values),  # type: ignore[arg-type]
+    )
+    loaded: dict[int, tuple[str, int, str]] = {}
+    llm = SimpleNamespace(
+        llm_engine=SimpleNamespace(add_lora=lambda request: loaded.setdefault(request[1], request))
+    )
+    first = VLLMAdapter(llm).load(publish(folder, 1))
+    assert VLLMAdapter(llm).load(publish(folder, 1)) == first
+    shutil.rmtree(folder.out)
+    second = VLLMAdapter(llm).load(publish(folder, 2))
+    assert second[2] == first[2]
+    assert [*loaded.values()] == [first, second]
+    assert second[0] != first[0]
