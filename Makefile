@@ -24,7 +24,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help demo smollm client newest prefect-oldest torch-oldest torch-newest torch-suites lock test unit integration faults e2e chaos lint audit bench scale history verl trinity trl vllm nfs tutorials docs clean
+.PHONY: help demo smollm client newest prefect-oldest torch-oldest torch-newest torch-suites lock test unit integration faults e2e chaos lint audit bench scale history verl trinity trl vllm bench-vllm nfs tutorials docs clean
 
 help: ## what there is
 	@grep -E '^[a-z0-9 -]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 28
@@ -101,6 +101,10 @@ ifeq ($(MODEL),smollm)
 endif
 	$(STACK)/bin/trinity-sync run -- $(CLIENT)/bin/python examples/vllm/demo.py --vllm "$(abspath $(VLLM))/bin/python" --model $(MODEL)
 	$(STACK)/bin/trinity-sync down --yes
+
+bench-vllm: $(STACK)/.ready $(VLLM)/.ready ## what an update of a vLLM engine takes, next to files and Ray's object store (QUICK=1 for a tiny model only)
+	$(VLLM)/bin/python -m pip install --quiet ray==2.60.0 psutil rich
+	TESTS_STACK="$(abspath $(STACK))/bin" $(VLLM)/bin/python -m benchmarks.vllm_updates
 
 torch-oldest torch-newest: ## images, FSDP and weights with the oldest torch that works, and the newest there is (CUDA builds, 7 GB each)
 	$(MAKE) torch-suites VENV=.venv-$@ LOCK= TORCH=torch$(if $(filter torch-oldest,$@),==2.10.0)

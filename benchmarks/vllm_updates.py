@@ -5,20 +5,19 @@ files that the engine reloads, and Ray's object store. All take turns, so a busy
 alike. Next to them stands the least that it can be: vLLM's own load of tensors that its worker
 holds already, and a copy of the model. ``TESTS_STACK`` names the ``bin`` of a stack's environment,
 for versions from commits. Prints tables and writes ``benchmarks/results/vllm.json``; ``QUICK=1``
-takes the tiny model only.
+takes the tiny model only, few times, and writes nothing.
 """
 
 import gc
 import multiprocessing
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,27 +29,27 @@ from benchmarks.measure import Record, Samples, machine, records_of, write
 from benchmarks.report import WIDTH
 from benchmarks.resources import cpu_seconds
 from benchmarks.training import Size
+from benchmarks.vllm_table import COLUMNS, COMMIT, COPY, FLOOR, OURS, rows_of
 from benchmarks.vllm_trainer import CASES, PROMPT, WITHOUT_NUMPY, Case, Places, Sent, run_trainer
 
 QUICK = bool(os.environ.get("QUICK"))
-WARM_UP, TURNS, MEMORY_TURNS = 3, 3 if QUICK else 9, 2
+WARM_UP, TURNS, MEMORY_TURNS = 2, 3 if QUICK else 5, 2
 SETTLE_S = 0.2
 """For threads that still spin after the trainer has changed its weights."""
 INTERVAL_S = 0.001
 """Between two looks at a worker's memory."""
 RESULTS = Path(__file__).parent / "results" / "vllm.json"
-FLOOR = "vLLM's own load"
-WAYS = ("ours", "files, fsync", "files", "files in memory", "Ray, tensors", "Ray, arrays", FLOOR)
-COMMIT = "ours, commit"
+WAYS = (OURS, "files, fsync", "files", "files in memory", "Ray, tensors", "Ray, arrays", FLOOR)
 QUIET = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",
+    "RAY_memory_monitor_refresh_ms": "0",  # it ends an actor for the memory of others
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
 
@@ -117,12 +116,13 @@ class Engine:
         self._pipe, theirs = context.Pipe()
         process = context.Process(target=run_trainer, args=(theirs, case, places, self.with_ray))
         process.start()
+        theirs.close()  # so that the trainer's end is noticed
         opened.callback(process.join, 60)
-        opened.callback(self._pipe.send, None)
+        opened.callback(self._end_trainer)
         self._trainer_pid: int = process.pid or 0
         self.nbytes, self.tensors, address = self._pipe.recv()
         folder = places.root.parent / "model"
-        case.make_model().save_pretrained(folder)
+        self._ask("save_model", folder)
         self._llm = LLM(
             str(folder),
             skip_tokenizer_init=True,
@@ -131,6 +131,7 @@ class Engine:
             block_size=32,
             enforce_eager=True,
             gpu_memory_utilization=0.2,
+            use_tqdm_on_load=False,
             weight_transfer_config={"backend": "trinity_sync"},
             worker_extension_cls="benchmarks.vllm_updates.Loads",
         )
@@ -138,7 +139,7 @@ class Engine:
         self._updater = opened.enter_context(VLLMUpdater(self._llm, places.root))
         self._greedy = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
         self._updates: dict[str, Callable[[int], Any]] = {
-            "ours": self._update,
+            OURS: self._update,
             COMMIT: self._update_from_commit,
             "files, fsync": lambda step: self._reload(places.disk, step),
             "files": lambda step: self._reload(places.disk, step),
@@ -149,13 +150,13 @@ class Engine:
         }
         self._worker: int = self._llm.collective_rpc("drop_kept")[0]
         if self.with_ray:
-            self.measure("ours")  # its reader is made before this process is one of Ray's
+            self.measure(OURS)  # its reader is made before this process is one of Ray's
             self._llm.collective_rpc("join_ray", args=(address,))
 
     def measure(self, way: str) -> dict[str, float]:
         """Send a version and generate with it; return seconds and bytes by metric."""
         self._step += 1
-        tokens = self._ask("prepare", self._step)
+        tokens = self._ask("prepare")
         if way == FLOOR:
             self._ask("send", "files in memory", self._step)
             folder = str(self._places.memory / str(self._step))
@@ -172,17 +173,21 @@ class Engine:
         [answer] = self._llm.generate({"prompt_token_ids": PROMPT}, self._greedy, use_tqdm=False)
         ended = time.perf_counter()
         used = self._cpu_seconds(way) - cpu
+        if way == FLOOR:
+            self._llm.collective_rpc("drop_kept")
         token = answer.outputs[0].token_ids[0]
         if token not in tokens:
             raise RuntimeError(f"{way}: {token} is no first token of version {self._step}")
-        return {
+        found = {
             "first token": ended - sent.began,
             "stall": sent.stall_s,
             "update": updated - told,
             "token": ended - updated,
             "cpu": used,
-            "written": sent.nbytes,
+            "written": float(sent.nbytes),
         }
+        print(way, {name: round(value, 4) for name, value in found.items()}, file=sys.stderr)
+        return found
 
     def measure_memory(self, way: str) -> float:
         """Return the peak of the worker's private memory during an update, above that before."""
@@ -194,6 +199,10 @@ class Engine:
     def copy_once(self) -> float:
         """Return the seconds of a warm copy of the model."""
         return float(self._ask("copy_once"))
+
+    def _end_trainer(self) -> None:
+        with suppress(OSError):  # it has ended
+            self._pipe.send(None)
 
     def _ask(self, *command: Any) -> Any:
         self._pipe.send(command)
@@ -270,7 +279,10 @@ def measure(case: Case, with_stack: bool) -> tuple[Size, Samples]:
         places = Places(folder / "job", folder / "versions", memory / "versions")
         places.disk.mkdir()
         places.memory.mkdir()
-        own = {"TRINITY_SYNC_SPOOL": str(memory / "spool"), "TRINITY_SYNC_HOME": str(folder / "home")}
+        own = {
+            "TRINITY_SYNC_SPOOL": str(memory / "spool"),
+            "TRINITY_SYNC_HOME": str(folder / "home"),
+        }
         os.environ |= own
         engine = Engine(case, places, opened)
         ways = [way for way in WAYS if engine.with_ray or not way.startswith("Ray")]
@@ -281,7 +293,7 @@ def measure(case: Case, with_stack: bool) -> tuple[Size, Samples]:
                     for metric, value in found.items():
                         note(way, metric, value)
             if turn >= WARM_UP:
-                note("a copy of the model", "first token", engine.copy_once())
+                note(COPY, "first token", engine.copy_once())
         for _ in range(MEMORY_TURNS):
             for way in ways:
                 if way != FLOOR:  # what it keeps is not the load's
@@ -312,31 +324,11 @@ def show(case: Case, size: Size, samples: Samples) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    def median(way: str, metric: str) -> float | None:
-        values = samples.get((way, metric))
-        return statistics.median(values) if values else None
-
-    copy = median("a copy of the model", "first token") or 0.0
-    floor = median(FLOOR, "first token") or 0.0
-    ours = median("ours", "first token") or 0.0
     table = Table(title=f"{case.name}: {size.nbytes / 1e6:,.1f} MB in {size.tensors} tensors")
-    columns = ("first token, ms", "range", "stall", "update", "token", "CPU, s", "written", "peak")
-    for column in ("", *columns, "ours takes", "copies beyond vLLM's load"):
+    for column in COLUMNS:
         table.add_column(column, justify="right" if column else "left")
-    for way in dict.fromkeys(way for way, _ in samples):
-        values = samples[way, "first token"]
-        total = statistics.median(values)
-        cells = [f"{1e3 * total:,.1f}", f"{1e3 * min(values):,.0f}-{1e3 * max(values):,.0f}"]
-        for metric in ("stall", "update", "token"):
-            found = median(way, metric)
-            cells.append("" if found is None else f"{1e3 * found:,.1f}")
-        found = median(way, "cpu")
-        cells.append("" if found is None else f"{found:.2f}")
-        for metric in ("written", "memory"):
-            found = median(way, metric)
-            cells.append("" if found is None else f"{found / size.nbytes:.2f}")
-        cells += [f"{ours / total:.2f}", f"{(total - floor) / copy:.1f}"]
-        table.add_row(way, *cells)
+    for row in rows_of(records_of(case.name, size, samples)):
+        table.add_row(*row)
     Console(width=None if sys.stdout.isatty() else WIDTH).print(table)
 
 
@@ -356,11 +348,11 @@ def main() -> None:
             size, samples = measure(case, with_stack)
             show(case, size, samples)
             records += records_of(case.name, size, samples)
+            if not QUICK:
+                write(RESULTS, records, absent)
     for name, reason in absent.items():
         print(f"{name}: {reason}")
     print(machine())
-    if not QUICK and not sys.argv[1:]:
-        write(RESULTS, records, absent)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Tables and drawings that are made from the code and the recorded benchmarks at build time."""
 
 import html
+import json
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
@@ -39,6 +40,23 @@ def targets() -> str:
     from benchmarks.targets import table
 
     return table()
+
+
+def vllm() -> str:
+    """Compare the ways of updating a vLLM engine, a table for each recorded model."""
+    from benchmarks.measure import Record
+    from benchmarks.vllm_table import COLUMNS, rows_of
+
+    body = json.loads((RECORDS.parent / "vllm.json").read_text())
+    records = [Record(**record) for record in body["records"]]
+    lines = [f"{body['machine']}, {body['date']}."]
+    for case in dict.fromkeys(record.case for record in records):
+        own = [record for record in records if record.case == case]
+        size = f"{own[0].bytes / 1e6:,.1f} MB in {own[0].tensors} tensors"
+        lines += ["", f"**{case}**, {size}:", ""]
+        lines += [f"| {' | '.join(row)} |" for row in (COLUMNS, ["---"] * len(COLUMNS))]
+        lines += [f"| {' | '.join(row)} |" for row in rows_of(own)]
+    return "\n".join(lines)
 
 
 def swimlane() -> str:

@@ -448,6 +448,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "slots": figures.slots,
     "swimlane": figures.swimlane,
     "targets": figures.targets,
+    "vllm": figures.vllm,
 }
 """Makers of Markdown, by the name in ``<!-- generated: NAME -->``."""
 for _name, _where in SETTINGS.items():
