@@ -33,7 +33,7 @@ from benchmarks.vllm_table import COLUMNS, COMMIT, COPY, FLOOR, OURS, rows_of
 from benchmarks.vllm_trainer import CASES, PROMPT, WITHOUT_NUMPY, Case, Places, Sent, run_trainer
 
 QUICK = bool(os.environ.get("QUICK"))
-WARM_UP, TURNS, MEMORY_TURNS = 2, 3 if QUICK else 5, 2
+WARM_UP, TURNS, MEMORY_TURNS = 2, 3 if QUICK else 5, 1
 SETTLE_S = 0.2
 """For threads that still spin after the trainer has changed its weights."""
 INTERVAL_S = 0.001
