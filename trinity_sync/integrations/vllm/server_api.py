@@ -5,6 +5,10 @@ from typing import Any
 from trinity_sync.errors import WeightSyncError
 
 
+class RefusedError(WeightSyncError):
+    """The engine has answered that it did not do what it was asked for."""
+
+
 class ServerApi:
     """A vLLM server.
 
@@ -20,7 +24,12 @@ class ServerApi:
 
         self._url, self._options = url.rstrip("/"), options
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._client = httpx.Client(headers=headers, timeout=timeout_s, trust_env=False)
+        self._client = httpx.Client(
+            headers=headers,
+            timeout=timeout_s,
+            trust_env=False,
+            limits=httpx.Limits(max_keepalive_connections=0),  # uvicorn closes one after an error
+        )
 
     def call(self, method: str, path: str, **request: Any) -> Any:
         """Make one call.
@@ -34,7 +43,8 @@ class ServerApi:
             What a GET answers; None for others, whose answers are not always JSON.
 
         Raises:
-            WeightSyncError: the server does not answer, or answers with an error.
+            RefusedError: the server answers with an error.
+            WeightSyncError: it does not answer.
         """
         import httpx
 
@@ -44,7 +54,7 @@ class ServerApi:
         except httpx.HTTPStatusError as error:
             missing = error.response.status_code == 404
             hint = f"; start the server with {self._options}" if missing else ""
-            raise WeightSyncError(
+            raise RefusedError(
                 f"{self._url}{path} answered {error.response.status_code}: "
                 f"{error.response.text[:2000]}{hint}"
             ) from error
@@ -52,4 +62,9 @@ class ServerApi:
             raise WeightSyncError(
                 f"{self._url} did not answer {path}: {error!r}; does the vLLM server run?"
             ) from error
-        return answer.json() if method == "GET" else None
+        if method != "GET":
+            return None
+        try:
+            return answer.json()
+        except ValueError as error:
+            raise WeightSyncError(f"{self._url}{path} answered no JSON; is it vLLM's?") from error

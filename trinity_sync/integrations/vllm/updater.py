@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from trinity_sync.errors import ConfigError, WeightSyncError
 from trinity_sync.integrations.vllm.pinned_version import wait_for, wait_newer
+from trinity_sync.integrations.vllm.server_api import RefusedError, ServerApi
 from trinity_sync.weights.reader import WeightReader
 from trinity_sync.weights.version import Version
 
@@ -169,15 +170,11 @@ class VLLMUpdater:
                 engine.finish_weight_update(str(version.step))
             except BaseException as error:
                 _end_update(engine)
-                if not isinstance(error, _RefusedError):
+                if not isinstance(error, RefusedError):
                     with suppress(WeightSyncError):  # it may have loaded it
                         engine.update_weight_version(UNKNOWN)
                 raise
         logger.info("the engine serves version %d (run %d)", version.step, version.run)
-
-
-class _RefusedError(WeightSyncError):
-    """The engine has answered that it did not do what it was asked for."""
 
 
 def _end_update(engine: "_InProcess | _Server") -> None:
@@ -250,23 +247,15 @@ def _translated() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise _RefusedError(f"the engine did not load the weights: {error}") from error
+        raise RefusedError(f"the engine did not load the weights: {error}") from error
 
 
 class _Server:
     """A vLLM server."""
 
     def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
-        import httpx
-
-        self._url = url.rstrip("/")
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._client = httpx.Client(
-            headers=headers,
-            timeout=timeout_s,
-            trust_env=False,
-            limits=httpx.Limits(max_keepalive_connections=0),  # uvicorn closes one after an error
-        )
+        options = "VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config"
+        self._call = ServerApi(url, api_key, timeout_s, options=options).call
 
     def pause(self, mode: Pause) -> None:
         self._call("POST", "/pause", params={"mode": mode})
@@ -291,26 +280,3 @@ class _Server:
 
     def get_weight_version(self) -> str:
         return str(self._call("GET", "/weight_info")["weight_version"])
-
-    def _call(self, method: str, path: str, **request: Any) -> Any:
-        import httpx
-
-        try:
-            answer = self._client.request(method, self._url + path, **request)
-            answer.raise_for_status()
-            found = answer.json()
-        except httpx.HTTPStatusError as error:
-            hint = ""
-            if error.response.status_code == 404:
-                hint = "; start the server with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config"
-            raise _RefusedError(
-                f"{self._url}{path} answered {error.response.status_code}: "
-                f"{error.response.text[:2000]}{hint}"
-            ) from error
-        except httpx.HTTPError as error:
-            raise WeightSyncError(
-                f"{self._url} did not answer {path}: {error!r}; does the vLLM server run?"
-            ) from error
-        except ValueError as error:
-            raise WeightSyncError(f"{self._url}{path} answered no JSON; is it vLLM's?") from error
-        return found
