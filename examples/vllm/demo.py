@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from trinity_sync import Settings
+from trinity_sync.snapshot.spool import list_job_spools
 from trinity_sync.storage.discovery import iter_committed_steps
 
 HERE = Path(__file__).resolve().parent
@@ -195,7 +197,12 @@ def main() -> int:
     OUTPUT.mkdir(parents=True)
     if chosen.model == "smollm":
         unpack_smollm(OUTPUT / "model")
-    return 0 if run(chosen.vllm, chosen.model) else 1
+    try:
+        return 0 if run(chosen.vllm, chosen.model) else 1
+    finally:
+        for job in list_job_spools(Settings().spool):  # images stay in memory
+            if job.root and job.root.is_relative_to(OUTPUT):
+                shutil.rmtree(job.folder)
 
 
 if __name__ == "__main__":
