@@ -54,6 +54,9 @@ class VLLMUpdater:
         timeout_s: seconds for an answer of the engine. Requests in flight count, if it waits for
             them.
 
+    Attributes:
+        version: the version that this updater loaded last, with its run; None if an update failed.
+
     Raises:
         ConfigError: ``engine`` is neither a URL nor an ``LLM``.
     """
@@ -81,7 +84,7 @@ class VLLMUpdater:
         }
         name = f"updater-{socket.gethostname()}-{os.getpid()}"
         self._reader = WeightReader(root=root, role=role, name=name)
-        self._served: Version | None = None
+        self.version: Version | None = None
 
     def get_served_step(self) -> int | None:
         """Return the step that the engine says it serves; None for the weights it started with."""
@@ -116,7 +119,7 @@ class VLLMUpdater:
         with self._reader.open(newest) as view:
             version = view.version
             self._load(version, pause)
-        self._served = version
+        self.version = version
         return version.step
 
     def follow(self, *, timeout_s: float | None = None, pause: Pause = "wait") -> Iterator[int]:
@@ -143,7 +146,7 @@ class VLLMUpdater:
         self.close()
 
     def _serves(self, version: Version) -> bool:
-        served = self._served
+        served = self.version
         return (
             served is not None
             and (served.run, served.step) == (version.run, version.step)
@@ -151,7 +154,7 @@ class VLLMUpdater:
         )
 
     def _load(self, version: Version, pause: Pause) -> None:
-        engine, self._served = self._engine, None
+        engine, self.version = self._engine, None
         engine.init_weight_transfer_engine(self._init_info)
         with _paused(engine, pause):
             try:
