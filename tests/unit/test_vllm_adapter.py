@@ -110,10 +110,10 @@ def test_a_server_loads_new_versions_after_the_folder_was_emptied(
 def test_an_adapter_whose_files_were_replaced_is_not_offered(
     folder: WeightFolder, url: str, offered: dict[str, str]
 ) -> None:
-    VLLMAdapter(url).load(publish(folder, 1))
+    replaced = VLLMAdapter(url).load(publish(folder, 1))
     shutil.rmtree(folder.out)
     name = VLLMAdapter(url).load(publish(folder, 2))
-    assert [*offered] == [name]
+    assert [*offered] == [name] != [replaced]
 
 
 def test_an_engine_of_this_process_loads_a_new_version_under_an_old_path(
