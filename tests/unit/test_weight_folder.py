@@ -395,45 +395,6 @@ def test_old_versions_are_removed_before_those_that_they_build_on(
     assert versions_in(tmp_path / "out") == [f"weight_v00000{n}" for n in (1, 2, 4, 5)]
 
 
-def test_weights_that_were_read_do_not_change_with_their_files(tmp_path: Path, model: Path) -> None:
-    published = WeightFolder(tmp_path / "out", model).publish(StateView(1, small(1)))
-    found = FolderReader(tmp_path / "out").load()
-    flip_a_byte(published.folder / "model.safetensors", -1)
-    assert same(found, small(1))
-
-
-def test_a_missing_base_is_followed_by_a_complete_version(tmp_path: Path, model: Path) -> None:
-    folder = WeightFolder(tmp_path / "out", model, deltas=9)
-    for step in (1, 2, 3):
-        folder.publish(StateView(step, small(step)))
-    shutil.rmtree(tmp_path / "out/weight_v000001")
-    assert [folder.publish(StateView(step, small(step))).base for step in (4, 5)] == [None, 4]
-    assert versions_in(tmp_path / "out") == ["weight_v000004", "weight_v000005"]
-    assert same(FolderReader(tmp_path / "out").load(), small(5))
-
-
-def test_old_versions_are_removed_before_those_that_they_build_on(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = WeightFolder(tmp_path / "out", model, deltas=2, keep=1)
-    for step in (1, 2, 3):
-        folder.publish(StateView(step, small(step)))
-    remove, left = folder._remove, count(1)
-
-    def remove_one(path: Path) -> None:
-        if next(left) > 1:
-            raise InterruptedError
-        remove(path)
-
-    monkeypatch.setattr(folder, "_remove", remove_one)
-    with pytest.raises(InterruptedError):
-        folder.publish(StateView(4, small(4)))
-    assert versions_in(tmp_path / "out") == [f"weight_v00000{n}" for n in (1, 2, 4)]
-    larger = WeightFolder(tmp_path / "out", model, deltas=2, keep=9)
-    larger.publish(StateView(5, small(5)))
-    assert versions_in(tmp_path / "out") == [f"weight_v00000{n}" for n in (1, 2, 4, 5)]
-
-
 def test_only_one_process_publishes_into_a_folder(tmp_path: Path, model: Path) -> None:
     folder = WeightFolder(tmp_path / "out", model)
     folder.publish(StateView(1, small(1)))
