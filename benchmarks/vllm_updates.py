@@ -8,6 +8,7 @@ for versions from commits. Prints tables and writes ``benchmarks/results/vllm.js
 takes the tiny model only, few times, and writes nothing.
 """
 
+import ctypes
 import gc
 import multiprocessing
 import os
@@ -33,7 +34,7 @@ from benchmarks.vllm_table import COLUMNS, COMMIT, COPY, FLOOR, OURS, rows_of
 from benchmarks.vllm_trainer import CASES, PROMPT, WITHOUT_NUMPY, Case, Places, Sent, run_trainer
 
 QUICK = bool(os.environ.get("QUICK"))
-WARM_UP, TURNS, MEMORY_TURNS = 2, 3 if QUICK else 5, 1
+WARM_UP, TURNS, MEMORY_TURNS = 2, 3 if QUICK else 7, 1
 SETTLE_S = 0.2
 """For threads that still spin after the trainer has changed its weights."""
 INTERVAL_S = 0.001
@@ -82,21 +83,21 @@ class Loads:
         self.reload_weights(weights_iterator=tensors())  # type: ignore[attr-defined]
 
     def keep(self, folder: str) -> None:
-        """Keep the tensors of a folder in memory of this process."""
+        """Copy the tensors of a folder into memory of this process, always the same."""
         from safetensors.torch import load_file
 
         found = load_file(Path(folder) / "model.safetensors")
-        self.kept = {name: tensor.clone() for name, tensor in found.items()}
+        if not hasattr(self, "kept"):
+            self.kept = {name: torch.empty_like(tensor) for name, tensor in found.items()}
+        for name, tensor in found.items():
+            self.kept[name].copy_(tensor)
 
     def load_kept(self) -> None:
         """Load them."""
         self.reload_weights(weights_iterator=iter(self.kept.items()))  # type: ignore[attr-defined]
 
-    def drop_kept(self) -> int:
-        """Return memory to the system; return this process's id."""
-        import ctypes
-
-        self.kept = {}
+    def trim(self) -> int:
+        """Return free memory to the system; return this process's id."""
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         return os.getpid()
@@ -148,7 +149,7 @@ class Engine:
             "Ray, arrays": lambda _: self._call("load_from_ray", case.dtype),
             FLOOR: lambda _: self._call("load_kept"),
         }
-        self._worker: int = self._llm.collective_rpc("drop_kept")[0]
+        self._worker: int = self._llm.collective_rpc("trim")[0]
         if self.with_ray:
             self.measure(OURS)  # its reader is made before this process is one of Ray's
             self._llm.collective_rpc("join_ray", args=(address,))
@@ -173,8 +174,6 @@ class Engine:
         [answer] = self._llm.generate({"prompt_token_ids": PROMPT}, self._greedy, use_tqdm=False)
         ended = time.perf_counter()
         used = self._cpu_seconds(way) - cpu
-        if way == FLOOR:
-            self._llm.collective_rpc("drop_kept")
         token = answer.outputs[0].token_ids[0]
         if token not in tokens:
             raise RuntimeError(f"{way}: {token} is no first token of version {self._step}")
@@ -191,7 +190,7 @@ class Engine:
 
     def measure_memory(self, way: str) -> float:
         """Return the peak of the worker's private memory during an update, above that before."""
-        self._llm.collective_rpc("drop_kept")
+        self._llm.collective_rpc("trim")
         with _peak_of(self._worker) as peak:
             self.measure(way)
         return peak[0]
@@ -287,7 +286,8 @@ def measure(case: Case, with_stack: bool) -> tuple[Size, Samples]:
         engine = Engine(case, places, opened)
         ways = [way for way in WAYS if engine.with_ray or not way.startswith("Ray")]
         for turn in range(WARM_UP + TURNS):
-            for way in ways:
+            first = turn % len(ways)  # what one leaves behind, such as a warm heap, hits all alike
+            for way in [*ways[first:], *ways[:first]]:
                 found = engine.measure(way)
                 if turn >= WARM_UP:
                     for metric, value in found.items():
@@ -304,7 +304,9 @@ def measure(case: Case, with_stack: bool) -> tuple[Size, Samples]:
                     for metric, value in engine.measure(COMMIT).items():
                         if turn:
                             note(COMMIT, metric, value)
-        return Size(engine.nbytes, engine.tensors), samples
+        order = {way: place for place, way in enumerate((*WAYS, COMMIT, COPY))}
+        ordered = dict(sorted(samples.items(), key=lambda each: order[each[0][0]]))
+        return Size(engine.nbytes, engine.tensors), ordered
 
 
 @contextmanager
