@@ -11,11 +11,11 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-import tests.verl.cpu  # noqa: F401
 from tests.conftest import QUIET, environment
 from tests.verl.ppo import RANKS
-from tests.verl.rollouts import BACKEND, start
 from tests.verl.sft import ALONE, IMPORTS, make_world
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 NODE = {"object_store_memory": 100_000_000, "include_dashboard": False}
 
@@ -31,6 +31,9 @@ class World:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """Two Ray nodes: the trainer and a rollout worker on the first, a worker on the second."""
+    import tests.verl.cpu  # noqa: F401  # not when tests are collected: it replaces names of torch
+    from tests.verl.rollouts import start
+
     folder = tmp_path_factory.mktemp("world")
     make_world(folder)
     with (
@@ -72,7 +75,9 @@ def test_rollouts_take_newer_weights_when_they_can_also_once_the_trainer_is_dead
     before, sent = world.rollouts.digests(), {}
     for step in (11, 12, 13):
         world.actors.change(step)
-        ray.get(world.actors.update_weights(global_steps=step, mode=BACKEND))  # of nobody else
+        ray.get(
+            world.actors.update_weights(global_steps=step, mode="trinity_sync")
+        )  # of nobody else
         sent[step] = world.actors.digests()[0]
     assert world.rollouts.digests() == before  # a rollout goes on with what it has
     take_late(world, 13)
@@ -80,7 +85,7 @@ def test_rollouts_take_newer_weights_when_they_can_also_once_the_trainer_is_dead
 
     world.actors.change(14)
     sent[14] = world.actors.digests()[0]
-    sending = world.actors.update_weights(global_steps=14, mode=BACKEND)
+    sending = world.actors.update_weights(global_steps=14, mode="trinity_sync")
     for actor in world.actors.workers:
         ray.kill(actor)
     ray.wait(sending, num_returns=len(sending), timeout=60)

@@ -101,6 +101,9 @@ FakeTensorMode: Callable[[], AbstractContextManager[Any]] = look_up(
 )
 """Within it, ``torch.load`` makes tensors without data."""
 
+TorchDispatchMode: Any = look_up("torch.utils._python_dispatch.TorchDispatchMode")
+"""Base class of a context within which ``__torch_dispatch__`` sees each operator."""
+
 disable_subclasses: Callable[[], AbstractContextManager[Any]] = look_up(
     "torch._C.DisableTorchFunctionSubclass"
 )

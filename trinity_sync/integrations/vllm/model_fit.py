@@ -18,9 +18,9 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from trinity_sync.errors import WeightSyncError
+from trinity_sync.snapshot.torch_private import TorchDispatchMode
 
 logger = logging.getLogger(__name__)
 
@@ -164,13 +164,13 @@ def _count_loads(model: torch.nn.Module, counts: _Counts, before: list[tuple[Any
 
     for module_name, module in model.named_modules():
         prefix = f"{module_name}." if module_name else ""
-        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is None:
-                continue
+        parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        buffers = dict(module.named_buffers(recurse=False, remove_duplicate=False))
+        for key, tensor in [*parameters.items(), *buffers.items()]:
             loader: Any = getattr(tensor, "weight_loader", None)
             while getattr(loader, "__name__", "") == "online_process_loader":  # of the reload
                 loader = loader.__wrapped__
-            if key in module._parameters and not _is_optional(module, key):
+            if key in parameters and not _is_optional(module, key):
                 needed = getattr(tensor, "weight_loader_numel", tensor.numel())
                 counts.needed[prefix + key] = needed
             before.append((tensor, loader))
