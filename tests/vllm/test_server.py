@@ -69,13 +69,14 @@ def test_updates_while_requests_are_in_flight(server: Server, root: Path, pause:
         saves.wait_staged()
         updater.update()
         asking = [clients.submit(ask) for _ in range(3)]
-        for step in steps[1:]:
-            saves.upload(step, randomize(model, step).state_dict)
-            saves.wait_staged()
-            assert updater.update(min_step=step, pause=pause) == step
+        for step in steps:
+            if step > 1:
+                saves.upload(step, randomize(model, step).state_dict)
+                saves.wait_staged()
+                assert updater.update(min_step=step, pause=pause) == step
             before = len(answers)
-            while len(answers) < before + 3 and not any(each.done() for each in asking):
-                done.wait(0.01)
+            while len(answers) < before + 4 and not any(each.done() for each in asking):
+                done.wait(0.01)  # of three requests in flight, the fourth began after the update
         done.set()
         for each in asking:
             each.result()
