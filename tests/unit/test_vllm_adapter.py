@@ -6,16 +6,15 @@
 import json
 import shutil
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
+from tests.unit.answers import serving
 from tests.unit.test_weight_folder import StateView
 from trinity_sync import WeightFolder, WeightSyncError
 from trinity_sync.formats.published import PublishedVersion
@@ -30,37 +29,21 @@ def offered() -> dict[str, str]:
 
 @pytest.fixture
 def url(offered: dict[str, str]) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+    def answer(request: BaseHTTPRequestHandler, text: str) -> tuple[int, str]:
+        if request.command == "GET":
             models = [{"id": n, "root": p, "parent": "base"} for n, p in offered.items()]
-            self.answer(200, json.dumps({"data": [{"id": "base", "root": "base"}, *models]}))
+            return 200, json.dumps({"data": [{"id": "base", "root": "base"}, *models]})
+        body = json.loads(text)
+        if request.path == "/v1/load_lora_adapter" and body["lora_name"] not in offered:
+            offered[body["lora_name"]] = body["lora_path"]
+        elif request.path == "/v1/unload_lora_adapter" and body["lora_name"] in offered:
+            del offered[body["lora_name"]]
+        else:
+            return 404, "no such call, or adapter"
+        return 200, "Success: no JSON"
 
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if self.path == "/v1/load_lora_adapter" and body["lora_name"] not in offered:
-                offered[body["lora_name"]] = body["lora_path"]
-            elif self.path == "/v1/unload_lora_adapter" and body["lora_name"] in offered:
-                del offered[body["lora_name"]]
-            else:
-                return self.answer(404, "no such call, or adapter")
-            self.answer(200, "Success: no JSON")
-
-        def answer(self, status: int, text: str) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(answer) as url:
+        yield url
 
 
 @pytest.fixture

@@ -5,10 +5,9 @@ updater names, as a worker does. ``tests/vllm`` has the same with the real engin
 """
 
 import json
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,6 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
+from tests.unit.answers import serving
 from trinity_sync import CheckpointCoordinator, ConfigError, WeightReader, WeightSyncError
 from trinity_sync.integrations.vllm import VLLMUpdater
 from trinity_sync.integrations.vllm.pinned_version import Wanted, pin_version, select_version
@@ -56,35 +56,16 @@ def engine() -> Engine:
 
 @pytest.fixture
 def url(engine: Engine) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            parts = urlsplit(self.path)
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            try:
-                status, answer = (
-                    200,
-                    engine.answer(parts.path, parts.query, json.loads(body or b"{}")),
-                )
-            except WeightSyncError as error:
-                status, answer = 500, {"error": str(error)}
-            content = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+    def answer(request: BaseHTTPRequestHandler, text: str) -> tuple[int, str]:
+        parts = urlsplit(request.path)
+        try:
+            found = engine.answer(parts.path, parts.query, json.loads(text or "{}"))
+        except WeightSyncError as error:
+            return 500, json.dumps({"error": str(error)})
+        return 200, json.dumps(found)
 
-        do_GET = do_POST
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(answer) as url:
+        yield url
 
 
 @pytest.fixture

@@ -12,11 +12,10 @@ from typing import Any
 from trinity_sync.errors import ConfigError, from_extra
 from trinity_sync.integrations.huggingface import TrinitySyncCallback
 from trinity_sync.integrations.vllm import VLLMUpdater
+from trinity_sync.integrations.vllm.plugin import BACKEND
 
 with from_extra("trl"):
     from trl.generation.vllm_client import VLLMClient
-
-BACKEND = "trinity_sync"
 
 
 class VLLMSyncMixin:

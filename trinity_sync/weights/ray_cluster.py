@@ -9,7 +9,8 @@ from trinity_sync.errors import StackError
 def in_ray_cluster() -> bool:
     """Return whether this process has joined a Ray cluster, without importing Ray."""
     ray = sys.modules.get("ray")
-    return bool(getattr(ray, "is_initialized", bool)())
+    is_initialized = getattr(ray, "is_initialized", None)  # a folder ray/ was imported without it
+    return is_initialized is not None and bool(is_initialized())
 
 
 def require_ray(why: str) -> ModuleType:

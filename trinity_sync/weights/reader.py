@@ -16,6 +16,8 @@ which images of other nodes come by Ray's object store, once for all readers of 
 """
 
 import logging
+import os
+import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -272,6 +274,11 @@ class WeightReader:
             f"version {version.step} is broadcast ({version.source}); join the broadcast, or set "
             "the trainer's sync_method to memory or checkpoint"
         )
+
+
+def make_reader_name(kind: str) -> str:
+    """Return a name that no other process has, such as ``vllm-node7-4711``."""
+    return f"{kind}-{socket.gethostname()}-{os.getpid()}"
 
 
 def _make_registry(name: str, synchronizer: Any, root: str | Path | None, role: str) -> Registry:

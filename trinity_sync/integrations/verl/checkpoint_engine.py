@@ -17,7 +17,6 @@ workers on other nodes.
 
 import asyncio
 import os
-import socket
 from collections.abc import AsyncIterator, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ from trinity_sync.weights.committed import find_committed_version
 from trinity_sync.weights.file_registry import FileRegistry
 from trinity_sync.weights.publisher import Publisher
 from trinity_sync.weights.ray_cluster import in_ray_cluster
-from trinity_sync.weights.reader import WeightReader
+from trinity_sync.weights.reader import WeightReader, make_reader_name
 from trinity_sync.weights.registry.protocol import Registry
 from trinity_sync.weights.sync_settings import SyncSettings
 from trinity_sync.weights.synchronizer import Synchronizer
@@ -118,7 +117,7 @@ class TrinitySyncCheckpointEngine(CheckpointEngineWithCache):
         self._sender: _Sender | None = None
         self._sender_info: SenderInfo | None = None
         self._opened: tuple[Registry, WeightReader] | None = None
-        self._name = f"verl-{socket.gethostname()}-{os.getpid()}"
+        self._name = make_reader_name("verl")
         if is_master:  # saves through trinity_sync in this process are of the same run
             os.environ.setdefault(RUN_KEY, find_run_key(self.root) or make_run_key())
 

@@ -12,7 +12,6 @@ vLLM stops the engine, instead of serving it.
 
 import logging
 import os
-import socket
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ from trinity_sync.integrations.vllm.model_fit import (
 from trinity_sync.integrations.vllm.pinned_version import Wanted, pin_version, select_version
 from trinity_sync.weights.broadcast import receive_weights
 from trinity_sync.weights.process_group import join_weight_group
-from trinity_sync.weights.reader import WeightReader
+from trinity_sync.weights.reader import WeightReader, make_reader_name
 from trinity_sync.weights.version import Version
 from trinity_sync.weights.weight_group import WeightGroup
 
@@ -123,7 +122,7 @@ class TrinitySyncEngine(WeightTransferEngine):
             self._reader = WeightReader(
                 root=init_info.root,
                 role=init_info.role,
-                name=f"vllm-{socket.gethostname()}-{os.getpid()}",
+                name=make_reader_name("vllm"),
                 deltas=init_info.deltas,
                 verify=init_info.verify,
                 timeout_s=OPEN_S,

@@ -10,13 +10,11 @@ It needs ``reload_weights(weights_iterator=...)`` of the model runner. The weigh
 with the model before they load; prefer the back end where there is one.
 """
 
-import os
-import socket
 from typing import Any
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.vllm.pinned_version import Wanted, pin_version, select_version
-from trinity_sync.weights.reader import WeightReader
+from trinity_sync.weights.reader import WeightReader, make_reader_name
 
 
 class LoadVersion:
@@ -41,8 +39,7 @@ class LoadVersion:
         """
         if self.parallel_config.world_size > 1 and not {"step", "run"} <= wanted.keys():
             raise ConfigError("pass step and run, so that all workers load the same version")
-        name = f"vllm-{socket.gethostname()}-{os.getpid()}"
-        with WeightReader(root=root, role=role, name=name) as reader:
+        with WeightReader(root=root, role=role, name=make_reader_name("vllm")) as reader:
             version = select_version(reader, root, role, Wanted(**wanted))
             with pin_version(reader, version) as view:
                 self.model_runner.reload_weights(weights_iterator=view.iter_views())

@@ -14,8 +14,6 @@ vLLM need not be installed for an engine behind a URL. Its server takes these ca
 """
 
 import logging
-import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -25,7 +23,7 @@ from typing import Any, Literal
 from trinity_sync.errors import ConfigError, WeightSyncError
 from trinity_sync.integrations.vllm.pinned_version import wait_for, wait_newer
 from trinity_sync.integrations.vllm.server_api import RefusedError, ServerApi
-from trinity_sync.weights.reader import WeightReader
+from trinity_sync.weights.reader import WeightReader, make_reader_name
 from trinity_sync.weights.version import Version
 
 logger = logging.getLogger(__name__)
@@ -82,8 +80,7 @@ class VLLMUpdater:
             "verify": verify,
             "compare": compare,
         }
-        name = f"updater-{socket.gethostname()}-{os.getpid()}"
-        self._reader = WeightReader(root=root, role=role, name=name)
+        self._reader = WeightReader(root=root, role=role, name=make_reader_name("updater"))
         self.version: Version | None = None
 
     def get_served_step(self) -> int | None:
