@@ -29,10 +29,15 @@ class Engine:
         self.version = "default"
         self.weights: dict[str, torch.Tensor] = {}
         self.root = ""
+        self.failing: list[str] = []
+        """Calls that fail once."""
         self.before_loading: Callable[[], None] = lambda: None
 
     def answer(self, path: str, query: str, body: dict[str, Any]) -> dict[str, Any]:
         self.calls.append(path + (f"?{query}" if query else ""))
+        if path in self.failing:
+            self.failing.remove(path)
+            raise WeightSyncError("not now")
         if path == "/init_weight_transfer_engine":
             self.root = body["init_info"]["root"]
         elif path == "/update_weights":
@@ -185,3 +190,38 @@ def test_a_step_is_selected_exactly(root: Path, saves: CheckpointCoordinator) ->
         message = "version 2 of run 1 is gone; load the newest, 8"
         with pytest.raises(WeightSyncError, match=message), pin_version(reader, gone):
             pass
+
+
+def test_an_update_that_a_killed_updater_left_open_is_ended(
+    engine: Engine, url: str, root: Path, saves: CheckpointCoordinator
+) -> None:
+    publish(saves, 1)
+    engine.failing = ["/start_weight_update"]
+    with VLLMUpdater(url, root) as updater:
+        assert updater.update() == 1
+    starts = [call for call in engine.calls if "weight_update" in call]
+    assert starts[:3] == ["/start_weight_update", "/finish_weight_update", "/start_weight_update"]
+
+
+def test_a_pause_that_fails_is_ended(
+    engine: Engine, url: str, root: Path, saves: CheckpointCoordinator
+) -> None:
+    publish(saves, 1)
+    engine.failing = ["/pause"]
+    with VLLMUpdater(url, root) as updater, pytest.raises(WeightSyncError, match="/pause answered"):
+        updater.update()
+    assert engine.calls[-1] == "/resume"
+
+
+def test_a_resumed_run_below_the_least_step_is_waited_for(
+    root: Path, saves: CheckpointCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(saves, 60)
+    with WeightReader(root=root, name="worker") as reader:
+        assert select_version(reader, str(root), "actor", Wanted(min_step=50)).step == 60
+        saves.close()
+        monkeypatch.setenv("TRINITY_SYNC_RUN_KEY", "second")
+        with CheckpointCoordinator(root) as resumed:
+            publish(resumed, 21)
+            with pytest.raises(WeightSyncError, match="no version of step 50"):
+                select_version(reader, str(root), "actor", Wanted(min_step=50, timeout_s=0.05))
