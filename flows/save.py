@@ -6,7 +6,6 @@ although a task died. What follows the commit (export, replication, pruning) can
 without affecting the committed step.
 """
 
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,6 +36,7 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import SaveError
 from trinity_sync.layout import Component
 from trinity_sync.orchestration import metrics  # a flow is pickled with its globals
+from trinity_sync.orchestration.root_threads import run_in_thread
 from trinity_sync.orchestration.run_page import FailedTask, make_failed_task
 from trinity_sync.orchestration.step_events import StepOutcome, emit_step_event
 from trinity_sync.storage.job_settings import read_job_settings
@@ -119,9 +119,9 @@ def report_step(outcome: StepOutcome, request: SaveRequest, **payload: Any) -> N
 
 async def find_nodes(request: SaveRequest) -> list[NodeSave]:
     """Return the nodes that hold images of the save, starting with the node of rank 0."""
-    job = await asyncio.to_thread(read_job_settings, request.root)
+    job = await run_in_thread(read_job_settings, request.root)
     limit_s = job.rank_timeout_s
-    shards = await asyncio.to_thread(await_node_shards, request.save, rank_timeout_s=limit_s)
+    shards = await run_in_thread(await_node_shards, request.save, rank_timeout_s=limit_s)
     return [NodeSave(each) for each in shards]
 
 
@@ -238,7 +238,7 @@ async def upload_if_required(request: SaveRequest, node: NodeSave) -> None:
     """
     if request.kind != "checkpoint":
         return
-    if url := await asyncio.to_thread(read_required_remote, request.root):
+    if url := await run_in_thread(read_required_remote, request.root):
         with remote_options(**pin_to_node(node.shards.node)):
             upload = upload_to_required_remote.submit(request.root, request.step, url)
             await gather_results([upload])

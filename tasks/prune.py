@@ -17,6 +17,7 @@ from trinity_sync.errors import ConfigError, TrinitySyncError
 from trinity_sync.orchestration.job_registry import require_allowed, select_roots
 from trinity_sync.orchestration.prefect_queries import RETENTION
 from trinity_sync.orchestration.quantities import format_bytes, make_artifact_key
+from trinity_sync.orchestration.root_threads import OTHERS_WAIT_S, RootVisits
 from trinity_sync.retention.planner import Rules
 from trinity_sync.retention.policies import All, LastN, parse_policy
 from trinity_sync.retention.prune import Pruned
@@ -44,26 +45,27 @@ def prune(
         ConfigError: A policy is invalid, or a root could not be pruned; the others were.
     """
     settings = Settings()
-    pruned: list[Pruned] = []
-    failures: list[str] = []
-    for each in select_roots(root, settings):
+
+    def prune_one(each: Path) -> Pruned | str:
         try:
-            pruned.append(
-                prune_root(
-                    each,
-                    Rules.of_job(read_job_settings(each), keep=keep, keep_weights=keep_weights),
-                    now.timestamp() if now else time.time(),
-                    spool=settings.spool,
-                    recycle=StackSettings().io.reuse_files,
-                    dry_run=dry_run,
-                    on_removed=partial(_update_catalog, each, settings),
-                )
+            return prune_root(
+                each,
+                Rules.of_job(read_job_settings(each), keep=keep, keep_weights=keep_weights),
+                now.timestamp() if now else time.time(),
+                spool=settings.spool,
+                recycle=StackSettings().io.reuse_files,
+                dry_run=dry_run,
+                on_removed=partial(_update_catalog, each, settings),
             )
         except (TrinitySyncError, OSError) as error:
-            failures.append(f"{each}: {error}")
-    for done in pruned:
-        create_retention_artifact(done, dry_run=dry_run)
-    if failures:
+            return f"{each}: {error}"
+
+    roots = select_roots(root, settings)
+    found = RootVisits("retention").visit(roots, prune_one, each_s=OTHERS_WAIT_S).values()
+    for done in found:
+        if isinstance(done, Pruned):
+            create_retention_artifact(done, dry_run=dry_run)
+    if failures := [each for each in found if isinstance(each, str)]:
         raise ConfigError("\n".join(failures))
 
 

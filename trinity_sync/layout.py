@@ -208,8 +208,19 @@ def check_name(what: str, value: str) -> str:
 
 
 def job_id(root: str | Path) -> str:
-    """Return the identifier of the job at a root: the folder's name and a digest of its path."""
-    real = Path(root).resolve()
+    """Return the identifier of the job at a root: the folder's name and a digest of its path.
+
+    It asks the root's file system for the real path, which may hang: see `job_id_of`.
+    """
+    return job_id_of(Path(root).resolve())
+
+
+def job_id_of(real: Path) -> str:
+    """Return the `job_id` of a root by its real path; it asks no file system.
+
+    Args:
+        real: full path of the root, without symbolic links.
+    """
     readable = re.sub(r"[^A-Za-z0-9_-]+", "-", real.name)[:_READABLE].strip("-") or "job"
     return f"{readable}-{hashlib.sha256(os.fsencode(real)).hexdigest()[:8]}"
 
