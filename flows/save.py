@@ -25,11 +25,13 @@ from flows.on_ray import (
     gather_results,
     list_living_nodes,
     pin_to_node,
+    run_on_node,
 )
 from flows.replicate import request_replication
-from tasks.commit import commit_step, free_slots, mark_images_failed
+from tasks.commit import commit_step
 from tasks.export import export_requested_models
 from tasks.failure import create_failure_artifact
+from tasks.on_node import free_slots, mark_images_failed
 from tasks.persist import PERSIST_TASKS
 from tasks.prune import prune_after_commit
 from tasks.replicate import upload_to_required_remote
@@ -213,13 +215,15 @@ async def free_remaining_slots(request: SaveRequest, nodes: Sequence[NodeSave]) 
         request: The save.
         nodes: The nodes.
     """
-    futures = []
     alive = list_living_nodes() if nodes else {}
-    for node in nodes:
-        if node.shards.node in alive:
-            with remote_options(**pin_to_node(node.shards.node, alive)):
-                futures.append(free_slots.submit(request, node.persisted, node.shards))
-    for outcome in await gather_outcomes(futures):
+    freeing = [
+        run_on_node(
+            node.shards.node, alive, free_slots, request, tuple(node.persisted), node.shards
+        )
+        for node in nodes
+        if node.shards.node in alive
+    ]
+    for outcome in await asyncio.gather(*freeing, return_exceptions=True):
         if isinstance(outcome, BaseException):
             get_run_logger().error(
                 "%s is committed; cannot free its slots on another node until a worker there does, "
@@ -289,16 +293,17 @@ async def mark_failed(
     """
     reached: list[str] = []
     try:
-        futures = []
         alive = list_living_nodes()
+        marking = []
         for node in nodes:
-            if node.shards.node in alive:
-                reached.append(node.shards.node)
-                with remote_options(**pin_to_node(node.shards.node, alive)):
-                    futures.append(
-                        mark_images_failed.submit(request, node.persisted, node.shards, reason)
-                    )
-        outcomes = await gather_outcomes(futures)
+            name, shards = node.shards.node, node.shards
+            if name in alive:
+                reached.append(name)
+                persisted = tuple(node.persisted)
+                marking.append(
+                    run_on_node(name, alive, mark_images_failed, request, persisted, shards, reason)
+                )
+        outcomes = await asyncio.gather(*marking, return_exceptions=True)
     except Exception as error:
         outcomes = [error]
     for outcome in outcomes:
