@@ -9,7 +9,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.runtime import flow_run
 
 from tasks.on_node import make_save
-from tasks.persist import is_io_error
+from tasks.persist import has_io_error
 from tasks.weights import create_weights_artifact
 from trinity_sync.catalog.mirror import try_mirror
 from trinity_sync.client.save_request import SaveRequest
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
     name="commit",
     retries=2,
     retry_delay_seconds=2,
-    retry_condition_fn=is_io_error,
+    retry_condition_fn=has_io_error,
     persist_result=False,
 )
 def commit_step(

@@ -1,6 +1,10 @@
 """What a save does on each of its nodes. Nothing here imports Prefect, which takes a CPU second."""
 
+import traceback
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.fs.rate_limit import RateLimit
@@ -15,6 +19,40 @@ from trinity_sync.storage.late_images import free_committed_slots
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted, discard, mark_failed
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one task persists on a node."""
+
+    component: Component | None
+    """None if the node has callable saves only."""
+    awaits_callables: bool = False
+    """Whether it also waits for the callable saves of the node: one task is enough."""
+
+    @property
+    def what(self) -> str:
+        """The component, or what else it is."""
+        return self.component or "callable saves"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a share was not persisted."""
+
+    error: Exception
+    may_pass: bool = False
+    """Whether it is worth a repetition, see `is_io_error`."""
+    traceback: str = ""
+    """Where it was raised on the node; empty if the node could not be reached."""
+
+
+def is_io_error(error: BaseException) -> bool:
+    """Return whether an error is an I/O error, or was caused by one.
+
+    An I/O error may be transient. A missing, corrupted or superseded image stays so.
+    """
+    return isinstance(error.__cause__ or error, OSError)
 
 
 def make_save(request: SaveRequest) -> SaveId:
@@ -53,6 +91,27 @@ def persist_component(
     statuses = await_callable_saves(spool, save) if with_callables else []
     sync_callable_files(save, statuses)
     return Persisted(written, statuses)
+
+
+def persist_node(
+    request: SaveRequest, shares: Sequence[Share], shards: NodeShards
+) -> list[Persisted | Failure]:
+    """Persist shares of one node in parallel; one that fails does not affect the others.
+
+    Args:
+        request: The save.
+        shares: What is to be persisted.
+        shards: The shards that this node holds.
+    """
+    with ThreadPoolExecutor(len(shares), "persist-node") as threads:
+        return list(threads.map(partial(_try_persist, request, shards), shares))
+
+
+def _try_persist(request: SaveRequest, shards: NodeShards, share: Share) -> Persisted | Failure:
+    try:
+        return persist_component(request, share.component, shards, share.awaits_callables)
+    except Exception as error:
+        return Failure(error, is_io_error(error), traceback.format_exc())
 
 
 def free_slots(request: SaveRequest, persisted: Sequence[Persisted], shards: NodeShards) -> None:

@@ -1,21 +1,22 @@
-"""The parallel tasks of a save: one per component and node, on the node that holds the images."""
+"""The tasks of a save on few nodes: one per component and node, where the images are."""
 
 from typing import Any, TypeAlias, get_args
 
 from prefect import Task
 from prefect.client.schemas.objects import State, TaskRun
 
-from tasks.on_node import persist_component
+from tasks.on_node import is_io_error, persist_component
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.layout import Component
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted
 
+RETRY_DELAYS_S = (1, 5, 15)
+"""Seconds before each repetition of what failed with an I/O error."""
 
-async def is_io_error(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
+
+async def has_io_error(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
     """Return whether a task failed with an I/O error, as Prefect's ``retry_condition_fn``.
-
-    An I/O error may be transient. A missing, corrupted or superseded image stays so.
 
     Args:
         state: The Failed state of the task run.
@@ -23,7 +24,7 @@ async def is_io_error(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -
     try:
         await state.aresult()
     except Exception as error:
-        return isinstance(error.__cause__ or error, OSError)
+        return is_io_error(error)
     return False
 
 
@@ -34,9 +35,9 @@ PERSIST_TASKS: dict[Component | None, PersistTask] = {
         persist_component,
         name=f"persist-{component or 'callable-files'}",
         description=f"Persist {component or 'the files of callable saves'} on one node",
-        retries=3,
-        retry_delay_seconds=[1, 5, 15],
-        retry_condition_fn=is_io_error,
+        retries=len(RETRY_DELAYS_S),
+        retry_delay_seconds=[*RETRY_DELAYS_S],
+        retry_condition_fn=has_io_error,
         persist_result=False,
     )
     for component in (*get_args(Component), None)
