@@ -166,7 +166,7 @@ async def save(job: Job, step: int, server: int) -> Cost:
 
 def save_without_prefect(job: Job, step: int) -> str:
     """CPU seconds of the bodies of the tasks, one after the other, and what comes out of them."""
-    from tasks.persist import make_save
+    from tasks.on_node import make_save
     from trinity_sync.layout import MANIFEST
     from trinity_sync.settings import Settings
     from trinity_sync.storage.commit import commit

@@ -1,57 +1,42 @@
 """``save-step``: persist the images of a step on their nodes, then commit the step.
 
-One task per component and node persists images, on the node whose shared memory holds them. The
-commit task is submitted after the results of all of them are known: a Prefect flow can be Completed
-although a task died. What follows the commit (export, replication, pruning) can fail and be retried
+Images are persisted on the nodes whose shared memory holds them, see `flows.persist`. The commit
+task is submitted after the results of all nodes are known: a Prefect flow can be Completed although
+a task died. What follows the commit (export, replication, pruning) can fail and be retried
 without affecting the committed step.
 """
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
-from prefect.futures import PrefectFuture
 from prefect.states import Failed
 from prefect_ray.context import remote_options
-from ray.exceptions import RayError
 
 from flows.on_ray import (
     NodeRayTaskRunner,
-    gather_outcomes,
     gather_results,
     list_living_nodes,
     pin_to_node,
+    run_on_node,
 )
+from flows.persist import NodeSave, persist_images
 from flows.replicate import request_replication
-from tasks.commit import commit_step, free_slots, mark_images_failed
+from tasks.commit import commit_step
 from tasks.export import export_requested_models
 from tasks.failure import create_failure_artifact
-from tasks.persist import PERSIST_TASKS
+from tasks.on_node import free_slots, mark_images_failed
 from tasks.prune import prune_after_commit
 from tasks.replicate import upload_to_required_remote
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.errors import SaveError
-from trinity_sync.layout import Component
 from trinity_sync.orchestration import metrics  # a flow is pickled with its globals
 from trinity_sync.orchestration.root_threads import run_in_thread
-from trinity_sync.orchestration.run_page import FailedTask, make_failed_task
 from trinity_sync.orchestration.step_events import StepOutcome, emit_step_event
 from trinity_sync.storage.job_settings import read_job_settings
-from trinity_sync.storage.placement import NodeShards, await_node_shards
+from trinity_sync.storage.placement import await_node_shards
 from trinity_sync.storage.required_remote import read_required_remote
-from trinity_sync.storage.save import Persisted
-
-
-@dataclass
-class NodeSave:
-    """The shards of a save that one node holds, and what its tasks have persisted so far."""
-
-    shards: NodeShards
-    persisted: list[Persisted] = field(default_factory=list)
-    failed: list[FailedTask] = field(default_factory=list)
 
 
 @flow(name="save-step", task_runner=NodeRayTaskRunner(), persist_result=False, retries=0)
@@ -125,63 +110,6 @@ async def find_nodes(request: SaveRequest) -> list[NodeSave]:
     return [NodeSave(each) for each in shards]
 
 
-async def persist_images(request: SaveRequest, nodes: Sequence[NodeSave]) -> None:
-    """Persist every component on every node in parallel, and add the results to ``nodes``.
-
-    Args:
-        request: The save.
-        nodes: The nodes that hold its images, starting with the node of rank 0.
-
-    Raises:
-        SaveError: A node is not in the Ray cluster, or died before its images were persisted.
-        Exception: The error of the first task that failed, once all tasks have ended.
-    """
-    alive = list_living_nodes()
-    for node in nodes:
-        if node.shards.node not in alive:
-            raise _node_lost_error(request, node, "is not in this Ray cluster")
-    owners: list[tuple[NodeSave, Component | None]] = []
-    futures: list[PrefectFuture[Persisted]] = []
-    for node in nodes:
-        components: list[Component | None] = [
-            c for c in request.components if c != "metadata" or node.shards.has_rank_0
-        ]
-        awaits_callables = node is not nodes[0]  # there, the commit task does
-        if awaits_callables and not components:
-            components = [None]
-        with remote_options(**pin_to_node(node.shards.node, alive)):
-            for component in components:
-                task = PERSIST_TASKS[component]
-                if len(nodes) > 1:  # otherwise all nodes' tasks have the same name in the UI
-                    task = task.with_options(task_run_name=f"{task.name} @ {node.shards.node}")
-                futures.append(task.submit(request, component, node.shards, awaits_callables))
-                owners.append((node, component))
-                awaits_callables = False  # one task of the node is enough
-    failures: list[BaseException] = []
-    for (node, component), outcome in zip(owners, await gather_outcomes(futures), strict=True):
-        if isinstance(outcome, RayError):
-            why = f"or a process of it, died before they were written ({type(outcome).__name__})"
-            failures.append(_node_lost_error(request, node, why))
-            failures[-1].__cause__ = outcome
-        elif isinstance(outcome, BaseException):
-            failures.append(outcome)
-        else:
-            node.persisted.append(outcome)
-            continue
-        what = component or "callable saves"
-        node.failed.append(make_failed_task(node.shards.node, what, failures[-1]))
-    if failures:
-        raise failures[0]
-
-
-def _node_lost_error(request: SaveRequest, node: NodeSave, why: str) -> SaveError:
-    return SaveError(
-        f"{request.run_name} of {request.root} is not committed: node {node.shards.node}, which "
-        f"holds {node.shards}, {why}. If its memory is intact, start Ray there, by that name, and "
-        "retry the flow run. Later saves are unaffected."
-    )
-
-
 async def commit(
     request: SaveRequest, nodes: Sequence[NodeSave], started_at: float, persisted_at: float
 ) -> bool:
@@ -213,13 +141,15 @@ async def free_remaining_slots(request: SaveRequest, nodes: Sequence[NodeSave]) 
         request: The save.
         nodes: The nodes.
     """
-    futures = []
     alive = list_living_nodes() if nodes else {}
-    for node in nodes:
-        if node.shards.node in alive:
-            with remote_options(**pin_to_node(node.shards.node, alive)):
-                futures.append(free_slots.submit(request, node.persisted, node.shards))
-    for outcome in await gather_outcomes(futures):
+    freeing = [
+        run_on_node(
+            node.shards.node, alive, free_slots, request, tuple(node.persisted), node.shards
+        )
+        for node in nodes
+        if node.shards.node in alive
+    ]
+    for outcome in await asyncio.gather(*freeing, return_exceptions=True):
         if isinstance(outcome, BaseException):
             get_run_logger().error(
                 "%s is committed; cannot free its slots on another node until a worker there does, "
@@ -289,16 +219,17 @@ async def mark_failed(
     """
     reached: list[str] = []
     try:
-        futures = []
         alive = list_living_nodes()
+        marking = []
         for node in nodes:
-            if node.shards.node in alive:
-                reached.append(node.shards.node)
-                with remote_options(**pin_to_node(node.shards.node, alive)):
-                    futures.append(
-                        mark_images_failed.submit(request, node.persisted, node.shards, reason)
-                    )
-        outcomes = await gather_outcomes(futures)
+            name, shards = node.shards.node, node.shards
+            if name in alive:
+                reached.append(name)
+                persisted = tuple(node.persisted)
+                marking.append(
+                    run_on_node(name, alive, mark_images_failed, request, persisted, shards, reason)
+                )
+        outcomes = await asyncio.gather(*marking, return_exceptions=True)
     except Exception as error:
         outcomes = [error]
     for outcome in outcomes:

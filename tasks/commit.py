@@ -1,4 +1,4 @@
-"""Commit a save and free its slots, or mark its images as failed."""
+"""Commit a save, and free its slots on the node of the commit."""
 
 import logging
 import shutil
@@ -8,7 +8,8 @@ from prefect import task
 from prefect.artifacts import create_markdown_artifact
 from prefect.runtime import flow_run
 
-from tasks.persist import is_io_error, make_save
+from tasks.on_node import make_save
+from tasks.persist import has_io_error
 from tasks.weights import create_weights_artifact
 from trinity_sync.catalog.mirror import try_mirror
 from trinity_sync.client.save_request import SaveRequest
@@ -32,7 +33,7 @@ from trinity_sync.storage.late_images import free_committed_slots
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import Manifest, read_run_manifest
 from trinity_sync.storage.placement import NodeShards
-from trinity_sync.storage.save import Persisted, Written, discard, mark_failed
+from trinity_sync.storage.save import Persisted, Written
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
     name="commit",
     retries=2,
     retry_delay_seconds=2,
-    retry_condition_fn=is_io_error,
+    retry_condition_fn=has_io_error,
     persist_result=False,
 )
 def commit_step(
@@ -122,45 +123,6 @@ def write_export_requests(save: SaveId, written: Sequence[Written]) -> None:
     for role, export in requested:
         trusted = export == "hf_model with remote code"
         write_export_request(save.root, ExportRequest(save.run, save.step, role, trusted))
-
-
-@task(name="free-slots", persist_result=False)
-def free_slots(request: SaveRequest, persisted: Sequence[Persisted], shards: NodeShards) -> None:
-    """Free the slots of a committed save on a node that did not run the commit task.
-
-    Args:
-        request: The committed save.
-        persisted: The results of this node's persist tasks.
-        shards: The shards that this node holds.
-    """
-    written = [file for result in persisted for file in result.written]
-    save = make_save(request)
-    free_committed_slots(get_job_spool(shards.spool, save.root), save, written)
-
-
-@task(name="mark-failed", persist_result=False)
-def mark_images_failed(
-    request: SaveRequest, persisted: Sequence[Persisted], shards: NodeShards, reason: str
-) -> int:
-    """Mark the images of a failed save on one node, and remove its temporary files.
-
-    Later saves evict such images first. Until then, a retry of the flow run can persist them again.
-
-    Args:
-        request: The failed save.
-        persisted: The results of this node's persist tasks.
-        shards: The shards that this node holds.
-        reason: Why the save failed.
-
-    Returns:
-        Number of images of the save that are still in memory.
-    """
-    save = make_save(request)
-    for result in persisted:
-        discard(result.written)
-    spool = get_job_spool(shards.spool, save.root)
-    mark_failed(spool, save, reason)
-    return sum(save.owns(each.ticket) for each in spool.read_step(save.run, save.step)[0])
 
 
 def create_commit_artifact(

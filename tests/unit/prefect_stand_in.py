@@ -14,8 +14,8 @@ import pytest
 
 import tasks.commit
 import tasks.prune
-from tasks.commit import commit_step, mark_images_failed
-from tasks.persist import persist_component
+from tasks.commit import commit_step
+from tasks.on_node import mark_images_failed, persist_component
 from tasks.prune import prune_after_commit
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome, SaveTrigger
@@ -60,7 +60,7 @@ def save_step(request: SaveRequest) -> Iterator[str]:
         yield "committed"
     except Exception as error:
         for shards in nodes:
-            mark_images_failed.fn(request, persisted, shards, str(error))
+            mark_images_failed(request, persisted, shards, str(error))
         raise
     if request.keep:
         prune_after_commit.fn(request)

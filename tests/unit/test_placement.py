@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.persist import make_save, persist_component
+from tasks.on_node import make_save, persist_component
 from tests.unit.conftest import Open
 from tests.unit.job import Job
 from trinity_sync.client.coordinator import CheckpointCoordinator

@@ -14,7 +14,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from tasks.persist import persist_component
+from tasks.on_node import persist_component
 from tasks.replicate import replicate_to_remote, upload_to_required_remote
 from tests.conftest import environment
 from tests.unit.job import Job

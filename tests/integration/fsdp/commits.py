@@ -99,7 +99,7 @@ def _in_environment(binaries: str) -> Callable[[SaveRequest], None]:
 
 def _save_step(request: SaveRequest) -> None:
     from tasks.commit import write_export_requests
-    from tasks.persist import make_save, persist_component
+    from tasks.on_node import make_save, persist_component
     from tasks.prune import prune_after_commit
 
     save = make_save(request)
