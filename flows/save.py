@@ -6,6 +6,7 @@ a task died. What follows the commit (export, replication, pruning) can fail and
 without affecting the committed step.
 """
 
+import asyncio
 import time
 from collections.abc import Sequence
 from typing import Any
