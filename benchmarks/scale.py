@@ -6,9 +6,10 @@
 
 Real are the Prefect server, the flow, its tasks and their bodies, files and catalog, and the ranks'
 coordinators: all of them save, in turn, in a few processes (`rank_process`), and that of rank 0
-requests and follows the flow run. Simulated are the nodes: each has a spool of its own, but what Ray would run
-there runs in threads of this process, because 512 Ray nodes cannot be had on one machine. So what
-Ray adds, which is a process a task, and what a network adds, is not in the figures.
+requests and follows the flow run. Simulated are the nodes: each has a spool of its own, but what
+Ray would run there runs in threads of this process, because 512 Ray nodes cannot be had on one
+machine. So what Ray adds, which is a process a task, and what a network adds, is not in the
+figures.
 
 Of each size one save counts; one of a single rank comes first and does not. Growth is judged: no
 cost of a save may grow faster than the nodes, no cost of a rank at all, and API calls not with
@@ -109,7 +110,6 @@ def main() -> None:
             "TRINITY_SYNC_HOME": f"{folder}/home",
             "TRINITY_SYNC_SPOOL": memory,
             "TRINITY_SYNC_STACK__MAINTENANCE__SCHEDULES": "false",
-            "PREFECT_HOME": f"{folder}/prefect",
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "ERROR",
             "DO_NOT_TRACK": "1",
@@ -238,7 +238,7 @@ async def save(root: Path, memory: Path, ranks: int, nodes: int, server: int) ->
 
 def _measure_database() -> tuple[int, int]:
     """Rows of the server's database, and its bytes in use."""
-    (file,) = Path(os.environ["PREFECT_HOME"]).rglob("prefect.db")
+    (file,) = Path(os.environ["TRINITY_SYNC_HOME"]).rglob("prefect.db")
     with closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as connection:
         ask = lambda query: connection.execute(query).fetchone()[0]  # noqa: E731
         named = "SELECT name FROM sqlite_master WHERE type = 'table'"
@@ -276,10 +276,14 @@ class _NoRay:
 
     def nodes(self) -> list[dict[str, Any]]:
         """All of them."""
-        names = [f"node{number}" for number in range(MOST_NODES)]
         return [
-            {"Alive": True, "NodeManagerHostname": name, "NodeName": name, "NodeID": name}
-            for name in names
+            {
+                "Alive": True,
+                "NodeManagerHostname": f"node{number}",
+                "NodeName": f"node{number}",
+                "NodeID": f"{number:056x}",
+            }
+            for number in range(MOST_NODES)
         ]
 
     def remote(self, function: Callable[..., Any]) -> "_Remote":
