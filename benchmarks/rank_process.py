@@ -1,5 +1,6 @@
 """All ranks of a job in a few processes: real coordinators, which save one by one."""
 
+import gc
 import multiprocessing
 import os
 import resource
@@ -116,6 +117,8 @@ def _serve(
     (configuration / "config.json").write_text("{}")
     state = {name: {"w": torch.zeros(16)} for name in COMPONENTS}
     CALLS.count()
+    gc.collect()
+    gc.freeze()  # a rank has one coordinator to look through, not a thousand
     pipe.send({})
     calls, cpu = 0, 0.0
     while True:
