@@ -181,26 +181,22 @@ class NodeGroup:
         """
         logger, shares, delays_s = get_run_logger(), self.nodes[node], [*RETRY_DELAYS_S]
         while shares:
-            again = []
+            again: dict[Share, Exception] = {}
             for share, outcome in zip(shares, await self._attempt(node, shares), strict=True):
-                if isinstance(outcome, Failure) and outcome.may_pass and delays_s:
-                    logger.warning(
-                        "node %s: repeating %s in %g s: %s",
-                        node.name,
-                        share.what,
-                        delays_s[0],
-                        outcome.error,
-                    )
-                    again.append(share)
-                elif isinstance(outcome, Failure):
-                    node.add_outcome(self.request, share, outcome.error)
-                    found = outcome.traceback or node.errors[share.what]
-                    logger.error("node %s: %s", node.name, found)
-                else:
+                if not isinstance(outcome, Failure):
                     node.add_outcome(self.request, share, outcome)
-            shares = again
+                elif outcome.may_pass and delays_s:
+                    again[share] = outcome.error
+                else:
+                    node.add_outcome(self.request, share, outcome.error)
+                    why = outcome.traceback or node.errors[share.what]
+                    logger.error("node %s, %s: %s", node.name, share.what, why)
             if again:
-                await asyncio.sleep(delays_s.pop(0))
+                what, (error, *_) = ", ".join(share.what for share in again), again.values()
+                pause_s = delays_s.pop(0)
+                logger.warning("node %s: repeating %s in %g s: %s", node.name, what, pause_s, error)
+                await asyncio.sleep(pause_s)
+            shares = [*again]
 
     async def _attempt(
         self, node: NodeSave, shares: Sequence[Share]

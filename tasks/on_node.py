@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.errors import TrinitySyncError
 from trinity_sync.fs.rate_limit import RateLimit
 from trinity_sync.layout import Component
 from trinity_sync.orchestration.job_registry import require_allowed
@@ -44,7 +45,7 @@ class Failure:
     may_pass: bool = False
     """Whether it is worth a repetition, see `is_io_error`."""
     traceback: str = ""
-    """Where it was raised on the node; empty if the node could not be reached."""
+    """Where it was raised on the node; empty if its message says what to do."""
 
 
 def is_io_error(error: BaseException) -> bool:
@@ -111,7 +112,8 @@ def _try_persist(request: SaveRequest, shards: NodeShards, share: Share) -> Pers
     try:
         return persist_component(request, share.component, shards, share.awaits_callables)
     except Exception as error:
-        return Failure(error, is_io_error(error), traceback.format_exc())
+        expected = isinstance(error, TrinitySyncError)
+        return Failure(error, is_io_error(error), "" if expected else traceback.format_exc())
 
 
 def free_slots(request: SaveRequest, persisted: Sequence[Persisted], shards: NodeShards) -> None:
