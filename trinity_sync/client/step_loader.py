@@ -10,15 +10,13 @@ import torch.distributed as dist
 
 from trinity_sync.client.collective import broadcast_from_rank_0, run_on_all_ranks
 from trinity_sync.client.run_context import RunContext
+from trinity_sync.fs.changes import ReadOnChange, lengthen_pauses
 from trinity_sync.layout import Kind, step_folder
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
 from trinity_sync.storage.placement import NodeRanks
 from trinity_sync.storage.restore import load_states
-
-POLL_S = 0.05
-"""Seconds between two reads of the spool for saves in flight."""
 
 
 class StepLoader:
@@ -105,7 +103,8 @@ class StepLoader:
     def _settle(self, seconds: float) -> None:
         """Wait until no image in this node's spool is in flight, at most some seconds."""
         deadline = time.monotonic() + seconds
+        tickets, pauses = ReadOnChange(self._spool.folder, self._spool.tickets), lengthen_pauses()
         while time.monotonic() < deadline:
-            if all(sealed.failed for sealed in self._spool.tickets()[0]):
+            if all(sealed.failed for sealed in tickets.get()[0]):
                 break
-            time.sleep(POLL_S)
+            time.sleep(next(pauses))
