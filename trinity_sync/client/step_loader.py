@@ -2,19 +2,23 @@
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from trinity_sync.client.collective import broadcast_from_rank_0, run_on_all_ranks
+from trinity_sync.client.collective import (
+    broadcast_from_rank_0,
+    lease_on_rank_0,
+    run_on_all_ranks,
+)
 from trinity_sync.client.run_context import RunContext
 from trinity_sync.fs.changes import ReadOnChange, lengthen_pauses
 from trinity_sync.layout import Kind, step_folder
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.discovery import find_newest
-from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
+from trinity_sync.storage.leases import lease_to_read
+from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.placement import NodeRanks
 from trinity_sync.storage.restore import load_states
 
@@ -68,33 +72,71 @@ class StepLoader:
         run_on_all_ranks(self._root, lambda: self._settle(settle_s if self._leads_node else 0.0))
         return broadcast_from_rank_0(self._root, find)
 
-    def load(self, step: int, role: str, *, check: Callable[[], None]) -> dict[str, Any]:
+    def load(self, step: int, role: str) -> dict[str, Any]:
         """Load this rank's states of a step; see `CheckpointCoordinator.load`.
 
         Args:
             step: training step.
             role: role whose states are loaded.
-            check: called first; raises if this run cannot resume from the step.
         """
-        with ExitStack() as lease:
 
-            def read() -> dict[str, Any]:
-                check()
-                holder = f"load by rank {self._rank}"
-                lease.enter_context(acquire_lease(self._root, step, holder, ttl_s=LONG_LEASE_S))
-                return load_states(
-                    self._root,
-                    step,
-                    role,
-                    rank=self._rank,
-                    world_size=self._world_size,
-                    spool=self._spool,
-                )
+        def read(manifest: Manifest) -> dict[str, Any]:
+            return load_states(
+                self._root,
+                step,
+                role,
+                rank=self._rank,
+                world_size=self._world_size,
+                spool=self._spool,
+                manifest=manifest,
+            )
 
-            folder = step_folder(self._root, step)
-            states = run_on_all_ranks(folder, read) if self._asks_together else read()
-            self._run.begin_at(step)  # from here on, retention spares the step for this run
+        if self._asks_together:
+            with lease_on_rank_0(self._root, step) as manifest:
+                folder = step_folder(self._root, step)
+                states = run_on_all_ranks(folder, lambda: read(manifest))
+                self.begin_at(step)  # from here on, retention spares the step for this run
+            return states
+        with lease_to_read(self._root, step, f"load by rank {self._rank}") as manifest:
+            states = read(manifest)
+            self.begin_at(step)
         return states
+
+    def require_can_begin_at(self, step: int, wait_staged: Callable[[], object]) -> None:
+        """Require that the run can begin at a step; see `CheckpointCoordinator.check_resume`.
+
+        The ranks have one key, so rank 0 looks at the runs in the root for all.
+
+        Args:
+            step: training step.
+            wait_staged: called first.
+        """
+
+        def check() -> None:
+            wait_staged()
+            if self._rank and self._asks_together:
+                self._run.has_begun_at(step)
+            else:
+                self._run.require_can_begin_at(step)
+
+        if self._asks_together:
+            run_on_all_ranks(step_folder(self._root, step), check)
+        else:
+            check()
+
+    def begin_at(self, step: int) -> None:
+        """Begin the run at a step; see `CheckpointCoordinator.resumed_from`.
+
+        Rank 0 begins it for all.
+
+        Args:
+            step: training step.
+        """
+        if self._asks_together:
+            folder = step_folder(self._root, step)
+            self._run.join(broadcast_from_rank_0(folder, lambda: self._run.begin_at(step)))
+        else:
+            self._run.begin_at(step)
 
     @property
     def _asks_together(self) -> bool:
