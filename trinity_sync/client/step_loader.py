@@ -52,7 +52,7 @@ class StepLoader:
         self._world_size = world_size
         self._leads_node = rank in {place.ranks[0] for place in places}
         self.is_collective = False
-        """Whether all ranks of the default process group call `latest_step` and `load` together."""
+        """Whether all ranks of the default process group find and load steps together."""
 
     def latest_step(self, kind: Kind, settle_s: float) -> int | None:
         """Return the newest committed step; see `CheckpointCoordinator.latest_step`.
@@ -92,14 +92,12 @@ class StepLoader:
             )
 
         if self._asks_together:
-            with lease_on_rank_0(self._root, step) as manifest:
-                folder = step_folder(self._root, step)
-                states = run_on_all_ranks(folder, lambda: read(manifest))
-                self.begin_at(step)  # from here on, retention spares the step for this run
-            return states
-        with lease_to_read(self._root, step, f"load by rank {self._rank}") as manifest:
-            states = read(manifest)
-            self.begin_at(step)
+            lease, folder = lease_on_rank_0(self._root, step), step_folder(self._root, step)
+        else:
+            lease, folder = lease_to_read(self._root, step, f"load by rank {self._rank}"), None
+        with lease as manifest:
+            states = run_on_all_ranks(folder, lambda: read(manifest)) if folder else read(manifest)
+            self.begin_at(step)  # from here on, retention spares the step for this run
         return states
 
     def require_can_begin_at(self, step: int, wait_staged: Callable[[], object]) -> None:

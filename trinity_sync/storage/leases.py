@@ -17,7 +17,7 @@ release keeps its step, and is not removed here.
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,10 +117,12 @@ def acquire_lease(root: str | Path, step: int, holder: str, *, ttl_s: float = LE
         CommitError: the step is not committed, or corrupted.
         ConfigError: ``ttl_s`` is not a duration in seconds.
     """
-    return _acquire(root, step, holder, ttl_s)[0]
+    return _acquire(root, step, holder, ttl_s, None)[0]
 
 
-def _acquire(root: str | Path, step: int, holder: str, ttl_s: float) -> tuple[Lease, Manifest]:
+def _acquire(
+    root: str | Path, step: int, holder: str, ttl_s: float, paths: Collection[str] | None
+) -> tuple[Lease, Manifest]:
     """Return a lease of a step, and the step's manifest as it was checked under the same lock."""
     try:
         ttl_s = msgspec.convert(ttl_s, Seconds)
@@ -129,7 +131,7 @@ def _acquire(root: str | Path, step: int, holder: str, ttl_s: float) -> tuple[Le
             f"step {step} of {root}: {ttl_s!r} is not a duration in seconds for the lease of "
             f"{holder}; pass a number, or pin the step to keep it without an end"
         ) from error
-    with prevent_removal(root, step) as manifest:
+    with prevent_removal(root, step, paths=paths) as manifest:
         path = _folder(root) / f"{step}.{uuid.uuid4().hex}.json"
         lease = _LeaseRecord(
             step, holder, read_process_namespace(), read_process_identity(os.getpid()), ttl_s
@@ -139,7 +141,9 @@ def _acquire(root: str | Path, step: int, holder: str, ttl_s: float) -> tuple[Le
 
 
 @contextmanager
-def lease_to_read(root: str | Path, step: int, holder: str) -> Iterator[Manifest]:
+def lease_to_read(
+    root: str | Path, step: int, holder: str, *, paths: Collection[str] | None = None
+) -> Iterator[Manifest]:
     """Lease a committed step within the block, for a day at most, and yield its manifest.
 
     The step is checked once, under the lock under which it is leased. A root that is read-only,
@@ -149,13 +153,14 @@ def lease_to_read(root: str | Path, step: int, holder: str) -> Iterator[Manifest
         root: the job's root.
         step: a committed step.
         holder: name of the reader, for messages.
+        paths: as in `require_committed`.
 
     Raises:
         CommitError: the step is not committed, or corrupted.
     """
     with ExitStack() as leased:
         try:
-            lease, manifest = _acquire(root, step, holder, LONG_LEASE_S)
+            lease, manifest = _acquire(root, step, holder, LONG_LEASE_S, paths)
             leased.enter_context(lease)
         except OSError as error:
             logger.warning(
@@ -164,7 +169,7 @@ def lease_to_read(root: str | Path, step: int, holder: str) -> Iterator[Manifest
                 root,
                 error.strerror,
             )
-            manifest = require_committed(root, step)
+            manifest = require_committed(root, step, paths=paths)
         yield manifest
 
 
@@ -211,7 +216,9 @@ def acquire_removal_lock(root: str | Path) -> Iterator[LockFile]:
 
 
 @contextmanager
-def prevent_removal(root: str | Path, step: int, *, shared: bool = True) -> Iterator[Manifest]:
+def prevent_removal(
+    root: str | Path, step: int, *, shared: bool = True, paths: Collection[str] | None = None
+) -> Iterator[Manifest]:
     """Prevent the removal of a step within the block, and yield its manifest.
 
     The step is committed when the block begins.
@@ -220,6 +227,7 @@ def prevent_removal(root: str | Path, step: int, *, shared: bool = True) -> Iter
         root: the job's root.
         step: a committed step.
         shared: allow other leases and pins to be acquired meanwhile.
+        paths: as in `require_committed`.
 
     Raises:
         CommitError: the step is not committed, or corrupted.
@@ -227,7 +235,7 @@ def prevent_removal(root: str | Path, step: int, *, shared: bool = True) -> Iter
     if not _removal_lock_path(root).exists():  # do not create a root that is not mounted here
         require_committed(root, step, paths=())
     with acquire_file_lock(_removal_lock_path(root), shared=shared):
-        yield require_committed(root, step)
+        yield require_committed(root, step, paths=paths)
 
 
 def _removal_lock_path(root: str | Path) -> Path:
