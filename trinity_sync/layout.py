@@ -23,7 +23,7 @@ import hashlib
 import operator
 import os
 import re
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Literal, get_args
 
 from trinity_sync.errors import ConfigError

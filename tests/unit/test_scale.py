@@ -20,7 +20,7 @@ ONE = Cost(
     database_rows=50,
     database_kb=100,
     catalog_rows=1,
-    catalog_ms=10.0,
+    catalog_cpu_ms=10.0,
 )
 EIGHT = replace(
     ONE,
