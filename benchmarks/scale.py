@@ -166,8 +166,8 @@ async def save(job: Job, step: int, server: int) -> Cost:
 
 def save_without_prefect(job: Job, step: int) -> str:
     """CPU seconds of the bodies of the tasks, one after the other, and what comes out of them."""
-    from tasks.persist import make_save
     from trinity_sync.layout import MANIFEST
+    from trinity_sync.orchestration.on_node.save import make_save
     from trinity_sync.settings import Settings
     from trinity_sync.storage.commit import commit
     from trinity_sync.storage.persist import WriteOptions, persist

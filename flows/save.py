@@ -8,37 +8,30 @@ without affecting the committed step.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
-from prefect.futures import PrefectFuture
 from prefect.states import Failed
-from prefect_ray.context import remote_options
 from ray.exceptions import RayError
 
-from flows.on_ray import (
-    NodeRayTaskRunner,
-    gather_outcomes,
-    gather_results,
-    list_living_nodes,
-    pin_to_node,
-)
 from flows.replicate import request_replication
-from tasks.commit import commit_step, free_slots, mark_images_failed
+from tasks.commit import commit_step
 from tasks.export import export_requested_models
 from tasks.failure import create_failure_artifact
+from tasks.on_ray import list_living_nodes, run_on_node
 from tasks.persist import PERSIST_TASKS
 from tasks.prune import prune_after_commit
 from tasks.replicate import upload_to_required_remote
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import SaveError
 from trinity_sync.layout import Component
-from trinity_sync.orchestration import metrics  # a flow is pickled with its globals
-from trinity_sync.orchestration.run_page import FailedTask, make_failed_task
-from trinity_sync.orchestration.step_events import StepOutcome, emit_step_event
+from trinity_sync.orchestration import metrics
+from trinity_sync.orchestration.on_node import save as on_node
+from trinity_sync.orchestration.run_page import FailedTask, StepOutcome, make_failed_task
+from trinity_sync.orchestration.step_events import emit_step_event
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.placement import NodeShards, await_node_shards
 from trinity_sync.storage.required_remote import read_required_remote
@@ -54,7 +47,7 @@ class NodeSave:
     failed: list[FailedTask] = field(default_factory=list)
 
 
-@flow(name="save-step", task_runner=NodeRayTaskRunner(), persist_result=False, retries=0)
+@flow(name="save-step", persist_result=False, retries=0)
 async def save_step(request: SaveRequest) -> State[Any] | None:
     """Persist and commit one step, then export, replicate and prune as requested.
 
@@ -141,7 +134,7 @@ async def persist_images(request: SaveRequest, nodes: Sequence[NodeSave]) -> Non
         if node.shards.node not in alive:
             raise _node_lost_error(request, node, "is not in this Ray cluster")
     owners: list[tuple[NodeSave, Component | None]] = []
-    futures: list[PrefectFuture[Persisted]] = []
+    running: list[Awaitable[Persisted]] = []
     for node in nodes:
         components: list[Component | None] = [
             c for c in request.components if c != "metadata" or node.shards.has_rank_0
@@ -149,16 +142,16 @@ async def persist_images(request: SaveRequest, nodes: Sequence[NodeSave]) -> Non
         awaits_callables = node is not nodes[0]  # there, the commit task does
         if awaits_callables and not components:
             components = [None]
-        with remote_options(**pin_to_node(node.shards.node, alive)):
-            for component in components:
-                task = PERSIST_TASKS[component]
-                if len(nodes) > 1:  # otherwise all nodes' tasks have the same name in the UI
-                    task = task.with_options(task_run_name=f"{task.name} @ {node.shards.node}")
-                futures.append(task.submit(request, component, node.shards, awaits_callables))
-                owners.append((node, component))
-                awaits_callables = False  # one task of the node is enough
+        for component in components:
+            task = PERSIST_TASKS[component]
+            if len(nodes) > 1:  # otherwise all nodes' tasks have the same name in the UI
+                task = task.with_options(task_run_name=f"{task.name} @ {node.shards.node}")
+            running.append(task(request, component, node.shards, awaits_callables))
+            owners.append((node, component))
+            awaits_callables = False  # one task of the node is enough
+    outcomes = await asyncio.gather(*running, return_exceptions=True)
     failures: list[BaseException] = []
-    for (node, component), outcome in zip(owners, await gather_outcomes(futures), strict=True):
+    for (node, component), outcome in zip(owners, outcomes, strict=True):
         if isinstance(outcome, RayError):
             why = f"or a process of it, died before they were written ({type(outcome).__name__})"
             failures.append(_node_lost_error(request, node, why))
@@ -197,10 +190,7 @@ async def commit(
         Whether models of the step are to be exported.
     """
     persisted = [result for node in nodes for result in node.persisted]
-    with remote_options(**pin_to_node(nodes[0].shards.node)):
-        future = commit_step.submit(request, persisted, nodes[0].shards, started_at, persisted_at)
-        (has_exports,) = await gather_results([future])
-    return bool(has_exports)
+    return await commit_step(request, persisted, nodes[0].shards, started_at, persisted_at)
 
 
 async def free_remaining_slots(request: SaveRequest, nodes: Sequence[NodeSave]) -> None:
@@ -213,13 +203,11 @@ async def free_remaining_slots(request: SaveRequest, nodes: Sequence[NodeSave]) 
         request: The save.
         nodes: The nodes.
     """
-    futures = []
-    alive = list_living_nodes() if nodes else {}
-    for node in nodes:
-        if node.shards.node in alive:
-            with remote_options(**pin_to_node(node.shards.node, alive)):
-                futures.append(free_slots.submit(request, node.persisted, node.shards))
-    for outcome in await gather_outcomes(futures):
+    running = [
+        run_on_node(node.shards.node, on_node.free_slots, request, node.persisted, node.shards)
+        for node in nodes
+    ]
+    for outcome in await asyncio.gather(*running, return_exceptions=True):
         if isinstance(outcome, BaseException):
             get_run_logger().error(
                 "%s is committed; cannot free its slots on another node until a worker there does, "
@@ -239,9 +227,7 @@ async def upload_if_required(request: SaveRequest, node: NodeSave) -> None:
     if request.kind != "checkpoint":
         return
     if url := await asyncio.to_thread(read_required_remote, request.root):
-        with remote_options(**pin_to_node(node.shards.node)):
-            upload = upload_to_required_remote.submit(request.root, request.step, url)
-            await gather_results([upload])
+        await upload_to_required_remote(request.root, request.step, url, node.shards.node)
 
 
 async def export_models(request: SaveRequest, node: NodeSave) -> None:
@@ -251,8 +237,7 @@ async def export_models(request: SaveRequest, node: NodeSave) -> None:
         request: The save.
         node: The node to export on.
     """
-    with remote_options(**pin_to_node(node.shards.node)):
-        await gather_results([export_requested_models.submit(request)])
+    await export_requested_models(request, node.shards.node)
 
 
 async def prune(request: SaveRequest, node: NodeSave) -> None:
@@ -263,8 +248,7 @@ async def prune(request: SaveRequest, node: NodeSave) -> None:
         node: The node to prune on.
     """
     try:
-        with remote_options(**pin_to_node(node.shards.node)):
-            await gather_results([prune_after_commit.submit(request)])
+        await prune_after_commit(request, node.shards.node)
     except Exception as error:
         get_run_logger().error(
             "%s is committed; cannot remove older steps, the next save or trinity-sync prune will "
@@ -287,20 +271,23 @@ async def mark_failed(
     Returns:
         Number of images of the save that are still in memory, by living node.
     """
-    reached: list[str] = []
     try:
-        futures = []
         alive = list_living_nodes()
-        for node in nodes:
-            if node.shards.node in alive:
-                reached.append(node.shards.node)
-                with remote_options(**pin_to_node(node.shards.node, alive)):
-                    futures.append(
-                        mark_images_failed.submit(request, node.persisted, node.shards, reason)
-                    )
-        outcomes = await gather_outcomes(futures)
+        living = [node for node in nodes if node.shards.node in alive]
+        running = [
+            run_on_node(
+                node.shards.node,
+                on_node.mark_images_failed,
+                request,
+                node.persisted,
+                node.shards,
+                reason,
+            )
+            for node in living
+        ]
+        outcomes: list[int | BaseException] = await asyncio.gather(*running, return_exceptions=True)
     except Exception as error:
-        outcomes = [error]
+        living, outcomes = [], [error]
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
             get_run_logger().error(
@@ -308,5 +295,5 @@ async def mark_failed(
                 request.run_name,
                 outcome,
             )
-    marked = zip(reached, outcomes, strict=False)
-    return {node: outcome for node, outcome in marked if isinstance(outcome, int)}
+    marked = zip(living, outcomes, strict=False)
+    return {node.shards.node: outcome for node, outcome in marked if isinstance(outcome, int)}

@@ -11,10 +11,10 @@ from trinity_sync.orchestration.quantities import make_artifact_key
 from trinity_sync.orchestration.run_page import (
     FailedTask,
     SaveFailure,
+    StepOutcome,
     describe_failure,
     summarize_failure,
 )
-from trinity_sync.orchestration.step_events import StepOutcome
 from trinity_sync.storage.discovery import find_newest
 
 logger = logging.getLogger(__name__)

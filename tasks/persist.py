@@ -5,56 +5,30 @@ from typing import Any, TypeAlias, get_args
 from prefect import Task
 from prefect.client.schemas.objects import State, TaskRun
 
+from tasks.on_ray import run_on_node
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.fs.rate_limit import RateLimit
 from trinity_sync.layout import Component
-from trinity_sync.orchestration.job_registry import require_allowed
-from trinity_sync.settings import StackSettings
-from trinity_sync.snapshot.save_id import SaveId
-from trinity_sync.snapshot.spool import get_job_spool
-from trinity_sync.storage.callable_saves import await_callable_saves, sync_callable_files
-from trinity_sync.storage.job_settings import read_job_settings
-from trinity_sync.storage.persist import WriteOptions, persist
+from trinity_sync.orchestration.on_node import save
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted
 
 
-def make_save(request: SaveRequest) -> SaveId:
-    """Return the save of a request, once this node's settings allow flows to work on its root.
-
-    Raises:
-        ConfigError: this node's settings do not allow flows to work there.
-    """
-    require_allowed(request.root)
-    return request.save
-
-
-def persist_component(
+async def persist_component(
     request: SaveRequest,
     component: Component | None,
     shards: NodeShards,
     with_callables: bool = False,
 ) -> Persisted:
-    """Persist the images of one component on one node, durably and under temporary names.
+    """Persist the images of one component on the node that holds them.
 
     Args:
         request: The save.
         component: The component; None if the node has callable saves only.
-        shards: The shards that this node holds.
-        with_callables: Also wait for the callable saves of this node, and sync their files.
+        shards: The shards that the node holds.
+        with_callables: Also wait for the callable saves of the node, and sync their files.
     """
-    stack, save = StackSettings(), make_save(request)
-    spool = get_job_spool(shards.spool, save.root)  # refuses another job's, before anything is read
-    rate = stack.io.max_mb_per_s * 1e6
-    options = WriteOptions(
-        limit=RateLimit(spool.folder.parent / ".write_rate", rate) if rate else None,
-        rank_timeout_s=read_job_settings(save.root).rank_timeout_s,
-        nice=stack.worker.nice,
-    )
-    written = persist(shards, save, component, options) if component else []
-    statuses = await_callable_saves(spool, save) if with_callables else []
-    sync_callable_files(save, statuses)
-    return Persisted(written, statuses)
+    arguments = (request, component, shards, with_callables)
+    return await run_on_node(shards.node, save.persist_component, *arguments)
 
 
 async def is_io_error(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
@@ -72,7 +46,7 @@ async def is_io_error(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -
     return False
 
 
-PersistTask: TypeAlias = Task[[SaveRequest, Component | None, NodeShards, bool], Persisted]
+PersistTask: TypeAlias = Task[[SaveRequest, Component | None, NodeShards, bool], Any]
 
 PERSIST_TASKS: dict[Component | None, PersistTask] = {
     component: Task(

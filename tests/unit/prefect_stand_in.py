@@ -14,11 +14,14 @@ import pytest
 
 import tasks.commit
 import tasks.prune
-from tasks.commit import commit_step, mark_images_failed
-from tasks.persist import persist_component
-from tasks.prune import prune_after_commit
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome, SaveTrigger
+from trinity_sync.orchestration.on_node.prune import prune_after_commit
+from trinity_sync.orchestration.on_node.save import (
+    commit_step,
+    mark_images_failed,
+    persist_component,
+)
 from trinity_sync.orchestration.recovery.images import (
     allow_eviction,
     compare_late_images,
@@ -56,14 +59,14 @@ def save_step(request: SaveRequest) -> Iterator[str]:
         if failures:
             raise failures[0]
         now = time.time()
-        commit_step.fn(request, persisted, nodes[0], now, now)
+        commit_step(request, persisted, nodes[0], now, now)
         yield "committed"
     except Exception as error:
         for shards in nodes:
-            mark_images_failed.fn(request, persisted, shards, str(error))
+            mark_images_failed(request, persisted, shards, str(error))
         raise
     if request.keep:
-        prune_after_commit.fn(request)
+        prune_after_commit(request)
         yield "pruned"
 
 
