@@ -72,9 +72,10 @@ audit: $(READY) ## known vulnerabilities of what is installed; needs the network
 	$(BIN)/python -m pip install --quiet pip-audit
 	$(BIN)/pip-audit --skip-editable
 
-scale: $(READY) ## what a save costs Prefect and the catalog, from 1 rank to 1,024 on 128 nodes, and what it costs ranks while it is pending
+scale: $(READY) ## what a save costs Prefect and the catalog, from 1 rank to 1,024 on 128 nodes, what it costs ranks while it is pending, and what a restart asks of the file system
 	$(BIN)/python -m benchmarks.scale
 	$(BIN)/python -m benchmarks.pending
+	$(BIN)/python -m benchmarks.restarts
 
 history: $(READY) ## what 10,000 earlier saves cost server, catalog and commands, and what retention leaves (POSTGRES=1 on PostgreSQL)
 	$(BIN)/python -m benchmarks.history $(if $(POSTGRES),--postgres)

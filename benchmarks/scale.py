@@ -1,39 +1,57 @@
-"""What one save costs the control plane, from 1 rank on 1 node to 4,096 ranks on 512.
+"""What one save costs, from 8 ranks on 1 node to 4,096 ranks on 512 nodes.
 
 ::
 
     python -m benchmarks.scale [RANKSxNODES ...]
-    python -m benchmarks.scale --files RANKSxNODES ...   # the bodies of the tasks, without Prefect
 
-Real are the Prefect server, the trigger, the flow, its tasks and their bodies, tickets, manifest,
-files and catalog. Simulated are the ranks (this process seals a tiny image of each component for
-each of them) and the nodes: each is a spool of its own, but tasks run in threads of this process
-and not on a Ray node of that name, because 512 Ray nodes cannot be had on one machine. So what Ray
-adds, which is a worker process a task, and what a network adds, is not in the figures.
+Real are the Prefect server, the flow, its tasks and their bodies, files and catalog, and the ranks'
+coordinators: all of them save, in turn, in a few processes (`rank_process`), and that of rank 0
+requests and follows the flow run. Simulated are the nodes: each has a spool of its own, but what
+Ray would run there runs in threads of this process, because 512 Ray nodes cannot be had on one
+machine. So what Ray adds, which is a process a task, and what a network adds, is not in the
+figures.
 
-Of each size one save counts; one of a single rank comes first and does not. Growth is judged:
-nothing may grow faster than the nodes, and API calls not at all with ranks.
+Of each size one save counts; one of a single rank comes first and does not. Growth is judged: no
+cost of a save may grow faster than the nodes, no cost of a rank at all, and API calls not with
+ranks. The largest size is held against `TARGETS`, and what `reckon` makes of the two largest is
+printed.
 """
 
 import asyncio
 import json
 import os
+import sqlite3
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.simulated import Job
-
 RESULTS = Path(__file__).parent / "results"
-SIZES = ((1, 1), (8, 1), (64, 1), (8, 8), (64, 8), (256, 32), (1024, 128))
+SIZES = ((8, 1), (64, 8), (512, 64), (4096, 512))
 MOST_NODES = 512
 SLACK = 1.5
-"""By how much a cost a node may be larger with more nodes before it counts as growing faster."""
+"""By how much a cost a node, or of a rank, may be larger with more nodes before it counts as
+growing."""
+TARGETS = {
+    "task_runs": 20,
+    "api_calls": 60,
+    "parameter_bytes": 300,
+    "catalog_rows": 1,
+    "database_rows": 1000,
+    "database_kb": 2000,
+    "server_cpu_s": 5.0,
+    "worker_cpu_s": 60.0,
+    "rank_cpu_ms": 30.0,
+    "trigger_to_commit_s": 120.0,
+}
+"""The most that a save of 4,096 ranks on 512 nodes may cost on two cores."""
+RECKONED_NODES, RECKONED_CORES, RECKONED_EVERY_S = 10_000, 8, 600
 
 
 @dataclass(frozen=True)
@@ -42,22 +60,50 @@ class Cost:
 
     ranks: int
     nodes: int
-    flow_runs: int
     task_runs: int
     api_calls: int
-    """HTTP requests of trigger, flow and tasks; task states go over one websocket besides."""
+    """HTTP requests of flow and tasks; task states go over one websocket besides."""
+    rank_0_calls: int
+    """HTTP requests of rank 0, which asks again while the save lasts."""
     parameter_bytes: int
+    trigger_to_commit_s: float
     trigger_to_end_s: float
     """Until the flow run has ended, which is after the commit: other nodes' slots are freed."""
-    catalog_rows: int
-    catalog_ms: float
     server_cpu_s: float
+    """With what an idle server uses in that time, some hundredths of a core."""
+    worker_cpu_s: float
+    """Of flow and tasks, those of all nodes included."""
+    rank_cpu_ms: float
+    """Of a rank other than 0: `save` and `wait_all`."""
+    rank_0_cpu_s: float
+    """From its `save` to the end of its `wait_all`."""
+    database_rows: int
+    database_kb: int
+    catalog_rows: int
+    catalog_cpu_ms: float
+
+
+A_NODE = (
+    "task_runs",
+    "api_calls",
+    "parameter_bytes",
+    "trigger_to_commit_s",
+    "trigger_to_end_s",
+    "server_cpu_s",
+    "worker_cpu_s",
+    "database_rows",
+    "database_kb",
+    "catalog_rows",
+    "catalog_cpu_ms",
+)
+"""Costs that may grow with the nodes."""
+A_RANK = ("rank_cpu_ms",)
+"""Costs of one rank, which may not grow."""
 
 
 def main() -> None:
     """Measure, print, judge and write down."""
-    named = [each for each in sys.argv[1:] if each != "--files"]
-    sizes = [(int(a), int(b)) for a, b in (each.split("x") for each in named)] or SIZES
+    sizes = [(int(a), int(b)) for a, b in (each.split("x") for each in sys.argv[1:])] or SIZES
     with (
         tempfile.TemporaryDirectory(prefix="bench-scale-") as folder,
         tempfile.TemporaryDirectory(prefix="trinity_sync-scale-", dir="/dev/shm") as memory,
@@ -70,26 +116,23 @@ def main() -> None:
             "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "ERROR",
             "DO_NOT_TRACK": "1",
         }
-        if "--files" in sys.argv:
-            for number, (ranks, nodes) in enumerate(sizes):
-                job = Job(Path(folder) / f"job{number}", Path(memory), ranks, nodes)
-                print(save_without_prefect(job, 1), flush=True)
-                job.close()
-            return
         costs = []
         with prefect_server() as server:
-            print(_row([name.replace("_", " ") for name in asdict(_nothing())]))
+            print(_row([name.replace("_", " ") for name in Cost.__annotations__]))
             for number, (ranks, nodes) in enumerate([(1, 1), *sizes]):
-                job = Job(Path(folder) / f"job{number}", Path(memory), ranks, nodes)
-                cost = asyncio.run(save(job, 1, server))
-                job.close()
+                root = Path(folder) / f"job{number}"
+                cost = asyncio.run(save(root, Path(memory) / f"{number}", ranks, nodes, server))
                 if number:
                     costs.append(cost)
                     print(_row(list(asdict(cost).values())), flush=True)
                     written = json.dumps([asdict(each) for each in costs], indent=1)
                     (RESULTS / "scale.json").write_text(written + "\n")
     found = judged(costs)
-    print("\n".join(found) or "nothing grows faster than the nodes; API calls not with ranks")
+    print("\n".join(found) or "nothing grows faster than the nodes; nothing of a rank grows")
+    if (costs[-1].ranks, costs[-1].nodes) == SIZES[-1]:
+        print("\n".join(missed(costs[-1])) or "all targets are met")
+        if len(costs) > 1:
+            print(reckon(costs[-2], costs[-1]))
     sys.exit(bool(found))
 
 
@@ -106,94 +149,105 @@ def judged(costs: Sequence[Cost]) -> list[str]:
                 small.ranks * large.nodes == large.ranks * small.nodes and small.nodes < large.nodes
             ):
                 times = large.nodes / small.nodes
-                for name in (
-                    "task_runs",
-                    "api_calls",
-                    "parameter_bytes",
-                    "trigger_to_end_s",
-                    "catalog_rows",
-                    "catalog_ms",
-                    "server_cpu_s",
-                ):
+                for name in (*A_NODE, *A_RANK):
                     a, b = getattr(small, name), getattr(large, name)
-                    if b > SLACK * times * a:
+                    if b > SLACK * (times if name in A_NODE else 1) * a:
+                        faster = "faster than the nodes" if name in A_NODE else "with the ranks"
                         wrong.append(
-                            f"{name} grows faster than the nodes: {a} at {small.nodes}, {b} at "
-                            f"{large.nodes}"
+                            f"{name} grows {faster}: {a} at {small.nodes}, {b} at {large.nodes}"
                         )
     return wrong
 
 
-async def save(job: Job, step: int, server: int) -> Cost:
-    """Stage it on all ranks, have it asked for, run it here; what that cost."""
-    from prefect import get_client
-    from prefect.flow_engine import run_flow
+def missed(cost: Cost) -> list[str]:
+    """Which targets a save of the largest size misses."""
+    found = ((name, most, getattr(cost, name)) for name, most in TARGETS.items())
+    return [
+        f"target missed: {name} is {is_}, at most {most}" for name, most, is_ in found if is_ > most
+    ]
 
+
+def reckon(small: Cost, large: Cost) -> str:
+    """What a save of `RECKONED_NODES` would cost, by the line through two measured sizes."""
+
+    def at(name: str) -> float:
+        a, b = getattr(small, name), getattr(large, name)
+        slope = (b - a) / (large.nodes - small.nodes)
+        return float(b + slope * (RECKONED_NODES - large.nodes))
+
+    available = RECKONED_CORES * RECKONED_EVERY_S
+    share = 100 * at("server_cpu_s") / available
+    return (
+        f"reckoned for {RECKONED_NODES:,} nodes: {at('task_runs'):,.0f} task runs, "
+        f"{at('api_calls'):,.0f} API calls, {at('server_cpu_s'):,.1f} CPU seconds of the server "
+        f"({share:.1f}% of {RECKONED_CORES} cores at a save every {RECKONED_EVERY_S // 60} "
+        f"minutes), {at('worker_cpu_s'):,.0f} of the worker and all tasks, "
+        f"{at('database_kb') / 1000:,.1f} MB of the server's database"
+    )
+
+
+async def save(root: Path, memory: Path, ranks: int, nodes: int, server: int) -> Cost:
+    """Save on all ranks, run the flow here; what that cost."""
+    from prefect import get_client
+
+    from benchmarks.rank_process import RankProcesses
     from benchmarks.resources import cpu_seconds
     from flows.save import save_step
-    from trinity_sync.client.save_trigger import SaveTrigger
+    from trinity_sync.orchestration.prefect_compat import run_flow
     from trinity_sync.settings import Settings
     from trinity_sync.storage.manifest import read_manifest
 
-    request = job.stage(step)
-    before, cpu = CALLS.number, cpu_seconds([server])
-    began = time.perf_counter()
-    trigger = SaveTrigger()
-    trigger.submit(request)
-    await trigger.send()
-    await trigger.disconnect()
+    memory.mkdir(mode=0o700)
+    job = RankProcesses(root, memory, ranks, nodes)
+    step = 1
     async with get_client() as client:
+        flow = here(save_step)
+        database = _measure_database()
+        server_cpu, began = cpu_seconds([server]), time.process_time()
+        saved = job.save(step)
+        request, triggered_at = saved["request"], saved["triggered_at"]
         run = await asked_for(client, request.key)
-        await run_flow(here(save_step), flow_run=run, return_type="state")  # type: ignore[misc]
-        calls = CALLS.number - before
-        manifest = read_manifest(job.root, step)
-        assert manifest, f"{request.run_name} of {job.ranks} ranks is not committed"
-        ended = time.perf_counter() - began
+        calls = CALLS.number
+        await run_flow(flow, flow_run=run, return_type="state")
+        calls, ended_at = CALLS.number - calls, time.time()
+        worker_cpu_s = time.process_time() - began
+        waited = job.wait()
+        manifest = read_manifest(root, step)
+        assert manifest, f"{request.run_name} of {ranks} ranks is not committed"
         tasks = await _tasks_of(client, run.id)
-    cost = Cost(
-        job.ranks,
-        job.nodes,
-        1,
-        tasks,
-        calls,
-        len(json.dumps(request.flow_run["parameters"])),
-        round(ended, 2),
-        *_catalog(job.root, step, Settings()),
-        0.0,
+    job.close()
+    rows, nbytes = _measure_database()
+    catalog_rows, catalog_cpu_ms = _catalog(root, step, Settings())
+    return Cost(
+        ranks=ranks,
+        nodes=nodes,
+        task_runs=tasks,
+        api_calls=calls,
+        rank_0_calls=waited["calls"],
+        parameter_bytes=len(json.dumps(request.flow_run["parameters"])),
+        trigger_to_commit_s=round(manifest.committed_at - triggered_at, 2),
+        trigger_to_end_s=round(ended_at - triggered_at, 2),
+        server_cpu_s=round(cpu_seconds([server]) - server_cpu, 2),
+        worker_cpu_s=round(worker_cpu_s, 2),
+        rank_cpu_ms=round(1000 * (saved["cpu_s"] + waited["cpu_s"]), 1),
+        rank_0_cpu_s=round(waited["rank_0_cpu_s"], 2),
+        database_rows=rows - database[0],
+        database_kb=round((nbytes - database[1]) / 1000),
+        catalog_rows=catalog_rows,
+        catalog_cpu_ms=catalog_cpu_ms,
     )
-    return replace(cost, server_cpu_s=round(cpu_seconds([server]) - cpu, 2))
 
 
-def save_without_prefect(job: Job, step: int) -> str:
-    """CPU seconds of the bodies of the tasks, one after the other, and what comes out of them."""
-    from trinity_sync.layout import MANIFEST
-    from trinity_sync.orchestration.on_node.save import make_save
-    from trinity_sync.settings import Settings
-    from trinity_sync.storage.commit import commit
-    from trinity_sync.storage.persist import WriteOptions, persist
-    from trinity_sync.storage.placement import await_node_shards
-
-    request = job.stage(step)
-    save = make_save(request)
-    shares = await_node_shards(save, rank_timeout_s=60)
-    times = [time.process_time()]
-    written = [
-        file
-        for share in shares
-        for component in request.components
-        if component != "metadata" or share.has_rank_0
-        for file in persist(share, save, component, WriteOptions())
-    ]
-    times.append(time.process_time())
-    commit(save, written)
-    times.append(time.process_time())
-    rows, took_ms = _catalog(job.root, step, Settings())
-    nbytes = (save.folder / MANIFEST).stat().st_size
-    return (
-        f"{job.ranks} ranks on {job.nodes} nodes: {times[1] - times[0]:.2f} CPU seconds to persist "
-        f"on all nodes, {times[2] - times[1]:.2f} to commit; manifest of {nbytes:,} bytes, "
-        f"{rows:,} rows of the catalog in {took_ms:,.0f} ms"
-    )
+def _measure_database() -> tuple[int, int]:
+    """Rows of the server's database, and its bytes in use."""
+    (file,) = Path(os.environ["TRINITY_SYNC_HOME"]).rglob("prefect.db")
+    with closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as connection:
+        ask = lambda query: connection.execute(query).fetchone()[0]  # noqa: E731
+        named = "SELECT name FROM sqlite_master WHERE type = 'table'"
+        tables = [name for (name,) in connection.execute(named)]
+        rows = sum(ask(f'SELECT count(*) FROM "{table}"') for table in tables)
+        pages = ask("PRAGMA page_count") - ask("PRAGMA freelist_count")
+        return rows, pages * ask("PRAGMA page_size")
 
 
 class CALLS:
@@ -216,16 +270,47 @@ class CALLS:
             client.send = counted  # type: ignore[method-assign]
 
 
+class _NoRay:
+    """Ray's part in ``tasks.on_ray``, with threads of this process for nodes."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(8, "node")
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """All of them."""
+        return [
+            {
+                "Alive": True,
+                "NodeManagerHostname": f"node{number}",
+                "NodeName": f"node{number}",
+                "NodeID": f"{number:056x}",
+            }
+            for number in range(MOST_NODES)
+        ]
+
+    def remote(self, **_: object) -> "Callable[[Callable[..., Any]], _Remote]":
+        """A decorator of a function, which is to be run in a thread."""
+        return partial(_Remote, self._threads)
+
+
+class _Remote:
+    def __init__(self, threads: ThreadPoolExecutor, function: Callable[..., Any]) -> None:
+        self._threads, self._function = threads, function
+
+    def options(self, **_: object) -> "_Remote":
+        return self
+
+    def remote(self, *arguments: Any) -> Any:
+        return asyncio.wrap_future(self._threads.submit(self._function, *arguments))
+
+
 def here(flow: Any) -> Any:
-    """The flow with its tasks in threads of this process, whatever node they are for."""
-    from prefect.task_runners import ThreadPoolTaskRunner
+    """The flow, with threads of this process for nodes, whatever node its work is for."""
+    import tasks.on_ray
 
-    import flows.save
-
-    nodes = {f"node{number}": "" for number in range(MOST_NODES)}
-    flows.save.list_living_nodes = lambda: nodes  # type: ignore[attr-defined]
-    flows.save.pin_to_node = lambda name, alive=None: {}  # type: ignore[attr-defined]
-    return flow.with_options(task_runner=ThreadPoolTaskRunner(max_workers=8))
+    tasks.on_ray.ray = _NoRay()  # type: ignore[attr-defined]
+    tasks.on_ray._get_remote_call.cache_clear()
+    return flow
 
 
 async def asked_for(client: Any, key: str) -> Any:
@@ -256,7 +341,7 @@ async def _tasks_of(client: Any, run: Any) -> int:
 
 
 def _catalog(root: Path, step: int, settings: Any) -> tuple[int, float]:
-    """Rows of a step in the catalog, and what it takes to write them again."""
+    """Rows of a step in the catalog, and CPU milliseconds to write them again."""
     import sqlalchemy as sa
 
     from trinity_sync.catalog.database import get_catalog_url, open_catalog
@@ -264,9 +349,9 @@ def _catalog(root: Path, step: int, settings: Any) -> tuple[int, float]:
     from trinity_sync.catalog.models import Step
 
     with open_catalog(get_catalog_url(settings)) as engine:
-        began = time.perf_counter()
+        began = time.process_time()
         mirror(engine, root, [step])
-        took = time.perf_counter() - began
+        took = time.process_time() - began
         with engine.connect() as connection:
             mine = Step.step == step, Step.job == root_job(root)
             rows = connection.execute(sa.select(sa.func.count()).where(*mine)).scalar() or 0
@@ -308,10 +393,6 @@ def prefect_server() -> Iterator[int]:
         yield state.server.pid
     finally:
         daemon.stop(state.server, 20)
-
-
-def _nothing() -> Cost:
-    return Cost(0, 0, 0, 0, 0, 0, 0.0, 0, 0.0, 0.0)
 
 
 def _row(values: Sequence[Any]) -> str:

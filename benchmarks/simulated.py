@@ -43,7 +43,7 @@ class Job:
         from trinity_sync.snapshot.stager import pack
         from trinity_sync.snapshot.ticket import Ticket, seal
 
-        image = _image()
+        image = make_image()
         small = pack({"config.json": b"{}"})
         for name, ranks in self.ranks_of.items():
             for rank in ranks:
@@ -90,7 +90,7 @@ class Job:
             shutil.rmtree(spool.folder)
 
 
-def _image() -> bytes:
+def make_image() -> bytes:
     """A file of a tensor of 64 bytes."""
     import torch
 

@@ -1,6 +1,5 @@
 """``replicate-step``: copy a committed step to a remote."""
 
-import asyncio
 import logging
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from prefect.client.orchestration import get_client
 from tasks.replicate import replicate_to_remote
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.orchestration.prefect_queries import request_run
+from trinity_sync.orchestration.root_threads import run_in_thread
 from trinity_sync.storage.job_settings import read_job_settings
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ async def request_replication(request: SaveRequest) -> None:
     if request.kind != "checkpoint":
         return
     try:
-        job = await asyncio.to_thread(read_job_settings, request.root)
+        job = await run_in_thread(read_job_settings, request.root)
         if not job.remote or job.remote_required:
             return
         async with get_client() as client:

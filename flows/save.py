@@ -1,50 +1,37 @@
 """``save-step``: persist the images of a step on their nodes, then commit the step.
 
-One task per component and node persists images, on the node whose shared memory holds them. The
-commit task is submitted after the results of all of them are known: a Prefect flow can be Completed
-although a task died. What follows the commit (export, replication, pruning) can fail and be retried
-without affecting the committed step.
+Images are persisted on the nodes whose shared memory holds them, see `flows.persist`. The commit
+task starts after the results of all nodes are known: a Prefect flow can be Completed although a
+task died. What follows the commit (export, replication, pruning) can fail and be retried without
+affecting the committed step.
 """
 
 import asyncio
 import time
-from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
 from prefect.states import Failed
-from ray.exceptions import RayError
 
+from flows.persist import NodeSave, persist_images
 from flows.replicate import request_replication
 from tasks.commit import commit_step
 from tasks.export import export_requested_models
 from tasks.failure import create_failure_artifact
 from tasks.on_ray import list_living_nodes, run_on_node
-from tasks.persist import PERSIST_TASKS
 from tasks.prune import prune_after_commit
 from tasks.replicate import upload_to_required_remote
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.errors import SaveError
-from trinity_sync.layout import Component
 from trinity_sync.orchestration import metrics
 from trinity_sync.orchestration.on_node import save as on_node
-from trinity_sync.orchestration.run_page import FailedTask, StepOutcome, make_failed_task
+from trinity_sync.orchestration.root_threads import run_in_thread
+from trinity_sync.orchestration.run_page import StepOutcome
 from trinity_sync.orchestration.step_events import emit_step_event
 from trinity_sync.storage.job_settings import read_job_settings
-from trinity_sync.storage.placement import NodeShards, await_node_shards
+from trinity_sync.storage.placement import await_node_shards
 from trinity_sync.storage.required_remote import read_required_remote
-from trinity_sync.storage.save import Persisted
-
-
-@dataclass
-class NodeSave:
-    """The shards of a save that one node holds, and what its tasks have persisted so far."""
-
-    shards: NodeShards
-    persisted: list[Persisted] = field(default_factory=list)
-    failed: list[FailedTask] = field(default_factory=list)
 
 
 @flow(name="save-step", persist_result=False, retries=0)
@@ -112,67 +99,10 @@ def report_step(outcome: StepOutcome, request: SaveRequest, **payload: Any) -> N
 
 async def find_nodes(request: SaveRequest) -> list[NodeSave]:
     """Return the nodes that hold images of the save, starting with the node of rank 0."""
-    job = await asyncio.to_thread(read_job_settings, request.root)
+    job = await run_in_thread(read_job_settings, request.root)
     limit_s = job.rank_timeout_s
-    shards = await asyncio.to_thread(await_node_shards, request.save, rank_timeout_s=limit_s)
+    shards = await run_in_thread(await_node_shards, request.save, rank_timeout_s=limit_s)
     return [NodeSave(each) for each in shards]
-
-
-async def persist_images(request: SaveRequest, nodes: Sequence[NodeSave]) -> None:
-    """Persist every component on every node in parallel, and add the results to ``nodes``.
-
-    Args:
-        request: The save.
-        nodes: The nodes that hold its images, starting with the node of rank 0.
-
-    Raises:
-        SaveError: A node is not in the Ray cluster, or died before its images were persisted.
-        Exception: The error of the first task that failed, once all tasks have ended.
-    """
-    alive = list_living_nodes()
-    for node in nodes:
-        if node.shards.node not in alive:
-            raise _node_lost_error(request, node, "is not in this Ray cluster")
-    owners: list[tuple[NodeSave, Component | None]] = []
-    running: list[Awaitable[Persisted]] = []
-    for node in nodes:
-        components: list[Component | None] = [
-            c for c in request.components if c != "metadata" or node.shards.has_rank_0
-        ]
-        awaits_callables = node is not nodes[0]  # there, the commit task does
-        if awaits_callables and not components:
-            components = [None]
-        for component in components:
-            task = PERSIST_TASKS[component]
-            if len(nodes) > 1:  # otherwise all nodes' tasks have the same name in the UI
-                task = task.with_options(task_run_name=f"{task.name} @ {node.shards.node}")
-            running.append(task(request, component, node.shards, awaits_callables))
-            owners.append((node, component))
-            awaits_callables = False  # one task of the node is enough
-    outcomes = await asyncio.gather(*running, return_exceptions=True)
-    failures: list[BaseException] = []
-    for (node, component), outcome in zip(owners, outcomes, strict=True):
-        if isinstance(outcome, RayError):
-            why = f"or a process of it, died before they were written ({type(outcome).__name__})"
-            failures.append(_node_lost_error(request, node, why))
-            failures[-1].__cause__ = outcome
-        elif isinstance(outcome, BaseException):
-            failures.append(outcome)
-        else:
-            node.persisted.append(outcome)
-            continue
-        what = component or "callable saves"
-        node.failed.append(make_failed_task(node.shards.node, what, failures[-1]))
-    if failures:
-        raise failures[0]
-
-
-def _node_lost_error(request: SaveRequest, node: NodeSave, why: str) -> SaveError:
-    return SaveError(
-        f"{request.run_name} of {request.root} is not committed: node {node.shards.node}, which "
-        f"holds {node.shards}, {why}. If its memory is intact, start Ray there, by that name, and "
-        "retry the flow run. Later saves are unaffected."
-    )
 
 
 async def commit(
@@ -203,9 +133,11 @@ async def free_remaining_slots(request: SaveRequest, nodes: Sequence[NodeSave]) 
         request: The save.
         nodes: The nodes.
     """
+    alive = list_living_nodes() if nodes else {}
     running = [
-        run_on_node(node.shards.node, on_node.free_slots, request, node.persisted, node.shards)
+        run_on_node(node.name, on_node.free_slots, request, tuple(node.persisted), node.shards)
         for node in nodes
+        if node.name in alive
     ]
     for outcome in await asyncio.gather(*running, return_exceptions=True):
         if isinstance(outcome, BaseException):
@@ -226,8 +158,8 @@ async def upload_if_required(request: SaveRequest, node: NodeSave) -> None:
     """
     if request.kind != "checkpoint":
         return
-    if url := await asyncio.to_thread(read_required_remote, request.root):
-        await upload_to_required_remote(request.root, request.step, url, node.shards.node)
+    if url := await run_in_thread(read_required_remote, request.root):
+        await upload_to_required_remote(request.root, request.step, url, node.name)
 
 
 async def export_models(request: SaveRequest, node: NodeSave) -> None:
@@ -237,7 +169,7 @@ async def export_models(request: SaveRequest, node: NodeSave) -> None:
         request: The save.
         node: The node to export on.
     """
-    await export_requested_models(request, node.shards.node)
+    await export_requested_models(request, node.name)
 
 
 async def prune(request: SaveRequest, node: NodeSave) -> None:
@@ -248,7 +180,7 @@ async def prune(request: SaveRequest, node: NodeSave) -> None:
         node: The node to prune on.
     """
     try:
-        await prune_after_commit(request, node.shards.node)
+        await prune_after_commit(request, node.name)
     except Exception as error:
         get_run_logger().error(
             "%s is committed; cannot remove older steps, the next save or trinity-sync prune will "
@@ -273,13 +205,13 @@ async def mark_failed(
     """
     try:
         alive = list_living_nodes()
-        living = [node for node in nodes if node.shards.node in alive]
+        living = [node for node in nodes if node.name in alive]
         running = [
             run_on_node(
-                node.shards.node,
+                node.name,
                 on_node.mark_images_failed,
                 request,
-                node.persisted,
+                tuple(node.persisted),
                 node.shards,
                 reason,
             )
@@ -296,4 +228,4 @@ async def mark_failed(
                 outcome,
             )
     marked = zip(living, outcomes, strict=False)
-    return {node.shards.node: outcome for node, outcome in marked if isinstance(outcome, int)}
+    return {node.name: outcome for node, outcome in marked if isinstance(outcome, int)}

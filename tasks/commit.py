@@ -8,7 +8,7 @@ from prefect.artifacts import acreate_markdown_artifact
 from prefect.runtime import flow_run
 
 from tasks.on_ray import run_on_node
-from tasks.persist import is_io_error
+from tasks.persist import has_io_error
 from tasks.weights import create_weights_artifact
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.orchestration.on_node import save
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
     name="commit",
     retries=2,
     retry_delay_seconds=2,
-    retry_condition_fn=is_io_error,
+    retry_condition_fn=has_io_error,
     persist_result=False,
 )
 async def commit_step(

@@ -1,6 +1,5 @@
 """Artifact of a save that was not committed; the flow itself creates it."""
 
-import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 
@@ -8,6 +7,7 @@ from prefect.artifacts import acreate_markdown_artifact
 
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.orchestration.quantities import make_artifact_key
+from trinity_sync.orchestration.root_threads import run_in_thread
 from trinity_sync.orchestration.run_page import (
     FailedTask,
     SaveFailure,
@@ -37,7 +37,7 @@ async def create_failure_artifact(
         remaining: Images of the save that are still in memory, by node.
     """
     try:
-        newest = await asyncio.to_thread(find_newest, request.root, request.kind)
+        newest = await run_in_thread(find_newest, request.root, request.kind)
         last = newest.step if newest else None
         failure = SaveFailure(outcome, reason, failed, last, remaining)
         await acreate_markdown_artifact(

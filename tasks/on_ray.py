@@ -6,11 +6,13 @@ millisecond instead of a tenth of a second.
 """
 
 import asyncio
+import math
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Generic, ParamSpec, TypeVar, cast
+from typing import Any, ClassVar, Generic, ParamSpec, TypeVar, cast
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -86,8 +88,7 @@ async def run_on_node(
     """
     options: dict[str, Any] = {"name": getattr(function, "__name__", "function")}
     if node is not None:
-        pinned = NodeAffinitySchedulingStrategy(_find_node(node, list_living_nodes()), soft=False)
-        options["scheduling_strategy"] = pinned
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(_find(node), soft=False)
     outcome: Outcome[T] = await _get_remote_call().options(**options).remote(function, args, kwargs)
     return outcome.unwrap()
 
@@ -118,10 +119,22 @@ def list_living_nodes() -> dict[str, str]:
     """
     nodes = [node for node in ray.nodes() if node["Alive"]]
     names = ("NodeManagerHostname", "NodeName", "NodeID")
-    return {node[name]: node["NodeID"] for name in names for node in nodes}
+    alive = {node[name]: node["NodeID"] for name in names for node in nodes}
+    _Nodes.alive, _Nodes.listed_at = alive, time.monotonic()
+    return alive
 
 
-def _find_node(name: str, alive: Mapping[str, str]) -> str:
+class _Nodes:
+    """The living nodes when they were last listed: a save on 10,000 nodes lists them once."""
+
+    alive: ClassVar[Mapping[str, str]] = {}
+    listed_at: ClassVar[float] = -math.inf
+
+
+def _find(name: str) -> str:
+    """Return the Ray id of a node that was alive a second ago or later."""
+    recent = time.monotonic() < _Nodes.listed_at + 1
+    alive = _Nodes.alive if recent and name in _Nodes.alive else list_living_nodes()
     if name not in alive:
         raise StackError(
             f"node {name} is not in this Ray cluster (alive: {', '.join(sorted(alive))}). Start "

@@ -1,4 +1,4 @@
-"""The parallel tasks of a save: one per component and node, on the node that holds the images."""
+"""The tasks of a save on few nodes: one per component and node, where the images are."""
 
 from typing import Any, TypeAlias, get_args
 
@@ -11,6 +11,9 @@ from trinity_sync.layout import Component
 from trinity_sync.orchestration.on_node import save
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted
+
+RETRY_DELAYS_S = (1, 5, 15)
+"""Seconds before each repetition of what failed with an I/O error."""
 
 
 async def persist_component(
@@ -31,10 +34,8 @@ async def persist_component(
     return await run_on_node(shards.node, save.persist_component, *arguments)
 
 
-async def is_io_error(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
+async def has_io_error(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
     """Return whether a task failed with an I/O error, as Prefect's ``retry_condition_fn``.
-
-    An I/O error may be transient. A missing, corrupted or superseded image stays so.
 
     Args:
         state: The Failed state of the task run.
@@ -42,7 +43,7 @@ async def is_io_error(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -
     try:
         await state.aresult()
     except Exception as error:
-        return isinstance(error.__cause__ or error, OSError)
+        return save.is_io_error(error)
     return False
 
 
@@ -53,9 +54,9 @@ PERSIST_TASKS: dict[Component | None, PersistTask] = {
         persist_component,
         name=f"persist-{component or 'callable-files'}",
         description=f"Persist {component or 'the files of callable saves'} on one node",
-        retries=3,
-        retry_delay_seconds=[1, 5, 15],
-        retry_condition_fn=is_io_error,
+        retries=len(RETRY_DELAYS_S),
+        retry_delay_seconds=[*RETRY_DELAYS_S],
+        retry_condition_fn=has_io_error,
         persist_result=False,
     )
     for component in (*get_args(Component), None)

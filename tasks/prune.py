@@ -30,11 +30,12 @@ async def prune(
     Raises:
         ConfigError: A policy is invalid, or a root could not be pruned; the others were.
     """
-    done = await run_here(on_node.prune, root, keep, keep_weights, dry_run, now)
-    for pruned in done.pruned:
-        await create_retention_artifact(pruned, dry_run=dry_run)
-    if done.failures:
-        raise ConfigError("\n".join(done.failures))
+    found = await run_here(on_node.prune, root, keep, keep_weights, dry_run, now)
+    for done in found:
+        if isinstance(done, Pruned):
+            await create_retention_artifact(done, dry_run=dry_run)
+    if failures := [each for each in found if isinstance(each, str)]:
+        raise ConfigError("\n".join(failures))
 
 
 @task(name="prune", persist_result=False)

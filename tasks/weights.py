@@ -1,18 +1,18 @@
 """Artifact: which version of the weights each reader serves."""
 
-import asyncio
 import time
 from pathlib import Path
 
 from prefect.artifacts import acreate_table_artifact
 
 from trinity_sync.orchestration.quantities import make_artifact_key
+from trinity_sync.orchestration.root_threads import run_in_thread
 from trinity_sync.weights.report import read_sync_report
 
 
 async def create_weights_artifact(root: str | Path) -> None:
     """Show in the Prefect UI which version each reader serves, if the job has a Synchronizer."""
-    found = await asyncio.to_thread(read_sync_report, root, time.time())
+    found = await run_in_thread(read_sync_report, root, time.time())
     if found is None or found.lives is False or not found.readers:
         return
     newest = found.newest.step if found.newest else "none"

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-import tasks.commit
-import tasks.prune
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome, SaveTrigger
+from trinity_sync.orchestration import on_node
 from trinity_sync.orchestration.on_node.prune import prune_after_commit
 from trinity_sync.orchestration.on_node.save import (
     commit_step,
@@ -35,10 +34,10 @@ RANK_TIMEOUT_S = 0.03
 
 def without_catalog_and_pages(patch: pytest.MonkeyPatch) -> None:
     """Leave out the SQL index and the pages of the Prefect UI, which no save or load reads."""
-    for module in (tasks.commit, tasks.prune):
+    for module in (on_node.prune, on_node.save):
         patch.setattr(module, "try_mirror", lambda *_, **__: None)
-    for name in ("create_commit_artifact", "create_weights_artifact"):
-        patch.setattr(tasks.commit, name, lambda *_: None)
+    for name in ("describe_commit", "summarize_commit"):
+        patch.setattr(on_node.save, name, lambda *_: "")
 
 
 def save_step(request: SaveRequest) -> Iterator[str]:

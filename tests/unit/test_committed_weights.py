@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from trinity_sync.layout import Kind, step_folder
+from benchmarks.path_calls import watch_path_calls
+from benchmarks.restarts import commit_step
+from trinity_sync.layout import Kind, shard_file, step_folder
 from trinity_sync.storage.manifest import FileRecord, Manifest, write_manifest
 from trinity_sync.storage.runs import open_run
 from trinity_sync.weights.committed import find_model_path, find_newest_version
-from trinity_sync.weights.version import Version
+from trinity_sync.weights.version import Version, VersionUnavailableError
+from trinity_sync.weights.version_view import VersionOpener
 
 NOW = 1.7e9
 Commit = Callable[..., Path]
@@ -84,3 +87,26 @@ def test_the_hugging_face_folder_is_that_of_a_commit_that_put_weights_there(
     exported = commit(3, "actor/huggingface/model.safetensors")
     commit(5, "actor/huggingface/config.json")
     assert find_model_path(tmp_path, "actor", use_huggingface=True) == exported / "huggingface"
+
+
+def test_weights_count_without_the_optimizer_next_to_them(tmp_path: Path) -> None:
+    commit_step(tmp_path, 2)
+    folder = step_folder(tmp_path, 1) / "actor"
+    (folder / shard_file("optim", 2, 1)).unlink()
+    found = find_newest_version(tmp_path, "actor")
+    assert found is not None
+    asked: list[str] = []
+    opener = VersionOpener("reader")
+    with (
+        watch_path_calls(lambda kind, path: asked.append(path)),
+        opener.open_checkpoint(found) as view,
+    ):
+        assert view.version == found
+    assert not [path for path in asked if path.startswith(f"{folder}/optim")]
+    (folder / shard_file("model", 2, 1)).write_bytes(b"")
+    assert find_newest_version(tmp_path, "actor") is None
+    with (
+        pytest.raises(VersionUnavailableError, match="has 0 bytes"),
+        opener.open_checkpoint(found),
+    ):
+        pass

@@ -4,6 +4,7 @@ import json
 import logging
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,26 @@ def test_the_page_of_a_failure_says_what_failed_what_is_safe_and_what_to_type(jo
         page = describe_failure(request_of(job, 40), SaveFailure(outcome, "why"))  # type: ignore[arg-type]
         assert "trinity-sync retry" not in page
         assert "no longer in memory" in page
+
+
+def test_the_pages_of_a_save_on_many_nodes_stay_short(job: Job) -> None:
+    names = [f"node-{number}" for number in range(3000)]
+    tasks = [FailedTask(name, "optim", "no space left") for name in names]
+    failure = SaveFailure("failed", "no space left", tasks, 30, dict.fromkeys(names, 8))
+    page = describe_failure(request_of(job, 40), failure)
+    assert "| `node-0` | optim |" in page
+    assert "| and 2,900 more |  |  | on 2,900 nodes: see the logs |" in page
+    assert "24,000 images still in memory (8 on `node-0`, " in page
+    assert "8 on `node-99`, and on 2,900 more nodes)" in page
+    assert len(page) < 10_000
+
+    job.stage(40, {"model": {"w": torch.zeros(9)}})
+    (file,) = job.persist(40)
+    manifest = commit(job.save(40), [file])
+    written = [replace(file, node=name) for name in names]
+    page = describe_commit(request_of(job, 40), manifest, written, {}, None)
+    assert "| model | 3,000 nodes | 3,000 |" in page
+    assert len(page) < 10_000
 
 
 def test_a_failed_task_names_its_rank_and_file() -> None:

@@ -94,6 +94,53 @@ class Standing(TrinitySyncWorker):
         del self._running[flow_run.id]
 
 
+def due_runs(queue: UUID, jobs: str) -> list[WorkerFlowRunResponse]:
+    """A run of each job, by its letter, in the order in which they are due."""
+    runs = [FlowRun(id=uuid4(), flow_id=UUID(int=1), tags=[f"job:{job}"]) for job in jobs]
+    return [
+        WorkerFlowRunResponse(work_pool_id=UUID(int=2), work_queue_id=queue, flow_run=run)
+        for run in runs
+    ]
+
+
+def test_a_job_whose_runs_hang_gets_no_more_than_half_of_a_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRINITY_SYNC_STACK__WORKER__MAX_RUNS", "4")
+    worker, queue = TrinitySyncWorker(work_pool_name="any"), uuid4()
+    active: dict[UUID, str] = {}
+    monkeypatch.setattr(worker, "is_active", active.__contains__)
+
+    def begin(due: list[WorkerFlowRunResponse]) -> str:
+        for each in (begun := worker.select_runs(due)):
+            active[each.flow_run.id] = each.flow_run.tags[0].removeprefix("job:")
+            due.remove(each)
+        return "".join(active[each.flow_run.id] for each in begun)
+
+    def end(job: str) -> None:
+        del active[next(run for run, of in active.items() if of == job)]
+
+    due = due_runs(queue, "AAAAAAAA")  # they all hang
+    assert begin(due) == "AA"
+    assert begin(due) == ""
+    due += due_runs(queue, "BBC")
+    assert begin(due) == "BC"
+    assert begin(due) == ""
+    end("B")
+    assert begin(due) == "B"
+    end("B")
+    end("C")
+    assert begin(due) == ""
+    assert begin(due_runs(uuid4(), "A")) == "A"  # of another queue
+
+
+def test_the_burst_of_a_job_is_not_first_in_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRINITY_SYNC_STACK__WORKER__MAX_RUNS", "8")
+    worker = TrinitySyncWorker(work_pool_name="any")
+    begun = worker.select_runs(due_runs(uuid4(), "AAAABBC"))
+    assert "".join(each.flow_run.tags[0].removeprefix("job:") for each in begun) == "ABCABA"
+
+
 async def settle() -> None:
     """Let all tasks get as far as they can without an event."""
     for _ in range(10):

@@ -1,7 +1,8 @@
 """Mirror the files of a job in the catalog: some steps, or the whole job; and compare the two.
 
-Each writer locks the job's row before it reads the files. So the last of several writers has read
-the newest files.
+A writer reads the files before its transaction, because a root that hangs must not keep the lock of
+SQLite from other jobs. It reads them again if another has written the job's rows meanwhile. So the
+last of several writers has read the newest files.
 """
 
 import json
@@ -36,6 +37,9 @@ from trinity_sync.weights.state_files import read_state
 
 logger = logging.getLogger(__name__)
 
+TRIES = 5
+"""Times that the files are read again because another writer was faster, before they are read in
+the transaction."""
 CLAIM_VERBS = {"pin": "pinned", "tag": "tagged"}
 
 
@@ -56,12 +60,9 @@ def mirror(
         flow_run: Prefect's id of the flow run that has just committed them.
         clock: The current time in seconds since the epoch.
     """
-    job, chosen = job_id(root), list(steps)
-    with engine.begin() as connection:
-        _lock_job(connection, job, root, clock())
-        known = _read_flow_runs(connection, job, chosen)
-        connection.execute(sa.delete(Step).where(Step.job == job, Step.step.in_(chosen)))
-        _insert_rows(connection, job, root, chosen, known, flow_run)
+    chosen = list(steps)
+    replaced = Step.step.in_(chosen)
+    _replace_rows(engine, root, lambda: chosen, replaced, flow_run, clock)
 
 
 def add_versions(engine: sa.Engine, root: str | Path) -> None:
@@ -72,9 +73,10 @@ def add_versions(engine: sa.Engine, root: str | Path) -> None:
         root: Root of the job.
     """
     job = job_id(root)
+    versions = _read_versions(job, root)
     with engine.begin() as connection:
         if connection.execute(sa.select(Job.id).where(Job.id == job)).first():
-            _add_versions(connection, job, root)
+            _add_versions(connection, versions)
 
 
 def try_mirror(
@@ -126,7 +128,6 @@ def rebuild(
     Returns:
         The number of committed steps.
     """
-    job = job_id(root)
 
     def steps() -> Iterator[int]:
         found = steps_on_disk(root)
@@ -134,11 +135,7 @@ def rebuild(
             yield step
             on_progress(1, len(found))
 
-    with engine.begin() as connection:
-        _lock_job(connection, job, root, clock())
-        known = _read_flow_runs(connection, job, None)
-        connection.execute(sa.delete(Step).where(Step.job == job))
-        return _insert_rows(connection, job, root, steps(), known, None)
+    return _replace_rows(engine, root, steps, sa.true(), None, clock)
 
 
 def remove_job(engine: sa.Engine, root: str | Path) -> bool:
@@ -168,7 +165,7 @@ def find_differences(engine: sa.Engine, root: str | Path, *, claims: bool = True
     on_disk: dict[str, set[Any]] = {
         "steps": {
             _freeze(row[column.name] for column in columns)
-            for row in _make_step_rows(job, root, steps_on_disk(root), {}, None)
+            for row in _make_step_rows(job, root, steps_on_disk(root), None)
         }
     }
     with read_consistently(engine) as connection:
@@ -200,8 +197,50 @@ def _freeze(values: Iterable[Any]) -> tuple[Any, ...]:
     )
 
 
-def _add_versions(connection: sa.Connection, job: str, root: str | Path) -> None:
-    if rows := _read_versions(job, root):
+def _replace_rows(
+    engine: sa.Engine,
+    root: str | Path,
+    steps: Callable[[], Iterable[int]],
+    replaced: sa.ColumnElement[bool],
+    flow_run: str | None,
+    clock: Callable[[], float],
+) -> int:
+    """Replace rows of steps, and the job's row, by what the files say; return how many rows.
+
+    Args:
+        engine: The catalog.
+        root: Root of the job.
+        steps: Returns the steps whose files are read.
+        replaced: The job's rows that are replaced.
+        flow_run: The flow run that has just committed the steps.
+        clock: The current time in seconds since the epoch.
+    """
+    job, real = job_id(root), str(Path(root).resolve())
+
+    def read() -> tuple[list[dict[str, Any]], dict[str, Any], list[dict[str, Any]]]:
+        rows = _make_step_rows(job, root, steps(), flow_run)
+        state = {"runs": _read_runs(root), "claims": _read_claims(root), "mirrored_at": clock()}
+        return rows, state, _read_versions(job, root)
+
+    for is_last in (*[False] * TRIES, True):
+        with read_consistently(engine) as connection:
+            before = _read_version(connection, job)
+        rows, state, versions = read()
+        with engine.begin() as connection:
+            _lock_job(connection, job, real)
+            if _read_version(connection, job) != before:
+                if not is_last:
+                    continue
+                rows, state, versions = read()
+            _insert_rows(connection, job, rows, replaced)
+            connection.execute(sa.update(Job).where(Job.id == job).values(state))
+            _add_versions(connection, versions)
+            break
+    return len(rows)
+
+
+def _add_versions(connection: sa.Connection, rows: list[dict[str, Any]]) -> None:
+    if rows:
         connection.execute(_insert(connection)(WeightVersion).on_conflict_do_nothing(), rows)
 
 
@@ -227,47 +266,42 @@ def _insert(connection: sa.Connection) -> Any:
     return sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
 
 
-def _lock_job(connection: sa.Connection, job: str, root: str | Path, now: float) -> None:
+_NEVER = 0.0
+"""``mirrored_at`` of a row that is being created."""
+
+
+def _lock_job(connection: sa.Connection, job: str, root: str) -> None:
     """Create or update the job's row, which locks it until the end of the transaction."""
-    values = {"root": str(Path(root).resolve()), "mirrored_at": now, "runs": {}, "claims": {}}
+    values = {"root": root, "mirrored_at": _NEVER, "runs": {}, "claims": {}}
     row = _insert(connection)(Job).values(id=job, **values)
-    connection.execute(row.on_conflict_do_update(index_elements=["id"], set_={"mirrored_at": now}))
+    connection.execute(row.on_conflict_do_update(index_elements=["id"], set_={"root": root}))
 
 
-def _read_flow_runs(
-    connection: sa.Connection, job: str, steps: list[int] | None
-) -> dict[tuple[int, float], str]:
-    """Return the flow runs by step and time of the commit, which no file contains."""
-    wanted = sa.select(Step.step, Step.committed_at, Step.flow_run).where(Step.job == job)
-    if steps is not None:
-        wanted = wanted.where(Step.step.in_(steps))
-    rows = connection.execute(wanted.where(Step.flow_run.is_not(None)))
-    return {(step, at): str(flow_run) for step, at, flow_run in rows}
+def _read_version(connection: sa.Connection, job: str) -> float:
+    """Return when the job's rows were written last."""
+    found = connection.execute(sa.select(Job.mirrored_at).where(Job.id == job)).scalar()
+    return _NEVER if found is None else float(found)
 
 
 def _insert_rows(
     connection: sa.Connection,
     job: str,
-    root: str | Path,
-    steps: Iterable[int],
-    known: dict[tuple[int, float], str],
-    flow_run: str | None,
-) -> int:
-    rows = _make_step_rows(job, root, steps, known, flow_run)
+    rows: list[dict[str, Any]],
+    replaced: sa.ColumnElement[bool],
+) -> None:
+    """Replace rows of steps; keep the names of their flow runs, which no file contains."""
+    columns = sa.select(Step.step, Step.committed_at, Step.flow_run)
+    old = connection.execute(columns.where(Step.job == job, replaced, Step.flow_run.is_not(None)))
+    known = {(step, at): str(flow_run) for step, at, flow_run in old}
+    connection.execute(sa.delete(Step).where(Step.job == job, replaced))
+    for row in rows:
+        row["flow_run"] = row["flow_run"] or known.get((row["step"], row["committed_at"]))
     if rows:
         connection.execute(sa.insert(Step), rows)
-    now = {"runs": _read_runs(root), "claims": _read_claims(root)}
-    connection.execute(sa.update(Job).where(Job.id == job).values(now))
-    _add_versions(connection, job, root)
-    return len(rows)
 
 
 def _make_step_rows(
-    job: str,
-    root: str | Path,
-    steps: Iterable[int],
-    known: dict[tuple[int, float], str],
-    flow_run: str | None,
+    job: str, root: str | Path, steps: Iterable[int], flow_run: str | None
 ) -> list[dict[str, Any]]:
     """Make the rows of committed steps from their files.
 
@@ -275,7 +309,6 @@ def _make_step_rows(
         job: Id of the job.
         root: Root of the job.
         steps: Steps that were committed or removed.
-        known: Flow runs by step and time of the commit.
         flow_run: The flow run that has just committed them.
     """
     rows = []
@@ -295,7 +328,7 @@ def _make_step_rows(
                 "nbytes": manifest.nbytes,
                 "committed_at": manifest.committed_at,
                 "corruption": read_manifest_state(root, manifest, runs=()).reason,
-                "flow_run": flow_run or known.get((step, manifest.committed_at)),
+                "flow_run": flow_run,
                 "metrics": _read_finite_metrics(root, manifest),
                 "files": {record.path: record.digest for record in manifest.files},
             }

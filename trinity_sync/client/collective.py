@@ -4,13 +4,17 @@ If only the rank that reads a corrupted file raised, the others would hang in th
 So the ranks exchange their errors, and all of them raise or none does.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar, cast
 
 import torch.distributed as dist
 
 from trinity_sync.errors import CommitError, TrinitySyncError
+from trinity_sync.layout import step_folder
+from trinity_sync.storage.leases import lease_to_read
+from trinity_sync.storage.manifest import Manifest
 
 T = TypeVar("T")
 
@@ -64,3 +68,25 @@ def broadcast_from_rank_0(what: Path, work: Callable[[], T]) -> T:
     result = [found]
     dist.broadcast_object_list(result, src=0)
     return cast(T, result[0])
+
+
+@contextmanager
+def lease_on_rank_0(root: Path, step: int) -> Iterator[Manifest]:
+    """Lease a committed step for all ranks within the block, and yield its manifest.
+
+    Rank 0 alone acquires the lease and looks at all files of the step, and tells the others. A
+    rank looks at the files that it reads, and nothing else. The beginning of the block is a
+    collective call; let its end be one as well, so that rank 0 leaves it when all ranks have read.
+
+    Args:
+        root: the job's root.
+        step: a committed step.
+
+    Raises:
+        TrinitySyncError: on all ranks: the step is not committed, or corrupted.
+    """
+    with ExitStack() as leased:
+        yield broadcast_from_rank_0(
+            step_folder(root, step),
+            lambda: leased.enter_context(lease_to_read(root, step, "load by all ranks")),
+        )

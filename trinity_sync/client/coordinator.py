@@ -189,8 +189,9 @@ class CheckpointCoordinator:
     ) -> "CheckpointCoordinator":
         """Create a coordinator on each rank of the default process group; a collective call.
 
-        The ranks exchange their nodes, and use rank 0's run key. `latest_step` and `load` of these
-        coordinators are collective calls, too.
+        The ranks exchange their nodes, and use rank 0's run key. What resumes these coordinators is
+        a collective call, too: `latest_step`, `load`, `check_resume` and `resumed_from`. Rank 0
+        then looks at the root for all ranks, and each rank at its own files.
 
         Args:
             root, run_key, roles, job, settings, trigger, require_stack: as in the constructor.
@@ -278,32 +279,34 @@ class CheckpointCoordinator:
             ConfigError: as in `check_resume`.
         """
         step = check_number("step", step)
-        return self._loader.load(step, role, check=lambda: self.check_resume(step))
+        self.check_resume(step)
+        return self._loader.load(step, role)
 
     def check_resume(self, step: int) -> None:
         """Check that this run can resume from a step, before other code loads it.
 
-        `load` includes this check.
+        `load` includes this check. A collective call after `of_process_group`.
 
         Raises:
             ConfigError: this run has already begun at another step, or its key was used by an
                 earlier run.
         """
         step = check_number("step", step)
-        self.wait_staged()  # what is loaded next must not reach an image
-        self._run.require_can_begin_at(step)
+        # what is loaded next must not reach an image
+        self._loader.require_can_begin_at(step, self.wait_staged)
 
     def resumed_from(self, step: int) -> None:
         """Record that this run resumes from a step that other code than `load` has loaded.
 
-        Saves of earlier runs beyond the step that are not committed yet are superseded.
+        Saves of earlier runs beyond the step that are not committed yet are superseded. A
+        collective call after `of_process_group`.
 
         Raises:
             ConfigError: as in `check_resume`.
         """
         step = check_number("step", step)
-        self.wait_staged()
-        self._run.begin_at(step)
+        self.check_resume(step)
+        self._loader.begin_at(step)
 
     def attachment(self, step: int, name: str, *, rank: int | None = None) -> bytes:
         """Return what a rank attached to a committed step.

@@ -17,7 +17,7 @@ from trinity_sync.layout import steps_on_disk
 from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.manifest import is_committed, read_run_number
 from trinity_sync.storage.quarantine import quarantine_folder
-from trinity_sync.storage.runs import Run, find_newest_run, open_run, record_resume
+from trinity_sync.storage.runs import Run, find_newest_run, join_run, open_run, record_resume
 
 logger = logging.getLogger(__name__)
 
@@ -42,14 +42,13 @@ class RunContext:
         """Return the run; open it at step 0 if none of its processes has opened it yet."""
         with self._opening:  # threads that stage call it as well
             if self._run is None:
-                before = find_newest_run(self._root)
-                self._run = open_run(self._root, self._key, 0)
-                if before and before.number < self._run.number:
+                self._run, before = join_run(self._root, self._key, 0)
+                if before:  # this process alone has begun the run
                     self._warn_of_earlier_steps(self._run)
             return self._run
 
-    def begin_at(self, step: int) -> None:
-        """Begin the run at a step that was loaded.
+    def begin_at(self, step: int) -> Run:
+        """Begin the run at a step that was loaded, and return the run.
 
         Raises:
             ConfigError: as in `require_can_begin_at`.
@@ -60,6 +59,11 @@ class RunContext:
             if run.resumed_from != step:  # the process that opened it had nothing to load
                 run = record_resume(self._root, run, step)
             self._run = run
+        return self._run
+
+    def join(self, run: Run) -> None:
+        """Be part of a run that another process with the same key has begun at a step."""
+        self._run = run
 
     def require_can_begin_at(self, step: int) -> None:
         """Require that the run can begin at a step, before the step is loaded.
@@ -68,12 +72,7 @@ class RunContext:
             ConfigError: the run has already begun at another step, or its key was used by an
                 earlier run.
         """
-        if self._run:
-            if self._run.resumed_from != step:
-                raise ConfigError(
-                    f"this run of {self._root} began at step {self._run.resumed_from} and cannot "
-                    f"begin again at step {step}; load before the first save"
-                )
+        if self.has_begun_at(step):
             return
         joined = find_newest_run(self._root)
         if joined is None or joined.key != self._key or joined.resumed_from == step:
@@ -84,6 +83,19 @@ class RunContext:
                 f"began at step {joined.resumed_from} and cannot begin again at {step}; give "
                 "TRINITY_SYNC_RUN_KEY a new value at each start"
             )
+
+    def has_begun_at(self, step: int) -> bool:
+        """Return whether this process has begun the run, at this step; the root is not read.
+
+        Raises:
+            ConfigError: it has begun the run at another step.
+        """
+        if self._run and self._run.resumed_from != step:
+            raise ConfigError(
+                f"this run of {self._root} began at step {self._run.resumed_from} and cannot "
+                f"begin again at step {step}; load before the first save"
+            )
+        return self._run is not None
 
     @property
     def resumed_from(self) -> int:

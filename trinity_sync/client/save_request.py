@@ -1,12 +1,13 @@
 """The parameters of the ``save-step`` flow."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from trinity_sync.errors import FormatError
-from trinity_sync.layout import SPOOL_FORMAT, Component, Kind, check_name, job_id
+from trinity_sync.layout import SPOOL_FORMAT, Component, Kind, check_name, job_id_of
 from trinity_sync.snapshot.save_id import SaveId
 
 SAVE_DEPLOYMENT = "save-step/save-step"
@@ -30,7 +31,9 @@ class SaveRequest(BaseModel):
     format: int = Field(
         default=SPOOL_FORMAT, description="Format of the request and of its images."
     )
-    root: str = Field(description="The job's root folder (Trinity's checkpoint_job_dir), absolute.")
+    root: str = Field(
+        description="Real path of the job's root folder (Trinity's checkpoint_job_dir)."
+    )
     step: int = Field(ge=0, description="Training step.")
     run: int = Field(ge=1, description="Number of the run: 1 for the first, a resume adds one.")
     run_key: str = Field(
@@ -79,7 +82,7 @@ class SaveRequest(BaseModel):
     def _absolute(cls, root: str) -> str:
         if not Path(root).is_absolute():
             raise ValueError(f"root {root!r} is not absolute; pass the full path of the job's root")
-        return str(Path(root).resolve())
+        return os.path.normpath(root)  # its file system may hang, which must not hold up others
 
     @field_validator("roles")
     @classmethod
@@ -94,7 +97,7 @@ class SaveRequest(BaseModel):
     @property
     def job(self) -> str:
         """Identifier of the job, derived from its root."""
-        return job_id(self.root)
+        return job_id_of(Path(self.root))
 
     @property
     def key(self) -> str:

@@ -2,23 +2,25 @@
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from trinity_sync.client.collective import broadcast_from_rank_0, run_on_all_ranks
+from trinity_sync.client.collective import (
+    broadcast_from_rank_0,
+    lease_on_rank_0,
+    run_on_all_ranks,
+)
 from trinity_sync.client.run_context import RunContext
+from trinity_sync.fs.changes import ReadOnChange, lengthen_pauses
 from trinity_sync.layout import Kind, step_folder
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.discovery import find_newest
-from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
+from trinity_sync.storage.leases import lease_to_read
+from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.placement import NodeRanks
 from trinity_sync.storage.restore import load_states
-
-POLL_S = 0.05
-"""Seconds between two reads of the spool for saves in flight."""
 
 
 class StepLoader:
@@ -50,7 +52,7 @@ class StepLoader:
         self._world_size = world_size
         self._leads_node = rank in {place.ranks[0] for place in places}
         self.is_collective = False
-        """Whether all ranks of the default process group call `latest_step` and `load` together."""
+        """Whether all ranks of the default process group find and load steps together."""
 
     def latest_step(self, kind: Kind, settle_s: float) -> int | None:
         """Return the newest committed step; see `CheckpointCoordinator.latest_step`.
@@ -70,33 +72,69 @@ class StepLoader:
         run_on_all_ranks(self._root, lambda: self._settle(settle_s if self._leads_node else 0.0))
         return broadcast_from_rank_0(self._root, find)
 
-    def load(self, step: int, role: str, *, check: Callable[[], None]) -> dict[str, Any]:
+    def load(self, step: int, role: str) -> dict[str, Any]:
         """Load this rank's states of a step; see `CheckpointCoordinator.load`.
 
         Args:
             step: training step.
             role: role whose states are loaded.
-            check: called first; raises if this run cannot resume from the step.
         """
-        with ExitStack() as lease:
 
-            def read() -> dict[str, Any]:
-                check()
-                holder = f"load by rank {self._rank}"
-                lease.enter_context(acquire_lease(self._root, step, holder, ttl_s=LONG_LEASE_S))
-                return load_states(
-                    self._root,
-                    step,
-                    role,
-                    rank=self._rank,
-                    world_size=self._world_size,
-                    spool=self._spool,
-                )
+        def read(manifest: Manifest) -> dict[str, Any]:
+            return load_states(
+                self._root,
+                step,
+                role,
+                rank=self._rank,
+                world_size=self._world_size,
+                spool=self._spool,
+                manifest=manifest,
+            )
 
-            folder = step_folder(self._root, step)
-            states = run_on_all_ranks(folder, read) if self._asks_together else read()
-            self._run.begin_at(step)  # from here on, retention spares the step for this run
+        if self._asks_together:
+            lease, folder = lease_on_rank_0(self._root, step), step_folder(self._root, step)
+        else:
+            lease, folder = lease_to_read(self._root, step, f"load by rank {self._rank}"), None
+        with lease as manifest:
+            states = run_on_all_ranks(folder, lambda: read(manifest)) if folder else read(manifest)
+            self.begin_at(step)  # from here on, retention spares the step for this run
         return states
+
+    def require_can_begin_at(self, step: int, wait_staged: Callable[[], object]) -> None:
+        """Require that the run can begin at a step; see `CheckpointCoordinator.check_resume`.
+
+        The ranks have one key, so rank 0 looks at the runs in the root for all.
+
+        Args:
+            step: training step.
+            wait_staged: called first.
+        """
+
+        def check() -> None:
+            wait_staged()
+            if self._rank and self._asks_together:
+                self._run.has_begun_at(step)
+            else:
+                self._run.require_can_begin_at(step)
+
+        if self._asks_together:
+            run_on_all_ranks(step_folder(self._root, step), check)
+        else:
+            check()
+
+    def begin_at(self, step: int) -> None:
+        """Begin the run at a step; see `CheckpointCoordinator.resumed_from`.
+
+        Rank 0 begins it for all.
+
+        Args:
+            step: training step.
+        """
+        if self._asks_together:
+            folder = step_folder(self._root, step)
+            self._run.join(broadcast_from_rank_0(folder, lambda: self._run.begin_at(step)))
+        else:
+            self._run.begin_at(step)
 
     @property
     def _asks_together(self) -> bool:
@@ -105,7 +143,8 @@ class StepLoader:
     def _settle(self, seconds: float) -> None:
         """Wait until no image in this node's spool is in flight, at most some seconds."""
         deadline = time.monotonic() + seconds
+        tickets, pauses = ReadOnChange(self._spool.folder, self._spool.tickets), lengthen_pauses()
         while time.monotonic() < deadline:
-            if all(sealed.failed for sealed in self._spool.tickets()[0]):
+            if all(sealed.failed for sealed in tickets.get()[0]):
                 break
-            time.sleep(POLL_S)
+            time.sleep(next(pauses))

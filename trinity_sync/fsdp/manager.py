@@ -7,7 +7,7 @@ them from the node's shared memory if they are still there.
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,13 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import (
     FSDPCheckpointManager as VerlFSDPCheckpointManager,
 )
 
-from trinity_sync.client.collective import run_on_all_ranks
+from trinity_sync.client.collective import (
+    broadcast_from_rank_0,
+    lease_on_rank_0,
+    run_on_all_ranks,
+)
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
-from trinity_sync.fsdp.collective import lease_step_on_all_ranks
 from trinity_sync.fsdp.metadata import metadata_folder
 from trinity_sync.fsdp.reshard import load_resharded
 from trinity_sync.fsdp.state_dict import (
@@ -287,8 +290,12 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         components = self._components_to_load()
         given = Path(local_path)
         folder = given.resolve()
-        saved_by = run_on_all_ranks(
-            folder, lambda: check_loadable(given, self.world_size, components)
+        saved_by, committed = broadcast_from_rank_0(
+            folder,
+            lambda: (
+                check_loadable(given, self.world_size, components),
+                (folder.parent / MANIFEST).exists(),
+            ),
         )
         resumed = self._find_resumed_job(folder)
         if resumed:
@@ -296,12 +303,17 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
             run_on_all_ranks(folder, lambda: coordinator.check_resume(step))
         if saved_by != self.world_size:
             states = load_resharded(
-                folder, saved_by, components, model=self.model, optimizer=self.optimizer
+                folder,
+                saved_by,
+                components,
+                committed=committed,
+                model=self.model,
+                optimizer=self.optimizer,
             )
             with closing(states), use_sharded_state_dicts(self.model):
                 for component, state in states:
                     run_on_all_ranks(folder, partial(self._restore_state, component, state))
-        elif (folder.parent / MANIFEST).exists():
+        elif committed:
             self._load_committed(folder, components)
         else:
             super().load_checkpoint(str(local_path), hdfs_path, del_local_after_load)
@@ -316,13 +328,12 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         spool = self._coordinator.spool if self._coordinator and ours else None
         # load_state_dict copies the model's state, but the optimizer keeps the tensors
         borrow = {file for file, name in zip(files, components, strict=True) if name == "model"}
-        with ExitStack() as leased:
-            manifest = run_on_all_ranks(folder, lambda: lease_step_on_all_ranks(folder, leased))
-            shards = load_shards(root, step, files, spool=spool, borrow=borrow)
+        with lease_on_rank_0(root, step) as manifest:
+            shards = load_shards(root, step, files, spool=spool, borrow=borrow, manifest=manifest)
             with closing(shards), use_sharded_state_dicts(self.model):
                 for component in components:
                     self._load_next(folder, component, shards)
-            run_on_all_ranks(folder, lambda: require_unreplaced(root, manifest))
+            broadcast_from_rank_0(folder, lambda: require_unreplaced(root, manifest))
 
     def _load_next(self, folder: Path, component: str, shards: Iterator[RestoredShard]) -> None:
         state = run_on_all_ranks(folder, lambda: next(shards).state)

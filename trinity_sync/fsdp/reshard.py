@@ -23,17 +23,21 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from trinity_sync.client.collective import run_on_all_ranks
+from trinity_sync.client.collective import (
+    broadcast_from_rank_0,
+    lease_on_rank_0,
+    run_on_all_ranks,
+)
 from trinity_sync.errors import CommitError, ConfigError, TrinitySyncError
 from trinity_sync.formats.saved_component import SavedComponent
 from trinity_sync.fs.direct_io import digest_cached_file
-from trinity_sync.fsdp.collective import lease_step_on_all_ranks
 from trinity_sync.fsdp.state_dict import get_model_state, has_only_adapters
-from trinity_sync.layout import MANIFEST, shard_file, split_role_path
+from trinity_sync.layout import shard_file, split_role_path
 from trinity_sync.snapshot.dtensor_shards import compute_chunk
 from trinity_sync.snapshot.safe_load import load_file
 from trinity_sync.snapshot.torch_private import get_whole_numel
-from trinity_sync.storage.discovery import require_committed, require_unreplaced
+from trinity_sync.storage.discovery import require_unreplaced
+from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.restore import require_digest
 
 logger = logging.getLogger(__name__)
@@ -44,6 +48,7 @@ def load_resharded(
     saved_by: int,
     components: Sequence[str],
     *,
+    committed: bool,
     model: Any,
     optimizer: Any,
 ) -> Generator[tuple[str, Any], None, None]:
@@ -56,6 +61,7 @@ def load_resharded(
         role_folder: ``<root>/global_step_<N>/<role>``, or another folder in veRL's layout.
         saved_by: number of ranks that saved it.
         components: components to load, of ``model``, ``optim`` and ``extra_state``.
+        committed: whether the step has a manifest; the same on all ranks.
         model: FSDP1 or FSDP2 model to load into.
         optimizer: optimizer of the model.
 
@@ -69,12 +75,12 @@ def load_resharded(
             "%s was saved by %d ranks, resharding it to %d", role_folder, saved_by, world_size
         )
     with ExitStack() as leased:
-        committed = (role_folder.parent / MANIFEST).exists()
         if committed:
-            manifest = run_on_all_ranks(
-                role_folder, lambda: lease_step_on_all_ranks(role_folder, leased)
+            root, step, _ = split_role_path(role_folder)
+            manifest = leased.enter_context(lease_on_rank_0(root, step))
+            run_on_all_ranks(
+                role_folder, lambda: _verify_files(role_folder, manifest, saved_by, components)
             )
-            run_on_all_ranks(role_folder, lambda: _verify_files(role_folder, saved_by, components))
         for component in components:
             if component == "model":
                 yield component, _load_model_state(role_folder, saved_by, model)
@@ -84,18 +90,18 @@ def load_resharded(
                 extra = partial(_load_extra_state, role_folder, saved_by, rank)
                 yield component, run_on_all_ranks(role_folder, extra)
         if committed:
-            run_on_all_ranks(
-                role_folder, lambda: require_unreplaced(role_folder.parent.parent, manifest)
-            )
+            broadcast_from_rank_0(role_folder, lambda: require_unreplaced(root, manifest))
         dist.barrier()
 
 
-def _verify_files(role_folder: Path, saved_by: int, components: Sequence[str]) -> None:
+def _verify_files(
+    role_folder: Path, manifest: Manifest, saved_by: int, components: Sequence[str]
+) -> None:
     """Verify the digests of this rank's part of the files: chunks have no digests of their own."""
-    root, step, role = split_role_path(role_folder)
+    role = role_folder.name
     records = [
         record
-        for record in require_committed(root, step).files
+        for record in manifest.files
         if (record.role, record.world_size) == (role, saved_by) and record.component in components
     ]
     for record in records[dist.get_rank() :: dist.get_world_size()]:

@@ -22,6 +22,7 @@ _SHARD = re.compile(r"(?P<component>\w+)_world_size_(?P<world_size>\d+)_rank_\d+
 def check_loadable(role_folder: Path, world_size: int, components: Sequence[str]) -> int:
     """Require that a folder is committed and complete; return the number of ranks that saved it.
 
+    One rank calls it for all. The names of the files are checked, not their sizes or content.
     Only files are checked in jobs that trinity_sync never saved, and in a step without a manifest
     that the latest pointer names: another system saved it into this job.
 
@@ -80,5 +81,5 @@ def _list_committed_files(role_folder: Path) -> list[str] | None:
         if is_foreign or not (root / PRIVATE_FOLDER).exists():
             return None  # the pointer moves to a committed step after its manifest and mark exist
     prefix = f"{role}/"
-    files = require_committed(root, step).files
+    files = require_committed(root, step, paths=()).files  # the load itself checks them
     return [r.path.removeprefix(prefix) for r in files if r.path.startswith(prefix)]

@@ -5,13 +5,20 @@ small file in ``TRINITY_SYNC_HOME/roots``.
 """
 
 import json
+from functools import partial
 from pathlib import Path
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.fs.atomic import make_folder
 from trinity_sync.fs.create import create_file
 from trinity_sync.layout import job_id
+from trinity_sync.orchestration.root_threads import RootVisits
 from trinity_sync.settings import Settings, StackSettings
+
+ANSWER_S = 10.0
+"""Seconds in which a root answers, unless its file system hangs."""
+
+_visits = RootVisits("is it there")
 
 
 def register_job(settings: Settings, root: str | Path) -> None:
@@ -33,23 +40,22 @@ def register_job(settings: Settings, root: str | Path) -> None:
 def list_known_roots(settings: Settings, stack: StackSettings | None = None) -> list[Path]:
     """Return the roots of the jobs to maintain, sorted by name.
 
-    Roots that do not exist, and registered roots that ``worker.allowed_paths`` no longer covers,
-    are left out.
+    Roots that do not exist or do not answer, and registered roots that ``worker.allowed_paths`` no
+    longer covers, are left out.
     """
-    return [root for root in list_allowed_roots(settings, stack) if root.is_dir()]
+    known = partial(_is_known, stack or StackSettings())
+    found = _visits.visit(list_registered_roots(settings), known, limit_s=ANSWER_S)
+    return [root for root, is_known in found.items() if is_known]
 
 
-def list_allowed_roots(settings: Settings, stack: StackSettings | None = None) -> list[Path]:
-    """Return the registered roots that ``worker.allowed_paths`` covers, sorted by name.
-
-    It does not look at the roots, which may not exist, or be on a file system that fails.
-    """
-    stack = stack or StackSettings()
-    return [root for root in list_registered_roots(settings) if _is_allowed(stack, root)]
+def _is_known(stack: StackSettings, root: Path) -> bool:
+    return is_allowed(stack, root) and root.is_dir()
 
 
 def list_registered_roots(settings: Settings) -> list[Path]:
-    """Return all roots in the registry, also those that do not exist now.
+    """Return all roots in the registry, sorted by name, also those that do not exist now.
+
+    It does not look at the roots, whose file systems may hang.
 
     Args:
         settings: ``home`` is the folder of the registry.
@@ -123,7 +129,7 @@ def require_allowed(path: str | Path, stack: StackSettings | None = None) -> Non
         ConfigError: The path is not below one of ``worker.allowed_paths``.
     """
     stack = stack or StackSettings()
-    if not _is_allowed(stack, path):
+    if not is_allowed(stack, path):
         allowed = ", ".join(map(str, stack.worker.allowed_paths))
         raise ConfigError(
             f"{path} is not below a folder that flows may use on this node: worker.allowed_paths "
@@ -162,7 +168,13 @@ def require_allowed_store(url: str, stack: StackSettings | None = None) -> None:
         )
 
 
-def _is_allowed(stack: StackSettings, path: str | Path) -> bool:
+def is_allowed(stack: StackSettings, path: str | Path) -> bool:
+    """Return whether flows may use a path on this node.
+
+    Args:
+        stack: The allowed folders.
+        path: The path. Its file system is asked for the real path.
+    """
     real = Path(path).resolve()
     allowed = stack.worker.allowed_paths
     return not allowed or any(real.is_relative_to(each.resolve()) for each in allowed)

@@ -1,7 +1,7 @@
 """Prometheus metrics of a worker's node and of the jobs that it knows, which no flow counts.
 
-The spool is in memory and is read at each scrape. Roots are on file systems that may hang: a thread
-reads them every `OBSERVE_S` seconds, and a scrape shows what it has read last.
+The spool is in memory and is read at each scrape. Roots are on file systems that may hang: threads
+read them every `OBSERVE_S` seconds, and a scrape shows what they have read last.
 """
 
 import logging
@@ -26,7 +26,8 @@ from trinity_sync.layout import (
     step_folder,
     steps_on_disk,
 )
-from trinity_sync.orchestration.job_registry import list_allowed_roots
+from trinity_sync.orchestration.job_registry import ANSWER_S, is_allowed, list_registered_roots
+from trinity_sync.orchestration.root_threads import RootVisits
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.evictions import count_evictions
 from trinity_sync.snapshot.spool import list_job_spools
@@ -123,7 +124,8 @@ class _Observed:
 class RootObserver(Collector):
     """Corrupted steps, free disk space and the lag of readers, of the jobs that this node knows.
 
-    A root that cannot be read is logged once, and its metrics are left out until it can be read.
+    A root that cannot be read, or hangs, is logged once, and its metrics are left out until it can
+    be read.
 
     Args:
         settings: Where the registry of jobs is.
@@ -143,6 +145,7 @@ class RootObserver(Collector):
         self._observed: Sequence[_Observed] = ()
         self._roots: dict[Path, _Root] = {}
         self._errors: dict[Path, str] = {}
+        self._visits = RootVisits("metrics")
 
     def start(self, registry: CollectorRegistry) -> None:
         """Observe in a daemon thread from now on, and show the result in a registry."""
@@ -157,25 +160,31 @@ class RootObserver(Collector):
 
     def observe(self) -> None:
         """Read what has changed in the roots of all known jobs; never raises."""
-        found, before, errors = [], self._roots, {}
-        self._roots = {}
+        errors: dict[Path, str] = {}
         try:
-            registered = list_allowed_roots(self._settings, self._stack)
+            registered = list_registered_roots(self._settings)
         except Exception as error:
             registered, errors[self._settings.home] = [], str(error)
-        for root in registered:
-            try:
-                if _exists(root):
-                    known = before.get(root, _Root())
-                    self._report_newest(root, known)
-                    found.append(_observe(root, known))
-                    self._roots[root] = known
-            except Exception as error:  # the others are unaffected, and the thread goes on
-                errors[root] = str(error)
+        found = self._visits.visit(registered, self._observe, limit_s=ANSWER_S)
+        errors |= {root: each for root, each in found.items() if isinstance(each, str)}
         for path, why in errors.items():
             if self._errors.get(path) != why:
                 logger.warning("cannot read %s for metrics: %s", path, why)
-        self._observed, self._errors = found, errors
+        self._observed = [each for each in found.values() if isinstance(each, _Observed)]
+        self._errors = errors
+
+    def _observe(self, root: Path) -> _Observed | str | None:
+        """Return a job as its root shows it, None if there is none, or why it cannot be read."""
+        known = self._roots.pop(root, _Root())
+        try:
+            if not (_exists(root) and is_allowed(self._stack, root)):
+                return None
+            self._report_newest(root, known)
+            observed = _observe(root, known)
+        except Exception as error:  # the others are unaffected, and the thread goes on
+            return str(error)
+        self._roots[root] = known
+        return observed
 
     def _report_newest(self, root: Path, known: _Root) -> None:
         """Report the steps that the latest pointers name, if they have changed."""

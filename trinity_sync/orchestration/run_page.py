@@ -20,6 +20,8 @@ StepOutcome = Literal["committed", "failed", "evicted", "superseded", "corrupted
 
 SLOWEST = 10
 """Number of slowest files that are listed."""
+MOST_ROWS = 100
+"""Rows of a table, and nodes in a list: the server keeps every page, and people read a screen."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,10 @@ def describe_failure(request: SaveRequest, failure: SaveFailure) -> str:
         failure: Why, and what is safe.
     """
     images = sum(failure.remaining.values())
-    where = ", ".join(f"{count} on `{node}`" for node, count in failure.remaining.items() if count)
+    places = [f"{count} on `{node}`" for node, count in failure.remaining.items() if count]
+    where = ", ".join(places[:MOST_ROWS])
+    if len(places) > MOST_ROWS:
+        where += f", and on {len(places) - MOST_ROWS:,} more nodes"
     if images:
         memory = f"{_count(images, 'image')} still in memory ({where}), until later saves need room"
     else:
@@ -179,8 +184,13 @@ def describe_failure(request: SaveRequest, failure: SaveFailure) -> str:
                 f"`{each.path}`" if each.path else "",
                 "as above" if each.reason == failure.reason else each.reason,
             )
-            for each in failure.tasks
+            for each in failure.tasks[:MOST_ROWS]
         ]
+        if (more := len(failure.tasks) - MOST_ROWS) > 0:
+            nodes = {each.node for each in failure.tasks[MOST_ROWS:]}
+            rows_of_tasks.append(
+                (f"and {more:,} more", "", "", f"on {_count(len(nodes), 'node')}: see the logs")
+            )
         parts += [
             "#### What failed",
             _make_table(("node", "component", "file", "reason"), rows_of_tasks),
@@ -242,17 +252,20 @@ def _describe_pointer(kind: Kind, steps: tuple[int | None, int | None]) -> str:
 
 
 def _sum_up(written: Sequence[Written]) -> list[tuple[object, ...]]:
-    """Return rows of component, node, files, bytes and speed."""
+    """Return rows of component, node, files, bytes and speed; of many nodes, one row for all."""
+    nodes = {file.node for file in written}
+    everyone = f"{len(nodes):,} nodes" if len(nodes) > MOST_ROWS else ""
     groups: dict[tuple[str, str], list[Written]] = {}
     for file in written:
-        groups.setdefault((file.record.component, file.node), []).append(file)
+        where = everyone or f"`{file.node}`"
+        groups.setdefault((file.record.component, where), []).append(file)
     rows: list[tuple[object, ...]] = []
     for (component, node), files in sorted(groups.items()):
         nbytes = sum(file.record.nbytes for file in files)
         # the files of a group are written side by side
         longest = max(file.seconds for file in files)
         speed = _format_speed(nbytes, longest)
-        rows.append((component, f"`{node}`", f"{len(files):,}", format_bytes(nbytes), speed))
+        rows.append((component, node, f"{len(files):,}", format_bytes(nbytes), speed))
     return rows
 
 

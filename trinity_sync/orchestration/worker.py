@@ -55,7 +55,7 @@ from trinity_sync.orchestration.prefect_compat import (
 )
 from trinity_sync.orchestration.prefect_queries import measure_clock_skew
 from trinity_sync.orchestration.recovery.flow_runs import ACQUIRED_BY
-from trinity_sync.orchestration.recovery.images import allow_eviction, warn_once
+from trinity_sync.orchestration.recovery.images import try_allow_eviction, warn_once
 from trinity_sync.orchestration.recovery.node import NodeRecovery
 from trinity_sync.orchestration.recovery.reconcile import repair_known_roots
 from trinity_sync.settings import Settings, StackSettings
@@ -79,6 +79,11 @@ def _is_away(error: Exception) -> bool:
     return isinstance(error, (*gone, ConnectionClosed))
 
 
+def _get_job(flow_run: FlowRun) -> str:
+    """Return the job that a run is for; the flow if it is for all jobs."""
+    return next((tag for tag in flow_run.tags if tag.startswith("job:")), str(flow_run.flow_id))
+
+
 class TrinitySyncWorker(
     InProcessWorker, BaseWorker[BaseJobConfiguration, BaseVariables, BaseWorkerResult]
 ):
@@ -94,8 +99,8 @@ class TrinitySyncWorker(
         self._cancelled: set[UUID] = set()
         self._locks: dict[UUID, ExitStack] = {}
         """Locks of the runs that this worker has acquired, see `try_run_lock`."""
-        self._queues: dict[UUID, UUID] = {}
-        """Work queues of the runs that this worker starts or executes."""
+        self._places: dict[UUID, tuple[UUID, str]] = {}
+        """Work queue and job of the runs that this worker starts or executes."""
         self._entrypoints: dict[UUID, tuple[float, str | None]] = {}
         """When an entrypoint was read, in monotonic seconds, and the entrypoint, by deployment."""
         self._postponed = False
@@ -141,7 +146,7 @@ class TrinitySyncWorker(
                 message = (
                     "Cancelled while running. A step that was not committed stays uncommitted."
                 )
-                allow_eviction(self._trinity.spool, flow_run.parameters, message)
+                await try_allow_eviction(self._trinity.spool, flow_run.parameters, message)
                 end = Cancelled(message=message)
                 await self.client.set_flow_run_state(flow_run.id, end, force=True)
         finally:
@@ -176,7 +181,7 @@ class TrinitySyncWorker(
     def on_ended(self, flow_run_id: UUID) -> None:
         """Release the run's lock and its place in the queue's limit; forget its cancellation."""
         self._unlock(flow_run_id)
-        self._queues.pop(flow_run_id, None)
+        self._places.pop(flow_run_id, None)
         self._cancelled.discard(flow_run_id)
 
     async def on_capacity_free(self) -> None:
@@ -188,26 +193,31 @@ class TrinitySyncWorker(
                 logger.debug("cannot start the next run before the next poll: %r", error)
 
     def select_runs(self, due: Sequence[WorkerFlowRunResponse]) -> list[WorkerFlowRunResponse]:
-        """Return the due runs within the limits of their work queues.
+        """Return the due runs within the limits of their work queues, in turns of the jobs.
 
         Each queue has a limit of its own. So a sync does not wait for checkpoints, a save does not
-        wait for maintenance, and no flow waits for a part that another flow would bring.
+        wait for maintenance, and no flow waits for a part that another flow would bring. A job gets
+        another place of a queue only if more are free than it holds: one whose runs hang leaves
+        half of them to others, two leave a quarter.
         """
-        queues = {run: queue for run, queue in self._queues.items() if self.is_active(run)}
-        taken = Counter(queues.values())
+        places = {run: place for run, place in self._places.items() if self.is_active(run)}
+        taken = Counter(queue for queue, _ in places.values())
+        held = Counter(places.values())
+        new = [each for each in due if each.flow_run.id not in places]
+        turns = Counter(held)
+        in_turns = []
+        for each in new:
+            place = (each.work_queue_id, _get_job(each.flow_run))
+            in_turns.append((turns[place], place, each))
+            turns[place] += 1
         selected = []
-        self._postponed = False
-        for due_run in due:
-            run, queue = due_run.flow_run.id, due_run.work_queue_id
-            if run in queues:
-                continue
-            if taken[queue] >= self._max_runs:
-                self._postponed = True
-                continue
-            queues[run] = queue
-            taken[queue] += 1
-            selected.append(due_run)
-        self._queues = queues
+        for _, place, each in sorted(in_turns, key=lambda turn: turn[0]):
+            if taken[place[0]] + held[place] < self._max_runs:
+                places[each.flow_run.id] = place
+                taken[place[0]] += 1
+                held[place] += 1
+                selected.append(each)
+        self._places, self._postponed = places, len(selected) < len(new)
         return selected
 
     async def acquire_run(self, flow_run: FlowRun) -> bool:

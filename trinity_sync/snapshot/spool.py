@@ -140,9 +140,19 @@ class JobSpool:
         good, bad = self.tickets()
         return [s for s in good if (s.ticket.run, s.ticket.step) == (run, step)], bad
 
-    def find_cached_slots(self, digest: str) -> Iterator[Path]:
-        """Yield free slots whose records say that they still hold the file of this digest."""
-        for record in sorted(self.folder.glob(f"*{SLOT_SUFFIX}{KEPT_SUFFIX}")):
+    def find_cached_slots(
+        self, role: str, component: str, rank: int, digest: str
+    ) -> Iterator[Path]:
+        """Yield free slots whose records say that they still hold the file of this digest.
+
+        Args:
+            role: role of the component.
+            component: name of the component.
+            rank: rank that saved the file; slots of others are not looked at.
+            digest: digest of the file.
+        """
+        names = f"{role}.{component}.rank{rank}.*{SLOT_SUFFIX}{KEPT_SUFFIX}"
+        for record in sorted(self.folder.glob(names)):
             slot = record.with_name(record.name.removesuffix(KEPT_SUFFIX))
             try:
                 kept = read_cached_file(slot)

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trinity_sync.errors import MissingShardsError, SaveError
+from trinity_sync.fs.changes import lengthen_pauses
 from trinity_sync.fs.direct_io import digest_cached_file
 from trinity_sync.layout import is_below
 from trinity_sync.snapshot.callable_status import CallableStatus, read_statuses
@@ -37,6 +38,7 @@ def await_callable_saves(
         MissingShardsError: fewer than ``at_least`` started within ``rank_timeout_s``.
     """
     deadline = clock() + rank_timeout_s
+    pauses = lengthen_pauses()
     while True:
         statuses = list(read_statuses(spool, save.run, save.step, save.kind))
         for status in statuses:
@@ -52,7 +54,7 @@ def await_callable_saves(
                 f"{save} is not committed: {at_least} callable saves were registered and "
                 f"{len(statuses)} started within {rank_timeout_s:g} s"
             )
-        time.sleep(0.02)
+        time.sleep(next(pauses))
 
 
 def sync_callable_files(save: SaveId, statuses: Sequence[CallableStatus]) -> None:

@@ -129,9 +129,9 @@ def commit(
         else:
             if not earlier:
                 remove_mark(save.folder)  # the mark of a step whose manifest is gone
+            folder = str(save.folder)  # a path per file would double the time
             for file in written:
-                final = f"{save.folder}/{file.record.path}"
-                _name(file, final, committed.get(file.record.path))
+                _name(file, f"{folder}/{file.record.path}", committed.get(file.record.path))
             sync_folders(save.folder, [file.path for file in manifest.files])
             if replaced:
                 inherit_exports_and_metrics(save, replaced)
@@ -256,7 +256,8 @@ def _refuse_other_content(
 def _remove_other_attempts(save: SaveId, written: Sequence[Written]) -> None:
     """Remove the temporary files of other attempts to save the same images."""
     images = {image for file in written for image in file.record.images}
-    for folder in {(save.folder / file.record.path).parent for file in written}:
+    for name in {file.record.path.rpartition("/")[0] for file in written}:
+        folder = save.folder / name
         names = (entry.name for entry in os.scandir(folder))
         remove_files(folder / name for name in names if parse_image_name(name) in images)
 

@@ -6,7 +6,7 @@ loading and by `verify`.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISREG
@@ -68,7 +68,13 @@ class StepState:
         return self.manifest
 
 
-def read_step_state(root: str | Path, step: int, runs: Sequence[Run] | None = None) -> StepState:
+def read_step_state(
+    root: str | Path,
+    step: int,
+    runs: Sequence[Run] | None = None,
+    *,
+    paths: Collection[str] | None = None,
+) -> StepState:
     """Return the state of a step.
 
     Args:
@@ -76,6 +82,7 @@ def read_step_state(root: str | Path, step: int, runs: Sequence[Run] | None = No
         step: step number; the step need not exist.
         runs: runs of the job, which decide whether the step is superseded; read from the root by
             default.
+        paths: as in `require_committed`.
     """
     try:
         manifest = read_manifest(root, step)
@@ -89,11 +96,15 @@ def read_step_state(root: str | Path, step: int, runs: Sequence[Run] | None = No
             f"Choose a committed step (trinity-sync ls {root} lists them)."
         )
         return StepState(step, "not committed", None, missing)
-    return read_manifest_state(root, manifest, runs)
+    return read_manifest_state(root, manifest, runs, paths=paths)
 
 
 def read_manifest_state(
-    root: str | Path, manifest: Manifest, runs: Sequence[Run] | None = None
+    root: str | Path,
+    manifest: Manifest,
+    runs: Sequence[Run] | None = None,
+    *,
+    paths: Collection[str] | None = None,
 ) -> StepState:
     """Return the state of a step whose manifest was read.
 
@@ -101,9 +112,10 @@ def read_manifest_state(
         root: the job's root.
         manifest: manifest of the step.
         runs: as in `read_step_state`.
+        paths: as in `require_committed`.
     """
     step = manifest.step
-    if error := _corruption_error(root, manifest):
+    if error := _corruption_error(root, manifest, paths):
         return StepState(step, "corrupted", manifest, error)
     runs = list_known_runs(root) if runs is None else runs
     if later := find_superseding_run(runs, manifest.run, step):
@@ -208,19 +220,26 @@ def iter_newest_first(root: str | Path, kind: Kind) -> Iterator[Manifest]:
         yield each
 
 
-def require_committed(root: str | Path, step: int) -> Manifest:
+def require_committed(
+    root: str | Path, step: int, *, paths: Collection[str] | None = None
+) -> Manifest:
     """Return the manifest of a committed step that is not corrupted.
+
+    It asks for the size of every file of the step, which on a file server takes a call for each. So
+    of the ranks of a job, one does it for all (`client.collective.lease_on_rank_0`).
 
     Args:
         root: the job's root.
         step: step number; the step may be superseded.
+        paths: files that are looked at, below the step's folder; all by default. A reader of few
+            files names those, and nobody chooses a step to resume from by that.
 
     Raises:
         CommitError: the step is not committed, files are missing or truncated, or a verification
             found it corrupted.
         FormatError: another release has committed it.
     """
-    return read_step_state(root, step, runs=()).require_loadable()
+    return read_step_state(root, step, runs=(), paths=paths).require_loadable()
 
 
 def require_unreplaced(root: str | Path, manifest: Manifest) -> None:
@@ -255,10 +274,14 @@ def _read_size(path: Path) -> int | None:
     return found.st_size if S_ISREG(found.st_mode) else None
 
 
-def _corruption_error(root: str | Path, manifest: Manifest) -> CommitError | None:
+def _corruption_error(
+    root: str | Path, manifest: Manifest, paths: Collection[str] | None
+) -> CommitError | None:
     """Return an error if the files of a manifest cannot be loaded, by sizes and marks."""
     step, folder = manifest.step, step_folder(root, manifest.step)
     for record in manifest.files:
+        if paths is not None and record.path not in paths:
+            continue
         path = folder / record.path
         found = _read_size(path)
         if found != record.nbytes:

@@ -1,4 +1,7 @@
-"""Gather the images of a component on a node, and fail early for evicted images."""
+"""Gather the images of a component on a node, and fail early for evicted images.
+
+Between two looks, tickets and manifest are read only if the spool's folder or the manifest changed.
+"""
 
 import math
 import time
@@ -7,10 +10,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from trinity_sync.errors import EvictedError, FormatError, MissingShardsError, TicketError
+from trinity_sync.fs.changes import ReadOnChange, lengthen_pauses
+from trinity_sync.layout import MANIFEST
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import Ticket
-from trinity_sync.storage.manifest import FileRecord, Manifest, read_run_manifest
+from trinity_sync.storage.manifest import (
+    FileRecord,
+    Manifest,
+    read_manifest,
+    read_run_manifest,
+)
 from trinity_sync.storage.placement import NodeShards, describe_ranks
 from trinity_sync.storage.save import Written
 
@@ -42,15 +52,20 @@ def gather_images(
         role: [rank for rank in ranks if rank == 0 or component != "metadata"]
         for role, ranks in shards.ranks.items()
     }
+    tickets = ReadOnChange(spool.folder, spool.tickets)
+    manifests = ReadOnChange(save.folder / MANIFEST, lambda: read_manifest(save.root, save.step))
     deadline = clock() + rank_timeout_s
     later: set[tuple[str, int]] = set()
+    pauses = lengthen_pauses()
     while True:
-        waiting, bad = spool.tickets()
+        waiting, bad = tickets.get()
         for error in bad:
             if isinstance(error, FormatError) and (error.run, error.step) == (save.run, save.step):
                 raise error
         sealed = [i for i in waiting if (i.ticket.run, i.ticket.step) == (save.run, save.step)]
-        manifest = read_run_manifest(save.root, save.run, save.step)
+        manifest = read_run_manifest(
+            save.root, save.run, save.step, read=lambda *_: manifests.get()
+        )
         known = manifest.images if manifest else frozenset()
         uncommitted = {
             image.ticket.image
@@ -116,7 +131,7 @@ def gather_images(
                 f"died, or its image was evicted. Submitted images are in {spool.folder}; later "
                 "saves are unaffected."
             )
-        time.sleep(0.01)
+        time.sleep(next(pauses))
 
 
 def _find_ranks_past(save: SaveId, tickets: Sequence[Ticket]) -> set[tuple[str, int]]:

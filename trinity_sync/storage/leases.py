@@ -17,7 +17,7 @@ release keeps its step, and is not removed here.
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,6 +117,13 @@ def acquire_lease(root: str | Path, step: int, holder: str, *, ttl_s: float = LE
         CommitError: the step is not committed, or corrupted.
         ConfigError: ``ttl_s`` is not a duration in seconds.
     """
+    return _acquire(root, step, holder, ttl_s, None)[0]
+
+
+def _acquire(
+    root: str | Path, step: int, holder: str, ttl_s: float, paths: Collection[str] | None
+) -> tuple[Lease, Manifest]:
+    """Return a lease of a step, and the step's manifest as it was checked under the same lock."""
     try:
         ttl_s = msgspec.convert(ttl_s, Seconds)
     except msgspec.ValidationError as error:
@@ -124,32 +131,37 @@ def acquire_lease(root: str | Path, step: int, holder: str, *, ttl_s: float = LE
             f"step {step} of {root}: {ttl_s!r} is not a duration in seconds for the lease of "
             f"{holder}; pass a number, or pin the step to keep it without an end"
         ) from error
-    with prevent_removal(root, step):
+    with prevent_removal(root, step, paths=paths) as manifest:
         path = _folder(root) / f"{step}.{uuid.uuid4().hex}.json"
         lease = _LeaseRecord(
             step, holder, read_process_namespace(), read_process_identity(os.getpid()), ttl_s
         )
         replace_file(path, encode_record(lease))
-        return Lease(**vars(lease), path=path)
+        return Lease(**vars(lease), path=path), manifest
 
 
 @contextmanager
-def lease_to_read(root: str | Path, step: int, holder: str) -> Iterator[Manifest]:
+def lease_to_read(
+    root: str | Path, step: int, holder: str, *, paths: Collection[str] | None = None
+) -> Iterator[Manifest]:
     """Lease a committed step within the block, for a day at most, and yield its manifest.
 
-    A root that is read-only, such as another job's, allows no lease; a warning says so.
+    The step is checked once, under the lock under which it is leased. A root that is read-only,
+    such as another job's, allows no lease; a warning says so.
 
     Args:
         root: the job's root.
         step: a committed step.
         holder: name of the reader, for messages.
+        paths: as in `require_committed`.
 
     Raises:
         CommitError: the step is not committed, or corrupted.
     """
-    with ExitStack() as lease:
+    with ExitStack() as leased:
         try:
-            lease.enter_context(acquire_lease(root, step, holder, ttl_s=LONG_LEASE_S))
+            lease, manifest = _acquire(root, step, holder, LONG_LEASE_S, paths)
+            leased.enter_context(lease)
         except OSError as error:
             logger.warning(
                 "cannot lease step %d in %s (%s): do not remove it while it is read",
@@ -157,7 +169,8 @@ def lease_to_read(root: str | Path, step: int, holder: str) -> Iterator[Manifest
                 root,
                 error.strerror,
             )
-        yield require_committed(root, step)
+            manifest = require_committed(root, step, paths=paths)
+        yield manifest
 
 
 def list_leases(root: str | Path, *, clock: Callable[[], float] | None = None) -> list[Lease]:
@@ -203,22 +216,26 @@ def acquire_removal_lock(root: str | Path) -> Iterator[LockFile]:
 
 
 @contextmanager
-def prevent_removal(root: str | Path, step: int, *, shared: bool = True) -> Iterator[None]:
-    """Prevent the removal of a step within the block; the step is committed when the block begins.
+def prevent_removal(
+    root: str | Path, step: int, *, shared: bool = True, paths: Collection[str] | None = None
+) -> Iterator[Manifest]:
+    """Prevent the removal of a step within the block, and yield its manifest.
+
+    The step is committed when the block begins.
 
     Args:
         root: the job's root.
         step: a committed step.
         shared: allow other leases and pins to be acquired meanwhile.
+        paths: as in `require_committed`.
 
     Raises:
         CommitError: the step is not committed, or corrupted.
     """
     if not _removal_lock_path(root).exists():  # do not create a root that is not mounted here
-        require_committed(root, step)
+        require_committed(root, step, paths=())
     with acquire_file_lock(_removal_lock_path(root), shared=shared):
-        require_committed(root, step)
-        yield
+        yield require_committed(root, step, paths=paths)
 
 
 def _removal_lock_path(root: str | Path) -> Path:

@@ -1,7 +1,7 @@
 """``global_step_N/manifest.json``: the files of a step. Its atomic appearance is the commit."""
 
 import errno
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -223,7 +223,13 @@ def read_run_number(root: str | Path, step: int) -> int:
     return manifest.run if manifest else 0
 
 
-def read_run_manifest(root: str | Path, run: int, step: int) -> Manifest | None:
+def read_run_manifest(
+    root: str | Path,
+    run: int,
+    step: int,
+    *,
+    read: Callable[[str | Path, int], Manifest | None] = read_manifest,
+) -> Manifest | None:
     """Return what a run has committed of a step.
 
     It is None if the run has committed nothing, or the manifest cannot be read.
@@ -232,12 +238,13 @@ def read_run_manifest(root: str | Path, run: int, step: int) -> Manifest | None:
         root: the job's root.
         run: number of the run.
         step: step number.
+        read: `read_manifest`, or what returns the same.
 
     Raises:
         FormatError: another release has committed the step for this run.
     """
     try:
-        manifest = read_manifest(root, step)
+        manifest = read(root, step)
     except FormatError as error:
         if error.run == run:
             raise

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from trinity_sync.errors import CommitError, MissingShardsError, SaveError
 from trinity_sync.fs.atomic import make_folder, read_uncached, replace_file
+from trinity_sync.fs.changes import lengthen_pauses
 from trinity_sync.fs.records import TRAINER, Record, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, is_path
 from trinity_sync.snapshot.save_id import SaveId
@@ -157,6 +158,7 @@ def await_node_shards(
         raise SaveError(f"the job's root {save.root} is missing; create it and retry the flow run")
     nodes: dict[tuple[str, str], dict[str, tuple[int, ...]]] = defaultdict(dict)
     for role in save.roles:
+        pauses = lengthen_pauses()
         while (places := read_placement(save.root, save.run, save.run_key, role)) is None:
             if clock() >= deadline:
                 raise MissingShardsError(
@@ -165,7 +167,7 @@ def await_node_shards(
                     "that its training runs and that all nodes see this root. Later saves are "
                     "unaffected."
                 )
-            time.sleep(0.05)
+            time.sleep(next(pauses))
         for place in places:
             nodes[place.node, place.spool][role] = place.ranks
     return [NodeShards(*where, ranks) for where, ranks in nodes.items()]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trinity_sync.errors import CommitError, LockTimeoutError
+from trinity_sync.fs.atomic import revalidate_folder
 from trinity_sync.fs.direct_io import READERS, map_fd, open_direct, read_fd
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.deserialize import load_image
@@ -52,6 +53,7 @@ def load_shards(
     *,
     spool: JobSpool | None = None,
     borrow: Collection[str] = (),
+    manifest: Manifest | None = None,
 ) -> Generator[RestoredShard, None, None]:
     """Yield the states in shards of a committed step, in order, and read the next ones ahead.
 
@@ -67,13 +69,19 @@ def load_shards(
         borrow: paths whose states the caller only copies from. Their tensors may be views of the
             slot, which costs no memory; they are valid until this generator is closed, and the slot
             is locked until then. Close it before the next save.
+        manifest: manifest of the step, if it was checked, by this rank or another one. Then no file
+            but those of ``paths`` is looked at.
 
     Raises:
         CommitError: the step is not committed, a file is not part of it or corrupted, or a file
             that is not trusted contains more than tensors and plain values.
     """
-    manifest = require_committed(root, step)
     folder = step_folder(root, step)
+    if manifest is None:
+        manifest = require_committed(root, step)
+    else:
+        revalidate_folder(folder.parent)  # another node may have committed it just now
+        revalidate_folder(folder)
     records = [_find_record(root, manifest, path) for path in paths]
     with ExitStack() as locks, ThreadPoolExecutor(1, thread_name_prefix="restore") as ahead:
         reads = [
@@ -92,6 +100,7 @@ def load_states(
     rank: int = 0,
     world_size: int = 1,
     spool: JobSpool | None = None,
+    manifest: Manifest | None = None,
 ) -> dict[str, Any]:
     """Return all states that one rank submitted for a role at a committed step, by component.
 
@@ -101,14 +110,13 @@ def load_states(
         role: name of the role.
         rank: number of the rank.
         world_size: number of ranks.
-        spool: as in `load_shards`.
+        spool, manifest: as in `load_shards`.
 
     Raises:
         CommitError: as `load_shards`; or the role has no shards of this rank and world size.
     """
-    shards_of_role = [
-        r for r in require_committed(root, step).files if r.role == role and r.is_shard
-    ]
+    manifest = manifest or require_committed(root, step)
+    shards_of_role = [r for r in manifest.files if r.role == role and r.is_shard]
     mine = {
         record.component: record.path
         for record in shards_of_role
@@ -128,22 +136,28 @@ def load_states(
             f"step {step} in {root} has no shards of role {role} for rank {rank} of {world_size}; "
             f"trinity-sync show {root} {step} lists its files"
         )
-    shards = load_shards(root, step, list(mine.values()), spool=spool)
+    shards = load_shards(root, step, list(mine.values()), spool=spool, manifest=manifest)
     return {component: shard.state for component, shard in zip(mine, shards, strict=True)}
 
 
-def load_bytes(root: str | Path, step: int, path: str) -> bytes:
+def load_bytes(
+    root: str | Path, step: int, path: str, *, manifest: Manifest | None = None
+) -> bytes:
     """Return the bytes of one file of a committed step, compared with its digest.
+
+    Other files of the step are not looked at.
 
     Args:
         root: the job's root.
         step: a committed step.
         path: path below the step's folder, as in its manifest.
+        manifest: as in `load_shards`.
 
     Raises:
         CommitError: as `load_shards`.
     """
-    record = _find_record(root, require_committed(root, step), path)
+    manifest = manifest or require_committed(root, step, paths=[path])
+    record = _find_record(root, manifest, path)
     content, _ = _read_from_disk(step_folder(root, step) / path, record)
     return bytes(content)
 
@@ -182,7 +196,7 @@ def _read_from_spool(spool: JobSpool, record: FileRecord, locks: ExitStack | Non
     With ``locks``, they are a mapping of the slot, whose lock is added to ``locks``.
     """
     cores = len(os.sched_getaffinity(0))  # unlike reads of a disk, copies want a core each
-    for slot in spool.find_cached_slots(record.digest):
+    for slot in spool.find_cached_slots(record.role, record.component, record.rank, record.digest):
         try:
             with ExitStack() as lock:
                 fd = lock.enter_context(hold_slot(slot, limit_s=SLOT_S))
@@ -205,7 +219,7 @@ def _read_from_spool(spool: JobSpool, record: FileRecord, locks: ExitStack | Non
 def _read_from_disk(path: Path, record: FileRecord) -> Read:
     try:
         with open_direct(path) as fd:
-            trusted = is_trusted(fd)
+            trusted, nbytes = is_trusted(fd), os.fstat(fd).st_size
             image, digest = read_fd(fd, record.nbytes)
     except OSError as error:
         raise CommitError(
@@ -213,6 +227,11 @@ def _read_from_disk(path: Path, record: FileRecord) -> Read:
             "(trinity-sync ls lists them)."
         ) from error
     require_digest(path, record, digest)
+    if nbytes != record.nbytes:  # no digest tells of bytes beyond the end
+        raise CommitError(
+            f"{path} is corrupted: it has {nbytes:,} bytes, the manifest says {record.nbytes:,}. "
+            "Restore the file from a copy, or load another step (trinity-sync ls lists them)."
+        )
     return image, trusted
 
 

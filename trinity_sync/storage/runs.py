@@ -42,15 +42,26 @@ def open_run(root: str | Path, key: str, resumed_from: int, resumed_run: int = 0
         resumed_from: step that the run starts from; 0 for a fresh start.
         resumed_run: run whose commit of that step a rewind goes back to; 0 for other runs.
     """
+    return join_run(root, key, resumed_from, resumed_run)[0]
+
+
+def join_run(
+    root: str | Path, key: str, resumed_from: int, resumed_run: int = 0
+) -> tuple[Run, Run | None]:
+    """Do as `open_run`; return also the run before, if this call has begun the next one.
+
+    Args:
+        root, key, resumed_from, resumed_run: as in `open_run`.
+    """
     folder = _folder(root)
     make_folder(folder)
     while True:
         newest = find_newest_run(root)
         if newest and newest.key == key:
-            return newest
+            return newest, None
         run = Run(newest.number + 1 if newest else 1, key, resumed_from, resumed_run)
         if create_file(folder / f"{run.number}.json", encode_record(run)):
-            return run
+            return run, newest
 
 
 def record_resume(root: str | Path, run: Run, step: int) -> Run:

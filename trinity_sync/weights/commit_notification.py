@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trinity_sync.fs.atomic import revalidate_folder
+from trinity_sync.fs.changes import FileSignature, read_signature
 from trinity_sync.fs.mounts import find_mount
 from trinity_sync.layout import ITERATION_FILES, MANIFEST, step_folder
 from trinity_sync.storage.latest_pointer import read_latest_pointer
@@ -28,8 +29,6 @@ SHARED_POLL_S = 1.0
 SCAN_S = 30.0
 """Seconds between two scans of all manifests: a commit may die before it moves the pointer."""
 
-FileSignature = tuple[int, int, int] | None
-"""Inode, size and time (ns) of a file; None if there is none."""
 CommitSignature = tuple[FileSignature, FileSignature]
 """Of the latest pointer, and of the manifest of the step that it names."""
 
@@ -106,8 +105,4 @@ class CommitNotification:
     def _read_file_signature(self, path: Path) -> FileSignature:
         if self._is_shared:
             revalidate_folder(path.parent)
-        try:
-            found = path.stat()
-        except OSError:
-            return None
-        return found.st_ino, found.st_size, found.st_mtime_ns
+        return read_signature(path)

@@ -6,7 +6,11 @@ from pathlib import Path
 
 from trinity_sync.errors import CommitError, FormatError, SupersededError
 from trinity_sync.layout import step_folder
-from trinity_sync.storage.discovery import iter_committed_steps, require_committed
+from trinity_sync.storage.discovery import (
+    iter_committed_steps,
+    read_manifest_state,
+    require_committed,
+)
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.runs import refuse_superseded
 from trinity_sync.weights.version import Version
@@ -32,7 +36,7 @@ def iter_committed_weights(root: str | Path, role: str) -> Iterator[Manifest]:
     for manifest in sorted(found, key=lambda m: (m.run, m.step), reverse=True):
         try:
             refuse_superseded(root, manifest.run, "", manifest.step)
-            yield require_committed(root, manifest.step)
+            yield _require_weights(root, manifest.step, role)
         except SupersededError:
             continue
         except CommitError as error:
@@ -67,7 +71,7 @@ def find_committed_version(root: str | Path, role: str, step: int) -> Version | 
         None if the step is not committed, corrupted, superseded or without weights of the role.
     """
     try:
-        manifest = require_committed(root, step)
+        manifest = _require_weights(root, step, role)
         refuse_superseded(root, manifest.run, "", step)
     except (SupersededError, CommitError, FormatError):
         return None
@@ -108,6 +112,20 @@ def find_model_path(root: str | Path, role: str, *, use_huggingface: bool = Fals
         if any(path in committed for path in _list_weight_files(inner)):
             return inner
     return None
+
+
+def _require_weights(root: str | Path, step: int, role: str) -> Manifest:
+    """Return the manifest of a step whose files of a role's weights are not corrupted.
+
+    Optimizer states and the like, which no reader of weights opens, are not looked at.
+    """
+    manifest = require_committed(root, step, paths=())
+    paths = {
+        file.path
+        for file in manifest.files
+        if file.role == role and (file.component == "model" or not file.is_shard)
+    }
+    return read_manifest_state(root, manifest, runs=(), paths=paths).require_loadable()
 
 
 def _has_model(manifest: Manifest, role: str) -> bool:

@@ -6,6 +6,7 @@ version that cannot be pinned completely is not opened, so a reader never has pa
 """
 
 import mmap
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -199,7 +200,9 @@ class VersionOpener:
         root, step = Path(version.root), version.step
         with ExitStack() as leased:
             try:
-                manifest = leased.enter_context(lease_to_read(root, step, self._name))
+                manifest = leased.enter_context(
+                    lease_to_read(root, step, self._name, paths=())  # checked when they are mapped
+                )
             except CommitError as error:
                 raise VersionUnavailableError(f"{_describe(version)}: {error}") from error
             if manifest.run != version.run:
@@ -218,7 +221,9 @@ class VersionOpener:
             if [record.rank for record in records] != list(range(max(len(records), 1))):
                 raise WeightSyncError(f"{_describe(version)} has no shards of role {version.role}")
             try:
-                mapped = [_map_file(step_folder(root, step) / record.path) for record in records]
+                mapped = [
+                    _map_file(step_folder(root, step) / record.path, record) for record in records
+                ]
                 require_unreplaced(root, manifest)  # mapped files stay those of this commit
             except (CommitError, FileNotFoundError) as error:
                 raise VersionUnavailableError(f"{_describe(version)}: {error}") from error
@@ -250,8 +255,12 @@ class VersionOpener:
         return plan
 
 
-def _map_file(path: Path) -> memoryview:
+def _map_file(path: Path, record: FileRecord) -> memoryview:
     with path.open("rb") as file:
+        if (nbytes := os.fstat(file.fileno()).st_size) != record.nbytes:
+            raise CommitError(
+                f"{path} is corrupted: it has {nbytes:,} bytes, the manifest says {record.nbytes:,}"
+            )
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 

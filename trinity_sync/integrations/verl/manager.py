@@ -3,6 +3,7 @@
 import logging
 from pathlib import Path
 
+from trinity_sync.client.collective import broadcast_from_rank_0, run_on_all_ranks
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
 from trinity_sync.fs.atomic import replace_file
@@ -11,7 +12,7 @@ from trinity_sync.layout import MANIFEST, is_step_folder, step_folder
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.stager import ATTACHMENTS, Staged
 from trinity_sync.storage.discovery import require_committed
-from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.restore import load_bytes
 
 logger = logging.getLogger(__name__)
@@ -96,18 +97,18 @@ class TrainerCheckpointManager(FSDPCheckpointManager):
         if local_path is None:
             return
         given = Path(local_path)
-        ours = (given / MANIFEST).exists()
-        if ours and is_step_folder(given):
-            _require_as_many_ranks(given, self.world_size)
-        super().load_checkpoint(
-            str(_role_folder(given) if ours else given), hdfs_path, del_local_after_load
-        )
-        if is_step_folder(given):
+        if not is_step_folder(given):
+            super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
+            if self.rank == 0:
+                restore_data(given)
+            return
+        manifest = broadcast_from_rank_0(given, lambda: _read_step(given, self.world_size))
+        folder = _role_folder(given) if manifest else given
+        super().load_checkpoint(str(folder), hdfs_path, del_local_after_load)
+        if manifest:
             name = position_file(self.rank)
             committed = f"rank_{self.rank}/{name}" if self.rank else name
-            restore_attachment(given, committed, given / name)
-        elif self.rank == 0:
-            restore_data(given)
+            run_on_all_ranks(given, lambda: _restore(manifest, given, committed, given / name))
 
     def _find_resumed_job(self, role_folder: Path) -> tuple[CheckpointCoordinator, int] | None:
         return super()._find_resumed_job(_role_folder(role_folder))
@@ -118,10 +119,16 @@ def _role_folder(folder: Path) -> Path:
     return folder / Settings().roles[0] if is_step_folder(folder) else folder
 
 
-def _require_as_many_ranks(folder: Path, world_size: int) -> None:
-    """Refuse another number of ranks, whose dataloaders would end an epoch at different times."""
+def _read_step(folder: Path, world_size: int) -> Manifest | None:
+    """Return the manifest of a step; None if veRL saved it itself.
+
+    Another number of ranks is refused, whose dataloaders would end an epoch at different times.
+    """
+    if not (folder / MANIFEST).exists():
+        return None
     step = int(folder.name.removeprefix("global_step_"))
-    saved_by = max(file.world_size for file in require_committed(folder.parent, step).files)
+    manifest = require_committed(folder.parent, step, paths=())
+    saved_by = max(file.world_size for file in manifest.files)
     if saved_by != world_size:
         raise ConfigError(
             f"step {step} of {folder.parent} was saved by {saved_by} ranks, and this training has "
@@ -129,6 +136,7 @@ def _require_as_many_ranks(folder: Path, world_size: int) -> None:
             f"Train on {saved_by} ranks, or start a new job with the weights that "
             "verl.model_merger makes of the step"
         )
+    return manifest
 
 
 def restore_data(role_folder: Path) -> None:
@@ -152,9 +160,14 @@ def restore_attachment(folder: Path, name: str, to: Path) -> None:
     """
     if not (folder / MANIFEST).exists():
         return
-    root, step = folder.parent, int(folder.name.removeprefix("global_step_"))
-    manifest, path = read_manifest(root, step), f"{ATTACHMENTS}/{name}"
-    if manifest and any(record.path == path for record in manifest.files):
-        committed = load_bytes(root, step, path)
+    manifest = read_manifest(folder.parent, int(folder.name.removeprefix("global_step_")))
+    if manifest:
+        _restore(manifest, folder, name, to)
+
+
+def _restore(manifest: Manifest, folder: Path, name: str, to: Path) -> None:
+    path = f"{ATTACHMENTS}/{name}"
+    if manifest.find_file(path):
+        committed = load_bytes(folder.parent, manifest.step, path, manifest=manifest)
         if not to.exists() or to.read_bytes() != committed:
             replace_file(to, committed)

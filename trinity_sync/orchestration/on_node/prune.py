@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import TrinitySyncError
 from trinity_sync.orchestration.job_registry import require_allowed, select_roots
 from trinity_sync.orchestration.on_node.settings import read_settings
+from trinity_sync.orchestration.root_threads import OTHERS_WAIT_S, RootVisits
 from trinity_sync.retention.planner import Rules
 from trinity_sync.retention.policies import All, LastN, parse_policy
 from trinity_sync.retention.prune import Pruned
@@ -23,18 +23,9 @@ from trinity_sync.storage.job_settings import read_job_settings
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class PrunedRoots:
-    """What became of the steps of several jobs."""
-
-    pruned: list[Pruned]
-    failures: list[str]
-    """Why a root could not be pruned, one sentence for each such root."""
-
-
 def prune(
     root: str | None, keep: str, keep_weights: str, dry_run: bool, now: datetime | None
-) -> PrunedRoots:
+) -> list[Pruned | str]:
     """Remove the steps that no policy keeps, root by root.
 
     Args:
@@ -44,27 +35,30 @@ def prune(
         dry_run: Remove nothing.
         now: Current time for the policies; None for the present.
 
+    Returns:
+        For each root, what became of its steps, or why it could not be pruned.
+
     Raises:
         ConfigError: This node's settings do not allow flows to work on the root.
     """
     settings, stack = read_settings()
-    done = PrunedRoots([], [])
-    for each in select_roots(root, settings, stack):
+
+    def prune_one(each: Path) -> Pruned | str:
         try:
-            done.pruned.append(
-                prune_root(
-                    each,
-                    Rules.of_job(read_job_settings(each), keep=keep, keep_weights=keep_weights),
-                    now.timestamp() if now else time.time(),
-                    spool=settings.spool,
-                    recycle=stack.io.reuse_files,
-                    dry_run=dry_run,
-                    on_removed=partial(_update_catalog, each),
-                )
+            return prune_root(
+                each,
+                Rules.of_job(read_job_settings(each), keep=keep, keep_weights=keep_weights),
+                now.timestamp() if now else time.time(),
+                spool=settings.spool,
+                recycle=stack.io.reuse_files,
+                dry_run=dry_run,
+                on_removed=partial(_update_catalog, each),
             )
         except (TrinitySyncError, OSError) as error:
-            done.failures.append(f"{each}: {error}")
-    return done
+            return f"{each}: {error}"
+
+    roots = select_roots(root, settings, stack)
+    return [*RootVisits("retention").visit(roots, prune_one, each_s=OTHERS_WAIT_S).values()]
 
 
 def prune_after_commit(request: SaveRequest) -> None:

@@ -2,11 +2,15 @@
 
 import logging
 import shutil
+import traceback
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from trinity_sync.catalog.mirror import try_mirror
 from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.errors import TrinitySyncError
 from trinity_sync.fs.rate_limit import RateLimit
 from trinity_sync.layout import FOLDERS, KINDS, Component, Kind
 from trinity_sync.orchestration.job_registry import register_job, require_allowed
@@ -31,6 +35,40 @@ from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted, Written, discard, mark_failed
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one task persists on a node."""
+
+    component: Component | None
+    """None if the node has callable saves only."""
+    awaits_callables: bool = False
+    """Whether it also waits for the callable saves of the node: one task is enough."""
+
+    @property
+    def what(self) -> str:
+        """The component, or what else it is."""
+        return self.component or "callable saves"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a share was not persisted."""
+
+    error: Exception
+    may_pass: bool = False
+    """Whether it is worth a repetition, see `is_io_error`."""
+    traceback: str = ""
+    """Where it was raised on the node; empty if its message says what to do."""
+
+
+def is_io_error(error: BaseException) -> bool:
+    """Return whether an error is an I/O error, or was caused by one.
+
+    An I/O error may be transient. A missing, corrupted or superseded image stays so.
+    """
+    return isinstance(error.__cause__ or error, OSError)
 
 
 @dataclass(frozen=True)
@@ -80,6 +118,28 @@ def persist_component(
     statuses = await_callable_saves(spool, save) if with_callables else []
     sync_callable_files(save, statuses)
     return Persisted(written, statuses)
+
+
+def persist_node(
+    request: SaveRequest, shares: Sequence[Share], shards: NodeShards
+) -> list[Persisted | Failure]:
+    """Persist shares of one node in parallel; one that fails does not affect the others.
+
+    Args:
+        request: The save.
+        shares: What is to be persisted.
+        shards: The shards that this node holds.
+    """
+    with ThreadPoolExecutor(len(shares), "persist-node") as threads:
+        return list(threads.map(partial(_try_persist, request, shards), shares))
+
+
+def _try_persist(request: SaveRequest, shards: NodeShards, share: Share) -> Persisted | Failure:
+    try:
+        return persist_component(request, share.component, shards, share.awaits_callables)
+    except Exception as error:
+        expected = isinstance(error, TrinitySyncError)
+        return Failure(error, is_io_error(error), "" if expected else traceback.format_exc())
 
 
 def commit_step(

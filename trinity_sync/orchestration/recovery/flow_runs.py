@@ -41,7 +41,7 @@ from trinity_sync.orchestration.prefect_queries import (
     make_due_state,
     read_server_time,
 )
-from trinity_sync.orchestration.recovery.images import allow_eviction
+from trinity_sync.orchestration.recovery.images import try_allow_eviction
 from trinity_sync.snapshot.run_lock import try_run_lock
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ async def _recover_zombie(client: PrefectClient, run: FlowRun, here: str, spool:
     why = "could not report its end" if owner == here else "died"
     if now.state.is_cancelling():
         end: State[None] = Cancelled(message=f"Cancelled; its process {owner} {why}.")
-        allow_eviction(spool, now.parameters, str(end.message))
+        await try_allow_eviction(spool, now.parameters, str(end.message))
     else:
         end = Crashed(message=f"Its process {owner} {why}.")
     logger.warning("flow run %s: %s", run.name, end.message)

@@ -13,10 +13,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import anyio
 from pydantic import ValidationError
 
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import FormatError, TrinitySyncError
+from trinity_sync.orchestration.job_registry import ANSWER_S
+from trinity_sync.orchestration.root_threads import RootVisits, run_in_thread
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.slot_lock import free_slot
 from trinity_sync.snapshot.spool import JobSpool, SealedImage, list_job_spools
@@ -28,13 +31,21 @@ from trinity_sync.storage.save import mark_failed
 
 logger = logging.getLogger(__name__)
 
+GRACE_S = 2.0
+"""Default of ``grace_s`` of `find_orphaned_saves`."""
+MARK_S = 5.0
+"""Seconds to wait for `allow_eviction`: a task on a file system that hangs holds its images."""
+
+_visits = RootVisits("orphaned images")
+
 
 def find_orphaned_saves(
-    spool: Path, *, grace_s: float = 2.0, clock: Callable[[], float] = time.time
+    spool: Path, *, grace_s: float = GRACE_S, clock: Callable[[], float] = time.time
 ) -> list[SaveRequest]:
-    """Return the requests of saves with orphaned images on this node, oldest first.
+    """Return the requests of saves with orphaned images on this node, oldest first of each job.
 
-    Commits that were interrupted after their manifest are finished, and their slots released.
+    Commits that were interrupted after their manifest are finished, and their slots released. Jobs
+    whose roots do not answer are left out.
 
     Args:
         spool: The node's spool, with one folder per job.
@@ -42,13 +53,31 @@ def find_orphaned_saves(
             itself, and of a commit, in which its process may release the slots itself.
         clock: The current time in seconds since the epoch.
     """
-    requests: list[SaveRequest] = []
-    for job in list_job_spools(spool):
-        try:
-            requests += _find_in_job(job, grace_s, clock() - grace_s)
-        except (OSError, TrinitySyncError) as error:  # other jobs are unaffected
-            warn_once(f"cannot read the images in {job.folder}: {error}")
-    return sorted(requests, key=lambda request: (request.root, request.run, request.step))
+    jobs = {job.root or job.folder: job for job in list_job_spools(spool)}
+    found = _visits.visit(
+        jobs,
+        lambda root: find_orphaned_saves_of(jobs[root], grace_s=grace_s, clock=clock),
+        limit_s=ANSWER_S,
+    )
+    return [request for requests in found.values() for request in requests]
+
+
+def find_orphaned_saves_of(
+    job: JobSpool, *, grace_s: float = GRACE_S, clock: Callable[[], float] = time.time
+) -> list[SaveRequest]:
+    """Return the requests of the orphaned saves of one job, see `find_orphaned_saves`.
+
+    Args:
+        job: The job's folder in the spool.
+        grace_s: As there.
+        clock: As there.
+    """
+    try:
+        found = list(_find_in_job(job, grace_s, clock() - grace_s))
+    except (OSError, TrinitySyncError) as error:  # other jobs are unaffected
+        warn_once(f"cannot read the images in {job.folder}: {error}")
+        return []
+    return sorted(found, key=lambda request: (request.run, request.step))
 
 
 def _find_in_job(job: JobSpool, grace_s: float, before: float) -> Iterator[SaveRequest]:
@@ -79,6 +108,18 @@ def _find_in_job(job: JobSpool, grace_s: float, before: float) -> Iterator[SaveR
 def warn_once(message: str) -> None:
     """Log a warning once, although every poll finds the same problem."""
     logger.warning("%s", message)
+
+
+async def try_allow_eviction(spool: Path, parameters: Mapping[str, Any], reason: str) -> None:
+    """Call `allow_eviction`, and wait no longer than `MARK_S` for it.
+
+    Args:
+        spool: As there.
+        parameters: As there.
+        reason: As there.
+    """
+    with anyio.move_on_after(MARK_S):
+        await run_in_thread(allow_eviction, spool, parameters, reason)
 
 
 def allow_eviction(spool: Path, parameters: Mapping[str, Any], reason: str) -> None:

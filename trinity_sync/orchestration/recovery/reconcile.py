@@ -6,7 +6,6 @@ machine that was restarted. It repairs what it can prove to be unused or incompl
 it leaves the rest.
 """
 
-import asyncio
 import logging
 import os
 import time
@@ -29,6 +28,7 @@ from trinity_sync.orchestration.job_registry import list_known_roots
 from trinity_sync.orchestration.prefect_queries import UNDER_WAY, read_pool_runs, request_run
 from trinity_sync.orchestration.recovery.flow_runs import recover_zombie
 from trinity_sync.orchestration.recovery.images import find_orphaned_saves
+from trinity_sync.orchestration.root_threads import OTHERS_WAIT_S, RootVisits, run_in_thread
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.spool import list_job_spools
 from trinity_sync.storage.export_requests import ExportRequest, list_export_requests
@@ -79,9 +79,7 @@ async def reconcile(
             runs = await _read_unfinished_saves(client, pool)
         except httpx.HTTPError as error:  # such as refused credentials
             found.append(Finding("Prefect", "runs", "left", f"cannot query the server: {error}"))
-    found += await asyncio.to_thread(
-        lambda: list(_repair_files(settings, roots, runs, grace_s, clock))
-    )
+    found += await run_in_thread(lambda: list(_repair_files(settings, roots, runs, grace_s, clock)))
     return found
 
 
@@ -91,7 +89,12 @@ def repair_known_roots(settings: Settings) -> list[Finding]:
     Returns:
         What was repaired and what was left, which is also logged.
     """
-    found = [finding for root in list_known_roots(settings) for finding in _repair_pointers(root)]
+    found = RootVisits("repair at start").visit(list_known_roots(settings), _repair_and_log)
+    return [finding for findings in found.values() for finding in findings]
+
+
+def _repair_and_log(root: Path) -> list[Finding]:
+    found = list(_repair_pointers(root))
     for finding in found:
         logger.warning("%s: %s %s: %s", finding.where, finding.state, finding.what, finding.why)
     return found
@@ -118,7 +121,7 @@ async def _request_runs(
     client: PrefectClient, settings: Settings, clock: Callable[[], float]
 ) -> list[Finding]:
     """Request the flow runs of orphaned images."""
-    requests = await asyncio.to_thread(find_orphaned_saves, settings.spool, clock=clock)
+    requests = await run_in_thread(find_orphaned_saves, settings.spool, clock=clock)
     if not requests:
         return []
     try:
@@ -175,25 +178,40 @@ def _repair_files(
             )
             yield Finding(image.ticket.root, f"image of {image.ticket.what}", "left", why)
     busy = None if runs is None else find_busy_steps(runs)
-    for root in roots:
-        yield from _repair_pointers(root)
-        yield from _repair_catalog(settings, root)
-        steps = None if busy is None else busy[root]
-        for request in list_export_requests(root):
-            if steps is not None and request.step not in steps:
-                what = f"export of {request.role} of step {request.step}"
-                yield Finding(str(root), what, "left", _explain_export(root, request))
-        try:
-            before = (clock() if clock else read_file_system_time(root)) - grace_s
-            yield from remove_exports(root, before=before)
-            yield from remove_temporaries(root, images=images, busy=steps, before=before)
-        except OSError as error:
-            yield Finding(str(root), "temporary files", "left", str(error))
+
+    def repair(root: Path) -> list[Finding]:
+        steps = None if busy is None else busy.get(root, set())
+        return list(_repair_root(settings, root, steps, images, grace_s, clock))
+
+    for findings in RootVisits("reconcile").visit(roots, repair, each_s=OTHERS_WAIT_S).values():
+        yield from findings
     for job in jobs:
         try:
             yield from remove_dead_spool(job, before=(clock or time.time)() - grace_s)
         except OSError as error:
             yield Finding(str(job.folder), "memory", "left", str(error))
+
+
+def _repair_root(
+    settings: Settings,
+    root: Path,
+    busy: set[int] | None,
+    images: set[str],
+    grace_s: float,
+    clock: Callable[[], float] | None,
+) -> Iterator[Finding]:
+    yield from _repair_pointers(root)
+    yield from _repair_catalog(settings, root)
+    for request in list_export_requests(root):
+        if busy is not None and request.step not in busy:
+            what = f"export of {request.role} of step {request.step}"
+            yield Finding(str(root), what, "left", _explain_export(root, request))
+    try:
+        before = (clock() if clock else read_file_system_time(root)) - grace_s
+        yield from remove_exports(root, before=before)
+        yield from remove_temporaries(root, images=images, busy=busy, before=before)
+    except OSError as error:
+        yield Finding(str(root), "temporary files", "left", str(error))
 
 
 def _explain_export(root: Path, request: ExportRequest) -> str:

@@ -1,0 +1,49 @@
+"""Counts the calls of this process that look up a path: stats, opens and listings of folders."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+Tell = Callable[[str, str], object]
+"""Called with ``stat``, ``open`` or ``list``, and the path."""
+
+_told: list[Tell] = []
+_EVENTS = {"open": "open", "os.scandir": "list", "os.listdir": "list"}
+
+
+def _on_event(event: str, arguments: tuple[Any, ...]) -> None:
+    if _told and event in _EVENTS:
+        _on_call(_EVENTS[event], arguments[0])
+
+
+def _on_call(kind: str, path: Any) -> None:
+    if not isinstance(path, int) and path is not None:  # calls on what is open look nothing up
+        for tell in _told:
+            tell(kind, os.fsdecode(path))
+
+
+sys.addaudithook(_on_event)  # it stays until the process ends
+
+
+@contextmanager
+def watch_path_calls(tell: Tell) -> Iterator[None]:
+    """Tell of each call within the block, of any thread, just before it is made."""
+    stat, lstat = os.stat, os.lstat
+
+    def counted_stat(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        _on_call("stat", path)
+        return stat(path, *args, **options)
+
+    def counted_lstat(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        _on_call("stat", path)
+        return lstat(path, *args, **options)
+
+    os.stat, os.lstat = counted_stat, counted_lstat
+    _told.append(tell)
+    try:
+        yield
+    finally:
+        _told.remove(tell)
+        os.stat, os.lstat = stat, lstat

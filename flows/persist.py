@@ -1,0 +1,224 @@
+"""Persist the images of a save on all of its nodes.
+
+On few nodes, each component of each node has a Prefect task, which the Prefect UI shows. On many,
+so many task runs would cost the server more than anything else in the save. There, one Prefect task
+serves a group of nodes: it runs in the worker, has one plain Ray task on each node persist all of
+the node's components, and repeats alone what failed with an I/O error.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Mapping, Sequence
+
+from prefect import get_run_logger, task
+from ray.exceptions import RayError
+
+from tasks.on_ray import list_living_nodes, run_on_node
+from tasks.persist import PERSIST_TASKS, RETRY_DELAYS_S
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.errors import SaveError
+from trinity_sync.orchestration.on_node.save import Failure, Share, persist_node
+from trinity_sync.orchestration.run_page import FailedTask, make_failed_task
+from trinity_sync.storage.placement import NodeShards
+from trinity_sync.storage.save import Persisted
+
+MOST_SINGLE_NODES = 8
+"""Nodes up to which each component of each node has a task run of its own."""
+NODES_PER_GROUP = 64
+_MOST_REASONS = 10
+"""Errors that the state of a group's task run quotes; it names all nodes that failed."""
+
+
+class NodeSave:
+    """The shards of a save that one node holds, and what has become of them so far.
+
+    Not a dataclass, because Prefect walks through dataclasses value by value in task arguments.
+    """
+
+    def __init__(self, shards: NodeShards) -> None:
+        self.name = shards.node
+        self.shards = shards
+        self.persisted: list[Persisted] = []
+        self.errors: dict[str, BaseException] = {}
+        """By component, or what else was not persisted."""
+
+    @property
+    def failed(self) -> list[FailedTask]:
+        """What was not persisted, for the page of the save."""
+        return [make_failed_task(self.name, what, error) for what, error in self.errors.items()]
+
+    def list_shares(self, request: SaveRequest, *, commits: bool) -> list[Share]:
+        """Return what is to be persisted on this node.
+
+        Args:
+            request: The save.
+            commits: Whether this is the node of the commit task, which awaits its callable saves.
+        """
+        shares = [
+            Share(component)
+            for component in request.components
+            if component != "metadata" or self.shards.has_rank_0
+        ]
+        if commits:
+            return shares
+        first, *others = shares or [Share(None)]
+        return [Share(first.component, awaits_callables=True), *others]
+
+    def add_outcome(self, request: SaveRequest, share: Share, outcome: object) -> None:
+        """Add what has become of a share.
+
+        Args:
+            request: The save.
+            share: The share.
+            outcome: The result of its task, or the error of the task or of Ray.
+        """
+        if isinstance(outcome, Persisted):
+            self.persisted.append(outcome)
+            return
+        assert isinstance(outcome, BaseException)
+        error = outcome
+        if isinstance(outcome, RayError):
+            why = f"or a process of it, died before they were written ({type(outcome).__name__})"
+            error = self.make_lost_error(request, why)
+            error.__cause__ = outcome
+        self.errors[share.what] = error
+
+    def make_lost_error(self, request: SaveRequest, why: str) -> SaveError:
+        """Return the error of a node whose images cannot be reached.
+
+        Args:
+            request: The save.
+            why: What has happened to the node.
+        """
+        return SaveError(
+            f"{request.run_name} of {request.root} is not committed: node {self.name}, which holds "
+            f"{self.shards}, {why}. If its memory is intact, start Ray there, by that name, and "
+            "retry the flow run. Later saves are unaffected."
+        )
+
+
+async def persist_images(request: SaveRequest, nodes: Sequence[NodeSave]) -> None:
+    """Persist every component on every node in parallel, and add the results to ``nodes``.
+
+    Args:
+        request: The save.
+        nodes: The nodes that hold its images, starting with the node of rank 0.
+
+    Raises:
+        SaveError: A node is not in the Ray cluster, or died before its images were persisted.
+        Exception: The first error of the first node that failed, once all nodes have ended.
+    """
+    alive = list_living_nodes()
+    for node in nodes:
+        if node.name not in alive:
+            raise node.make_lost_error(request, "is not in this Ray cluster")
+    shares = {
+        node: node.list_shares(request, commits=number == 0) for number, node in enumerate(nodes)
+    }
+    if len(nodes) <= MOST_SINGLE_NODES:
+        await _persist_one_by_one(request, shares)
+    else:
+        await _persist_in_groups(request, shares)
+    for node in nodes:
+        for error in node.errors.values():
+            raise error
+
+
+async def _persist_one_by_one(
+    request: SaveRequest, nodes: Mapping[NodeSave, Sequence[Share]]
+) -> None:
+    owners: list[tuple[NodeSave, Share]] = []
+    persisting: list[Awaitable[Persisted]] = []
+    for node, shares in nodes.items():
+        for share in shares:
+            run = PERSIST_TASKS[share.component]
+            if len(nodes) > 1:  # otherwise all nodes' tasks have the same name in the UI
+                run = run.with_options(task_run_name=f"{run.name} @ {node.name}")
+            persisting.append(run(request, share.component, node.shards, share.awaits_callables))
+            owners.append((node, share))
+    outcomes = await asyncio.gather(*persisting, return_exceptions=True)
+    for (node, share), outcome in zip(owners, outcomes, strict=True):
+        node.add_outcome(request, share, outcome)
+
+
+async def _persist_in_groups(
+    request: SaveRequest, nodes: Mapping[NodeSave, Sequence[Share]]
+) -> None:
+    everyone, persisting = list(nodes), []
+    for first in range(0, len(nodes), NODES_PER_GROUP):
+        members = everyone[first : first + NODES_PER_GROUP]
+        group = NodeGroup(request, {node: nodes[node] for node in members})
+        named = persist_group.with_options(task_run_name=f"{persist_group.name} @ {group}")
+        persisting.append(named(group))
+    for outcome in await asyncio.gather(*persisting, return_exceptions=True):
+        if isinstance(outcome, BaseException) and not any(node.errors for node in nodes):
+            raise outcome  # an error of Prefect's
+
+
+class NodeGroup:
+    """The nodes that one task run serves. Not a dataclass, as `NodeSave`."""
+
+    def __init__(
+        self,
+        request: SaveRequest,
+        nodes: Mapping[NodeSave, Sequence[Share]],
+    ) -> None:
+        self.request, self.nodes = request, nodes
+
+    def __str__(self) -> str:
+        names = [node.name for node in self.nodes]
+        return " .. ".join(dict.fromkeys((names[0], names[-1])))
+
+    async def persist(self, node: NodeSave) -> None:
+        """Persist the shares of one node, and repeat those that failed with an I/O error.
+
+        Args:
+            node: A node of the group.
+        """
+        logger, shares, delays_s = get_run_logger(), self.nodes[node], [*RETRY_DELAYS_S]
+        while shares:
+            again: dict[Share, Exception] = {}
+            for share, outcome in zip(shares, await self._attempt(node, shares), strict=True):
+                if not isinstance(outcome, Failure):
+                    node.add_outcome(self.request, share, outcome)
+                elif outcome.may_pass and delays_s:
+                    again[share] = outcome.error
+                else:
+                    node.add_outcome(self.request, share, outcome.error)
+                    why = outcome.traceback or node.errors[share.what]
+                    logger.error("node %s, %s: %s", node.name, share.what, why)
+            if again:
+                what, (error, *_) = ", ".join(share.what for share in again), again.values()
+                pause_s = delays_s.pop(0)
+                logger.warning("node %s: repeating %s in %g s: %s", node.name, what, pause_s, error)
+                await asyncio.sleep(pause_s)
+            shares = [*again]
+
+    async def _attempt(
+        self, node: NodeSave, shares: Sequence[Share]
+    ) -> Sequence[Persisted | Failure]:
+        try:
+            arguments = self.request, tuple(shares), node.shards
+            return await run_on_node(node.name, persist_node, *arguments)
+        except Exception as error:  # of Ray: the node or its process died
+            return [Failure(error)] * len(shares)
+
+
+@task(name="persist", persist_result=False)
+async def persist_group(group: NodeGroup) -> None:
+    """Persist the images of a group of nodes, on all of them in parallel.
+
+    Args:
+        group: The nodes, to which the results are added.
+
+    Raises:
+        SaveError: Nodes failed; it names them.
+    """
+    await asyncio.gather(*map(group.persist, group.nodes))
+    failed = [each for node in group.nodes for each in node.failed]
+    if failed:
+        names = dict.fromkeys(each.node for each in failed)
+        reasons = [f"{each.node}, {each.what}: {each.reason}" for each in failed[:_MOST_REASONS]]
+        raise SaveError(
+            f"{len(names)} of {len(group.nodes)} nodes failed: {', '.join(names)}\n"
+            + "\n".join(reasons)
+        )
