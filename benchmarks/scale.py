@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -270,7 +271,7 @@ class CALLS:
 
 
 class _NoRay:
-    """Ray's part in ``flows.on_ray``, with threads of this process for nodes."""
+    """Ray's part in ``tasks.on_ray``, with threads of this process for nodes."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(8, "node")
@@ -287,9 +288,9 @@ class _NoRay:
             for number in range(MOST_NODES)
         ]
 
-    def remote(self, function: Callable[..., Any]) -> "_Remote":
-        """The function, to be run in a thread."""
-        return _Remote(self._threads, function)
+    def remote(self, **_: object) -> "Callable[[Callable[..., Any]], _Remote]":
+        """A decorator of a function, which is to be run in a thread."""
+        return partial(_Remote, self._threads)
 
 
 class _Remote:
@@ -304,13 +305,12 @@ class _Remote:
 
 
 def here(flow: Any) -> Any:
-    """The flow with its tasks in threads of this process, whatever node they are for."""
-    from prefect.task_runners import ThreadPoolTaskRunner
+    """The flow, with threads of this process for nodes, whatever node its work is for."""
+    import tasks.on_ray
 
-    import flows.on_ray
-
-    flows.on_ray.ray = _NoRay()  # type: ignore[attr-defined]
-    return flow.with_options(task_runner=ThreadPoolTaskRunner(max_workers=8))
+    tasks.on_ray.ray = _NoRay()  # type: ignore[attr-defined]
+    tasks.on_ray._get_remote_call.cache_clear()
+    return flow
 
 
 async def asked_for(client: Any, key: str) -> Any:

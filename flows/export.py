@@ -1,13 +1,11 @@
 """``export``: write the model of a committed step in the Hugging Face format."""
 
 from prefect import flow
-from prefect_ray.context import remote_options
 
-from flows.on_ray import NodeRayTaskRunner, gather_results, pin_to_this_node
 from tasks.export import export_model
 
 
-@flow(name="export", task_runner=NodeRayTaskRunner(), persist_result=False, retries=0)
+@flow(name="export", persist_result=False, retries=0)
 async def export(
     root: str,
     step: int,
@@ -30,5 +28,4 @@ async def export(
         to: Full path of a new folder; empty for the step's own folder, next to its configuration
             and tokenizer.
     """
-    with remote_options(**pin_to_this_node()):
-        await gather_results([export_model.submit(root, step, role, dtype, max_shard_gb, to)])
+    await export_model(root, step, role, dtype, max_shard_gb, to)

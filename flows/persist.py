@@ -7,18 +7,16 @@ the node's components, and repeats alone what failed with an I/O error.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 
 from prefect import get_run_logger, task
-from prefect.futures import PrefectFuture
-from prefect_ray.context import remote_options
 from ray.exceptions import RayError
 
-from flows.on_ray import gather_outcomes, list_living_nodes, pin_to_node, run_on_node
-from tasks.on_node import Failure, Share, persist_node
+from tasks.on_ray import list_living_nodes, run_on_node
 from tasks.persist import PERSIST_TASKS, RETRY_DELAYS_S
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import SaveError
+from trinity_sync.orchestration.on_node.save import Failure, Share, persist_node
 from trinity_sync.orchestration.run_page import FailedTask, make_failed_task
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted
@@ -117,40 +115,38 @@ async def persist_images(request: SaveRequest, nodes: Sequence[NodeSave]) -> Non
         node: node.list_shares(request, commits=number == 0) for number, node in enumerate(nodes)
     }
     if len(nodes) <= MOST_SINGLE_NODES:
-        await _persist_one_by_one(request, shares, alive)
+        await _persist_one_by_one(request, shares)
     else:
-        await _persist_in_groups(request, shares, alive)
+        await _persist_in_groups(request, shares)
     for node in nodes:
         for error in node.errors.values():
             raise error
 
 
 async def _persist_one_by_one(
-    request: SaveRequest, nodes: Mapping[NodeSave, Sequence[Share]], alive: Mapping[str, str]
+    request: SaveRequest, nodes: Mapping[NodeSave, Sequence[Share]]
 ) -> None:
     owners: list[tuple[NodeSave, Share]] = []
-    futures: list[PrefectFuture[Persisted]] = []
+    persisting: list[Awaitable[Persisted]] = []
     for node, shares in nodes.items():
-        with remote_options(**pin_to_node(node.name, alive)):
-            for share in shares:
-                run = PERSIST_TASKS[share.component]
-                if len(nodes) > 1:  # otherwise all nodes' tasks have the same name in the UI
-                    run = run.with_options(task_run_name=f"{run.name} @ {node.name}")
-                futures.append(
-                    run.submit(request, share.component, node.shards, share.awaits_callables)
-                )
-                owners.append((node, share))
-    for (node, share), outcome in zip(owners, await gather_outcomes(futures), strict=True):
+        for share in shares:
+            run = PERSIST_TASKS[share.component]
+            if len(nodes) > 1:  # otherwise all nodes' tasks have the same name in the UI
+                run = run.with_options(task_run_name=f"{run.name} @ {node.name}")
+            persisting.append(run(request, share.component, node.shards, share.awaits_callables))
+            owners.append((node, share))
+    outcomes = await asyncio.gather(*persisting, return_exceptions=True)
+    for (node, share), outcome in zip(owners, outcomes, strict=True):
         node.add_outcome(request, share, outcome)
 
 
 async def _persist_in_groups(
-    request: SaveRequest, nodes: Mapping[NodeSave, Sequence[Share]], alive: Mapping[str, str]
+    request: SaveRequest, nodes: Mapping[NodeSave, Sequence[Share]]
 ) -> None:
     everyone, persisting = list(nodes), []
     for first in range(0, len(nodes), NODES_PER_GROUP):
         members = everyone[first : first + NODES_PER_GROUP]
-        group = NodeGroup(request, {node: nodes[node] for node in members}, alive)
+        group = NodeGroup(request, {node: nodes[node] for node in members})
         named = persist_group.with_options(task_run_name=f"{persist_group.name} @ {group}")
         persisting.append(named(group))
     for outcome in await asyncio.gather(*persisting, return_exceptions=True):
@@ -165,9 +161,8 @@ class NodeGroup:
         self,
         request: SaveRequest,
         nodes: Mapping[NodeSave, Sequence[Share]],
-        alive: Mapping[str, str],
     ) -> None:
-        self.request, self.nodes, self.alive = request, nodes, alive
+        self.request, self.nodes = request, nodes
 
     def __str__(self) -> str:
         names = [node.name for node in self.nodes]
@@ -203,7 +198,7 @@ class NodeGroup:
     ) -> Sequence[Persisted | Failure]:
         try:
             arguments = self.request, tuple(shares), node.shards
-            return await run_on_node(node.name, self.alive, persist_node, *arguments)
+            return await run_on_node(node.name, persist_node, *arguments)
         except Exception as error:  # of Ray: the node or its process died
             return [Failure(error)] * len(shares)
 

@@ -5,9 +5,7 @@ from pathlib import Path
 
 from prefect import flow
 from prefect.client.orchestration import get_client
-from prefect_ray.context import remote_options
 
-from flows.on_ray import NodeRayTaskRunner, gather_results
 from tasks.replicate import replicate_to_remote
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.orchestration.prefect_queries import request_run
@@ -19,7 +17,7 @@ logger = logging.getLogger(__name__)
 DEPLOYMENT = "replicate-step/replicate-step"
 
 
-@flow(name="replicate-step", task_runner=NodeRayTaskRunner(), persist_result=False, retries=0)
+@flow(name="replicate-step", persist_result=False, retries=0)
 async def replicate_step(root: str, step: int, url: str, keep_last: int = 0) -> None:
     """Copy one committed step to a remote.
 
@@ -30,8 +28,7 @@ async def replicate_step(root: str, step: int, url: str, keep_last: int = 0) -> 
             environment.
         keep_last: Number of newest steps to keep in the remote; 0 keeps all.
     """
-    with remote_options(num_cpus=0, max_retries=0):
-        await gather_results([replicate_to_remote.submit(root, step, url, keep_last)])
+    await replicate_to_remote(root, step, url, keep_last)
 
 
 async def request_replication(request: SaveRequest) -> None:

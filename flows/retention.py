@@ -3,13 +3,11 @@
 from datetime import datetime
 
 from prefect import flow
-from prefect_ray.context import remote_options
 
-from flows.on_ray import NodeRayTaskRunner, gather_results, pin_to_this_node
 from tasks.prune import prune
 
 
-@flow(name="retention", task_runner=NodeRayTaskRunner(), persist_result=False, retries=0)
+@flow(name="retention", persist_result=False, retries=0)
 async def retention(
     root: str | None = None,
     keep: str = "",
@@ -30,5 +28,4 @@ async def retention(
         now: Current time for the policies, to preview a later date with dry_run; empty for the
             present.
     """
-    with remote_options(**pin_to_this_node()):  # other nodes may not mount the roots
-        await gather_results([prune.submit(root, keep, keep_weights, dry_run, now)])
+    await prune(root, keep, keep_weights, dry_run, now)

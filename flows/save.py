@@ -1,9 +1,9 @@
 """``save-step``: persist the images of a step on their nodes, then commit the step.
 
 Images are persisted on the nodes whose shared memory holds them, see `flows.persist`. The commit
-task is submitted after the results of all nodes are known: a Prefect flow can be Completed although
-a task died. What follows the commit (export, replication, pruning) can fail and be retried
-without affecting the committed step.
+task starts after the results of all nodes are known: a Prefect flow can be Completed although a
+task died. What follows the commit (export, replication, pruning) can fail and be retried without
+affecting the committed step.
 """
 
 import asyncio
@@ -14,33 +14,27 @@ from typing import Any
 from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
 from prefect.states import Failed
-from prefect_ray.context import remote_options
 
-from flows.on_ray import (
-    NodeRayTaskRunner,
-    gather_results,
-    list_living_nodes,
-    pin_to_node,
-    run_on_node,
-)
 from flows.persist import NodeSave, persist_images
 from flows.replicate import request_replication
 from tasks.commit import commit_step
 from tasks.export import export_requested_models
 from tasks.failure import create_failure_artifact
-from tasks.on_node import free_slots, mark_images_failed
+from tasks.on_ray import list_living_nodes, run_on_node
 from tasks.prune import prune_after_commit
 from tasks.replicate import upload_to_required_remote
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.orchestration import metrics  # a flow is pickled with its globals
+from trinity_sync.orchestration import metrics
+from trinity_sync.orchestration.on_node import save as on_node
 from trinity_sync.orchestration.root_threads import run_in_thread
-from trinity_sync.orchestration.step_events import StepOutcome, emit_step_event
+from trinity_sync.orchestration.run_page import StepOutcome
+from trinity_sync.orchestration.step_events import emit_step_event
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.placement import await_node_shards
 from trinity_sync.storage.required_remote import read_required_remote
 
 
-@flow(name="save-step", task_runner=NodeRayTaskRunner(), persist_result=False, retries=0)
+@flow(name="save-step", persist_result=False, retries=0)
 async def save_step(request: SaveRequest) -> State[Any] | None:
     """Persist and commit one step, then export, replicate and prune as requested.
 
@@ -126,10 +120,7 @@ async def commit(
         Whether models of the step are to be exported.
     """
     persisted = [result for node in nodes for result in node.persisted]
-    with remote_options(**pin_to_node(nodes[0].shards.node)):
-        future = commit_step.submit(request, persisted, nodes[0].shards, started_at, persisted_at)
-        (has_exports,) = await gather_results([future])
-    return bool(has_exports)
+    return await commit_step(request, persisted, nodes[0].shards, started_at, persisted_at)
 
 
 async def free_remaining_slots(request: SaveRequest, nodes: Sequence[NodeSave]) -> None:
@@ -143,14 +134,12 @@ async def free_remaining_slots(request: SaveRequest, nodes: Sequence[NodeSave]) 
         nodes: The nodes.
     """
     alive = list_living_nodes() if nodes else {}
-    freeing = [
-        run_on_node(
-            node.shards.node, alive, free_slots, request, tuple(node.persisted), node.shards
-        )
+    running = [
+        run_on_node(node.name, on_node.free_slots, request, tuple(node.persisted), node.shards)
         for node in nodes
-        if node.shards.node in alive
+        if node.name in alive
     ]
-    for outcome in await asyncio.gather(*freeing, return_exceptions=True):
+    for outcome in await asyncio.gather(*running, return_exceptions=True):
         if isinstance(outcome, BaseException):
             get_run_logger().error(
                 "%s is committed; cannot free its slots on another node until a worker there does, "
@@ -170,9 +159,7 @@ async def upload_if_required(request: SaveRequest, node: NodeSave) -> None:
     if request.kind != "checkpoint":
         return
     if url := await run_in_thread(read_required_remote, request.root):
-        with remote_options(**pin_to_node(node.shards.node)):
-            upload = upload_to_required_remote.submit(request.root, request.step, url)
-            await gather_results([upload])
+        await upload_to_required_remote(request.root, request.step, url, node.name)
 
 
 async def export_models(request: SaveRequest, node: NodeSave) -> None:
@@ -182,8 +169,7 @@ async def export_models(request: SaveRequest, node: NodeSave) -> None:
         request: The save.
         node: The node to export on.
     """
-    with remote_options(**pin_to_node(node.shards.node)):
-        await gather_results([export_requested_models.submit(request)])
+    await export_requested_models(request, node.name)
 
 
 async def prune(request: SaveRequest, node: NodeSave) -> None:
@@ -194,8 +180,7 @@ async def prune(request: SaveRequest, node: NodeSave) -> None:
         node: The node to prune on.
     """
     try:
-        with remote_options(**pin_to_node(node.shards.node)):
-            await gather_results([prune_after_commit.submit(request)])
+        await prune_after_commit(request, node.name)
     except Exception as error:
         get_run_logger().error(
             "%s is committed; cannot remove older steps, the next save or trinity-sync prune will "
@@ -218,21 +203,23 @@ async def mark_failed(
     Returns:
         Number of images of the save that are still in memory, by living node.
     """
-    reached: list[str] = []
     try:
         alive = list_living_nodes()
-        marking = []
-        for node in nodes:
-            name, shards = node.shards.node, node.shards
-            if name in alive:
-                reached.append(name)
-                persisted = tuple(node.persisted)
-                marking.append(
-                    run_on_node(name, alive, mark_images_failed, request, persisted, shards, reason)
-                )
-        outcomes = await asyncio.gather(*marking, return_exceptions=True)
+        living = [node for node in nodes if node.name in alive]
+        running = [
+            run_on_node(
+                node.name,
+                on_node.mark_images_failed,
+                request,
+                tuple(node.persisted),
+                node.shards,
+                reason,
+            )
+            for node in living
+        ]
+        outcomes: list[int | BaseException] = await asyncio.gather(*running, return_exceptions=True)
     except Exception as error:
-        outcomes = [error]
+        living, outcomes = [], [error]
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
             get_run_logger().error(
@@ -240,5 +227,5 @@ async def mark_failed(
                 request.run_name,
                 outcome,
             )
-    marked = zip(reached, outcomes, strict=False)
-    return {node: outcome for node, outcome in marked if isinstance(outcome, int)}
+    marked = zip(living, outcomes, strict=False)
+    return {node.name: outcome for node, outcome in marked if isinstance(outcome, int)}

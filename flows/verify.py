@@ -1,9 +1,8 @@
 """``verify``: read committed steps again and mark corrupted ones, or load the newest step."""
 
 from prefect import flow
-from prefect_ray.context import remote_options
 
-from flows.on_ray import NodeRayTaskRunner, gather_results, pin_to_this_node
+from tasks.on_ray import gather_results
 from tasks.verify import choose_files, load_newest_checkpoints, mark_steps, read_files
 from trinity_sync.storage.verify import split_evenly
 
@@ -11,7 +10,7 @@ READERS = 4
 """Number of parallel tasks that read files."""
 
 
-@flow(name="verify", task_runner=NodeRayTaskRunner(), persist_result=False, retries=0)
+@flow(name="verify", persist_result=False, retries=0)
 async def verify(
     root: str | None = None,
     step: int | None = None,
@@ -33,13 +32,9 @@ async def verify(
         load: Load the newest checkpoint of each job as a restart would, with the shards of all
             ranks, and measure it, instead of reading files.
     """
-    with remote_options(**pin_to_this_node()):  # other nodes may not mount the roots
-        if load:
-            await gather_results([load_newest_checkpoints.submit(root)])
-            return
-        (files,) = await gather_results(
-            [choose_files.submit(root, step, newest, sample_percent, seed)]
-        )
-        reads = [read_files.submit(batch) for batch in split_evenly(files, READERS)]
-        checked = [file for batch in await gather_results(reads) for file in batch]
-        await gather_results([mark_steps.submit(checked)])
+    if load:
+        await load_newest_checkpoints(root)
+        return
+    files = await choose_files(root, step, newest, sample_percent, seed)
+    reads = [read_files(batch) for batch in split_evenly(files, READERS)]
+    await mark_steps([file for batch in await gather_results(reads) for file in batch])

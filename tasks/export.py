@@ -1,31 +1,27 @@
 """Export models in the Hugging Face format: those requested with a save, or by a user."""
 
-import os
-from pathlib import Path
-
 from prefect import task
-from prefect.artifacts import create_markdown_artifact
+from prefect.artifacts import acreate_markdown_artifact
 
+from tasks.on_ray import run_here, run_on_node
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.orchestration.job_registry import require_allowed
+from trinity_sync.orchestration.on_node import export as on_node
 from trinity_sync.orchestration.quantities import format_bytes, make_artifact_key
-from trinity_sync.storage.export_requests import list_export_requests
 
 
 @task(name="export-requested-models", persist_result=False)
-def export_requested_models(request: SaveRequest) -> None:
-    """Export the models that the trainer requested with a committed save."""
-    from trinity_sync.formats.hf_export import run_export_request  # imports torch, which is slow
+async def export_requested_models(request: SaveRequest, node: str) -> None:
+    """Export the models that the trainer requested with a committed save.
 
-    require_allowed(request.root)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    for export in list_export_requests(request.root, step=request.step):
-        if export.run == request.run:
-            run_export_request(request.root, export)
+    Args:
+        request: The save.
+        node: The node to export on.
+    """
+    await run_on_node(node, on_node.export_requested_models, request)
 
 
 @task(name="export-model", persist_result=False)
-def export_model(
+async def export_model(
     root: str, step: int, role: str, dtype: str, max_shard_gb: float, to: str | None
 ) -> None:
     """Write one role's model of a committed step as a Hugging Face folder.
@@ -38,20 +34,8 @@ def export_model(
         max_shard_gb: Maximum size of a safetensors file in GB.
         to: Full path of a new folder; None for the step's own folder.
     """
-    from trinity_sync.formats.hf_export import export_step  # imports torch, which is slow
-
-    for path in (root, *([to] if to else [])):
-        require_allowed(path)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    done = export_step(
-        root,
-        step,
-        to=Path(to) if to else None,
-        role=role,
-        dtype=dtype,
-        max_shard_bytes=int(max_shard_gb * 1e9),
-    )
-    create_markdown_artifact(
+    done = await run_here(on_node.export_model, root, step, role, dtype, max_shard_gb, to)
+    await acreate_markdown_artifact(
         key=make_artifact_key("exported-model", root),
         description=f"{role} of step {step} in `{root}`",
         markdown=f"`{done.folder}`: {format_bytes(done.nbytes)}\n\n"

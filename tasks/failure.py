@@ -11,10 +11,10 @@ from trinity_sync.orchestration.root_threads import run_in_thread
 from trinity_sync.orchestration.run_page import (
     FailedTask,
     SaveFailure,
+    StepOutcome,
     describe_failure,
     summarize_failure,
 )
-from trinity_sync.orchestration.step_events import StepOutcome
 from trinity_sync.storage.discovery import find_newest
 
 logger = logging.getLogger(__name__)
@@ -38,11 +38,10 @@ async def create_failure_artifact(
     """
     try:
         newest = await run_in_thread(find_newest, request.root, request.kind)
-        key = await run_in_thread(make_artifact_key, "save", request.root)
         last = newest.step if newest else None
         failure = SaveFailure(outcome, reason, failed, last, remaining)
         await acreate_markdown_artifact(
-            key=key,
+            key=make_artifact_key("save", request.root),
             markdown=describe_failure(request, failure),
             description=summarize_failure(request, failure),
         )

@@ -5,14 +5,33 @@ from typing import Any, TypeAlias, get_args
 from prefect import Task
 from prefect.client.schemas.objects import State, TaskRun
 
-from tasks.on_node import is_io_error, persist_component
+from tasks.on_ray import run_on_node
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.layout import Component
+from trinity_sync.orchestration.on_node import save
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted
 
 RETRY_DELAYS_S = (1, 5, 15)
 """Seconds before each repetition of what failed with an I/O error."""
+
+
+async def persist_component(
+    request: SaveRequest,
+    component: Component | None,
+    shards: NodeShards,
+    with_callables: bool = False,
+) -> Persisted:
+    """Persist the images of one component on the node that holds them.
+
+    Args:
+        request: The save.
+        component: The component; None if the node has callable saves only.
+        shards: The shards that the node holds.
+        with_callables: Also wait for the callable saves of the node, and sync their files.
+    """
+    arguments = (request, component, shards, with_callables)
+    return await run_on_node(shards.node, save.persist_component, *arguments)
 
 
 async def has_io_error(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
@@ -24,11 +43,11 @@ async def has_io_error(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) 
     try:
         await state.aresult()
     except Exception as error:
-        return is_io_error(error)
+        return save.is_io_error(error)
     return False
 
 
-PersistTask: TypeAlias = Task[[SaveRequest, Component | None, NodeShards, bool], Persisted]
+PersistTask: TypeAlias = Task[[SaveRequest, Component | None, NodeShards, bool], Any]
 
 PERSIST_TASKS: dict[Component | None, PersistTask] = {
     component: Task(

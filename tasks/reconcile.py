@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from prefect import task
-from prefect.artifacts import create_table_artifact
+from prefect.artifacts import acreate_table_artifact
 from prefect.client.orchestration import get_client
 
+from tasks.on_ray import run_here
 from tasks.weights import create_weights_artifact
 from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.orchestration.job_registry import select_roots
@@ -19,8 +20,21 @@ from trinity_sync.storage.gc import Finding
 
 
 @task(name="repair", persist_result=False)
-def repair(root: str | None, grace_s: float = GRACE_S) -> None:
+async def repair(root: str | None, grace_s: float = GRACE_S) -> None:
     """Repair what crashes left on this node, and show what was repaired and what was left.
+
+    Args:
+        root: Root of the job; None for all known jobs.
+        grace_s: Minimum age in seconds of a file or slot that is removed as unused.
+    """
+    roots, found = await run_here(repair_on_node, root, grace_s)
+    await create_findings_artifacts(found, Settings().node)
+    for each in roots:
+        await create_weights_artifact(each)
+
+
+def repair_on_node(root: str | None, grace_s: float) -> tuple[list[Path], list[Finding]]:
+    """Repair jobs in a process of Ray, which imports Prefect for this, and return them.
 
     Args:
         root: Root of the job; None for all known jobs.
@@ -28,10 +42,7 @@ def repair(root: str | None, grace_s: float = GRACE_S) -> None:
     """
     settings = Settings()
     roots = select_roots(root, settings)
-    found = asyncio.run(_reconcile(settings, roots, grace_s))
-    create_findings_artifacts(found, settings.node)
-    for each in roots:
-        create_weights_artifact(each)
+    return roots, asyncio.run(_reconcile(settings, roots, grace_s))
 
 
 async def _reconcile(settings: Settings, roots: Sequence[Path], grace_s: float) -> list[Finding]:
@@ -39,7 +50,7 @@ async def _reconcile(settings: Settings, roots: Sequence[Path], grace_s: float) 
         return await reconcile(settings, roots, client, grace_s=grace_s)
 
 
-def create_findings_artifacts(found: Sequence[Finding], node: str) -> None:
+async def create_findings_artifacts(found: Sequence[Finding], node: str) -> None:
     """Show the findings in the Prefect UI: those of each job, and those of the node's spool.
 
     Args:
@@ -54,7 +65,7 @@ def create_findings_artifacts(found: Sequence[Finding], node: str) -> None:
         groups.setdefault(key, []).append(finding)
     for key, findings in groups.items():
         repaired = sum(finding.state == "repaired" for finding in findings)
-        create_table_artifact(
+        await acreate_table_artifact(
             key=key,
             description=f"{repaired} repaired, {len(findings) - repaired} left",
             table=[

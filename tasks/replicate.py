@@ -1,23 +1,16 @@
 """Copy a committed step to a remote, required or not."""
 
-import logging
-import time
-from pathlib import Path
 from typing import Any
 
 from prefect import task
-from prefect.artifacts import create_markdown_artifact
+from prefect.artifacts import acreate_markdown_artifact
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.tasks import Task
 
-from trinity_sync.errors import RemoteError, TrinitySyncError
-from trinity_sync.orchestration.job_registry import require_allowed, require_allowed_store
+from tasks.on_ray import run_on_node
+from trinity_sync.errors import RemoteError
+from trinity_sync.orchestration.on_node import replicate as on_node
 from trinity_sync.orchestration.quantities import format_bytes, make_artifact_key
-from trinity_sync.remote.required import prune_remote, replicate_missing, replicate_required
-from trinity_sync.remote.upload import replicate
-from trinity_sync.storage.job_settings import read_job_settings
-
-logger = logging.getLogger(__name__)
 
 
 async def _is_remote_error(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
@@ -36,10 +29,8 @@ async def _is_remote_error(_task: Task[Any, Any], _run: TaskRun, state: State[An
     retry_condition_fn=_is_remote_error,
     persist_result=False,
 )
-def replicate_to_remote(root: str, step: int, url: str, keep_last: int) -> None:
-    """Upload the files of a step that the remote lacks, then the manifest.
-
-    If ``url`` is the job's remote, also prune it by its ``remote_keep``.
+async def replicate_to_remote(root: str, step: int, url: str, keep_last: int) -> None:
+    """Upload a step to a remote, from any node.
 
     Args:
         root: Full path of the job's root folder.
@@ -47,14 +38,10 @@ def replicate_to_remote(root: str, step: int, url: str, keep_last: int) -> None:
         url: URL of the job's folder in the remote, without credentials.
         keep_last: Number of newest steps to keep in the remote; 0 keeps all.
     """
-    _require_allowed(root, url)
-    job = read_job_settings(root)
-    done = replicate(root, url, step, keep_last=keep_last)
-    removed = [*done.removed]
-    if url.rstrip("/") == job.remote:
-        removed += prune_remote(Path(root), url, job.remote_keep, time.time())
+    arguments = (root, step, url, keep_last)
+    done, removed = await run_on_node(None, on_node.replicate_to_remote, *arguments)
     pruned = f"; removed from the remote: steps {removed}" if removed else ""
-    create_markdown_artifact(
+    await acreate_markdown_artifact(
         key=make_artifact_key("replicated", root),
         markdown=f"Step {step} of `{root}` is at `{done.url}`: {done.uploaded} files, "
         f"{format_bytes(done.nbytes)} sent in {done.seconds:.1f} s{pruned}.",
@@ -68,32 +55,13 @@ def replicate_to_remote(root: str, step: int, url: str, keep_last: int) -> None:
     retry_condition_fn=_is_remote_error,
     persist_result=False,
 )
-def upload_to_required_remote(root: str, step: int, url: str) -> None:
+async def upload_to_required_remote(root: str, step: int, url: str, node: str) -> None:
     """Upload a committed step to the required remote of its root.
-
-    Then upload earlier steps that the remote lacks because it was away, and prune it. If that
-    fails, the next save retries it.
 
     Args:
         root: Full path of the job's root folder.
         step: A committed step.
         url: URL of the job's folder in the remote, without credentials.
+        node: The node to upload from.
     """
-    _require_allowed(root, url)
-    replicate_required(Path(root), url, step)
-    try:
-        replicate_missing(Path(root), url)
-        prune_remote(Path(root), url, read_job_settings(root).remote_keep, time.time())
-    except (TrinitySyncError, OSError) as error:
-        logger.error(
-            "uploaded step %d to %s; cannot upload earlier steps or prune there, the next save "
-            "will retry: %s",
-            step,
-            url,
-            error,
-        )
-
-
-def _require_allowed(root: str, url: str) -> None:
-    require_allowed(root)
-    require_allowed_store(url)
+    await run_on_node(node, on_node.upload_to_required_remote, root, step, url)

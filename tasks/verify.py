@@ -1,25 +1,22 @@
 """Verify committed steps: choose files, read them in parallel, mark corrupted steps; or load."""
 
-import time
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 
 from prefect import task
-from prefect.artifacts import create_table_artifact
+from prefect.artifacts import acreate_table_artifact
 
-from trinity_sync.errors import CommitError, TrinitySyncError
-from trinity_sync.orchestration.job_registry import select_roots
+from tasks.on_ray import run_here
+from trinity_sync.errors import CommitError
+from trinity_sync.orchestration.on_node import verify as on_node
 from trinity_sync.orchestration.prefect_queries import VERIFIED
 from trinity_sync.orchestration.quantities import format_bytes, format_rate, make_artifact_key
 from trinity_sync.orchestration.step_events import emit_step_event
-from trinity_sync.settings import Settings, StackSettings
-from trinity_sync.storage import verify
-from trinity_sync.storage.verify import CheckedFile, ChosenFile, VerifiedStep
+from trinity_sync.storage.verify import CheckedFile, ChosenFile, VerifiedStep, judge_steps
 
 
 @task(name="choose-files", persist_result=False)
-def choose_files(
+async def choose_files(
     root: str | None, step: int | None, newest: int, sample_percent: float, seed: int | None
 ) -> list[ChosenFile]:
     """Choose the files to read, of one job or of all known jobs.
@@ -31,49 +28,37 @@ def choose_files(
         sample_percent: Approximate percentage of the bytes of all steps to read as well.
         seed: Which sample to read; None for the number of the day.
     """
-    roots = select_roots(root, Settings())
-    return [
-        file
-        for each in roots
-        for file in verify.choose_files(
-            each,
-            step=step,
-            newest=newest,
-            sample=sample_percent / 100,
-            seed=date.today().toordinal() if seed is None else seed,
-        )
-    ]
+    return await run_here(on_node.choose_files, root, step, newest, sample_percent, seed)
 
 
 @task(name="read-files", persist_result=False)
-def read_files(files: Sequence[ChosenFile]) -> list[CheckedFile]:
+async def read_files(files: Sequence[ChosenFile]) -> list[CheckedFile]:
     """Read files and compare their digests with the manifests."""
-    return verify.check_files(files, nice=StackSettings().worker.nice, clock=time.perf_counter)
+    return await run_here(on_node.read_files, files)
 
 
 @task(name="mark-steps", persist_result=False)
-def mark_steps(checked: Sequence[CheckedFile]) -> list[VerifiedStep]:
+async def mark_steps(checked: Sequence[CheckedFile]) -> None:
     """Mark corrupted steps, unmark valid ones, update the latest pointers, and show the result.
 
     Raises:
         CommitError: A step is corrupted.
     """
-    verified = verify.judge_steps(checked)
+    verified = await run_here(judge_steps, checked)
     for each in verified:
         if each.state == "corrupted":
             emit_step_event("corrupted", each.root, each.step, message=each.wrong)
-    create_verification_artifacts(verified)
+    await create_verification_artifacts(verified)
     if corrupted := [each for each in verified if each.state == "corrupted"]:
         reasons = "; ".join(f"step {each.step} in {each.root}: {each.wrong}" for each in corrupted)
         raise CommitError(
             f"{len(corrupted)} of {len(verified)} steps are corrupted and no longer loaded: "
             f"{reasons}. Restore the files from a copy and verify the step again, or remove it."
         )
-    return verified
 
 
 @task(name="load-checkpoints", persist_result=False)
-def load_newest_checkpoints(root: str | None) -> None:
+async def load_newest_checkpoints(root: str | None) -> None:
     """Load the newest checkpoint of a job, or of all known jobs, and show how long it took.
 
     Args:
@@ -82,35 +67,30 @@ def load_newest_checkpoints(root: str | None) -> None:
     Raises:
         CommitError: A checkpoint cannot be loaded; the others were loaded and are shown.
     """
-    from trinity_sync.storage.verify_load import load_newest  # imports torch, which is slow
-
     failures = []
-    for each in select_roots(root, Settings()):
-        try:
-            done = load_newest(each)
-        except (TrinitySyncError, OSError) as error:
-            failures.append(str(error))
-            _create_load_artifact(each, {"step": "", "result": str(error)})
+    for each, done in await run_here(on_node.load_newest_checkpoints, root):
+        if isinstance(done, str):
+            failures.append(done)
+            await _create_load_artifact(each, {"step": "", "result": done})
             continue
-        if done:
-            result = "loaded, digests compared" if done.checked else "loaded"
-            _create_load_artifact(
-                each,
-                {
-                    "step": str(done.step),
-                    "result": result,
-                    "seconds": f"{done.seconds:.2f}",
-                    "speed": format_rate(done.nbytes, done.seconds),
-                    "size": format_bytes(done.nbytes),
-                    "files": str(done.files),
-                },
-            )
+        result = "loaded, digests compared" if done.checked else "loaded"
+        await _create_load_artifact(
+            each,
+            {
+                "step": str(done.step),
+                "result": result,
+                "seconds": f"{done.seconds:.2f}",
+                "speed": format_rate(done.nbytes, done.seconds),
+                "size": format_bytes(done.nbytes),
+                "files": str(done.files),
+            },
+        )
     if failures:
         raise CommitError("; ".join(failures))
 
 
-def _create_load_artifact(root: Path, row: dict[str, str]) -> None:
-    create_table_artifact(
+async def _create_load_artifact(root: Path, row: dict[str, str]) -> None:
+    await acreate_table_artifact(
         key=make_artifact_key("loaded", root),
         description=f"Time to load the newest checkpoint of `{root}` on this node, as a restart "
         "does",
@@ -118,7 +98,7 @@ def _create_load_artifact(root: Path, row: dict[str, str]) -> None:
     )
 
 
-def create_verification_artifacts(steps: Sequence[VerifiedStep]) -> None:
+async def create_verification_artifacts(steps: Sequence[VerifiedStep]) -> None:
     """Show the verified steps of each job in the Prefect UI."""
     by_root: dict[str, list[VerifiedStep]] = {}
     for step in steps:
@@ -126,7 +106,7 @@ def create_verification_artifacts(steps: Sequence[VerifiedStep]) -> None:
     for root, verified in by_root.items():
         files = sum(step.files for step in verified)
         nbytes = sum(step.nbytes for step in verified)
-        create_table_artifact(
+        await acreate_table_artifact(
             key=make_artifact_key(VERIFIED, root),
             description=f"Read {files:,} files, {format_bytes(nbytes)}, of {len(verified)} steps "
             f"of `{root}`",

@@ -61,7 +61,7 @@ class UnsupportedTorchError(TrinitySyncError, ImportError):
 
 
 class UnsupportedPrefectError(TrinitySyncError, ImportError):
-    """The installed Prefect or prefect-ray lacks a private name that trinity_sync needs."""
+    """The installed Prefect lacks a private name that trinity_sync needs."""
 
 
 class RootError(ConfigError):

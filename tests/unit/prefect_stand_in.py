@@ -12,13 +12,15 @@ from pathlib import Path
 
 import pytest
 
-import tasks.commit
-import tasks.prune
-from tasks.commit import commit_step
-from tasks.on_node import mark_images_failed, persist_component
-from tasks.prune import prune_after_commit
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome, SaveTrigger
+from trinity_sync.orchestration import on_node
+from trinity_sync.orchestration.on_node.prune import prune_after_commit
+from trinity_sync.orchestration.on_node.save import (
+    commit_step,
+    mark_images_failed,
+    persist_component,
+)
 from trinity_sync.orchestration.recovery.images import (
     allow_eviction,
     compare_late_images,
@@ -32,10 +34,10 @@ RANK_TIMEOUT_S = 0.03
 
 def without_catalog_and_pages(patch: pytest.MonkeyPatch) -> None:
     """Leave out the SQL index and the pages of the Prefect UI, which no save or load reads."""
-    for module in (tasks.commit, tasks.prune):
+    for module in (on_node.prune, on_node.save):
         patch.setattr(module, "try_mirror", lambda *_, **__: None)
-    for name in ("create_commit_artifact", "create_weights_artifact"):
-        patch.setattr(tasks.commit, name, lambda *_: None)
+    for name in ("describe_commit", "summarize_commit"):
+        patch.setattr(on_node.save, name, lambda *_: "")
 
 
 def save_step(request: SaveRequest) -> Iterator[str]:
@@ -56,14 +58,14 @@ def save_step(request: SaveRequest) -> Iterator[str]:
         if failures:
             raise failures[0]
         now = time.time()
-        commit_step.fn(request, persisted, nodes[0], now, now)
+        commit_step(request, persisted, nodes[0], now, now)
         yield "committed"
     except Exception as error:
         for shards in nodes:
             mark_images_failed(request, persisted, shards, str(error))
         raise
     if request.keep:
-        prune_after_commit.fn(request)
+        prune_after_commit(request)
         yield "pruned"
 
 

@@ -1,88 +1,56 @@
-"""How a flow waits for its tasks."""
+"""How functions run in Ray processes; whole flows run in tests/integration."""
 
 import asyncio
-import threading
-from collections.abc import Callable
-from contextvars import ContextVar
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import Any
-from uuid import uuid4
+import pickle
 
-from prefect.futures import PrefectFuture
-from prefect.settings import PREFECT_API_URL, temporary_settings
-from ray.exceptions import RayError, WorkerCrashedError
+import pytest
 
-from flows.on_ray import gather_outcomes, gather_results
-
-WHOSE: ContextVar[str] = ContextVar("WHOSE")
+from tasks.on_ray import RemoteTracebackError, call, gather_results
+from trinity_sync.errors import SaveError
 
 
-class Lasting(PrefectFuture[str]):
-    """A task that ends when the test says so."""
-
-    def __init__(self, end: threading.Event) -> None:
-        self._end = end
-
-    def result(self, timeout: float | None = None, raise_on_failure: bool = True) -> Any:
-        self._end.wait(60)
-        return WHOSE.get()
-
-    def add_done_callback(self, fn: Callable[[PrefectFuture[str]], None]) -> None:
-        raise NotImplementedError
-
-    def wait(self, timeout: float | None = None) -> None:
-        self._end.wait(timeout)
-
-
-def test_many_long_tasks_of_other_flows_hold_up_no_save() -> None:
-    async def flows() -> tuple[list[str], list[str]]:
-        never, now = threading.Event(), threading.Event()
-        now.set()
-        WHOSE.set("others")
-        others = [asyncio.create_task(gather_results([Lasting(never) for _ in range(100)]))]
-        await asyncio.sleep(0)  # they wait before the save does
-        WHOSE.set("save")
-        try:
-            save = await asyncio.wait_for(gather_results([Lasting(now)]), 30)
-        finally:
-            never.set()
-        return save, await others[0]
-
-    assert asyncio.run(flows()) == (["save"], ["others"] * 100)
-
-
-class Killed(Lasting):
-    """A task whose Ray process was killed before it created its task run."""
-
-    def __init__(self) -> None:
-        super().__init__(threading.Event())
-        self._task_run_id = uuid4()
-
-    def result(self, timeout: float | None = None, raise_on_failure: bool = True) -> Any:
-        raise WorkerCrashedError
-
-
-class NoTaskRuns(BaseHTTPRequestHandler):
-    """A Prefect server that knows of no task run."""
-
-    def do_GET(self) -> None:
-        self.send_response(404)
-        self.end_headers()
-
-    do_POST = do_GET
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-def test_the_error_of_a_task_is_returned_if_it_died_before_its_task_run_was_created() -> None:
-    server = HTTPServer(("127.0.0.1", 0), NoTaskRuns)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_address[1]}/api"
+def write_on_a_full_disk() -> None:
     try:
-        with temporary_settings({PREFECT_API_URL: url}):
-            (outcome,) = asyncio.run(gather_outcomes([Killed()]))
-    finally:
-        server.shutdown()
-        server.server_close()
-    assert isinstance(outcome, RayError)
+        raise OSError(28, "No space left on device", "/ckpts/a.pt")
+    except OSError as error:
+        raise SaveError("cannot write /ckpts/a.pt") from error
+
+
+def fail() -> None:
+    raise KeyError("unexpected")
+
+
+def test_an_error_in_a_ray_process_keeps_its_cause() -> None:
+    outcome = pickle.loads(pickle.dumps(call(write_on_a_full_disk, (), {})))
+    with pytest.raises(SaveError, match="cannot write") as failed:
+        outcome.unwrap()
+    assert isinstance(failed.value.__cause__, OSError)
+    assert failed.value.__cause__.errno == 28
+
+
+def test_an_unexpected_error_in_a_ray_process_shows_where_it_was_raised() -> None:
+    outcome = pickle.loads(pickle.dumps(call(fail, (), {})))
+    with pytest.raises(KeyError, match="unexpected") as failed:
+        outcome.unwrap()
+    assert isinstance(failed.value.__cause__, RemoteTracebackError)
+    assert 'raise KeyError("unexpected")' in str(failed.value.__cause__)
+
+
+def test_results_are_gathered_once_all_have_ended() -> None:
+    ended: list[str] = []
+
+    async def run(name: str, pauses: int, error: Exception | None = None) -> str:
+        for _ in range(pauses):
+            await asyncio.sleep(0)
+        ended.append(name)
+        if error:
+            raise error
+        return name
+
+    assert asyncio.run(gather_results([run("a", 2), run("b", 1)])) == ["a", "b"]
+    ended.clear()
+    with pytest.raises(SaveError, match="first"):
+        asyncio.run(
+            gather_results([run("a", 1, SaveError("first")), run("b", 0, OSError()), run("c", 9)])
+        )
+    assert sorted(ended) == ["a", "b", "c"]

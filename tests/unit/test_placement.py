@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.on_node import make_save, persist_component
 from tests.unit.conftest import Open
 from tests.unit.job import Job
 from trinity_sync.client.coordinator import CheckpointCoordinator
@@ -19,6 +18,7 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome, SaveTrigger
 from trinity_sync.errors import CommitError, MissingShardsError, SaveError
 from trinity_sync.layout import FOLDERS
+from trinity_sync.orchestration.on_node.save import make_save, persist_component
 from trinity_sync.orchestration.recovery.images import find_orphaned_saves
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.callable_status import read_statuses

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import prefect
-import prefect_ray
 import pytest
 from prefect.context import SettingsContext
 from prefect.flows import Flow
@@ -16,7 +15,6 @@ from prefect.futures import PrefectFuture
 from prefect.server.services import db_vacuum
 from prefect.tasks import Task
 from prefect.workers.base import BaseJobConfiguration, BaseWorker
-from prefect_ray.task_runners import PrefectRayFuture, RayTaskRunner
 
 import trinity_sync
 from trinity_sync.errors import UnsupportedPrefectError
@@ -28,7 +26,6 @@ PRIVATE = re.compile(r"_[A-Za-z]\w*")
 DOCUMENTED = re.compile(
     r"prefect(\.(artifacts|client\.orchestration|client\.schemas\.\w+|events(\.[\w.]+)?|exceptions"
     r"|flows|futures|runtime|settings|states|tasks|workers\.base))?\.\w+"
-    r"|prefect_ray\.(context\.remote_options|task_runners\.\w+)"
 )
 """Public names that Prefect describes; all others belong into the guarded module."""
 OURS = "trinity_sync.orchestration.prefect_compat."
@@ -39,8 +36,6 @@ OWNERS = (
     Flow,
     Task,
     PrefectFuture,
-    PrefectRayFuture,
-    RayTaskRunner,
     db_vacuum,
 )
 KNOWN = {name for owner in OWNERS for name in dir(owner)}
@@ -61,7 +56,7 @@ def used_in(source: str) -> Iterator[str]:
         else:
             continue
         for name, bound in names:
-            if name.split(".")[0] in ("prefect", "prefect_ray"):
+            if name.split(".")[0] == "prefect":
                 private = any(map(PRIVATE.fullmatch, name.split(".")))
                 if name != "prefect" and (private or not DOCUMENTED.fullmatch(name)):
                     yield name
@@ -113,8 +108,6 @@ WORKER = "from prefect.workers.base import BaseWorker\nclass Ours(BaseWorker[A, 
         "from prefect.flow_engine import run_flow",
         "from prefect.context import serialize_context",
         "import prefect.utilities.engine",
-        "from prefect_ray.context import RemoteOptionsContext",
-        "from prefect_ray.task_runners import RayTaskRunner\nRayTaskRunner._run_prefect_task",
         "from prefect.server.services import db_vacuum",
         "configuration._related_objects['deployment']",
         WORKER + "async def _submit_run(self, run): ...",
@@ -135,7 +128,6 @@ def test_a_private_name_elsewhere_is_found(source: str) -> None:
         WORKER + "def ours(self):\n        return self._cancelled",
         "class Ours:\n    def _submit_run(self):\n        self._client = None",
         "from prefect.client.schemas.objects import FlowRun",
-        "from prefect_ray.context import remote_options",
     ],
 )
 def test_a_name_of_our_own_is_none_of_prefect(source: str) -> None:
@@ -143,30 +135,24 @@ def test_a_name_of_our_own_is_none_of_prefect(source: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("remove", "missing"),
-    [
-        ("prefect.workers.base.BaseWorker._submit_run", "Prefect 3.12.0"),
-        ("prefect.flow_engine.run_flow", "Prefect 3.12.0"),
-        ("prefect_ray.task_runners.RayTaskRunner._run_prefect_task", "prefect-ray 0.9.0"),
-    ],
+    "remove", ["prefect.workers.base.BaseWorker._submit_run", "prefect.flow_engine.run_flow"]
 )
-def test_a_prefect_that_lacks_a_name_is_refused_by_that_name(remove: str, missing: str) -> None:
+def test_a_prefect_that_lacks_a_name_is_refused_by_that_name(remove: str) -> None:
     owner, _, name = remove.rpartition(".")
     program = f"""
-import pkgutil, prefect, prefect_ray, prefect.workers.base
+import pkgutil, prefect, prefect.workers.base
 delattr(pkgutil.resolve_name({owner!r}), {name!r})
-prefect.__version__, prefect_ray.__version__ = "3.12.0", "0.9.0"
+prefect.__version__ = "3.12.0"
 from trinity_sync.errors import TrinitySyncError
 try:
-    import flows.on_ray
+    import trinity_sync.orchestration.worker
 except TrinitySyncError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    package = missing.split()[0].lower()
-    supported = prefect_compat.SUPPORTED if package == "prefect" else prefect_compat.SUPPORTED_RAY
     assert done.stdout.strip() == (
-        f'{missing} has no {remove}, which trinity_sync needs; install "{package}{supported}"'
+        f"Prefect 3.12.0 has no {remove}, which trinity_sync needs; "
+        f'install "prefect{prefect_compat.SUPPORTED}"'
     ), done.stderr
 
 
@@ -181,10 +167,8 @@ def test_a_server_that_lacks_a_name_is_refused_by_that_name(
 def test_the_supported_versions_are_those_of_the_requirements() -> None:
     requirements = (PROJECT / "pyproject.toml").read_text()
     assert f'"prefect{prefect_compat.SUPPORTED}",' in requirements
-    assert f'"prefect-ray{prefect_compat.SUPPORTED_RAY}",' in requirements
 
 
 def test_the_tests_run_on_a_supported_version() -> None:
     specifiers = pytest.importorskip("packaging.specifiers")
     assert prefect.__version__ in specifiers.SpecifierSet(prefect_compat.SUPPORTED)
-    assert prefect_ray.__version__ in specifiers.SpecifierSet(prefect_compat.SUPPORTED_RAY)

@@ -14,8 +14,6 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from tasks.on_node import persist_component
-from tasks.replicate import replicate_to_remote, upload_to_required_remote
 from tests.conftest import environment
 from tests.unit.job import Job
 from tests.unit.steps import commit_files
@@ -41,6 +39,11 @@ from trinity_sync.orchestration.job_registry import (
     require_allowed_store,
     select_roots,
 )
+from trinity_sync.orchestration.on_node.replicate import (
+    replicate_to_remote,
+    upload_to_required_remote,
+)
+from trinity_sync.orchestration.on_node.save import persist_component
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.remote_root import Remote, refuse_credentials
 from trinity_sync.remote.upload import replicate
@@ -348,9 +351,9 @@ def test_a_folder_that_is_not_allowed_is_no_store_however_it_is_spelled(
     before = (step_folder(tmp_path / "theirs", 1) / MANIFEST).read_bytes()
     url = spelled.format(tmp_path / "theirs")
     with environment({"TRINITY_SYNC_STACK__WORKER__ALLOWED_PATHS": str(job.root)}):
-        for task in (replicate_to_remote.fn, upload_to_required_remote.fn):
+        for task in (replicate_to_remote, upload_to_required_remote):
             with pytest.raises(ConfigError):
-                task(str(job.root), 1, url, *([0] if task is replicate_to_remote.fn else []))
+                task(str(job.root), 1, url, *([0] if task is replicate_to_remote else []))
     assert (step_folder(tmp_path / "theirs", 1) / MANIFEST).read_bytes() == before
 
 

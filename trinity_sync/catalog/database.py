@@ -8,6 +8,7 @@ import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,8 @@ def open_catalog(url: str) -> Iterator[sa.Engine]:
             "sqlite:////folder/a.db, or unset it."
         ) from error
     where = engine.url.render_as_string(hide_password=True)
+    if engine.dialect.name == "sqlite" and engine.url.database:
+        Path(engine.url.database).parent.mkdir(parents=True, exist_ok=True)
     try:
         if _read_schema(engine) != SCHEMA:
             _migrate(engine, where)
@@ -66,8 +69,6 @@ def open_catalog(url: str) -> Iterator[sa.Engine]:
             f"the catalog {where} does not answer or fails: {why}. Saves continue without "
             "it; when it is back, run: trinity-sync jobs reindex ROOT"
         ) from error
-    finally:
-        engine.dispose()
 
 
 def _hide_password(url: str) -> str:
@@ -75,15 +76,18 @@ def _hide_password(url: str) -> str:
     return re.sub(r"//[^/]*@", "//***@", url)
 
 
+@lru_cache(maxsize=4)
 def _create_engine(url: str) -> sa.Engine:
+    """Return the engine of a URL, which keeps the statements it has compiled, but no connection."""
     parsed = sa.make_url(url)
     if parsed.get_backend_name() != "sqlite":
-        return sa.create_engine(parsed, connect_args={"connect_timeout": CONNECT_S})
+        arguments: dict[str, Any] = {"connect_timeout": CONNECT_S}
+        return sa.create_engine(parsed, poolclass=sa.NullPool, connect_args=arguments)
     if not parsed.database or parsed.database == ":memory:":
         raise ArgumentError("it names no file, so each process would have its own catalog")
-    Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
     # Python's sqlite3 would begin transactions as readers, so `_begin_sqlite` begins them
-    engine = sa.create_engine(parsed, connect_args={"timeout": BUSY_S, "isolation_level": None})
+    arguments = {"timeout": BUSY_S, "isolation_level": None}
+    engine = sa.create_engine(parsed, poolclass=sa.NullPool, connect_args=arguments)
     sa.event.listen(engine, "connect", _prepare_sqlite)
     sa.event.listen(engine, "begin", _begin_sqlite)
     return engine

@@ -26,7 +26,7 @@ from trinity_sync.catalog.models import Job, Step, WeightVersion
 from trinity_sync.errors import FormatError, ManifestError
 from trinity_sync.fs.progress import OnProgress, no_progress
 from trinity_sync.layout import job_id, steps_on_disk
-from trinity_sync.settings import Settings
+from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.storage.discovery import read_manifest_state
 from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.manifest import Manifest, read_manifest
@@ -80,20 +80,26 @@ def add_versions(engine: sa.Engine, root: str | Path) -> None:
 
 
 def try_mirror(
-    settings: Settings, root: str | Path, steps: Iterable[int], *, flow_run: str | None = None
+    settings: Settings,
+    root: str | Path,
+    steps: Iterable[int],
+    *,
+    stack: StackSettings | None = None,
+    flow_run: str | None = None,
 ) -> None:
     """Update the catalog of the settings with `mirror`; a failure is only logged.
 
     The next `rebuild` adds what is missing.
 
     Args:
-        settings: The catalog's URL.
+        settings: ``home`` is the folder of the default catalog.
         root: Root of the job.
         steps: Steps that were committed or removed.
+        stack: Settings of the stack; by default those of the environment and the file.
         flow_run: Prefect's id of the flow run that has just committed them.
     """
     try:
-        with open_catalog(get_catalog_url(settings)) as engine:
+        with open_catalog(get_catalog_url(settings, stack)) as engine:
             mirror(engine, root, steps, flow_run=flow_run)
     except Exception as error:  # the catalog is best effort, the files count
         logger.warning(

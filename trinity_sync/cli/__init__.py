@@ -10,7 +10,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-STACK_PACKAGES = ("alembic", "prefect", "prefect_ray", "ray", "rich", "sqlalchemy", "typer")
+STACK_PACKAGES = ("alembic", "prefect", "ray", "rich", "sqlalchemy", "typer")
 """Packages of the ``stack`` extra; an environment without one of them has the client only."""
 TRIED = "TRINITY_SYNC_TRIED"
 """Environment variable with the scripts that were already tried."""

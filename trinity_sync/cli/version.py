@@ -10,7 +10,7 @@ from trinity_sync.cli.app import app, examples
 from trinity_sync.cli.output import Output, OutputFormat, print_object
 from trinity_sync.cli.schema import VersionReport
 
-PACKAGES = ("prefect", "prefect-ray", "ray", "torch", "verl", "transformers", "lightning")
+PACKAGES = ("prefect", "ray", "torch", "verl", "transformers", "lightning")
 """Packages whose versions decide how trinity-sync works."""
 
 

@@ -15,7 +15,7 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import EvictedError, StackError, SupersededError
 from trinity_sync.layout import SERVES_AS, Kind
 from trinity_sync.orchestration.node_metrics import RootObserver, SpoolCollector
-from trinity_sync.orchestration.step_events import StepOutcome
+from trinity_sync.orchestration.run_page import StepOutcome
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.save import Persisted

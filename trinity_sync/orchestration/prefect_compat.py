@@ -1,28 +1,29 @@
-"""The private and undocumented names of Prefect and prefect-ray that this project uses.
+"""The private and undocumented names of Prefect that this project uses.
 
 Prefect renames them without notice. Each is listed here once, with its purpose and what to do if it
 is gone, and is looked up when the process that needs it starts: names of the worker when this
-module is imported, names of prefect-ray when ``flows.on_ray`` is, names of the server before it
-starts. A version that lacks a name is refused there, and not in the middle of a save.
+module is imported, names of the server before it starts. A version that lacks a name is refused
+there, and not in the middle of a save.
 
 `InProcessWorker` overrides the private methods of Prefect's worker and gives its subclass public
-ones. Each override calls the original, or does nothing but save a call.
+ones.
 """
 
 import inspect
 import logging
 import pkgutil
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from datetime import datetime, timedelta, timezone
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import anyio
 import prefect
-from prefect.client.schemas.objects import FlowRun
-from prefect.client.schemas.responses import DeploymentResponse, WorkerFlowRunResponse
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.responses import WorkerFlowRunResponse
 from prefect.flows import Flow
 from prefect.workers.base import (
     BaseJobConfiguration,
@@ -35,17 +36,15 @@ from trinity_sync.errors import UnsupportedPrefectError
 
 SUPPORTED = ">=3.7.5,<3.9"
 """Supported versions of Prefect, as in pyproject.toml."""
-SUPPORTED_RAY = ">=0.5,<0.7"
-"""Supported versions of prefect-ray, as in pyproject.toml."""
 
 logger = logging.getLogger(__name__)
 
 
 def look_up(name: str, owner: object = None) -> Any:
-    """Return the object that a qualified name of Prefect or prefect-ray refers to.
+    """Return the object that a qualified name of Prefect refers to.
 
     Args:
-        name: The qualified name, which starts with ``prefect`` or ``prefect_ray``.
+        name: The qualified name, which starts with ``prefect``.
         owner: The object whose attribute is the last part of the name, if it is neither a module
             nor a class.
 
@@ -57,15 +56,9 @@ def look_up(name: str, owner: object = None) -> Any:
             return pkgutil.resolve_name(name)
         return getattr(owner, name.rpartition(".")[2])
     except (ImportError, AttributeError) as error:
-        if name.startswith("prefect_ray"):
-            import prefect_ray
-
-            found = f"prefect-ray {prefect_ray.__version__}"
-            supported = f"prefect-ray{SUPPORTED_RAY}"
-        else:
-            found, supported = f"Prefect {prefect.__version__}", f"prefect{SUPPORTED}"
         raise UnsupportedPrefectError(
-            f'{found} has no {name}, which trinity_sync needs; install "{supported}"'
+            f"Prefect {prefect.__version__} has no {name}, which trinity_sync needs; "
+            f'install "prefect{SUPPORTED}"'
         ) from error
 
 
@@ -83,38 +76,35 @@ parameter_schema: Callable[[Flow[..., Any]], Any] = look_up(
 )
 """Return the JSON schema of a flow's parameters. If it is gone: see what ``Flow.deploy`` calls."""
 
-serialize_context: Callable[[], dict[str, Any]] = look_up("prefect.context.serialize_context")
-"""Serialize the context of a flow for its tasks. If it is gone: see what
-``RayTaskRunner.submit`` calls."""
 
-_SettingsContext: Any = look_up("prefect.context.SettingsContext")
-_get_settings_context: Callable[[], Any] = look_up("prefect.context.get_settings_context")
-look_up("prefect.context.SettingsContext.serialize")
+def spare_calls_of_runs() -> None:
+    """Make the flow runs of this process do without what a save does not need.
 
+    - A connection of its own for each run, which would tell that a user suspends it. Prefect waits
+      for it, and for its end, while all other runs of the process stand still: 0.3 s a run. A save
+      that is suspended would keep its images in memory; it can be cancelled.
+    - Asking the server for each run where results are stored, with a client of its own. No flow
+      stores any.
+    - The event that a task is pending, right before the one that it runs.
 
-class PickledSettings(_SettingsContext):
-    """The settings of this process, passed to tasks as an object.
-
-    Prefect serializes them for each task, which reads them again from its environment: 0.15 s a
-    task, two on the path of a save. Pickling them takes 3 ms. If the context or its ``serialize``
-    is gone, saves work without this class.
+    A name that is gone needs no replacement: runs then take longer, and nothing else changes.
     """
+    engine, results = look_up("prefect.flow_engine"), look_up("prefect.results")
+    if hasattr(engine, "observe_flow_run_suspension"):
+        engine.observe_flow_run_suspension = lambda *_, **__: nullcontext()
+    if hasattr(results, "_get_default_result_storage"):
+        results._get_default_result_storage = cache(results._get_default_result_storage)
+    tasks = look_up("prefect.task_engine")
+    if emit := getattr(tasks, "emit_task_run_state_change_event", None):
+        tasks.emit_task_run_state_change_event = partial(_emit_unless_pending, emit)
 
-    @classmethod
-    def of_now(cls, heartbeat_s: int) -> "PickledSettings":
-        """Return the settings of the calling context.
 
-        Args:
-            heartbeat_s: Seconds between two heartbeats of a flow run.
-        """
-        now = _get_settings_context()
-        flows = now.settings.flows.model_copy(update={"heartbeat_frequency": heartbeat_s})
-        settings = now.settings.model_copy(update={"flows": flows})
-        return cls(profile=now.profile, settings=settings)
-
-    def serialize(self, include_secrets: bool = True) -> dict[str, Any]:
-        """Return the settings as a task runner pickles them for every task."""
-        return {"profile": self.profile, "settings": self.settings}
+def _emit_unless_pending(
+    emit: Callable[..., Any], *args: Any, validated_state: State[Any], **kwargs: Any
+) -> Any:
+    if validated_state.is_pending():
+        return None
+    return emit(*args, validated_state=validated_state, **kwargs)
 
 
 # The worker
@@ -127,12 +117,8 @@ def _find_attributes(function: Callable[..., Any]) -> SimpleNamespace:
 
 for _name in (
     "_get_scheduled_flow_runs",
-    "_give_worker_labels_to_flow_run",
-    "_propose_pending_state",
-    "_propose_submitting_state",
     "_release_limit_slot",
     "_submit_run",
-    "_submit_run_and_capture_errors",
     "_submit_scheduled_flow_runs",
     "_description",
     "_documentation_url",
@@ -151,44 +137,10 @@ for _name in (
         f"prefect.workers.base.BaseWorker.{_name}",
         _find_attributes(BaseWorker.__init__),
     )
-look_up("prefect.workers.base.BaseJobConfiguration._base_environment")
-look_up(
-    "prefect.workers.base.BaseJobConfiguration._related_objects",
-    _find_attributes(BaseJobConfiguration.prepare_for_flow_run),
-)
-
-
-class InProcessJobConfiguration(BaseJobConfiguration):
-    """The configuration of a run in the worker's own process, which has no infrastructure."""
-
-    @classmethod
-    def _base_environment(cls) -> dict[str, str]:
-        """Return an empty environment: building Prefect's takes 60 ms a run and has no use here.
-
-        If the method is gone, runs take that much longer and nothing else changes.
-        """
-        return {}
-
-    @property
-    def deployment(self) -> DeploymentResponse:
-        """The deployment of the run.
-
-        If ``_related_objects`` is gone: ``client.read_deployment``, one call a run.
-        """
-        deployment: DeploymentResponse = self._related_objects["deployment"]
-        return deployment
-
-
-class InProcessVariables(BaseVariables):
-    """The template of `InProcessJobConfiguration`."""
-
-
-class InProcessResult(BaseWorkerResult):
-    """The result of a run."""
 
 
 if TYPE_CHECKING:
-    _Worker = BaseWorker[InProcessJobConfiguration, InProcessVariables, InProcessResult]
+    _Worker = BaseWorker[BaseJobConfiguration, BaseVariables, BaseWorkerResult]
 else:
     _Worker = object  # Prefect registers each subclass of BaseWorker as a worker type
 
@@ -196,14 +148,14 @@ else:
 class InProcessWorker(_Worker):
     """A mixin before ``BaseWorker``, for workers that run flows in their own process.
 
-    A subclass implements `select_runs`, `acquire_run` and the methods whose names begin with
-    ``on_``. If a method that is overridden here is gone, see what ``get_and_submit_flow_runs`` of
-    ``BaseWorker`` calls instead: the worker must neither take a run without `acquire_run`, nor end
-    when one cannot be started.
+    A subclass implements `select_runs`, `acquire_run`, `execute_run` and the methods whose names
+    begin with ``on_``. If a method that is overridden here is gone, see what
+    ``get_and_submit_flow_runs`` of ``BaseWorker`` calls instead: the worker must neither take a run
+    without `acquire_run`, nor end when one cannot be started.
     """
 
-    job_configuration = InProcessJobConfiguration
-    job_configuration_variables = InProcessVariables
+    job_configuration = BaseJobConfiguration
+    job_configuration_variables = BaseVariables
     _description = "Runs trinity_sync's flows in a warm process that has joined Ray already."
     _documentation_url = "https://docs.prefect.io/v3/concepts/workers"
 
@@ -221,12 +173,12 @@ class InProcessWorker(_Worker):
         """Set a run to Pending, and return whether this worker acquired it."""
         raise NotImplementedError
 
-    def on_submitted(self, flow_run_id: UUID) -> None:
-        """Handle that a run was started, or could not be."""
+    async def execute_run(self, flow_run: FlowRun) -> None:
+        """Run the flow of an acquired run until its end."""
         raise NotImplementedError
 
     def on_ended(self, flow_run_id: UUID) -> None:
-        """Handle that a started run has ended."""
+        """Handle that a run has ended, or was not acquired."""
         raise NotImplementedError
 
     async def on_capacity_free(self) -> None:
@@ -248,8 +200,8 @@ class InProcessWorker(_Worker):
         """Whether the number of concurrent runs is limited, as by ``prefect worker --limit``."""
         return self._limiter is not None
 
-    def is_submitting(self, flow_run_id: UUID) -> bool:
-        """Return whether a run is between `select_runs` and its start."""
+    def is_active(self, flow_run_id: UUID) -> bool:
+        """Return whether this worker is acquiring or executing a run."""
         return flow_run_id in self._submitting_flow_run_ids
 
     def set_prefetch(self, seconds: float) -> None:
@@ -277,54 +229,25 @@ class InProcessWorker(_Worker):
         return await super()._submit_scheduled_flow_runs(self.select_runs(flow_run_response))
 
     async def _submit_run(self, flow_run: FlowRun) -> None:
-        """Start a run; an error must not cancel the other runs of the task group."""
-        try:
-            await super()._submit_run(flow_run)
-        except Exception as error:
-            logger.warning("cannot start flow run %s: %r", flow_run.name, error)
-            self._release_limit_slot(flow_run.id)
-        finally:
-            self._submitting_flow_run_ids.discard(flow_run.id)
-            self.on_submitted(flow_run.id)
+        """Acquire and execute a run; an error must not cancel the other runs of the task group.
 
-    async def _submit_run_and_capture_errors(
-        self, flow_run: FlowRun, *args: Any, **kwargs: Any
-    ) -> Any:
+        Prefect's method reads deployment and flow, builds the configuration of an infrastructure,
+        records its id and sends two events: five calls a run that a run in this process needs not.
+        """
         try:
-            result = await super()._submit_run_and_capture_errors(flow_run, *args, **kwargs)
+            acquired = await self.acquire_run(flow_run)
+            # Prefect cancels runs only before they have started; `execute_run` cancels its own
+            if observer := getattr(self, "_cancelling_observer", None):
+                observer.remove_in_flight_flow_run_id(flow_run.id)
+            if acquired:
+                await self.execute_run(flow_run)
+        except Exception as error:
+            logger.warning("cannot execute flow run %s: %r", flow_run.name, error)
         finally:
+            self._release_limit_slot(flow_run.id)
+            self._submitting_flow_run_ids.discard(flow_run.id)
             self.on_ended(flow_run.id)
         await self.on_capacity_free()
-        return result
-
-    async def _propose_pending_state(self, flow_run: FlowRun) -> bool:
-        return await self.acquire_run(flow_run)
-
-    async def _propose_submitting_state(self, flow_run: FlowRun) -> None:
-        """Do nothing, which saves a call: a run is submitted and started in the same process."""
-
-    async def _give_worker_labels_to_flow_run(self, flow_run_id: UUID) -> None:
-        """Do nothing, which saves a call: the infrastructure pid names this worker."""
-
-
-# prefect-ray, which imports Ray
-
-
-def get_task_body() -> Callable[..., Any]:
-    """Return the function that ``RayTaskRunner`` runs on Ray for each task.
-
-    If it is gone: use ``RayTaskRunner`` itself, of which Ray keeps a remote function per task run.
-    """
-    body: Callable[..., Any] = look_up("prefect_ray.task_runners.RayTaskRunner._run_prefect_task")
-    return body
-
-
-def get_options_context() -> Any:
-    """Return the context that ``prefect_ray.remote_options`` sets.
-
-    If it is gone: use a context variable that is set where ``remote_options`` is called.
-    """
-    return look_up("prefect_ray.context.RemoteOptionsContext")
 
 
 # The server
@@ -357,3 +280,21 @@ def begin_transactions_as_writers() -> None:
         return begin(self, session, with_for_update=True)
 
     configuration.begin_transaction = begin_as_writer
+
+
+def persist_events_if(is_kept: Callable[[str], bool]) -> None:
+    """Store only some events in the database; triggers and subscribers still get all.
+
+    If the name is gone: all are stored, 0.4 MB a save.
+
+    Args:
+        is_kept: Whether to store events of a name.
+    """
+    persister = look_up("prefect.server.events.services.event_persister")
+    if write := getattr(persister, "write_events", None):
+
+        async def write_kept(session: Any, events: Sequence[Any]) -> None:
+            if kept := [event for event in events if is_kept(event.event)]:
+                await write(session=session, events=kept)
+
+        persister.write_events = write_kept

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from trinity_sync.layout import job_id
+from trinity_sync.layout import job_id_of
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
@@ -43,6 +43,6 @@ def make_artifact_key(what: str, root: str | Path) -> str:
 
     Args:
         what: Subject of the artifact, of lower-case letters and dashes.
-        root: Root of the job.
+        root: Real path of the job's root, which is not looked up: its file system may hang.
     """
-    return f"{what}-{re.sub(r'[^a-z0-9]+', '-', job_id(root).lower())}"
+    return f"{what}-{re.sub(r'[^a-z0-9]+', '-', job_id_of(Path(root)).lower())}"

@@ -7,14 +7,16 @@ of files are in the manifest.
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.layout import Kind
 from trinity_sync.orchestration.quantities import format_bytes, format_duration, format_rate
-from trinity_sync.orchestration.step_events import StepOutcome
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.save import Written
 from trinity_sync.storage.save_timing import SaveTiming, Stall
+
+StepOutcome = Literal["committed", "failed", "evicted", "superseded", "corrupted"]
 
 SLOWEST = 10
 """Number of slowest files that are listed."""

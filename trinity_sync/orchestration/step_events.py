@@ -6,17 +6,17 @@ thread; an event that cannot be sent is dropped and never fails a save.
 
 import logging
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from uuid import NAMESPACE_URL, uuid4, uuid5
 
 from prefect.events import emit_event
 from prefect.settings import PREFECT_API_URL
 
 from trinity_sync.layout import Kind, job_id_of
+from trinity_sync.orchestration.run_page import StepOutcome
 
 logger = logging.getLogger(__name__)
 
-StepOutcome = Literal["committed", "failed", "evicted", "superseded", "corrupted"]
 PREFIX = "trinity_sync.step."
 JOB_RESOURCE = "trinity-sync.job."
 

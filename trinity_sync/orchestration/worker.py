@@ -29,23 +29,30 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.responses import WorkerFlowRunResponse
 from prefect.events.clients import get_events_subscriber
 from prefect.events.filters import EventAnyResourceFilter, EventFilter, EventNameFilter
-from prefect.exceptions import Abort
+from prefect.exceptions import Abort, ObjectNotFound
 from prefect.flows import Flow
-from prefect.settings import get_current_settings
-from prefect.states import Cancelled, Pending
-from prefect.workers.base import BaseWorker
+from prefect.settings import (
+    PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+    get_current_settings,
+    temporary_settings,
+)
+from prefect.states import Cancelled, Crashed, Pending
+from prefect.workers.base import (
+    BaseJobConfiguration,
+    BaseVariables,
+    BaseWorker,
+    BaseWorkerResult,
+)
 from websockets.exceptions import ConnectionClosed
 
+from trinity_sync.errors import ConfigError
 from trinity_sync.fs.process import read_process_identity
 from trinity_sync.orchestration.flow_loader import HEARTBEAT_S, load_flow
 from trinity_sync.orchestration.prefect_compat import (
-    InProcessJobConfiguration,
-    InProcessResult,
-    InProcessVariables,
     InProcessWorker,
-    PickledSettings,
     propose_state,
     run_flow,
+    spare_calls_of_runs,
 )
 from trinity_sync.orchestration.prefect_queries import PAGE, measure_clock_skew, read_due_runs
 from trinity_sync.orchestration.recovery.flow_runs import ACQUIRED_BY
@@ -59,6 +66,8 @@ logger = logging.getLogger(__name__)
 
 SCHEDULED = ("prefect.flow-run.Scheduled", "prefect.flow-run.AwaitingRetry")
 CANCELLING = "prefect.flow-run.Cancelling"
+ENTRYPOINT_S = 60.0
+"""Seconds for which a worker does not ask again which flow a deployment runs."""
 POLL_S = 5.0
 """Seconds between two polls, unless an event wakes the worker before."""
 
@@ -77,7 +86,7 @@ def _get_job(flow_run: FlowRun) -> str:
 
 
 class TrinitySyncWorker(
-    InProcessWorker, BaseWorker[InProcessJobConfiguration, InProcessVariables, InProcessResult]
+    InProcessWorker, BaseWorker[BaseJobConfiguration, BaseVariables, BaseWorkerResult]
 ):
     """Worker that runs the flows of its pool in this process."""
 
@@ -93,6 +102,8 @@ class TrinitySyncWorker(
         """Locks of the runs that this worker has acquired, see `try_run_lock`."""
         self._places: dict[UUID, tuple[UUID, str]] = {}
         """Work queue and job of the runs that this worker starts or executes."""
+        self._entrypoints: dict[UUID, tuple[float, str | None]] = {}
+        """When an entrypoint was read, in monotonic seconds, and the entrypoint, by deployment."""
         self._postponed = False
         """Whether runs were due at the last poll and exceeded the limit of their queue."""
         self._complete_at = 0.0
@@ -100,7 +111,7 @@ class TrinitySyncWorker(
         self._away = False
         self._infrastructure = f"{self._trinity.node}/{read_process_identity(os.getpid())}"
         self._recovery = NodeRecovery(
-            self._trinity.spool, self._infrastructure, self._is_active, self._cancel
+            self._trinity.spool, self._infrastructure, self.is_active, self._cancel
         )
 
     # ------------------------------------------------------------ running a flow
@@ -108,19 +119,29 @@ class TrinitySyncWorker(
     async def run(
         self,
         flow_run: FlowRun,
-        configuration: InProcessJobConfiguration,
+        configuration: BaseJobConfiguration,
         task_status: anyio.abc.TaskStatus[Any] | None = None,
-    ) -> InProcessResult:
+    ) -> BaseWorkerResult:
+        """Refuse to run a flow in an infrastructure; Prefect requires this method.
+
+        Raises:
+            NotImplementedError: Always. `execute_run` runs flows in this process.
+        """
+        raise NotImplementedError
+
+    async def execute_run(self, flow_run: FlowRun) -> None:
         """Run a flow in this process; an error of the flow does not end the worker.
 
         Args:
-            flow_run: The flow run.
-            configuration: Its configuration, which names the deployment.
-            task_status: Reports to Prefect's worker that the run has started.
+            flow_run: An acquired flow run.
         """
-        flow = load_flow(configuration.deployment.entrypoint)
-        if task_status:
-            task_status.started(self._infrastructure)
+        end: State[Any]
+        try:
+            flow = load_flow(await self._find_entrypoint(flow_run))
+        except (ConfigError, ObjectNotFound) as error:
+            end = Crashed(message=f"Cannot start the flow: {error}")
+            await self.client.set_flow_run_state(flow_run.id, end, force=True)
+            return
         try:
             state = await self._run_until_cancelled(flow, flow_run)
             cancelled = flow_run.id in self._cancelled or (state and state.is_cancelling())
@@ -129,12 +150,20 @@ class TrinitySyncWorker(
                     "Cancelled while running. A step that was not committed stays uncommitted."
                 )
                 await try_allow_eviction(self._trinity.spool, flow_run.parameters, message)
-                end: State[Any] = Cancelled(message=message)
+                end = Cancelled(message=message)
                 await self.client.set_flow_run_state(flow_run.id, end, force=True)
         finally:
             self._running.pop(flow_run.id, None)
-            self._cancelled.discard(flow_run.id)
-        return InProcessResult(status_code=0, identifier=self._infrastructure)
+
+    async def _find_entrypoint(self, flow_run: FlowRun) -> str | None:
+        """Return the entrypoint of a run's deployment, which is read again after a minute."""
+        now, deployment = time.monotonic(), flow_run.deployment_id
+        assert deployment is not None  # it is a run of a work pool
+        read_at, entrypoint = self._entrypoints.get(deployment, (-math.inf, None))
+        if now > read_at + ENTRYPOINT_S:
+            entrypoint = (await self.client.read_deployment(deployment)).entrypoint
+            self._entrypoints[deployment] = (now, entrypoint)
+        return entrypoint
 
     async def _run_until_cancelled(
         self, flow: Flow[..., Any], flow_run: FlowRun
@@ -145,23 +174,18 @@ class TrinitySyncWorker(
             if flow_run.id in self._cancelled:  # before it started
                 scope.cancel()
             try:
-                with PickledSettings.of_now(HEARTBEAT_S):
-                    state: State[Any] = await run_flow(flow, flow_run=flow_run, return_type="state")
-                    return state
+                state: State[Any] = await run_flow(flow, flow_run=flow_run, return_type="state")
+                return state
             except (Exception, Abort):
                 if flow_run.id not in self._cancelled:
                     logger.exception("flow run %s was interrupted", flow_run.name)
         return None
 
-    def on_submitted(self, flow_run_id: UUID) -> None:
-        """Forget the cancellation of a run that could not be started."""
-        if flow_run_id not in self._running:
-            self._cancelled.discard(flow_run_id)
-
     def on_ended(self, flow_run_id: UUID) -> None:
-        """Release the run's lock and its place in the queue's limit."""
+        """Release the run's lock and its place in the queue's limit; forget its cancellation."""
         self._unlock(flow_run_id)
         self._places.pop(flow_run_id, None)
+        self._cancelled.discard(flow_run_id)
 
     async def on_capacity_free(self) -> None:
         """Start the next run at once, if runs wait for the limit of their queue."""
@@ -179,7 +203,7 @@ class TrinitySyncWorker(
         another place of a queue only if more are free than it holds: one whose runs hang leaves
         half of them to others, two leave a quarter.
         """
-        places = {run: place for run, place in self._places.items() if self._is_active(run)}
+        places = {run: place for run, place in self._places.items() if self.is_active(run)}
         taken = Counter(queue for queue, _ in places.values())
         held = Counter(places.values())
         new = [each for each in due if each.flow_run.id not in places]
@@ -249,16 +273,25 @@ class TrinitySyncWorker(
         if lock := self._locks.pop(flow_run_id, None):
             lock.close()
 
-    def _is_active(self, flow_run_id: UUID) -> bool:
-        return flow_run_id in self._running or self.is_submitting(flow_run_id)
-
     def _cancel(self, flow_run_id: UUID) -> None:
-        if self._is_active(flow_run_id) and flow_run_id not in self._cancelled:
+        if self.is_active(flow_run_id) and flow_run_id not in self._cancelled:
             self._cancelled.add(flow_run_id)
             if scope := self._running.get(flow_run_id):
                 scope.cancel()
 
     # ------------------------------------------------------------ services
+
+    async def start(self, *args: Any, **kwargs: Any) -> None:
+        """Serve until the worker is stopped, as Prefect's worker does.
+
+        Args:
+            args: As of Prefect's worker.
+            kwargs: Likewise.
+        """
+        spare_calls_of_runs()
+        # for all runs at once: settings are validated again each time that one is changed
+        with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: HEARTBEAT_S}):
+            await super().start(*args, **kwargs)
 
     async def setup(self) -> None:
         """Connect to the server, then listen and recover until the worker stops."""

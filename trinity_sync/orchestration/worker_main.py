@@ -58,7 +58,7 @@ def serve(settings: Settings, stack: StackSettings) -> None:
     os.chdir(started_in)
     try:
         try:
-            ray.get([ray.remote(num_cpus=0)(_import_tasks).remote() for _ in COMPONENTS])
+            ray.get([ray.remote(num_cpus=0)(_import_work).remote() for _ in COMPONENTS])
         except ray.exceptions.RayError as error:
             raise StackError(
                 f"the workers of the Ray cluster at {address} cannot import the stack's tasks: "
@@ -70,9 +70,10 @@ def serve(settings: Settings, stack: StackSettings) -> None:
         ray.shutdown()
 
 
-def _import_tasks() -> None:
-    """Import the tasks in a Ray worker process, so that the first save finds them imported."""
-    importlib.import_module("flows.save")
+def _import_work() -> None:
+    """Import what tasks do in a Ray worker process, so that the first save finds it imported."""
+    for module in ("tasks.on_ray", "trinity_sync.orchestration.on_node.save"):
+        importlib.import_module(module)
 
 
 async def _until_stopped(stack: StackSettings) -> None:

@@ -37,6 +37,13 @@ _QUIET = {
     # keep the worker processes of parallel tasks: starting one takes seconds
     "RAY_num_workers_soft_limit": "8",
     "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
+    # one transaction a second for the states of all tasks, not one for each state (Prefect
+    # rounds the interval down, and flushes without a pause if it is 0)
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
+    # calls that each client of each flow run would make first
+    "PREFECT_CLIENT_CSRF_SUPPORT_ENABLED": "false",
+    "PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED": "false",
     "PREFECT_SERVER_SERVICES_LATE_RUNS_LOOP_SECONDS": "30",
     "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
     "PREFECT_SERVER_SERVICES_DB_VACUUM_BATCH_SIZE": "1000",

@@ -98,9 +98,12 @@ def _in_environment(binaries: str) -> Callable[[SaveRequest], None]:
 
 
 def _save_step(request: SaveRequest) -> None:
-    from tasks.commit import write_export_requests
-    from tasks.on_node import make_save, persist_component
-    from tasks.prune import prune_after_commit
+    from trinity_sync.orchestration.on_node.prune import prune_after_commit
+    from trinity_sync.orchestration.on_node.save import (
+        make_save,
+        persist_component,
+        write_export_requests,
+    )
 
     save = make_save(request)
     (share,) = await_node_shards(save, rank_timeout_s=60)
@@ -113,7 +116,7 @@ def _save_step(request: SaveRequest) -> None:
     for wanted in list_export_requests(save.root, step=save.step):
         run_export_request(save.root, wanted)
     if request.keep:
-        prune_after_commit.fn(request)
+        prune_after_commit(request)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""What the tasks of the flows do on a node, in Ray processes that do not import Prefect."""
