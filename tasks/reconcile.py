@@ -15,6 +15,7 @@ from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.orchestration.job_registry import select_roots
 from trinity_sync.orchestration.quantities import make_artifact_key
 from trinity_sync.orchestration.recovery.reconcile import GRACE_S, reconcile
+from trinity_sync.orchestration.root_threads import run_in_thread
 from trinity_sync.settings import Settings
 from trinity_sync.storage.gc import Finding
 
@@ -59,7 +60,7 @@ async def create_findings_artifacts(found: Sequence[Finding], node: str) -> None
     """
     groups: dict[str, list[Finding]] = {}
     for finding in found:
-        is_root = Path(finding.where).is_dir() and (Path(finding.where) / PRIVATE_FOLDER).is_dir()
+        is_root = await run_in_thread((Path(finding.where) / PRIVATE_FOLDER).is_dir)
         own = f"node-{re.sub(r'[^a-z0-9]+', '-', node.lower())}"
         key = make_artifact_key("reconciled", finding.where) if is_root else f"reconciled-{own}"
         groups.setdefault(key, []).append(finding)

@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from uuid import UUID, uuid4
 
@@ -16,7 +15,6 @@ from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from sqlalchemy import select
 
-import tasks.prune
 from flows.save import find_nodes
 from tests.hanging import hanging
 from tests.unit.answers import server
@@ -25,11 +23,12 @@ from trinity_sync.catalog.database import get_catalog_url, open_catalog
 from trinity_sync.catalog.mirror import mirror
 from trinity_sync.catalog.models import Job as JobRow
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.errors import ConfigError
 from trinity_sync.layout import MANIFEST, step_folder
 from trinity_sync.orchestration import job_registry, node_metrics, step_events
 from trinity_sync.orchestration.job_registry import list_known_roots, register_job
 from trinity_sync.orchestration.node_metrics import RootObserver
+from trinity_sync.orchestration.on_node import prune as retention
+from trinity_sync.orchestration.quantities import make_artifact_key
 from trinity_sync.orchestration.recovery import images, node
 from trinity_sync.orchestration.recovery import reconcile as recovery
 from trinity_sync.orchestration.recovery.images import find_orphaned_saves, try_allow_eviction
@@ -125,17 +124,15 @@ def test_maintenance_of_other_jobs_goes_on_if_a_root_hangs_in_the_middle_of_it(
     job: Job, other: Job, settings: Settings, monkeypatch: pytest.MonkeyPatch, flow: str
 ) -> None:
     roots = [job.root, other.root]
-    monkeypatch.setattr(tasks.prune, "select_roots", lambda *_: roots)
-    monkeypatch.setattr(tasks.prune, "create_retention_artifact", lambda *_, **__: None)
-    for module in (tasks.prune, recovery):
+    monkeypatch.setattr(retention, "select_roots", lambda *_: roots)
+    for module in (retention, recovery):
         monkeypatch.setattr(module, "OTHERS_WAIT_S", 0.2)
     other.stage(2, MODEL)
     other.commit(2)
 
     def maintain() -> None:
         if flow == "retention":
-            with suppress(ConfigError):  # the file system has failed
-                tasks.prune.prune.fn(None, "last=1", "", False)
+            retention.prune(None, "last=1", "", False, None)
         else:
             (other.root / POINTER).unlink()
             asyncio.run(recovery.reconcile(settings, roots, None))
@@ -254,6 +251,7 @@ def test_a_request_and_its_events_need_no_file_system(
     def make() -> tuple[str, str]:
         request = SaveRequest.model_validate(save.model_dump(mode="json"))
         emit_step_event("committed", request.root, request.step)
+        make_artifact_key("save", request.root)
         return request.key, request.job
 
     with hanging(job.root), temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):

@@ -388,8 +388,9 @@ def read_table(client: SyncPrefectClient, what: str, root: str | Path) -> Artifa
         what: Subject of the artifact, such as `RETENTION`.
         root: Root of the job.
     """
+    key = make_artifact_key(what, Path(root).resolve())
     artifacts = client.read_artifacts(
-        artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=[make_artifact_key(what, root)])),
+        artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=[key])),
         sort=ArtifactSort.CREATED_DESC,
         limit=1,
     )
