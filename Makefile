@@ -72,7 +72,7 @@ audit: $(READY) ## known vulnerabilities of what is installed; needs the network
 	$(BIN)/python -m pip install --quiet pip-audit
 	$(BIN)/pip-audit --skip-editable
 
-scale: $(READY) ## what a save costs Prefect and the catalog, from 1 rank to 1,024 on 128 nodes, what it costs ranks while it is pending, and what a restart asks of the file system
+scale: $(READY) ## what a save costs server, worker and ranks, from 8 ranks to 4,096 on 512 nodes, what it costs ranks while it is pending, and what a restart asks of the file system
 	$(BIN)/python -m benchmarks.scale
 	$(BIN)/python -m benchmarks.pending
 	$(BIN)/python -m benchmarks.restarts

@@ -191,5 +191,5 @@ def test_a_daemon_and_its_session_yield_to_the_training(tmp_path: Path) -> None:
 
 def test_the_priority_of_a_daemon_that_has_ended_is_left_alone(tmp_path: Path) -> None:
     ended = daemon.start(["true"], env=dict(os.environ), cwd=tmp_path, log=tmp_path / "logs/log")
-    until(lambda: not ended.lives)
+    until(lambda: not ended.lives, "the end of the daemon")
     daemon.lower_priority(ended, 19)

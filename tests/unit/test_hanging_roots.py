@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from uuid import UUID, uuid4
 
@@ -15,6 +16,7 @@ from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from sqlalchemy import select
 
+import tasks.prune
 from flows.save import find_nodes
 from tests.hanging import hanging
 from tests.unit.answers import server
@@ -23,11 +25,13 @@ from trinity_sync.catalog.database import get_catalog_url, open_catalog
 from trinity_sync.catalog.mirror import mirror
 from trinity_sync.catalog.models import Job as JobRow
 from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.errors import ConfigError
 from trinity_sync.layout import MANIFEST, step_folder
 from trinity_sync.orchestration import job_registry, node_metrics, step_events
 from trinity_sync.orchestration.job_registry import list_known_roots, register_job
 from trinity_sync.orchestration.node_metrics import RootObserver
 from trinity_sync.orchestration.recovery import images, node
+from trinity_sync.orchestration.recovery import reconcile as recovery
 from trinity_sync.orchestration.recovery.images import find_orphaned_saves, try_allow_eviction
 from trinity_sync.orchestration.recovery.node import NodeRecovery
 from trinity_sync.orchestration.recovery.reconcile import repair_known_roots
@@ -114,6 +118,40 @@ def test_the_latest_pointer_is_repaired_if_a_root_hangs_in_mid_repair(
         threading.Thread(target=repair_known_roots, args=(settings,), daemon=True).start()
         while read_latest_pointer(other.root, "checkpoint") != 1:
             time.sleep(0.01)
+
+
+@pytest.mark.parametrize("flow", ["retention", "reconcile"])
+def test_maintenance_of_other_jobs_goes_on_if_a_root_hangs_in_the_middle_of_it(
+    job: Job, other: Job, settings: Settings, monkeypatch: pytest.MonkeyPatch, flow: str
+) -> None:
+    roots = [job.root, other.root]
+    monkeypatch.setattr(tasks.prune, "select_roots", lambda *_: roots)
+    monkeypatch.setattr(tasks.prune, "create_retention_artifact", lambda *_, **__: None)
+    for module in (tasks.prune, recovery):
+        monkeypatch.setattr(module, "OTHERS_WAIT_S", 0.2)
+    other.stage(2, MODEL)
+    other.commit(2)
+
+    def maintain() -> None:
+        if flow == "retention":
+            with suppress(ConfigError):  # the file system has failed
+                tasks.prune.prune.fn(None, "last=1", "", False)
+        else:
+            (other.root / POINTER).unlink()
+            asyncio.run(recovery.reconcile(settings, roots, None))
+
+    def is_done() -> bool:
+        if flow == "retention":
+            return not step_folder(other.root, 1).exists()
+        return read_latest_pointer(other.root, "checkpoint") == 2
+
+    thread = threading.Thread(target=maintain, daemon=True)
+    with hanging(job.root):
+        thread.start()
+        time.sleep(0.2)
+        while not is_done():
+            time.sleep(0.01)
+    thread.join(30)
 
 
 def test_metrics_show_the_other_jobs(job: Job, other: Job, settings: Settings) -> None:

@@ -14,6 +14,7 @@ import logging
 import pkgutil
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from datetime import datetime, timedelta, timezone
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -115,6 +116,7 @@ def _find_attributes(function: Callable[..., Any]) -> SimpleNamespace:
 
 
 for _name in (
+    "_get_scheduled_flow_runs",
     "_release_limit_slot",
     "_submit_run",
     "_submit_scheduled_flow_runs",
@@ -159,6 +161,12 @@ class InProcessWorker(_Worker):
 
     def select_runs(self, due: Sequence[WorkerFlowRunResponse]) -> list[WorkerFlowRunResponse]:
         """Return the due runs that this worker starts now."""
+        raise NotImplementedError
+
+    async def complete_due_runs(
+        self, due: list[WorkerFlowRunResponse], before: datetime
+    ) -> list[WorkerFlowRunResponse]:
+        """Return all runs that are due before a time, of which one response may lack some."""
         raise NotImplementedError
 
     async def acquire_run(self, flow_run: FlowRun) -> bool:
@@ -210,6 +218,10 @@ class InProcessWorker(_Worker):
         scope = anyio.CancelScope()
         self._scheduled_task_scopes.add(scope)
         self._runs_task_group.start_soon(service, scope)
+
+    async def _get_scheduled_flow_runs(self) -> list[WorkerFlowRunResponse]:
+        before = datetime.now(timezone.utc) + timedelta(seconds=int(self._prefetch_seconds))
+        return await self.complete_due_runs(await super()._get_scheduled_flow_runs(), before)
 
     async def _submit_scheduled_flow_runs(
         self, flow_run_response: list[WorkerFlowRunResponse]

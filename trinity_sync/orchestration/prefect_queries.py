@@ -37,6 +37,7 @@ from prefect.client.schemas.filters import (
     WorkPoolFilterName,
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType, TaskRun
+from prefect.client.schemas.responses import WorkerFlowRunResponse
 from prefect.client.schemas.sorting import ArtifactSort, FlowRunSort
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import (
@@ -247,6 +248,38 @@ async def read_pool_runs(
     ):
         found += page
     return found
+
+
+async def read_due_runs(
+    client: PrefectClient, pool: str, before: datetime
+) -> list[WorkerFlowRunResponse]:
+    """Read all runs of a work pool that are due, of all queues that are not paused.
+
+    A response for the whole pool has `PAGE` runs at most, those of the queue with the highest
+    priority first. So many may wait of a single job.
+
+    Args:
+        client: Client of the server.
+        pool: Name of the work pool.
+        before: Time before which the runs are due.
+    """
+    found: dict[UUID, WorkerFlowRunResponse] = {}
+    for queue in await client.read_work_queues(work_pool_name=pool):
+        wanted = {"work_queue_names": [queue.name], "scheduled_before": str(before)}
+        while True:
+            response = await client.request(
+                "POST",
+                "/work_pools/{name}/get_scheduled_flow_runs",
+                path_params={"name": pool},
+                json=wanted,
+            )
+            page = WorkerFlowRunResponse.model_validate_list(response.json())
+            new = {each.flow_run.id: each for each in page if each.flow_run.id not in found}
+            found |= new
+            if len(page) < PAGE or not new:
+                break
+            wanted["scheduled_after"] = str(page[-1].flow_run.next_scheduled_start_time)
+    return list(found.values())
 
 
 def count_waiting_runs(client: SyncPrefectClient, pool: str) -> int:

@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import datetime
 from functools import partial
 from typing import Any
 from uuid import UUID
@@ -53,7 +54,7 @@ from trinity_sync.orchestration.prefect_compat import (
     run_flow,
     spare_calls_of_runs,
 )
-from trinity_sync.orchestration.prefect_queries import measure_clock_skew
+from trinity_sync.orchestration.prefect_queries import PAGE, measure_clock_skew, read_due_runs
 from trinity_sync.orchestration.recovery.flow_runs import ACQUIRED_BY
 from trinity_sync.orchestration.recovery.images import try_allow_eviction, warn_once
 from trinity_sync.orchestration.recovery.node import NodeRecovery
@@ -105,6 +106,8 @@ class TrinitySyncWorker(
         """When an entrypoint was read, in monotonic seconds, and the entrypoint, by deployment."""
         self._postponed = False
         """Whether runs were due at the last poll and exceeded the limit of their queue."""
+        self._complete_at = 0.0
+        """When all due runs may be read again, by ``time.monotonic``."""
         self._away = False
         self._infrastructure = f"{self._trinity.node}/{read_process_identity(os.getpid())}"
         self._recovery = NodeRecovery(
@@ -219,6 +222,19 @@ class TrinitySyncWorker(
                 selected.append(each)
         self._places, self._postponed = places, len(selected) < len(new)
         return selected
+
+    async def complete_due_runs(
+        self, due: list[WorkerFlowRunResponse], before: datetime
+    ) -> list[WorkerFlowRunResponse]:
+        """Return all due runs if there are more than in a response, at most every `POLL_S`.
+
+        The others may all be of one job, whose runs hang or come in a burst.
+        """
+        now = time.monotonic()
+        if len(due) < PAGE or now < self._complete_at:
+            return due
+        self._complete_at = now + POLL_S
+        return await read_due_runs(self.client, self.pool_name, before)
 
     async def acquire_run(self, flow_run: FlowRun) -> bool:
         """Set a run to Pending, and return whether this worker acquired it.
