@@ -31,6 +31,9 @@ from trinity_sync.fs.atomic import sync_folder
 
 T = TypeVar("T")
 
+AFTERMATH_S = 1.0
+"""Seconds after a save in which what it leaves to do is looked for."""
+
 WARM_UP = 2
 """Saves of each system before any is measured: the first one makes what the second one finds."""
 
@@ -45,6 +48,10 @@ class Case:
     turns: int
     window: int = 0
     """Training steps, a save at the first, over which its cost is measured; 0 is a save alone."""
+    cores: int = 1
+    """Cores that a training step computes on; a save finds the others, as beside a GPU."""
+    back_to_back: bool = False
+    """Each save is followed at once by another one, or by what else needs all cores."""
 
 
 @dataclass
@@ -84,7 +91,7 @@ def measure(case: Case, folder: Path, shared: Path) -> tuple[Samples, dict[str, 
     Raises:
         WrongState: a system did not bring the bits back that it was given.
     """
-    training = Training(case.size, shared)
+    training = Training(case.size, shared, cores=case.cores)
     systems, absent = _opened(case, training, folder)
     bench = Bench(case, training, systems, defaultdict(list), count(1))
     (raw := folder / f"raw-{training.rank}").mkdir()
@@ -103,7 +110,12 @@ def measure(case: Case, folder: Path, shared: Path) -> tuple[Samples, dict[str, 
                 continue
             with bench.step(systems[name]) as step:
                 system = systems[name]
-                how = _window(bench, system, step) if case.window else _save(system, step)
+                if case.back_to_back:
+                    how = _save_twice(bench, system, step, limits)
+                elif case.window:
+                    how = _window(bench, system, step)
+                else:
+                    how = _save(system, step)
                 bench.figures(name, how)
     for name, system in systems.items():
         with bench.step(system) as step:
@@ -147,6 +159,24 @@ def _save(system: System, step: int) -> dict[str, float]:
     durable = time.perf_counter() - start
     cpu = cpu_seconds(roots) - cpu
     return {"stall": stall, "durable": durable, "after the stall": durable - stall, "cpu": cpu}
+
+
+def _save_twice(bench: Bench, system: System, step: int, limits: Limits) -> dict[str, float]:
+    """Two saves without a pause, then memcpys in the second in which the last one still works."""
+    first = _save(system, step)
+    with bench.step(system) as again:
+        second = _save(system, again)
+        copies = [limits.memcpy_s()]
+        end = time.perf_counter() + AFTERMATH_S
+        while time.perf_counter() < end:
+            copies.append(limits.memcpy_s())
+    return {
+        "stall": first["stall"],
+        "stall of the next save": second["stall"],
+        "durable": second["durable"],
+        "slowest memcpy after it": max(copies),
+        "memcpy after it": median(copies),
+    }
 
 
 def _window(bench: Bench, system: System | None, step: int) -> dict[str, float]:

@@ -46,11 +46,15 @@ class Limits:
         self._path.unlink(missing_ok=True)
         sync_folder(self._folder)
         return {
-            ("warm memcpy", "stall"): _timed(self._copy),
+            ("warm memcpy", "stall"): self.memcpy_s(),
             ("raw write", "durable"): _timed(self._write),
             ("raw write, existing file", "durable"): _timed(self._write),
             ("fsync alone", "durable"): _timed(self._fsync),
         }
+
+    def memcpy_s(self) -> float:
+        """Seconds of a warm memcpy of as many bytes, with all cores."""
+        return _timed(self._copy)
 
     def of_loading(self) -> dict[tuple[str, str], float]:
         """Likewise of what bounds a load from disk."""

@@ -26,6 +26,8 @@ MANY = ("trinity_sync", "torch.save", "DCP async, thread", "torch-checkpointing"
 ORCHESTRATED = "trinity_sync + Prefect, recycled files"
 WITH_PREFECT = (ORCHESTRATED, "torch.save", "DCP async, thread")
 """Of the largest state, more at a time do not fit into 24 GiB."""
+NEXT = (ORCHESTRATED, "DCP async, process", "torch-checkpointing")
+"""Of saves without a pause, what copies first and writes then."""
 OVERLAPPED = tuple(name for name in SYSTEMS if "overlapped" in name and "Prefect" not in name)
 
 
@@ -50,6 +52,14 @@ def full(run: "Run") -> Iterator[str]:
             (_case(middle, WITH_PREFECT, what="with Prefect"), 3),
             (_case(large, WITH_PREFECT, what="with Prefect"), 3),
             (_case(middle, ("trinity_sync + Prefect, overlapped", *OVERLAPPED), window=WINDOW), 6),
+            (replace(_case(middle, NEXT, what="back to back"), back_to_back=True), 6),
+            (
+                replace(
+                    _case(middle, NEXT, window=WINDOW, what="beside training on both cores"),
+                    cores=2,
+                ),
+                6,
+            ),
         ):
             yield case.name
             run.case(case, held)

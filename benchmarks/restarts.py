@@ -9,8 +9,8 @@ the code of every rank: `CheckpointCoordinator.of_process_group`, `latest_step` 
 Simulated is the process group: the ranks are threads, of which one works at a time, and their
 collectives exchange copies. Eight ranks are a node, with a spool of its own.
 
-Counted are stats, opens and listings of folders, of the root and of the spools, beyond the opens of
-the rank's own files. What grows with the ranks, other than on rank 0, is an error.
+Counted are stats, opens and listings of folders, of the root and of the spools, beyond those on the
+rank's own files. Calls that grow with the ranks, other than on rank 0, are an error.
 """
 
 import os
@@ -223,7 +223,8 @@ def main() -> None:
             found = restart(Path(folder), ranks)
         print(found.row, flush=True)
         wrong |= not found.is_linear
-    print(f"a rank makes {'more' if wrong else 'no more'} than {MOST} calls, or one lease is taken")
+    said = "too many calls, or leases" if wrong else "no calls that grow with the ranks, one lease"
+    print(f"{said}: a rank may make {MOST} calls, rank 0 as many for each rank")
     sys.exit(wrong)
 
 

@@ -14,6 +14,8 @@ RANKS = "1 GiB, 300 tensors, 2 ranks"
 WITH_PREFECT = f"{GIB}, with Prefect"
 GB_4 = "4 GB, 300 tensors, 1 rank, with Prefect"
 TRAINED = f"{GIB}, in training"
+BACK_TO_BACK = f"{GIB}, back to back"
+BOTH_CORES = f"{GIB}, beside training on both cores"
 RESTORE = f"restore, {GIB}"
 LAYOUT = "layout, 3000 tensors"
 MEMORY = "memory, 1 GiB"
@@ -76,7 +78,13 @@ def targets() -> Iterator[Target]:
     for case in (WITH_PREFECT, GB_4):
         durable, least = (case, ORCHESTRATED, "durable"), (case, "best peer", "durable")
         figure = "time to durable with Prefect, recycled / best peer's"
-        yield Target(figure, 0.5, durable, least)
+        yield Target(figure, 0.6, durable, least)
+    memcpy = (BACK_TO_BACK, "warm memcpy", "stall")
+    for metric, bound in (("stall of the next save", 1.3), ("slowest memcpy after it", 1.5)):
+        measured = (BACK_TO_BACK, ORCHESTRATED, metric)
+        yield Target(f"{metric} / warm memcpy", bound, measured, memcpy)
+    loss, least = ((BOTH_CORES, name, "loss a save") for name in (ORCHESTRATED, "best peer"))
+    yield Target("step-time loss a save / best peer's", 0.5, loss, least)
     restore, verl = (RESTORE, OURS, "restore"), (RESTORE, "veRL", "restore")
     yield Target("restore from disk / raw read", 1.3, restore, (RESTORE, "raw read", "restore"))
     yield Target("restore from disk / veRL's", 0.6, restore, verl)

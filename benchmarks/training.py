@@ -49,10 +49,12 @@ class Training:
         size: of the state; it is met within a percent.
         shared: a folder in shared memory, for the systems that want one.
         begun: take a first step, before which the optimizer has no state.
+        cores: cores that a step computes on.
     """
 
-    def __init__(self, size: Size, shared: Path, *, begun: bool = True) -> None:
+    def __init__(self, size: Size, shared: Path, *, begun: bool = True, cores: int = 1) -> None:
         torch.manual_seed(0)
+        self._cores = cores
         self.size, self.shared = size, shared
         self.rank = dist.get_rank()
         self.model: Any = Qwen2ForCausalLM(_config(size))
@@ -68,11 +70,11 @@ class Training:
     def step(self, before_update: Callable[[], None] = lambda: None) -> None:
         """One step on random tokens; ``before_update`` runs ahead of the optimizer.
 
-        It computes on one core, so that a save finds another, as beside a GPU. With all cores the
-        threads of every small operation would wait for each other whenever one lost its core.
+        By default it computes on one core, so that a save finds another, as beside a GPU. With all
+        cores the threads of every small operation wait for each other whenever one loses its core.
         """
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)
+        torch.set_num_threads(self._cores)
         tokens = torch.randint(VOCABULARY, (1, TOKENS))
         self.model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         before_update()

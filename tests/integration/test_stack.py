@@ -83,7 +83,7 @@ def test_a_running_stack_keeps_its_settings_and_says_which_are_others_now(
 ) -> None:
     others = StackSettings(worker={"nice": 3})
     assert embedded.status(stack_settings).changed == ()
-    assert embedded.status(stack_settings, others).changed == ("worker.nice: 10, now 3",)
+    assert embedded.status(stack_settings, others).changed == ("worker.nice: 0, now 3",)
     assert embedded.up(stack_settings, others) == embedded.find(stack_settings)
     assert embedded.status(stack_settings, others).changed
 

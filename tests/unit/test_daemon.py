@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 import psutil
 import pytest
 
+from tests.waiting import until
 from trinity_sync.errors import StackError
 from trinity_sync.fs.process import is_process_alive, read_process_identity
 from trinity_sync.settings import Settings, StackSettings
@@ -172,3 +173,23 @@ def test_a_full_disk_leaves_no_half_of_the_file_of_authorities(tmp_path: Path) -
         "PREFECT_API_SSL_CERT_FILE"
     ]
     assert ssl.create_default_context(cafile=named).get_ca_certs()
+
+
+def test_a_daemon_and_its_session_yield_to_the_training(tmp_path: Path) -> None:
+    started = daemon.start(
+        ["sleep", "60"], env=dict(os.environ), cwd=tmp_path, log=tmp_path / "logs/log"
+    )
+    try:
+        daemon.lower_priority(started, 19)
+        assert os.getpriority(os.PRIO_PROCESS, started.pid) == 19
+        group = Path(f"/proc/{started.pid}/autogroup")
+        if group.exists():  # otherwise the niceness of the process counts
+            assert group.read_text().split()[-1] == "19"
+    finally:
+        daemon.stop(started, 5)
+
+
+def test_the_priority_of_a_daemon_that_has_ended_is_left_alone(tmp_path: Path) -> None:
+    ended = daemon.start(["true"], env=dict(os.environ), cwd=tmp_path, log=tmp_path / "logs/log")
+    until(lambda: not ended.lives, "the end of the daemon")
+    daemon.lower_priority(ended, 19)

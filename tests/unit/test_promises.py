@@ -53,6 +53,7 @@ from tests.unit.promised import Key, Model, Run, Saved, Step, Value
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import ConfigError, SaveFailedError, StepInUseError, TrinitySyncError
+from trinity_sync.fs.atomic import TEMPORARY_SUFFIX
 from trinity_sync.fs.records import encode_body
 from trinity_sync.layout import SPOOL_FORMAT
 from trinity_sync.retention.planner import Rules
@@ -610,8 +611,10 @@ class Promises(RuleBasedStateMachine):
 
     def tickets(self) -> dict[str, dict[str, Any]]:
         """The images that wait, by slot."""
-        paths = list(self.job_spool.glob("*.slot.ticket"))
-        found = {str(path).removesuffix(".ticket"): json.loads(path.read_text()) for path in paths}
+        found = {}
+        for path in self.job_spool.glob("*.slot.ticket"):
+            with suppress(FileNotFoundError):  # the trainer's thread has just freed the slot
+                found[str(path).removesuffix(".ticket")] = json.loads(path.read_text())
         return {slot: body for slot, body in found.items() if "image" in body}
 
     def note_images(self, saved: Saved) -> None:
@@ -636,7 +639,9 @@ class Promises(RuleBasedStateMachine):
     def a_committed_step_is_what_was_submitted(self) -> None:
         assert self.on_disk() == set(self.model.steps)
         for step, each in self.model.steps.items():
-            files = sorted(self.root.glob(f"global_step_{step}/**/*"))
+            found_now = self.root.glob(f"global_step_{step}/**/*")
+            # a trainer's thread may just be replacing the manifest
+            files = sorted(path for path in found_now if path.suffix != TEMPORARY_SUFFIX)
             seen = [(path, path.stat().st_ino, path.stat().st_mtime_ns) for path in files]
             if self.looked_at.get(step) != seen:
                 found = self.loaded(step, set(each.values))

@@ -12,6 +12,7 @@ from typing import TypeVar, cast
 import torch.distributed as dist
 
 from trinity_sync.errors import CommitError, TrinitySyncError
+from trinity_sync.fs.atomic import revalidate_folder
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import Manifest
@@ -85,8 +86,11 @@ def lease_on_rank_0(root: Path, step: int) -> Iterator[Manifest]:
     Raises:
         TrinitySyncError: on all ranks: the step is not committed, or corrupted.
     """
+    folder = step_folder(root, step)
     with ExitStack() as leased:
-        yield broadcast_from_rank_0(
-            step_folder(root, step),
-            lambda: leased.enter_context(lease_to_read(root, step, "load by all ranks")),
+        manifest = broadcast_from_rank_0(
+            folder, lambda: leased.enter_context(lease_to_read(root, step, "load by all ranks"))
         )
+        revalidate_folder(root)  # another node may have committed the step just now
+        revalidate_folder(folder)
+        yield manifest

@@ -78,7 +78,11 @@ def start(command: Sequence[str], *, env: Mapping[str, str], cwd: Path, log: Pat
             start_new_session=True,
         )
     _started.append(child)
-    return Daemon(read_process_identity(child.pid), str(log), log_from)
+    try:
+        process = read_process_identity(child.pid)
+    except ProcessLookupError:  # it has ended already
+        process = f"{child.pid}/0"
+    return Daemon(process, str(log), log_from)
 
 
 def make_private_folder(folder: Path) -> None:
@@ -88,14 +92,28 @@ def make_private_folder(folder: Path) -> None:
 
 
 def lower_priority(daemon: Daemon, nice: int) -> None:
-    """Lower the priority of a daemon, which the processes that it starts inherit.
+    """Lower the priority of a daemon and of the processes that it starts.
+
+    Linux shares the CPU between sessions first where autogroups are on, which is usual outside of
+    containers. There, the niceness of a process counts within its session only, so the session of
+    the daemon gets the same niceness.
 
     Args:
         daemon: A daemon that was just started.
         nice: The nice value, as in nice(1).
     """
-    if nice > os.getpriority(os.PRIO_PROCESS, daemon.pid):
-        os.setpriority(os.PRIO_PROCESS, daemon.pid, nice)
+    with suppress(ProcessLookupError):  # it has ended, which its caller sees
+        if nice > os.getpriority(os.PRIO_PROCESS, daemon.pid):
+            os.setpriority(os.PRIO_PROCESS, daemon.pid, nice)
+    group = Path(f"/proc/{daemon.pid}/autogroup")
+    for _ in range(10):
+        with suppress(FileNotFoundError, PermissionError):  # there are no autogroups
+            try:
+                group.write_text(f"{nice}")
+            except BlockingIOError:  # the kernel allows one change in 0.1 s to a user
+                time.sleep(POLL_S)
+                continue
+        break
 
 
 class StartupDeadline:

@@ -34,8 +34,10 @@ _QUIET = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # keep the worker processes of parallel tasks: starting one takes seconds
-    "RAY_num_workers_soft_limit": "8",
+    # keep a process for each component of a save, and others for a minute: each uses 0.5% of a core
+    "RAY_num_workers_soft_limit": "4",
+    "RAY_idle_worker_killing_time_threshold_ms": "60000",
+    "RAY_enable_metrics_collection": "false",
     "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
     # one transaction a second for the states of all tasks, not one for each state (Prefect
     # rounds the interval down, and flushes without a pause if it is 0)
@@ -228,7 +230,9 @@ def _start_ray_node(
     command += ["--min-worker-port=0", "--max-worker-port=0"]
     env = build_environment(settings, stack, state)
     env["RAY_worker_niceness"] = str(stack.worker.nice)
-    return replace(state, ray=_start("ray", command, settings, env))
+    ray = _start("ray", command, settings, env)
+    daemon.lower_priority(ray, stack.worker.nice)
+    return replace(state, ray=ray)
 
 
 def has_ray_joined(ray: Daemon) -> bool:

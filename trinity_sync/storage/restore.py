@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trinity_sync.errors import CommitError, LockTimeoutError
-from trinity_sync.fs.atomic import revalidate_folder
 from trinity_sync.fs.direct_io import READERS, map_fd, open_direct, read_fd
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.deserialize import load_image
@@ -77,11 +76,7 @@ def load_shards(
             that is not trusted contains more than tensors and plain values.
     """
     folder = step_folder(root, step)
-    if manifest is None:
-        manifest = require_committed(root, step)
-    else:
-        revalidate_folder(folder.parent)  # another node may have committed it just now
-        revalidate_folder(folder)
+    manifest = manifest or require_committed(root, step)
     records = [_find_record(root, manifest, path) for path in paths]
     with ExitStack() as locks, ThreadPoolExecutor(1, thread_name_prefix="restore") as ahead:
         reads = [
