@@ -1,6 +1,7 @@
 """From the API call to the first task and to Completed, for saves of next to no bytes."""
 
 import time
+from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -16,6 +17,8 @@ from trinity_sync.client.coordinator import CheckpointCoordinator
 
 NAME = "trinity_sync + Prefect"
 WARM_UP = 3
+TASKS = 5
+"""Of a save: one for each component, and the commit."""
 
 
 def orchestration(runs: int, folder: Path, shared: Path) -> Samples:
@@ -40,13 +43,16 @@ def orchestration(runs: int, folder: Path, shared: Path) -> Samples:
             while run.end_time is None:
                 time.sleep(0.05)
                 run = client.read_flow_run(run.id)
-            time.sleep(0.5)  # task runs reach the API through events, a little later
-            tasks = client.read_task_runs(
-                flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run.id]))
-            )
+            begun: list[datetime] = []
+            while len(begun) < TASKS:  # task runs reach the API through events, a second later
+                time.sleep(0.1)
+                tasks = client.read_task_runs(
+                    flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run.id]))
+                )
+                begun = [task.start_time for task in tasks if task.start_time]
             assert run.created  # by the server
             began = run.created.timestamp()
-            first = min(task.start_time for task in tasks if task.start_time)
+            first = min(begun)
             if step > WARM_UP:
                 samples[NAME, "first task"].append(first.timestamp() - began)
                 samples[NAME, "completed"].append(run.end_time.timestamp() - began)
