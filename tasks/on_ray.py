@@ -7,6 +7,7 @@ millisecond instead of a tenth of a second.
 
 import asyncio
 import math
+import pickle
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -45,7 +46,11 @@ class Outcome(Generic[T]):
             Exception: The error, with its cause.
         """
         if self.error:
-            raise self.error from self.cause or RemoteTracebackError(self.traceback)
+            # an I/O error has no other cause: tasks are retried by it
+            shown = (
+                None if isinstance(self.error, OSError) else RemoteTracebackError(self.traceback)
+            )
+            raise self.error from self.cause or shown
         return cast(T, self.result)
 
 
@@ -60,7 +65,17 @@ def call(function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, An
     try:
         return Outcome(function(*args, **kwargs))
     except Exception as error:
-        return Outcome(error=error, cause=error.__cause__, traceback=traceback.format_exc())
+        text = traceback.format_exc()
+        failed: Outcome[T] = Outcome(error=error, cause=error.__cause__, traceback=text)
+        try:
+            pickle.loads(pickle.dumps(failed))
+        except Exception:  # such as the errors of HTTP clients; what tasks look at is the class
+            try:
+                pickle.loads(pickle.dumps(error))
+            except Exception:
+                return Outcome(error=RemoteTracebackError(text), traceback=text)
+            return Outcome(error=error, traceback=text)
+        return failed
 
 
 @cache

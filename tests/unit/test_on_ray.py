@@ -6,7 +6,8 @@ import pickle
 import pytest
 
 from tasks.on_ray import RemoteTracebackError, call, gather_results
-from trinity_sync.errors import SaveError
+from trinity_sync.errors import RemoteError, SaveError
+from trinity_sync.orchestration.on_node.save import is_io_error
 
 
 def write_on_a_full_disk() -> None:
@@ -34,6 +35,37 @@ def test_an_unexpected_error_in_a_ray_process_shows_where_it_was_raised() -> Non
         outcome.unwrap()
     assert isinstance(failed.value.__cause__, RemoteTracebackError)
     assert 'raise KeyError("unexpected")' in str(failed.value.__cause__)
+
+
+def fail_to_sync() -> None:
+    raise OSError(5, "Input/output error", "/ckpts")
+
+
+class UnpicklableError(Exception):
+    """As those of HTTP clients, whose constructors take other arguments."""
+
+    def __init__(self, message: str, *, request: object) -> None:
+        super().__init__(message)
+
+
+def fail_in_an_http_client() -> None:
+    try:
+        raise UnpicklableError("503", request=None)
+    except UnpicklableError as error:
+        raise RemoteError("the store does not answer") from error
+
+
+def test_an_io_error_without_a_cause_is_still_retried() -> None:
+    outcome = pickle.loads(pickle.dumps(call(fail_to_sync, (), {})))
+    with pytest.raises(OSError, match="Input/output") as failed:
+        outcome.unwrap()
+    assert is_io_error(failed.value)
+
+
+def test_an_error_whose_cause_cannot_be_pickled_keeps_its_class() -> None:
+    outcome = pickle.loads(pickle.dumps(call(fail_in_an_http_client, (), {})))
+    with pytest.raises(RemoteError, match="does not answer"):
+        outcome.unwrap()
 
 
 def test_results_are_gathered_once_all_have_ended() -> None:

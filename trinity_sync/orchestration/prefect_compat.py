@@ -234,6 +234,7 @@ class InProcessWorker(_Worker):
         Prefect's method reads deployment and flow, builds the configuration of an infrastructure,
         records its id and sends two events: five calls a run that a run in this process needs not.
         """
+        acquired = False
         try:
             acquired = await self.acquire_run(flow_run)
             # Prefect cancels runs only before they have started; `execute_run` cancels its own
@@ -247,7 +248,8 @@ class InProcessWorker(_Worker):
             self._release_limit_slot(flow_run.id)
             self._submitting_flow_run_ids.discard(flow_run.id)
             self.on_ended(flow_run.id)
-        await self.on_capacity_free()
+        if acquired:  # a run that is refused would be taken and refused without a pause
+            await self.on_capacity_free()
 
 
 # The server

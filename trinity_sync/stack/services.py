@@ -43,12 +43,15 @@ _QUIET = {
     # rounds the interval down, and flushes without a pause if it is 0)
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
-    # calls that each client of each flow run would make first
-    "PREFECT_CLIENT_CSRF_SUPPORT_ENABLED": "false",
-    "PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED": "false",
     "PREFECT_SERVER_SERVICES_LATE_RUNS_LOOP_SECONDS": "30",
     "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
     "PREFECT_SERVER_SERVICES_DB_VACUUM_BATCH_SIZE": "1000",
+}
+
+_OWN_SERVER = {
+    # calls that each client of each flow run would make first; a server of the user may need them
+    "PREFECT_CLIENT_CSRF_SUPPORT_ENABLED": "false",
+    "PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED": "false",
 }
 
 _RAY_JOB_VARIABLES = {"RAY_ADDRESS", "RAY_NAMESPACE", "RAY_JOB_CONFIG_JSON_ENV_VAR"}
@@ -304,7 +307,7 @@ def build_environment(
     paths = [PACKAGES, INSTALLED, *env.get("PYTHONPATH", "").split(os.pathsep)]
     env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
     if state.server:
-        env.update(_prefect_home(settings))
+        env.update(_OWN_SERVER | _prefect_home(settings))
         env.pop("PREFECT_PROFILE", None)
     if state.ray_folder:
         env["RAY_TMPDIR"] = state.ray_folder
