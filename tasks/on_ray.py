@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any, ClassVar, Generic, ParamSpec, TypeVar, cast
 
 import ray
+from prefect.context import TaskRunContext
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trinity_sync.errors import StackError
@@ -90,6 +91,8 @@ async def run_on_node(
 ) -> T:
     """Run a function in a Ray process of a node, and return its result.
 
+    Meanwhile the process is named by the Prefect task, such as ``ray::persist-model``.
+
     Args:
         node: A name of the node, see `list_living_nodes`; None for any node.
         function: The function, which its module and name identify there.
@@ -101,7 +104,8 @@ async def run_on_node(
         RayError: The process or the node died.
         Exception: The error of the function, with its cause.
     """
-    options: dict[str, Any] = {"name": getattr(function, "__name__", "function")}
+    running = TaskRunContext.get()
+    options: dict[str, Any] = {"name": running.task.name if running else function.__name__}
     if node is not None:
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(_find(node), soft=False)
     outcome: Outcome[T] = await _get_remote_call().options(**options).remote(function, args, kwargs)

@@ -60,8 +60,8 @@ def test_a_ray_worker_killed_in_mid_write(
     run = api.ended(api.run_of(key(saves, 2)).id)
     assert run.state.name in ("Failed", "Crashed")
     until(
-        lambda: "Crashed" in [task.state.name for task in api.tasks_of(run)],
-        "the task run to be shown as crashed",
+        lambda: "Failed" in [task.state.name for task in api.tasks_of(run)],
+        "the task run to be shown as failed",
     )
     api.ended_tasks(run)
     with api.client as client:  # the UI's Retry button

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
@@ -20,8 +21,12 @@ class Looking(TrinitySyncWorker):
 
     type = "looking"
 
+    def __init__(self, *, work_pool_name: str) -> None:
+        super().__init__(work_pool_name=work_pool_name)
+        self.seen: dict[UUID, str] = {}
+
     def select_runs(self, due: Sequence[WorkerFlowRunResponse]) -> list[WorkerFlowRunResponse]:
-        self.seen = [run.flow_run.name for run in due]
+        self.seen |= {run.flow_run.id: run.flow_run.name for run in due}
         return []
 
 
@@ -53,7 +58,7 @@ def test_a_worker_sees_the_due_runs_of_other_jobs(stack: StackState, api: Api) -
             assert {run.flow_run.name for run in page} == {"hangs"}
             worker._complete_at = 0.0
             await worker.get_and_submit_flow_runs()
-            return worker.seen
+            return [*worker.seen.values()]
 
     seen = asyncio.run(look())
     assert len(seen) == PAGE + 12

@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
 
+import psutil
 import pytest
 import torch
 import typer
@@ -22,6 +23,7 @@ from typer.testing import CliRunner
 
 from tests.unit.job import Job
 from tests.unit.steps import MODEL, commit_files
+from tests.waiting import until
 from trinity_sync.cli.commands import app
 from trinity_sync.cli.output import Column, format_age, format_duration
 from trinity_sync.cli.schema import DOCUMENTS, list_fields
@@ -253,9 +255,11 @@ def at_a_terminal(
     try:
         while some := os.read(ours, 4096):
             shown += some
-            if answer and b"[y/N]" in shown:
+            if answer and b"[y/N]: " in shown:
                 meanwhile()
                 if answer == "\x03":
+                    # before it waits, Python would read on and act on the signal after the answer
+                    until(lambda: psutil.Process(command.pid).status() == "sleeping", "a wait")
                     command.send_signal(signal.SIGINT)
                 else:
                     os.write(ours, f"{answer}\n".encode())

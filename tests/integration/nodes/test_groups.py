@@ -193,7 +193,7 @@ def test_a_node_that_dies_is_named_and_fails_the_save(world: World) -> None:
 
         def waits() -> bool:
             every = psutil.Process(world.second.pid).children(recursive=True)
-            return any(each.name().startswith("ray::persist_node") for each in every)
+            return any(each.name().startswith("ray::persist") for each in every)
 
         until(waits, "the task on the second node")
         kill(world.second)
