@@ -34,7 +34,7 @@ from trinity_sync.cli.report_html import render_report
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import CommitError, FormatError
 from trinity_sync.fs.locks import acquire_commit_lock
-from trinity_sync.fs.records import digest_body
+from trinity_sync.fs.records import add_digest
 from trinity_sync.layout import ITERATION_FILES, step_folder
 from trinity_sync.orchestration.job_registry import register_job
 from trinity_sync.orchestration.recovery.images import allow_eviction, find_orphaned_saves
@@ -107,7 +107,7 @@ def changed(path: Path, **values: Any) -> None:
     body = json.loads(path.read_text())
     del body["digest"]
     body |= values
-    path.write_text(json.dumps({**body, "digest": digest_body(body)}))
+    path.write_text(add_digest(json.dumps(body)))
 
 
 def of_another_release(path: Path, change: int = AHEAD) -> bytes:
@@ -203,7 +203,7 @@ def test_a_record_that_is_torn_is_not_taken_for_one_of_another_release(
     path = step_folder(job.root, 1) / "manifest.json"
     content = of_another_release(path, change)
     path.write_bytes(content.replace(b'"run": 1', b'"run": 2'))
-    with pytest.raises(CommitError, match="altered"):
+    with pytest.raises(CommitError, match="its digest differs"):
         read_manifest(job.root, 1)
 
 

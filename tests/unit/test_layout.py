@@ -11,6 +11,8 @@ from tests.unit.job import Job
 from tests.unit.steps import commit_files
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import (
+    is_below,
+    is_path,
     is_step_folder,
     job_id,
     refuse_url,
@@ -34,6 +36,23 @@ def test_a_step_has_one_name(tmp_path: Path, name: str) -> None:
     assert not is_step_folder(name)
     with pytest.raises(ConfigError, match="not of the form"):
         split_role_path(tmp_path / name / "actor")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["a", "actor/a.pt", "a//b", "./a", "a/", "...", ".a", "..a", "a..", "a\nb", "\udcff", "\u00e9"],
+)
+def test_a_path_stays_below_the_steps_folder(path: str) -> None:
+    assert is_below(path)
+    assert is_path(path)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["", ".", "./", ".//.", "/", "/a", "..", "../a", "a/..", "a/../b", "a\n/../b", "a\0", "\ud800"],
+)
+def test_a_path_that_leads_elsewhere_or_names_nothing_is_not_below_it(path: str) -> None:
+    assert not is_below(path)
 
 
 @pytest.mark.parametrize("step", [0, 7, 10**18 - 1])

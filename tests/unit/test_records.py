@@ -29,7 +29,14 @@ from trinity_sync.errors import (
     SupersededError,
     TicketError,
 )
-from trinity_sync.fs.records import digest_body
+from trinity_sync.fs.records import (
+    Count,
+    Record,
+    add_digest,
+    decode_body,
+    decode_record,
+    encode_record,
+)
 from trinity_sync.layout import ITERATION_FILES, step_folder
 from trinity_sync.snapshot.callable_status import CallableStatus, read_statuses, write_status
 from trinity_sync.snapshot.slot_cache import read_cached_file
@@ -221,9 +228,8 @@ def test_a_record_of_wrong_values_is_none_or_the_error_of_its_reader(
     for _ in range(data.draw(st.integers(1, 2))):
         if body:
             body = changed(body, data)
-    body["digest"] = digest_body(body)
     try:
-        kind.path.write_text(json.dumps(body))
+        kind.path.write_text(add_digest(json.dumps(body)))
         with suppress(FormatError, *kind.errors):
             found = kind.read()
             require_typed(found) if name != "metrics" else [float(each) for each in found.values()]
@@ -262,9 +268,100 @@ def test_a_text_of_any_depth_is_no_record(records: dict[str, Kind], name: str) -
     kind = records[name]
     for depth in range(800, 1000):
         nested = "[" * depth + "]" * depth
-        kind.path.write_text(f'{{"format": 1, "digest": "", "step": {nested}}}')
+        kind.path.write_text(add_digest(f'{{"format": 1, "step": {nested}}}'))
         with pytest.raises(kind.errors):
             kind.read()
+
+
+@dataclass(frozen=True)
+class Note(Record, format=1):
+    step: Count
+    values: dict[str, float]
+    text: str = ""
+
+
+NOTE = Note(4, {"loss": 0.5}, "caf\u00e9")
+TEXT = encode_record(NOTE)
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_text_that_differs_in_any_byte_is_no_record(indent: int | None) -> None:
+    good = encode_record(NOTE, indent=indent).encode()
+    assert decode_record(Note, good, "a") == NOTE
+    others = {good[:at] for at in range(len(good))}
+    for at in range(len(good)):
+        others |= {good[:at] + more + good[at + skip :] for more in (b" ", b"e") for skip in (0, 1)}
+    for other in others - {good}:
+        with pytest.raises(ValueError, match="its digest differs"):
+            decode_record(Note, other, "a")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        TEXT + "\n",
+        TEXT + "\0",
+        TEXT + TEXT,
+        "\ufeff" + TEXT,
+        TEXT.replace("}", ', "digest": ""}'),
+        TEXT.removesuffix("}") + ', "step": 5}',
+        json.dumps({**json.loads(TEXT), "text": TEXT}),
+        json.dumps({**json.loads(TEXT), "text": TEXT}, indent=1),
+        json.dumps(TEXT),
+        json.dumps(json.loads(TEXT), sort_keys=True, indent=1),
+    ],
+)
+def test_what_is_added_to_a_record_makes_it_none(text: str) -> None:
+    for decode in (
+        lambda: decode_record(Note, text.encode(), "a"),
+        lambda: decode_body(text.encode(), "a", 1),
+    ):
+        with pytest.raises(ValueError, match="its digest differs"):
+            decode()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}",
+        "[1]",
+        '{"step": 4, "values": {}}',
+        '{"format": true, "step": 4, "values": {}}',
+        '{"format": 1.0, "step": 4, "values": {}}',
+        '{"format": 1, "step": 4, "values": {"loss": "NaN"}}',
+        '{"format": 1, "step": NaN, "values": {}}',
+        '{"format": 1, "step": 4, "values": {}, "text": "a}',
+        '{"format": 1, "step": 4, "values": {}, "more": NaN, "deep": ' + "[" * 10**5,
+        '{"format": 1, "step": 4, "values": {}, "deep": ' + "[" * 10**5 + "]" * 10**5 + "}",
+    ],
+    ids=lambda text: text[:60],
+)
+def test_a_text_with_its_digest_that_is_no_record_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        decode_record(Note, add_digest(text).encode(), "a")
+
+
+@pytest.mark.parametrize("more", ["NaN", "Infinity", '"\\ud800"', "1e999", "9" * 400])
+def test_a_value_that_few_readers_of_json_know_hides_no_other(more: str) -> None:
+    text = (
+        f'{{"digest": "", "step": 3, "step": 4, "values": {{"loss": 1}}, "more": {more}, "format": '
+    )
+    good = add_digest(text + "1}").encode()
+    assert decode_record(Note, good, "a") == Note(4, {"loss": 1.0})
+    assert decode_body(good, "a", 1).keys() == {"step", "values", "more"}
+    with pytest.raises(FormatError) as found:
+        decode_record(Note, add_digest(text + "2}").encode(), "a")
+    assert (found.value.found, found.value.step, found.value.run) == (2, 4, None)
+
+
+def test_what_a_manifest_was_asked_is_not_written_with_it(job: Job) -> None:
+    job.stage(1, {"model": {"w": torch.zeros(3)}})
+    manifest = job.commit(1)
+    asked, other = read_manifest(job.root, 1), read_manifest(job.root, 1)
+    assert asked.images
+    assert asked.roles == ("actor",)
+    assert asked == other == manifest
+    assert encode_record(asked) == encode_record(other)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -30,7 +30,7 @@ from trinity_sync.errors import (
     TrinitySyncError,
 )
 from trinity_sync.fs.locks import acquire_commit_lock
-from trinity_sync.fs.records import digest_body
+from trinity_sync.fs.records import add_digest
 from trinity_sync.layout import MANIFEST, shard_file, step_folder
 from trinity_sync.orchestration.job_registry import (
     list_known_roots,
@@ -233,7 +233,7 @@ def edited(root: Path, change: Any) -> None:
     body = json.loads(path.read_text())
     del body["digest"]
     change(body)
-    path.write_text(json.dumps({**body, "digest": digest_body(body)}))
+    path.write_text(add_digest(json.dumps(body)))
 
 
 @pytest.mark.parametrize(

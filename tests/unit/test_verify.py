@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -255,6 +256,6 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(job: Job) -> None:
     manifest = read_manifest(job.root, 1)
     for path in ("../../secret", "/etc/passwd"):
         record = type(manifest.files[0])(path, 1, "x")
-        write_manifest(job.root, type(manifest)(**{**vars(manifest), "files": (record,)}))
+        write_manifest(job.root, replace(manifest, files=(record,)))
         with pytest.raises(ManifestError, match="outside of the step's folder"):
             choose_files(job.root, step=1)

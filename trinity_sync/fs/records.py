@@ -1,10 +1,10 @@
 """Records: small JSON files with a type, a format number and a digest.
 
 A record type is a frozen dataclass below `Record`; msgspec checks every value when a record is
-read. The digest covers the values and the format. A record with a wrong digest is torn or was
-altered (ValueError); a record with a valid digest and another format was written by another release
-(`FormatError`). All formats have ``format`` and ``digest``, and ``run`` and ``step`` have the same
-meaning in all records that have them.
+read. The digest is the last value of the object and covers all bytes before it. A record with a
+wrong digest is torn or was altered (ValueError); a record with a valid digest and another format
+was written by another release (`FormatError`). All formats have ``format`` and ``digest``, and
+``run`` and ``step`` have the same meaning in all records that have them.
 
 A digest does not authenticate the writer, so values of a wrong type or range are also refused.
 """
@@ -28,6 +28,7 @@ STACK = "the stack's environment"
 _EITHER = "the environment that wrote it"
 
 R = TypeVar("R", bound="Record")
+T = TypeVar("T")
 
 
 class Record:
@@ -76,7 +77,8 @@ def decode_record(kind: type[R], content: bytes, path: Path | str) -> R:
         ValueError: it is torn or was altered, or a value is missing or of a wrong type or range.
         FormatError: another release has written it.
     """
-    return msgspec.convert(decode_body(content, path, kind.FORMAT, kind.WRITER), kind)
+    _check(content, path, kind.FORMAT, kind.WRITER)
+    return _load(content, kind)
 
 
 def read_spool_record(kind: type[R], path: Path) -> R | None:
@@ -103,8 +105,13 @@ def encode_body(body: dict[str, Any], format: int, *, indent: int | None = None)
         format: format number.
         indent: as of ``json.dumps``.
     """
-    whole = {"format": format, **body}
-    return json.dumps({**whole, "digest": digest_body(whole)}, indent=indent)
+    return add_digest(json.dumps({"format": format, **body}, indent=indent))
+
+
+def add_digest(text: str) -> str:
+    """Return the text of a record, given that of an object with its format and its values."""
+    covered = text.removesuffix("}").rstrip()
+    return covered + _make_end(covered.encode()).decode()
 
 
 def decode_body(
@@ -122,16 +129,9 @@ def decode_body(
         ValueError: it is torn or was altered, or has no digest or format.
         FormatError: it is intact, and of another format.
     """
-    body = _load_object(content)
-    if body.pop("digest", None) != digest_body(body):
-        raise ValueError("it was altered")
-    found = body.pop("format", None)
-    if type(found) is not int:
-        raise ValueError("it has no format")
-    if found != format:
-        run, step = _get_run_and_step(body)
-        raise FormatError.between(path, found, format, writer=writer, run=run, step=step)
-    return body
+    _check(content, path, format, writer)
+    body = _load(content, dict[str, Any])
+    return {name: value for name, value in body.items() if name not in ("format", "digest")}
 
 
 def parse_run_and_step(content: bytes) -> tuple[int | None, int | None]:
@@ -140,37 +140,51 @@ def parse_run_and_step(content: bytes) -> tuple[int | None, int | None]:
     Each is None if the record cannot be read or does not contain it.
     """
     try:
-        return _get_run_and_step(_load_object(content))
+        return _get_run_and_step(_load(content, _Head))
     except ValueError:
         return None, None
 
 
-def digest_body(body: dict[str, Any]) -> str:
-    """Return the digest of a record's values, independent of order and spacing in the file.
+class _Head(msgspec.Struct):
+    """What is read in a record of any format; each value may be missing or of any type."""
 
-    Raises:
-        ValueError: the values are nested too deeply.
-    """
+    format: Any = None
+    run: Any = None
+    step: Any = None
+
+
+def _check(content: bytes, path: Path | str, format: int, writer: str) -> None:
+    covered, end = content[:-_END_NBYTES], content[-_END_NBYTES:]
+    if end != _make_end(covered):
+        raise ValueError("its digest differs")
+    head = _load(content, _Head)
+    if type(head.format) is not int:
+        raise ValueError("it has no format")
+    if head.format != format:
+        run, step = _get_run_and_step(head)
+        raise FormatError.between(path, head.format, format, writer=writer, run=run, step=step)
+
+
+def _make_end(covered: bytes) -> bytes:
+    """Return what follows the bytes that the digest covers, to the end of the file."""
+    return b',\n "digest": "sha256:%s"\n}' % hashlib.sha256(covered).hexdigest().encode()
+
+
+_END_NBYTES = len(_make_end(b""))
+
+
+def _load(content: bytes, kind: type[T]) -> T:
     try:
-        canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+        try:
+            return msgspec.json.decode(content, type=kind)
+        except msgspec.DecodeError:  # also of NaN, as in metrics, and of lone surrogates
+            return msgspec.convert(json.loads(content), kind)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _load_object(content: bytes) -> dict[str, Any]:
-    # not msgspec, which does not support NaN: metrics may be NaN
-    try:
-        body = json.loads(content)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    if not isinstance(body, dict):
-        raise ValueError("it is not a JSON object")
-    return body
-
-
-def _get_run_and_step(body: dict[str, Any]) -> tuple[int | None, int | None]:
-    return _count_or_none(body.get("run")), _count_or_none(body.get("step"))
+def _get_run_and_step(head: _Head) -> tuple[int | None, int | None]:
+    return _count_or_none(head.run), _count_or_none(head.step)
 
 
 def _count_or_none(value: Any) -> int | None:

@@ -3,6 +3,7 @@
 import errno
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from trinity_sync.errors import FormatError, ManifestError
@@ -12,7 +13,7 @@ from trinity_sync.layout import MANIFEST, ROOT_FORMAT, Kind, is_below, shard_fil
 from trinity_sync.storage.save_timing import SaveTiming
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class FileRecord:
     """One file of a committed step."""
 
@@ -79,12 +80,12 @@ class Manifest(Record, format=ROOT_FORMAT):
         """Total bytes of all files."""
         return sum(record.nbytes for record in self.files)
 
-    @property
+    @cached_property
     def images(self) -> frozenset[str]:
         """Names of all images that were committed with the step."""
         return frozenset(image for record in self.files for image in record.images)
 
-    @property
+    @cached_property
     def roles(self) -> tuple[str, ...]:
         """Roles that have a file in this step, sorted."""
         return tuple(sorted({record.role for record in self.files if record.role}))
