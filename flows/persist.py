@@ -10,13 +10,14 @@ import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
 
 from prefect import get_run_logger, task
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from tasks.on_ray import list_living_nodes, run_on_node
 from tasks.persist import PERSIST_TASKS, RETRY_DELAYS_S
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.errors import SaveError
-from trinity_sync.orchestration.on_node.save import Failure, Share, persist_node
+from trinity_sync.errors import SaveError, TrinitySyncError
+from trinity_sync.orchestration.on_node.outcome import Outcome
+from trinity_sync.orchestration.on_node.save import Share, is_io_error, persist_node
 from trinity_sync.orchestration.run_page import FailedTask, make_failed_task
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted
@@ -76,7 +77,7 @@ class NodeSave:
             return
         assert isinstance(outcome, BaseException)
         error = outcome
-        if isinstance(outcome, RayError):
+        if isinstance(outcome, RayError) and not isinstance(outcome, RayTaskError):
             why = f"or a process of it, died before they were written ({type(outcome).__name__})"
             error = self.make_lost_error(request, why)
             error.__cause__ = outcome
@@ -178,29 +179,30 @@ class NodeGroup:
         while shares:
             again: dict[Share, Exception] = {}
             for share, outcome in zip(shares, await self._attempt(node, shares), strict=True):
-                if not isinstance(outcome, Failure):
-                    node.add_outcome(self.request, share, outcome)
-                elif outcome.may_pass and delays_s:
-                    again[share] = outcome.error
-                else:
-                    node.add_outcome(self.request, share, outcome.error)
-                    why = outcome.traceback or node.errors[share.what]
+                error = outcome.get_error()
+                if error and delays_s and is_io_error(error):
+                    again[share] = error
+                    continue
+                node.add_outcome(self.request, share, error or outcome.unwrap())
+                if error:
+                    seen = node.errors[share.what]
+                    why = seen if isinstance(seen, TrinitySyncError) else outcome.traceback or seen
                     logger.error("node %s, %s: %s", node.name, share.what, why)
             if again:
-                what, (error, *_) = ", ".join(share.what for share in again), again.values()
+                what, (first, *_) = ", ".join(share.what for share in again), again.values()
                 pause_s = delays_s.pop(0)
-                logger.warning("node %s: repeating %s in %g s: %s", node.name, what, pause_s, error)
+                logger.warning("node %s: repeating %s in %g s: %s", node.name, what, pause_s, first)
                 await asyncio.sleep(pause_s)
             shares = [*again]
 
     async def _attempt(
         self, node: NodeSave, shares: Sequence[Share]
-    ) -> Sequence[Persisted | Failure]:
+    ) -> Sequence[Outcome[Persisted]]:
         try:
             arguments = self.request, tuple(shares), node.shards
             return await run_on_node(node.name, persist_node, *arguments)
         except Exception as error:  # of Ray: the node or its process died
-            return [Failure(error)] * len(shares)
+            return [Outcome(error=error)] * len(shares)
 
 
 @task(name="persist", persist_result=False)

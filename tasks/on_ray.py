@@ -7,76 +7,21 @@ millisecond instead of a tenth of a second.
 
 import asyncio
 import math
-import pickle
 import time
-import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, Generic, ParamSpec, TypeVar, cast
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import ray
 from prefect.context import TaskRunContext
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trinity_sync.errors import StackError
+from trinity_sync.orchestration.on_node.outcome import Outcome, call
 from trinity_sync.settings import Settings
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-class RemoteTracebackError(Exception):
-    """The traceback of an error in a Ray process, as text; the cause of an error without one."""
-
-
-@dataclass(frozen=True)
-class Outcome(Generic[T]):
-    """What a function has returned or raised in a Ray process."""
-
-    result: T | None = None
-    error: Exception | None = None
-    cause: BaseException | None = None
-    """Cause of the error, which pickling the error loses."""
-    traceback: str = ""
-
-    def unwrap(self) -> T:
-        """Return the result.
-
-        Raises:
-            Exception: The error, with its cause.
-        """
-        if self.error:
-            # an I/O error has no other cause: tasks are retried by it
-            shown = (
-                None if isinstance(self.error, OSError) else RemoteTracebackError(self.traceback)
-            )
-            raise self.error from self.cause or shown
-        return cast(T, self.result)
-
-
-def call(function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome[T]:
-    """Call a function in a Ray process.
-
-    Args:
-        function: The function.
-        args: Its arguments.
-        kwargs: Its arguments by name.
-    """
-    try:
-        return Outcome(function(*args, **kwargs))
-    except Exception as error:
-        text = traceback.format_exc()
-        failed: Outcome[T] = Outcome(error=error, cause=error.__cause__, traceback=text)
-        try:
-            pickle.loads(pickle.dumps(failed))
-        except Exception:  # such as the errors of HTTP clients; what tasks look at is the class
-            try:
-                pickle.loads(pickle.dumps(error))
-            except Exception:
-                return Outcome(error=RemoteTracebackError(text), traceback=text)
-            return Outcome(error=error, traceback=text)
-        return failed
 
 
 @cache

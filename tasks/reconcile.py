@@ -11,11 +11,9 @@ from prefect.client.orchestration import get_client
 
 from tasks.on_ray import run_here
 from tasks.weights import create_weights_artifact
-from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.orchestration.job_registry import select_roots
 from trinity_sync.orchestration.quantities import make_artifact_key
 from trinity_sync.orchestration.recovery.reconcile import GRACE_S, reconcile
-from trinity_sync.orchestration.root_threads import run_in_thread
 from trinity_sync.settings import Settings
 from trinity_sync.storage.gc import Finding
 
@@ -29,7 +27,7 @@ async def repair(root: str | None, grace_s: float = GRACE_S) -> None:
         grace_s: Minimum age in seconds of a file or slot that is removed as unused.
     """
     roots, found = await run_here(repair_on_node, root, grace_s)
-    await create_findings_artifacts(found, Settings().node)
+    await create_findings_artifacts(found, Settings())
     for each in roots:
         await create_weights_artifact(each)
 
@@ -51,18 +49,19 @@ async def _reconcile(settings: Settings, roots: Sequence[Path], grace_s: float) 
         return await reconcile(settings, roots, client, grace_s=grace_s)
 
 
-async def create_findings_artifacts(found: Sequence[Finding], node: str) -> None:
+async def create_findings_artifacts(found: Sequence[Finding], settings: Settings) -> None:
     """Show the findings in the Prefect UI: those of each job, and those of the node's spool.
 
     Args:
         found: The findings.
-        node: Name of this node.
+        settings: Names of this node and of its spool.
     """
+    own = f"reconciled-node-{re.sub(r'[^a-z0-9]+', '-', settings.node.lower())}"
     groups: dict[str, list[Finding]] = {}
     for finding in found:
-        is_root = await run_in_thread((Path(finding.where) / PRIVATE_FOLDER).is_dir)
-        own = f"node-{re.sub(r'[^a-z0-9]+', '-', node.lower())}"
-        key = make_artifact_key("reconciled", finding.where) if is_root else f"reconciled-{own}"
+        where = Path(finding.where)
+        is_root = where.is_absolute() and settings.spool not in where.parents
+        key = make_artifact_key("reconciled", finding.where) if is_root else own
         groups.setdefault(key, []).append(finding)
     for key, findings in groups.items():
         repaired = sum(finding.state == "repaired" for finding in findings)

@@ -95,6 +95,22 @@ def test_a_root_that_hangs_is_left_out_and_named_once_until_it_answers(
     assert f"{job.root} answers again" in caplog.text
 
 
+def test_a_root_that_hangs_is_left_out_although_another_fails(job: Job, other: Job) -> None:
+    visits, calls = RootVisits("a test"), []
+
+    def read(root: Path) -> bool:
+        calls.append(root)
+        if root == other.root:
+            raise OSError(5, "Input/output error")
+        return root.is_dir()
+
+    with hanging(job.root):
+        for _ in range(2):
+            with pytest.raises(OSError, match="Input/output"):
+                visits.visit([other.root, job.root], read, limit_s=0.2)
+        assert calls.count(job.root) == 1
+
+
 def test_the_latest_pointer_of_another_job_is_repaired(
     job: Job, other: Job, settings: Settings
 ) -> None:

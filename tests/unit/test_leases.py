@@ -221,3 +221,12 @@ def test_a_torn_lease_or_pin_still_holds(committed: Job) -> None:
     lease.path.write_text("")
     assert [pin.step for pin in list_pins(committed.root)] == [4]
     assert [lease.step for lease in list_leases(committed.root)] == [4]
+
+
+def test_what_was_read_is_good_although_its_lease_cannot_be_removed(
+    committed: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    with acquire_lease(committed.root, 4, "a reader") as lease:
+        lease.path.unlink()
+        lease.path.mkdir()  # as a mount whose server is gone
+    assert "which ends by itself" in caplog.text

@@ -2,12 +2,18 @@
 
 import asyncio
 import pickle
+from pathlib import Path
 
 import pytest
 
-from tasks.on_ray import RemoteTracebackError, call, gather_results
+from tasks.on_ray import gather_results
+from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import RemoteError, SaveError
-from trinity_sync.orchestration.on_node.save import is_io_error
+from trinity_sync.orchestration.on_node import save
+from trinity_sync.orchestration.on_node.outcome import RemoteTracebackError, call
+from trinity_sync.orchestration.on_node.save import Share, is_io_error
+from trinity_sync.storage.placement import NodeShards
+from trinity_sync.storage.save import Persisted
 
 
 def write_on_a_full_disk() -> None:
@@ -86,3 +92,20 @@ def test_results_are_gathered_once_all_have_ended() -> None:
             gather_results([run("a", 1, SaveError("first")), run("b", 0, OSError()), run("c", 9)])
         )
     assert sorted(ended) == ["a", "b", "c"]
+
+
+def test_an_error_of_one_component_that_cannot_be_pickled_leaves_those_of_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def persist_component(request: SaveRequest, component: str, *_: object) -> Persisted:
+        if component == "model":
+            raise UnpicklableError("503", request=None)
+        return Persisted([], [])
+
+    monkeypatch.setattr(save, "persist_component", persist_component)
+    request = SaveRequest(root=str(tmp_path), run=1, step=1)
+    shards = NodeShards("a", str(tmp_path), {"actor": (0,)})
+    outcomes = save.persist_node(request, [Share("model"), Share("optim")], shards)
+    model, optim = pickle.loads(pickle.dumps(outcomes))
+    assert "503" in str(model.get_error())
+    assert optim.unwrap().written == ()

@@ -49,7 +49,10 @@ def list_known_roots(settings: Settings, stack: StackSettings | None = None) -> 
 
 
 def _is_known(stack: StackSettings, root: Path) -> bool:
-    return is_allowed(stack, root) and root.is_dir()
+    try:
+        return is_allowed(stack, root) and root.is_dir()
+    except OSError:  # such as of a mount whose server is gone
+        return False
 
 
 def list_registered_roots(settings: Settings) -> list[Path]:

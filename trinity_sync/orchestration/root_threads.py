@@ -91,7 +91,7 @@ class RootVisits:
             limit_s: Seconds to wait for all once the last one is visited.
 
         Raises:
-            Exception: The first error of a call.
+            Exception: The first error of a call, once all are done or given up.
         """
         visits: dict[Path, Future[R]] = {}
         for root in roots:
@@ -103,11 +103,15 @@ class RootVisits:
             visits[root] = start_thread(function, root)
             wait([visits[root]], each_s)
         deadline = time.monotonic() + limit_s
-        found = {}
+        found: dict[Path, R] = {}
+        first: BaseException | None = None
         for root, visit in visits.items():
             wait([visit], None if math.isinf(limit_s) else max(0.0, deadline - time.monotonic()))
             if visit.done():
-                found[root] = visit.result()
+                if error := visit.exception():
+                    first = first or error
+                else:
+                    found[root] = visit.result()
                 continue
             self._hanging[root] = visit  # type: ignore[assignment]
             logger.warning(
@@ -117,4 +121,6 @@ class RootVisits:
                 each_s + limit_s,
                 self._purpose,
             )
+        if first:
+            raise first
         return found

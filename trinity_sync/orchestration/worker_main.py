@@ -72,8 +72,7 @@ def serve(settings: Settings, stack: StackSettings) -> None:
 
 def _import_work() -> None:
     """Import what tasks do in a Ray worker process, so that the first save finds it imported."""
-    for module in ("tasks.on_ray", "trinity_sync.orchestration.on_node.save"):
-        importlib.import_module(module)
+    importlib.import_module("trinity_sync.orchestration.on_node.save")
 
 
 async def _until_stopped(stack: StackSettings) -> None:

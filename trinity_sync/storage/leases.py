@@ -98,10 +98,12 @@ class Lease(_LeaseRecord):
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.process == read_process_identity(
-            os.getpid()
-        ):  # not in a child that was forked in the block
+        if self.process != read_process_identity(os.getpid()):
+            return  # a child that was forked in the block
+        try:
             self.release()
+        except OSError as error:  # what was read is good, and on all ranks; the lease ends anyway
+            logger.warning("cannot remove %s, which ends by itself: %s", self.path, error)
 
 
 def acquire_lease(root: str | Path, step: int, holder: str, *, ttl_s: float = LEASE_S) -> Lease:

@@ -2,18 +2,16 @@
 
 import logging
 import shutil
-import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 
 from trinity_sync.catalog.mirror import try_mirror
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.errors import TrinitySyncError
 from trinity_sync.fs.rate_limit import RateLimit
 from trinity_sync.layout import FOLDERS, KINDS, Component, Kind
 from trinity_sync.orchestration.job_registry import register_job, require_allowed
+from trinity_sync.orchestration.on_node.outcome import Outcome, call
 from trinity_sync.orchestration.on_node.settings import read_settings
 from trinity_sync.orchestration.run_page import NodeResources, describe_commit, summarize_commit
 from trinity_sync.snapshot.save_id import SaveId
@@ -50,17 +48,6 @@ class Share:
     def what(self) -> str:
         """The component, or what else it is."""
         return self.component or "callable saves"
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a share was not persisted."""
-
-    error: Exception
-    may_pass: bool = False
-    """Whether it is worth a repetition, see `is_io_error`."""
-    traceback: str = ""
-    """Where it was raised on the node; empty if its message says what to do."""
 
 
 def is_io_error(error: BaseException) -> bool:
@@ -122,7 +109,7 @@ def persist_component(
 
 def persist_node(
     request: SaveRequest, shares: Sequence[Share], shards: NodeShards
-) -> list[Persisted | Failure]:
+) -> list[Outcome[Persisted]]:
     """Persist shares of one node in parallel; one that fails does not affect the others.
 
     Args:
@@ -130,16 +117,13 @@ def persist_node(
         shares: What is to be persisted.
         shards: The shards that this node holds.
     """
+
+    def persist_share(share: Share) -> Outcome[Persisted]:
+        arguments = (request, share.component, shards, share.awaits_callables)
+        return call(persist_component, arguments)
+
     with ThreadPoolExecutor(len(shares), "persist-node") as threads:
-        return list(threads.map(partial(_try_persist, request, shards), shares))
-
-
-def _try_persist(request: SaveRequest, shards: NodeShards, share: Share) -> Persisted | Failure:
-    try:
-        return persist_component(request, share.component, shards, share.awaits_callables)
-    except Exception as error:
-        expected = isinstance(error, TrinitySyncError)
-        return Failure(error, is_io_error(error), "" if expected else traceback.format_exc())
+        return list(threads.map(persist_share, shares))
 
 
 def commit_step(
