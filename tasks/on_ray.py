@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import ray
-from prefect.context import TaskRunContext
+from prefect.runtime import task_run
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trinity_sync.errors import StackError
@@ -49,8 +49,7 @@ async def run_on_node(
         RayError: The process or the node died.
         Exception: The error of the function, with its cause.
     """
-    running = TaskRunContext.get()
-    options: dict[str, Any] = {"name": running.task.name if running else function.__name__}
+    options: dict[str, Any] = {"name": task_run.task_name or function.__name__}
     if node is not None:
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(_find(node), soft=False)
     outcome: Outcome[T] = await _get_remote_call().options(**options).remote(function, args, kwargs)

@@ -7,6 +7,7 @@
       latest_state_dict_iteration.txt
       global_step_40/
         manifest.json
+        manifest-0123456789abcdef.json          of thousands of files: its parts
         .full_checkpoint
         corrupted.json                          only if a verification found corruption
         actor/

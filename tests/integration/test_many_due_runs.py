@@ -57,9 +57,11 @@ def test_a_worker_sees_the_due_runs_of_other_jobs(stack: StackState, api: Api) -
             (page,) = [await asking.get_scheduled_flow_runs_for_work_pool(POOL)]
             assert {run.flow_run.name for run in page} == {"hangs"}
             worker._complete_at = 0.0
-            await worker.get_and_submit_flow_runs()
+            while len(worker.seen) < PAGE + 12:
+                await worker.get_and_submit_flow_runs()
+                await asyncio.sleep(0.1)
             return [*worker.seen.values()]
 
-    seen = asyncio.run(look())
+    seen = asyncio.run(asyncio.wait_for(look(), 60))
     assert len(seen) == PAGE + 12
     assert {*seen} == {"hangs", "last of the first", "of the second"}

@@ -252,9 +252,9 @@ def test_a_manifest_is_read_again_only_when_it_has_changed(
         looks.append(folder)
         revalidate_folder(folder)
 
-    def read(root: str, step: int) -> Manifest | None:
+    def read(root: str, step: int, **of: Any) -> Manifest | None:
         reads.append(step)
-        return read_manifest(root, step)
+        return read_manifest(root, step, **of)
 
     monkeypatch.setattr("trinity_sync.client.pending_save.revalidate_folder", noted)
     monkeypatch.setattr("trinity_sync.client.pending_save.read_manifest", read)

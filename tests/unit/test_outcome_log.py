@@ -254,10 +254,11 @@ def test_a_rank_whose_rank_0_was_killed_asks_the_server_itself(pair: Job) -> Non
 def test_a_rank_asks_itself_about_a_save_that_rank_0_never_submits(
     pair: Job,
 ) -> None:
-    request = request_of(pair)
-    answers = {"/flow_runs/filter": flow_run(request, "FAILED")}
-    with server(answers) as url, leader(pair, url) as first:
-        first.follow(request_of(pair, step=3))  # it lives, and could not stage step 4
+    request, earlier = request_of(pair), request_of(pair, step=3)
+    failed = {"/flow_runs/filter": flow_run(request, "FAILED")}
+    running = {"/flow_runs/filter": flow_run(earlier, "RUNNING")}
+    with server(failed) as url, server(running) as to_first, leader(pair, to_first) as first:
+        first.follow(earlier)  # it lives, and could not stage step 4
         await_that(first, lambda: log_of(pair))
         other = CommitWatcher(
             SaveTrigger(Settings(spool=pair.spool.folder.parent), url),

@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from types import ModuleType, SimpleNamespace
@@ -25,6 +26,7 @@ from tests.unit.powercut import Disk, Recording, after, cuts
 from tests.unit.steps import commit_files
 from trinity_sync.errors import CommitError
 from trinity_sync.fs import atomic, create, direct_io
+from trinity_sync.fs.atomic import replace_file
 from trinity_sync.fs.direct_io import digest_cached_file
 from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.layout import KINDS, Kind, step_folder
@@ -33,7 +35,7 @@ from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import remove_steps
 from trinity_sync.retention.step_infos import list_step_infos
 from trinity_sync.snapshot.spool import open_job_spool
-from trinity_sync.storage import block_reuse, pins, replace
+from trinity_sync.storage import block_reuse, manifest_files, pins, replace
 from trinity_sync.storage.corruption import Corruption, mark_corrupted, remove_mark
 from trinity_sync.storage.discovery import find_newest, iter_committed_steps, require_committed
 from trinity_sync.storage.gc import FILE_REPAIRS
@@ -245,7 +247,8 @@ class Checker:
             return
         self._went_on.add(mended)
         if commit:
-            load_states(root, commit[1], "actor")
+            ranks = max(record.world_size for record in require_committed(root, commit[1]).files)
+            load_states(root, commit[1], "actor", world_size=ranks)
         commit_files(root, 99, run=mended.run or 1)
         assert find_newest(root).step == read_latest_pointer(root, "checkpoint") == 99
 
@@ -269,6 +272,35 @@ def a_pin(job: Job) -> Iterator[str]:
     yield "it was pinned and unpinned"
 
 
+def steps_in_parts(job: Job) -> Iterator[str]:
+    """Of two ranks, with a file in each part of a manifest."""
+
+    def stage(run: int, kind: Kind, component: str, **other: Any) -> None:
+        for rank in range(2):
+            states = {component: state(rank + run / 10)}
+            job.stage(1, states, rank=rank, kind=kind, run=run, **other)
+
+    job.world_size = 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manifest_files, "PART_FILES", 1)
+        open_run(job.root, "first", 0)
+        stage(1, "state_dict", "model")
+        job.commit(1, kind="state_dict")
+        yield "step 1 was synced"
+        stage(1, "checkpoint", "optim", also=("model",))
+        job.commit(1, "model", "optim")
+        yield "step 1 was saved"
+        assert len([*job.root.glob("global_step_1/manifest-*.json")]) == 4
+        open_run(job.root, "second", 0)
+        stage(2, "checkpoint", "model")
+        job.commit(1, run=2)
+        yield "run 2 replaced step 1"
+
+
+def test_parts_of_a_manifest_are_durable_before_it_names_them(spool_folder: Path) -> None:
+    assert not problems_of(spool_folder, steps_in_parts)
+
+
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "no_exchange"])
 def test_whenever_the_power_goes_the_old_steps_or_the_new_ones_are_found(
     spool_folder: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
@@ -283,6 +315,7 @@ def test_whenever_the_power_goes_the_old_steps_or_the_new_ones_are_found(
 
 
 UNSYNCED = SimpleNamespace(**{**vars(os), "fsync": lambda fd: None})
+REPLACE_UNSYNCED = partial(replace_file, sync=False)
 
 
 @pytest.mark.parametrize(
@@ -292,8 +325,9 @@ UNSYNCED = SimpleNamespace(**{**vars(os), "fsync": lambda fd: None})
         (a_save, replace, "sync_folder", lambda folder: None, "lost: .*1, 1"),
         (a_save, create, "sync_folder", lambda folder: None, "the newest run is 0"),
         (a_pin, pins, "sync_folder", lambda folder: None, r"pinned: \[\(1, ''\)\]"),
+        (steps_in_parts, manifest_files, "replace_file", REPLACE_UNSYNCED, "lost: .*1, 1"),
     ],
-    ids=["bytes", "names", "run", "unpin"],
+    ids=["bytes", "names", "run", "unpin", "parts"],
 )
 def test_a_sync_that_is_left_out_is_noticed(
     spool_folder: Path,

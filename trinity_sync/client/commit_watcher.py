@@ -61,6 +61,7 @@ class CommitWatcher:
         the manifest's time, so the clocks of two nodes decide."""
         self._trigger = trigger
         self._spool = spool
+        self._rank = rank
         self._leads = rank == 0
         self._is_alone = world_size == 1
         self._log: OutcomeLog | None = None
@@ -101,7 +102,9 @@ class CommitWatcher:
             self._trigger.submit(request)
         now = time.monotonic()
         with self._changed:
-            known = self._pending.get(request.key) or PendingSave(request, now, now, time.time())
+            known = self._pending.get(request.key) or PendingSave(
+                request, now, now, time.time(), self._rank
+            )
             # a new object, so that `_end` keeps it if the thread has read the status of the old one
             self._pending[request.key] = replace(
                 known,

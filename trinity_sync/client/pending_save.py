@@ -48,6 +48,8 @@ class PendingSave:
     """When the root is to be looked at next (monotonic)."""
     submitted_at: float
     """When it was submitted, in seconds since the epoch."""
+    rank: int = 0
+    """Rank of this process."""
     images: set[str] = field(default_factory=set)
     """Random names of this process's images; all of them have to be part of the commit."""
     exports: set[str] = field(default_factory=set)
@@ -118,7 +120,9 @@ class PendingSave:
         return [each for each in sealed if each.ticket.image in missing]
 
     def _read_manifest(self) -> Manifest | None:
-        """Return what this run has committed of the step; read again only if its file changed.
+        """Return what this run has committed of the step, with this rank's files at least.
+
+        It is read again only if its file changed.
 
         Raises:
             OSError: the root cannot be read.
@@ -133,7 +137,9 @@ class PendingSave:
         if stamp != self.stamp:
             self.manifest = None
             with suppress(ManifestError):
-                manifest = read_manifest(save.root, save.step)
+                # the files of exports are rank 0's
+                ranks = {self.rank, 0} if self.exports else {self.rank}
+                manifest = read_manifest(save.root, save.step, ranks=ranks)
                 self.manifest = manifest if manifest and manifest.run == save.run else None
             self.stamp = stamp
         return self.manifest

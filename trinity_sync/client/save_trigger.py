@@ -202,7 +202,7 @@ class SaveTrigger:
                 if waits or unreadable or not request.components or _on_several_nodes(request):
                     continue
                 # read after the spool: a commit frees its slots once the manifest is there
-                manifest = read_manifest(save.root, save.step)
+                manifest = read_manifest(save.root, save.step, ranks=())
             except (OSError, TrinitySyncError):
                 continue
             if manifest and manifest.run == save.run and manifest.has_kind(save.kind, save.roles):

@@ -22,7 +22,8 @@ from trinity_sync.fs.progress import OnProgress, no_progress
 from trinity_sync.layout import check_name, shard_file, step_folder
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.storage.commit import commit
-from trinity_sync.storage.manifest import FileRecord, Manifest, read_run_manifest
+from trinity_sync.storage.manifest import Manifest, read_run_manifest
+from trinity_sync.storage.manifest_files import FileRecord
 from trinity_sync.storage.persist import make_attempt_path, read_file_identity
 from trinity_sync.storage.runs import find_newest_run, open_run
 from trinity_sync.storage.save import Written, discard

@@ -39,7 +39,8 @@ from trinity_sync.storage.export_requests import (
     remove_export_request,
 )
 from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
-from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest, write_manifest
+from trinity_sync.storage.manifest import Manifest, read_manifest, write_manifest
+from trinity_sync.storage.manifest_files import FileRecord
 
 HUGGINGFACE = "huggingface"
 ADAPTER = "lora_adapter"

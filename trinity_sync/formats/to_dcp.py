@@ -37,7 +37,8 @@ from trinity_sync.fs.progress import OnProgress, no_progress
 from trinity_sync.layout import check_name, step_folder
 from trinity_sync.storage.discovery import require_committed, require_unreplaced
 from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
-from trinity_sync.storage.manifest import FileRecord, Manifest
+from trinity_sync.storage.manifest import Manifest
+from trinity_sync.storage.manifest_files import FileRecord
 from trinity_sync.storage.restore import require_digest
 
 COMPONENTS = ("model", "optim")

@@ -24,12 +24,12 @@ from trinity_sync.remote.upload import PARALLEL
 from trinity_sync.storage.commit import update_latest_pointers
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.manifest import (
-    FileRecord,
     Manifest,
     read_manifest,
     read_run_number,
     write_manifest_into,
 )
+from trinity_sync.storage.manifest_files import FileRecord
 from trinity_sync.storage.quarantine import fetching_folder
 from trinity_sync.storage.replace import swap_folders
 from trinity_sync.storage.runs import Run, add_run

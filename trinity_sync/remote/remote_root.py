@@ -40,7 +40,8 @@ from trinity_sync.fs.direct_io import DIGEST
 from trinity_sync.fs.records import Count, Record, decode_record, encode_record
 from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER, ROOT_FORMAT, parse_number, step_of_folder
 from trinity_sync.storage.discovery import State
-from trinity_sync.storage.manifest import FileRecord, Manifest, parse_manifest
+from trinity_sync.storage.manifest import Manifest, parse_manifest
+from trinity_sync.storage.manifest_files import FileRecord
 from trinity_sync.storage.runs import Run
 
 LOCAL = ("file", "local")

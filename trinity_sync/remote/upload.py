@@ -19,8 +19,10 @@ from trinity_sync.fs.direct_io import DIGEST
 from trinity_sync.fs.progress import OnProgress, no_progress
 from trinity_sync.layout import MANIFEST, step_folder
 from trinity_sync.remote.remote_root import CHUNK, Remote
+from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.leases import Lease, acquire_lease
-from trinity_sync.storage.manifest import FileRecord, Manifest, parse_manifest
+from trinity_sync.storage.manifest import Manifest, encode_manifest
+from trinity_sync.storage.manifest_files import FileRecord
 
 PARALLEL = 4
 """Number of files that are in flight at a time."""
@@ -73,8 +75,7 @@ def replicate(
     remote = Remote(url)
     start = time.perf_counter()
     with acquire_lease(root, step, f"replicate to {remote.url}") as lease:
-        text = (step_folder(root, step) / MANIFEST).read_bytes()
-        manifest = parse_manifest(text, step_folder(root, step) / MANIFEST, step)
+        manifest = require_committed(root, step, paths=())
         missing = _list_missing(remote, manifest)
         passes = 2 if read_back else 1
         total = passes * sum(record.nbytes for record in missing)
@@ -102,7 +103,7 @@ def replicate(
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-        _commit(remote, step, text)
+        _commit(remote, step, encode_manifest(manifest))
         if missing:
             remote.remove_upload_records(step)
     removed = _remove_oldest(remote, keep_last, manifest) if keep_last else ()

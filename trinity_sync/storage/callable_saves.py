@@ -13,7 +13,7 @@ from trinity_sync.layout import is_below
 from trinity_sync.snapshot.callable_status import CallableStatus, read_statuses
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.storage.manifest import FileRecord
+from trinity_sync.storage.manifest_files import FileRecord
 
 
 def await_callable_saves(

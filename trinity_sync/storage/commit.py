@@ -32,11 +32,11 @@ from trinity_sync.storage.corruption import remove_mark
 from trinity_sync.storage.latest_pointer import advance_latest_pointer, repair_latest_pointer
 from trinity_sync.storage.manifest import (
     CallableRecord,
-    FileRecord,
     Manifest,
     read_manifest,
     write_manifest_into,
 )
+from trinity_sync.storage.manifest_files import FileRecord
 from trinity_sync.storage.persist import parse_image_name
 from trinity_sync.storage.placement import describe_ranks
 from trinity_sync.storage.replace import (
@@ -157,10 +157,10 @@ def finish_interrupted(save: SaveId) -> None:
     Nothing is done if the step is not committed, or superseded. Waits while another commit is in
     flight in the root.
     """
-    if not read_manifest(save.root, save.step):
+    if not read_manifest(save.root, save.step, ranks=()):
         return
     with acquire_commit_lock(save.root) as lock:
-        manifest = read_manifest(save.root, save.step)
+        manifest = read_manifest(save.root, save.step, ranks=())
         if manifest is None or manifest.run != save.run:
             return
         try:

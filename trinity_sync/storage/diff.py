@@ -20,7 +20,8 @@ from trinity_sync.snapshot.safe_load import load_file
 from trinity_sync.snapshot.torch_private import get_shard
 from trinity_sync.storage.discovery import require_committed, require_unreplaced
 from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
-from trinity_sync.storage.manifest import FileRecord, Manifest
+from trinity_sync.storage.manifest import Manifest
+from trinity_sync.storage.manifest_files import FileRecord
 
 PIECE = 1 << 20
 """Number of elements compared at a time."""

@@ -256,7 +256,7 @@ def require_unreplaced(root: str | Path, manifest: Manifest) -> None:
     Raises:
         CommitError: another run has replaced the step, or it was removed.
     """
-    now = read_manifest(root, manifest.step)
+    now = read_manifest(root, manifest.step, ranks=())
     if now is None or now.run != manifest.run:
         found = "it is gone" if now is None else f"run {now.run} has replaced it"
         raise CommitError(

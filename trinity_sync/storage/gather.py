@@ -15,12 +15,8 @@ from trinity_sync.layout import MANIFEST
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import Ticket
-from trinity_sync.storage.manifest import (
-    FileRecord,
-    Manifest,
-    read_manifest,
-    read_run_manifest,
-)
+from trinity_sync.storage.manifest import Manifest, read_manifest, read_run_manifest
+from trinity_sync.storage.manifest_files import FileRecord
 from trinity_sync.storage.placement import NodeShards, describe_ranks
 from trinity_sync.storage.save import Written
 
@@ -53,7 +49,10 @@ def gather_images(
         for role, ranks in shards.ranks.items()
     }
     tickets = ReadOnChange(spool.folder, spool.tickets)
-    manifests = ReadOnChange(save.folder / MANIFEST, lambda: read_manifest(save.root, save.step))
+    ranks = {rank for of_role in shards.ranks.values() for rank in of_role}
+    manifests = ReadOnChange(
+        save.folder / MANIFEST, lambda: read_manifest(save.root, save.step, ranks=ranks)
+    )
     deadline = clock() + rank_timeout_s
     later: set[tuple[str, int]] = set()
     pauses = lengthen_pauses()

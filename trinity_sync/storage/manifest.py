@@ -1,52 +1,29 @@
-"""``global_step_N/manifest.json``: the files of a step. Its atomic appearance is the commit."""
+"""``global_step_N/manifest.json``: the files of a step. Its atomic appearance is the commit.
+
+`manifest_files` has the files' records, and the parts in which a step has thousands of them.
+"""
 
 import errno
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path, PurePosixPath
+from functools import cached_property, partial
+from pathlib import Path
 
 from trinity_sync.errors import FormatError, ManifestError
 from trinity_sync.fs.atomic import read_uncached, replace_file
 from trinity_sync.fs.records import Count, Record, Seconds, decode_record, encode_record
-from trinity_sync.layout import MANIFEST, ROOT_FORMAT, Kind, is_below, shard_file, step_folder
+from trinity_sync.layout import MANIFEST, ROOT_FORMAT, Kind, is_below, step_folder
+from trinity_sync.storage.manifest_files import (
+    FileRecord,
+    ManifestPart,
+    read_parts,
+    remove_other_parts,
+    write_parts,
+)
 from trinity_sync.storage.save_timing import SaveTiming
 
-
-@dataclass(frozen=True, slots=True)
-class FileRecord:
-    """One file of a committed step."""
-
-    path: str
-    """Path below the step's folder, with ``/``."""
-    nbytes: Count
-    digest: str
-    role: str = ""
-    component: str = ""
-    rank: Count = 0
-    world_size: Count = 0
-    images: tuple[str, ...] = ()
-    """Random names of the images that were committed as this file, as in their tickets: several
-    where a state was submitted again, none for the files of a callable save."""
-
-    def merge(self, later: "FileRecord | None") -> "FileRecord":
-        """Return the record after a later commit of the same path, with the images of both commits.
-
-        Args:
-            later: the record of that commit; None if it does not contain the path.
-        """
-        if later is None:
-            return self
-        images = dict.fromkeys(
-            (*self.images, *later.images) if self.digest == later.digest else later.images
-        )
-        return replace(later, images=tuple(images))
-
-    @property
-    def is_shard(self) -> bool:
-        """Whether the file is the shard of one rank, rather than one of several small files."""
-        name = shard_file(self.component, self.world_size, self.rank)
-        return PurePosixPath(self.path).name == name
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -74,21 +51,24 @@ class Manifest(Record, format=ROOT_FORMAT):
     timings: tuple[SaveTiming, ...] = ()
     """One for each save of the step: a sync and the checkpoint that follows it are two. None for a
     step that was imported."""
+    parts: tuple[ManifestPart, ...] = ()
+    """Parts of which ``files`` has some ranks' files only; none if ``files`` has all."""
 
     @property
     def nbytes(self) -> int:
         """Total bytes of all files."""
-        return sum(record.nbytes for record in self.files)
+        return sum(each.nbytes for each in self.parts or self.files)
 
     @cached_property
     def images(self) -> frozenset[str]:
-        """Names of all images that were committed with the step."""
+        """Names of the images that were committed as ``files``."""
         return frozenset(image for record in self.files for image in record.images)
 
     @cached_property
     def roles(self) -> tuple[str, ...]:
         """Roles that have a file in this step, sorted."""
-        return tuple(sorted({record.role for record in self.files if record.role}))
+        found = {record.role for record in self.files}.union(*(part.roles for part in self.parts))
+        return tuple(sorted(found - {""}))
 
     def has_kind(self, kind: Kind, roles: Iterable[str] = ()) -> bool:
         """Return whether ``kind`` was committed, with files of all ``roles``.
@@ -151,37 +131,76 @@ def write_manifest_into(folder: Path, manifest: Manifest) -> None:
         folder: the folder.
         manifest: manifest of the step.
     """
-    manifest = replace(manifest, files=_by_path(manifest.files))
+    assert not manifest.parts, "files of other ranks would be lost"
+    parts = write_parts(folder, manifest.run, manifest.step, manifest.files)
+    files = () if parts else _by_path(manifest.files)
+    replace_file(folder / MANIFEST, encode_manifest(replace(manifest, files=files, parts=parts)))
+    try:
+        remove_other_parts(folder, parts)
+    except OSError as error:
+        logger.warning("cannot remove parts of an earlier manifest in %s: %s", folder, error)
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the bytes of a manifest's file. Remotes store one with all files."""
     # indenting takes ten times as long, and a list of thousands of files is not read by people
     indent = 1 if len(manifest.files) < 1000 else None
-    replace_file(folder / MANIFEST, encode_record(manifest, indent=indent))
+    return encode_record(manifest, indent=indent).encode()
 
 
-def read_manifest(root: str | Path, step: int) -> Manifest | None:
+def read_manifest(
+    root: str | Path, step: int, *, ranks: Collection[int] | None = None
+) -> Manifest | None:
     """Return the manifest of a step, or None if the step is not committed.
 
     Args:
         root: the job's root.
         step: step number.
+        ranks: ranks whose files are wanted; all by default. If the manifest has parts, ``files``
+            has at least theirs, and such a manifest is not to be written.
 
     Raises:
         ManifestError: the manifest is torn or was altered.
         FormatError: another release has written it.
     """
-    path = step_folder(root, step) / MANIFEST
+    folder = step_folder(root, step)
+    while True:
+        content = _read(folder / MANIFEST)
+        if content is None:
+            return None
+        manifest = parse_manifest(content, folder / MANIFEST, step)
+        try:
+            return _add_files(manifest, folder, ranks)
+        except FileNotFoundError as error:
+            if _read(folder / MANIFEST) == content:
+                raise _bad(folder / MANIFEST, f"lacks its part {error.filename}") from error
+            # it was replaced meanwhile, and its parts were removed
+
+
+def _add_files(manifest: Manifest, folder: Path, ranks: Collection[int] | None) -> Manifest:
+    if not manifest.parts:
+        return manifest
     try:
-        content = read_uncached(path)
+        files = read_parts(folder, manifest.parts, ranks)
+    except ValueError as error:
+        raise _bad(folder / MANIFEST, f"is torn or edited ({error})") from error
+    _require_below(files, folder / MANIFEST)
+    return replace(manifest, files=_by_path(files), parts=() if ranks is None else manifest.parts)
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return read_uncached(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.EISDIR):
             raise
         raise _bad(path, f"is not a regular file ({error.strerror})") from error
-    return parse_manifest(content, path, step)
 
 
 def parse_manifest(content: bytes, path: Path | str, step: int) -> Manifest:
-    """Return the manifest encoded in the bytes of a file.
+    """Return the manifest encoded in the bytes of a file, without the files in its parts.
 
     Args:
         content: all bytes of the file.
@@ -198,12 +217,17 @@ def parse_manifest(content: bytes, path: Path | str, step: int) -> Manifest:
         raise _bad(path, f"is torn or edited ({error})") from error
     if manifest.step != step:
         raise _bad(path, f"is the manifest of step {manifest.step}")
-    named = [record.path for record in manifest.files]
-    named += [name for each in manifest.callables for name in each.files]
-    named += {record.role for record in manifest.files if record.role}
-    if not all(map(is_below, named)):
-        raise _bad(path, "names a file outside of the step's folder")
+    _require_below(manifest.files, path, [n for each in manifest.callables for n in each.files])
     return manifest
+
+
+def _require_below(
+    files: Sequence[FileRecord], manifest: Path | str, others: Sequence[str] = ()
+) -> None:
+    named = [*others, *(record.path for record in files)]
+    named += {record.role for record in files if record.role}
+    if not all(map(is_below, named)):
+        raise _bad(manifest, "names a file outside of the step's folder")
 
 
 def read_run_number(root: str | Path, step: int) -> int:
@@ -216,7 +240,7 @@ def read_run_number(root: str | Path, step: int) -> int:
         step: step number.
     """
     try:
-        manifest = read_manifest(root, step)
+        manifest = read_manifest(root, step, ranks=())
     except ManifestError:
         return 0
     except FormatError as error:
@@ -267,7 +291,7 @@ def is_committed(
         kind: kind of the save.
         roles: roles that must have files.
     """
-    manifest = read_run_manifest(root, run, step)
+    manifest = read_run_manifest(root, run, step, read=partial(read_manifest, ranks=()))
     return manifest is not None and manifest.has_kind(kind, roles)
 
 

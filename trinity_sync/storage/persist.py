@@ -28,7 +28,7 @@ from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import Ticket, failure_path, read_ticket
 from trinity_sync.storage.block_reuse import acquire_spare, remove_spares
 from trinity_sync.storage.gather import gather_images
-from trinity_sync.storage.manifest import FileRecord
+from trinity_sync.storage.manifest_files import FileRecord
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Written, remove_files
 from trinity_sync.storage.write_permits import acquire_write_permit

@@ -23,7 +23,8 @@ from trinity_sync.snapshot.safe_load import is_trusted
 from trinity_sync.snapshot.slot_lock import hold_slot
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.discovery import require_committed
-from trinity_sync.storage.manifest import FileRecord, Manifest
+from trinity_sync.storage.manifest import Manifest
+from trinity_sync.storage.manifest_files import FileRecord
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from trinity_sync.snapshot.save_id import Export, SaveId
 from trinity_sync.snapshot.slot_lock import hold_slot, lock_image
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import failure_path, read_ticket
-from trinity_sync.storage.manifest import FileRecord
+from trinity_sync.storage.manifest_files import FileRecord
 
 
 @dataclass(frozen=True)

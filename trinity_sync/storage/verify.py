@@ -36,7 +36,8 @@ from trinity_sync.storage.corruption import (
 from trinity_sync.storage.discovery import iter_committed_steps
 from trinity_sync.storage.latest_pointer import repair_latest_pointer
 from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
-from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest
+from trinity_sync.storage.manifest import Manifest, read_manifest
+from trinity_sync.storage.manifest_files import FileRecord
 from trinity_sync.storage.persist import lower_thread_priority
 
 BROKEN = {errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN}

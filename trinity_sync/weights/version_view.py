@@ -23,7 +23,7 @@ from trinity_sync.snapshot.slot_reader import SlotReader, view_read_only
 from trinity_sync.snapshot.version_tag import VersionTag
 from trinity_sync.storage.discovery import require_unreplaced
 from trinity_sync.storage.leases import lease_to_read
-from trinity_sync.storage.manifest import FileRecord
+from trinity_sync.storage.manifest_files import FileRecord
 from trinity_sync.weights.object_store import ImageCopy
 from trinity_sync.weights.unshard import (
     FullTensor,
