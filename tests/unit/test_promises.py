@@ -476,8 +476,9 @@ class Promises(RuleBasedStateMachine):
         saves = [each for each in model.of(run, step, kind) if each.roles == request.roles]
         done = state == "completed" or any(each.committed for each in saves)
         if there and there.run == run and kind in there.kinds and done:
-            for saved in saves:  # an attempt after the commit: what functions wrote may join it
-                there.kinds |= model.kinds_of(saved)
+            # an attempt after the commit: what functions wrote may join it, other images do not
+            if (run, step, kind) in model.functions:
+                there.kinds |= {kind, "state_dict"}
             return
         assert not model.superseded(run, step), f"{what} was superseded, and came back"
         assert not there or there.run <= run, f"{what} replaces that of a later run"
