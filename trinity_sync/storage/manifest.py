@@ -15,6 +15,7 @@ from trinity_sync.fs.atomic import read_uncached, replace_file
 from trinity_sync.fs.records import Count, Record, Seconds, decode_record, encode_record
 from trinity_sync.layout import MANIFEST, ROOT_FORMAT, Kind, is_below, step_folder
 from trinity_sync.storage.manifest_files import (
+    PART_FILES,
     FileRecord,
     ManifestPart,
     read_parts,
@@ -144,7 +145,7 @@ def write_manifest_into(folder: Path, manifest: Manifest) -> None:
 def encode_manifest(manifest: Manifest) -> bytes:
     """Return the bytes of a manifest's file. Remotes store one with all files."""
     # indenting takes ten times as long, and a list of thousands of files is not read by people
-    indent = 1 if len(manifest.files) < 1000 else None
+    indent = 1 if len(manifest.files) <= PART_FILES else None
     return encode_record(manifest, indent=indent).encode()
 
 

@@ -17,7 +17,7 @@ from trinity_sync.fs.atomic import read_uncached, replace_file
 from trinity_sync.fs.records import Count, Record, decode_record, encode_record
 from trinity_sync.layout import ROOT_FORMAT, shard_file
 
-PART_FILES = 2000
+PART_FILES = 1000
 """Most files in a manifest without parts, and in a part."""
 
 _NAME = re.compile(r"manifest-[0-9a-f]{16}\.json")
