@@ -16,7 +16,7 @@ from benchmarks.training import Size
 if TYPE_CHECKING:
     from benchmarks.run import Run
 
-TURNS = 7
+TURNS = 5
 WINDOW = 3
 """Steps of training: what a save takes from them, it takes from the first ones."""
 EVERYBODY = tuple(name for name in SYSTEMS if "overlapped" not in name and "Prefect" not in name)
@@ -50,7 +50,7 @@ def full(run: "Run") -> Iterator[str]:
     with run.stack():
         for case, held in (
             (_case(middle, WITH_PREFECT, what="with Prefect"), 3),
-            (_case(large, WITH_PREFECT, what="with Prefect"), 3),
+            (_case(large, WITH_PREFECT, turns=3, what="with Prefect"), 3),
             (_case(middle, ("trinity_sync + Prefect, overlapped", *OVERLAPPED), window=WINDOW), 6),
             (replace(_case(middle, NEXT, what="back to back"), back_to_back=True), 6),
             (

@@ -6,9 +6,6 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 RECORDS = REPOSITORY / "benchmarks/results/full.json"
-FIRST_TASK_S = 0.26
-"""Seconds from the request of a run until its first task begins: of the same machine, not in the
-records."""
 POLICIES = ("last=3", "every=50", "hourly=3", "best=2:reward:max")
 
 
@@ -66,7 +63,7 @@ def swimlane() -> str:
     found = medians_of(RECORDS)
     stall = found[WITH_PREFECT, ORCHESTRATED, "stall"]
     durable = found[WITH_PREFECT, ORCHESTRATED, "durable"]
-    begin = stall + FIRST_TASK_S
+    begin = stall + found["orchestration", "trinity_sync + Prefect", "first task"]
     lanes = [
         ("training thread", [(0, stall, "stall", "stop"), (stall, 1.0, "training", "go")]),
         ("rank 0's thread", [(stall, stall + 0.02, "request", "work")]),
