@@ -4,12 +4,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 Tell = Callable[[str, str], object]
 """Called with ``stat``, ``open`` or ``list``, and the path."""
 
-_told: list[Tell] = []
+_told: list[tuple[str, Tell]] = []
 _EVENTS = {"open": "open", "os.scandir": "list", "os.listdir": "list"}
 
 
@@ -20,17 +21,20 @@ def _on_event(event: str, arguments: tuple[Any, ...]) -> None:
 
 def _on_call(kind: str, path: Any) -> None:
     if not isinstance(path, int) and path is not None:  # calls on what is open look nothing up
-        for tell in _told:
-            tell(kind, os.fsdecode(path))
+        name = os.fsdecode(path)
+        for below, tell in _told:
+            if name.startswith(below):
+                tell(kind, name)
 
 
 sys.addaudithook(_on_event)  # it stays until the process ends
 
 
 @contextmanager
-def watch_path_calls(tell: Tell) -> Iterator[None]:
-    """Tell of each call within the block, of any thread, just before it is made."""
-    stat, lstat = os.stat, os.lstat
+def watch_path_calls(below: Path, tell: Tell) -> Iterator[None]:
+    """Tell of each call within the block, of any thread, for a path below a folder, just before it
+    is made."""
+    stat, lstat, told = os.stat, os.lstat, (str(below), tell)
 
     def counted_stat(path: Any, *args: Any, **options: Any) -> os.stat_result:
         _on_call("stat", path)
@@ -41,9 +45,9 @@ def watch_path_calls(tell: Tell) -> Iterator[None]:
         return lstat(path, *args, **options)
 
     os.stat, os.lstat = counted_stat, counted_lstat
-    _told.append(tell)
+    _told.append(told)
     try:
         yield
     finally:
-        _told.remove(tell)
+        _told.remove(told)
         os.stat, os.lstat = stat, lstat

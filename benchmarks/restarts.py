@@ -185,8 +185,6 @@ def restart(folder: Path, ranks: int) -> Restart:
     leases = set[str]()
 
     def tell(kind: str, path: str) -> None:
-        if not path.startswith(str(folder)):
-            return  # the kernel's, such as /proc
         rank = group.at_work
         if path.endswith(f"_rank_{rank}.pt"):
             own[rank] += 1
@@ -207,7 +205,7 @@ def restart(folder: Path, ranks: int) -> Restart:
         phases[rank] = PHASES[3]
         saves.close(timeout=0)
 
-    with watch_path_calls(tell):
+    with watch_path_calls(folder, tell):
         failed = group.run(resume)
     for error in failed:
         raise error
