@@ -58,7 +58,7 @@ def test_boxes_hold_what_torch_splits(
 ) -> None:
     whole = torch.arange(shape[0] * shape[1]).reshape(shape)
     shards = split(whole, MESHES[mesh], placements)
-    boxes = compute_shard_boxes(dtensor(shape, MESHES[mesh], placements))
+    boxes = compute_shard_boxes(dtensor(shape, MESHES[mesh], placements), rank=0)
     seen = torch.zeros_like(whole)
     for rank, (offsets, sizes) in boxes.items():
         box = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
@@ -68,7 +68,7 @@ def test_boxes_hold_what_torch_splits(
 
 
 def test_a_scalar_has_one_box() -> None:
-    boxes = compute_shard_boxes(dtensor((), MESHES["2x2"], (Replicate(), Replicate())))
+    boxes = compute_shard_boxes(dtensor((), MESHES["2x2"], (Replicate(), Replicate())), rank=0)
     assert boxes == {0: ((), ())}
 
 
@@ -83,4 +83,4 @@ def test_placements_that_cannot_be_read_are_named(
     placements: tuple[Placement, ...], named: str
 ) -> None:
     with pytest.raises(ValueError, match=named):
-        compute_shard_boxes(dtensor((8, 4), MESHES["2x2"], placements))
+        compute_shard_boxes(dtensor((8, 4), MESHES["2x2"], placements), rank=0)

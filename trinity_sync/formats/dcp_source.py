@@ -80,19 +80,14 @@ class DcpReader(FileSystemReader):
         """
         path = self.folder / ".metadata"
         try:
-            with path.open("rb") as file:
-                metadata = _IndexUnpickler(file).load()
-            if not isinstance(metadata, Metadata):
-                raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
+            metadata = parse_index(path.read_bytes(), path)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise ConfigError(
                 f"{self.folder} is no DCP checkpoint: it has no .metadata. Pass the folder that "
                 "was passed to dcp.save."
             ) from error
-        except Exception as error:  # a torn or foreign pickle may raise anything
-            raise ConfigError(
-                f"{path} is not the index of a DCP checkpoint, and was not trusted: {error}"
-            ) from error
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
         for stored in (metadata.storage_data or {}).values():
             if (
                 not (self.folder / stored.relative_path)
@@ -176,6 +171,27 @@ class DcpReader(FileSystemReader):
         if component == "model":
             return {_join_path(paths[name]): value for name, value in flat.items()}
         return _number_parameters(unflatten_state_dict(flat, dict(paths)))
+
+
+def parse_index(content: bytes, path: Path) -> Metadata:
+    """Return the index of a DCP checkpoint, without trust.
+
+    Args:
+        content: content of its file.
+        path: path of the file, for messages.
+
+    Raises:
+        ConfigError: it is not an index, or cannot be trusted.
+    """
+    try:
+        metadata = _IndexUnpickler(io.BytesIO(content)).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
+    except Exception as error:  # a torn or foreign pickle may raise anything
+        raise ConfigError(
+            f"{path} is not the index of a DCP checkpoint, and was not trusted: {error}"
+        ) from error
+    return metadata
 
 
 class _IndexUnpickler(pickle.Unpickler):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from trinity_sync.errors import CommitError, ConfigError
+from trinity_sync.errors import CommitError, ConfigError, ExportError
 from trinity_sync.formats.hf_naming import build_adapter_config, find_naming, split_adapter
 from trinity_sync.formats.hf_target import check_target, lock_export, replace_target
 from trinity_sync.formats.safetensors import (
@@ -147,8 +147,8 @@ def export_step(
                 small=[] if to is None else _list_metadata_files(manifest, role),
                 on_progress=lambda n, written: on_progress(n, compared + written),
             )
-        except FileNotFoundError:
-            require_unreplaced(root, manifest)  # the file may be missing in the replaced step
+        except (FileNotFoundError, ExportError):
+            require_unreplaced(root, manifest)  # files may be missing in a replaced step
             raise
         require_unreplaced(root, manifest)  # all shards that were read are of one run
         if to is None:

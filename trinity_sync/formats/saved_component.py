@@ -6,9 +6,9 @@ for the location of each chunk, and to read some of them. The locations follow f
 requested chunks are read, so no memory is needed besides the target tensors.
 """
 
-import pickle
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,16 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from trinity_sync.errors import CommitError, ConfigError
-from trinity_sync.layout import shard_file
-from trinity_sync.snapshot.dtensor_shards import ShardBox, compute_chunk, compute_shard_boxes
+from trinity_sync.formats.saved_shard import Keys, get_leaf, iter_leaves, open_shard
+from trinity_sync.snapshot.dtensor_shards import (
+    ShardBox,
+    compute_chunk,
+    compute_own_box,
+    compute_shard_boxes,
+    have_equal_bits,
+    is_outside_mesh,
+)
 from trinity_sync.snapshot.torch_private import get_shard
-
-Keys = tuple[Any, ...]
-"""Path of a leaf in a state: ``("state", 0, "exp_avg")``."""
 
 
 class SavedComponent(StorageReader):
@@ -72,33 +76,15 @@ class SavedComponent(StorageReader):
         self.nbytes = 0
         """Bytes of tensors read so far."""
         self._locations: dict[MetadataIndex, tuple[int, tuple[int, ...]]] = {}
-        for keys, leaf in _iter_leaves(self.open_shard(0)):
+        for keys, leaf in iter_leaves(self.open_shard(0)):
             if isinstance(leaf, torch.Tensor):
                 self._add_tensor(keys, leaf, flat_lengths or {})
             else:
                 self.values[keys] = leaf
 
     def open_shard(self, rank: int) -> Mapping[Any, Any]:
-        """Return the state of a rank; its tensors are mapped from the file.
-
-        Raises:
-            CommitError: the file is missing, or ``weights_only`` cannot read it.
-            ConfigError: it does not contain a dict.
-        """
-        path = self.folder / shard_file(self.component, self.world_size, rank)
-        try:
-            state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise CommitError(
-                f"{path} cannot be read with weights_only, so it cannot be resharded: {error}\n"
-                f"Load it with {self.world_size} ranks, or choose another step."
-            ) from error
-        if not isinstance(state, Mapping):
-            raise ConfigError(
-                f"{path} has a {type(state).__name__}, and only dicts can be resharded; load it "
-                f"with {self.world_size} ranks"
-            )
-        return state
+        """Return the state of a rank, as the function of this name does."""
+        return open_shard(self.folder, self.component, self.world_size, rank)
 
     def get_chunk(self, state: Mapping[Any, Any], index: MetadataIndex) -> torch.Tensor:
         """Return a chunk of an opened file.
@@ -111,7 +97,7 @@ class SavedComponent(StorageReader):
             CommitError: the file has another shape in its place.
         """
         rank, sizes = self._locations[index]
-        leaf = _get_leaf(state, self.keys[index.fqn])
+        leaf = get_leaf(state, self.keys[index.fqn])
         local = get_shard(leaf)
         fits = isinstance(local, torch.Tensor) and local.ndim == len(sizes)
         if not fits or any(have < want for have, want in zip(local.shape, sizes, strict=True)):
@@ -125,24 +111,61 @@ class SavedComponent(StorageReader):
         """Return the rank whose file contains a chunk."""
         return self._locations[index][0]
 
-    def require_equal_replicas(self) -> None:
-        """Require that unsharded tensors are equal in all files; only those of one rank are used.
+    def require_equal_replicas(self, ranks: Iterable[int] | None = None) -> None:
+        """Require that tensors of which one rank's are read are equal in the files of other ranks.
+
+        These are tensors without a placement, and those on one of several equal submeshes, such as
+        a norm under tensor parallelism. Also, all files must contain the same tensors.
+
+        Args:
+            ranks: ranks whose files are compared; by default all.
 
         Raises:
             CommitError: they differ, so they are parts without a known placement.
         """
-        unsharded = [name for name in self.tensors if name not in self.sharded]
-        first = self.open_shard(0)
-        for rank in range(1, self.world_size if unsharded else 1):
-            state = self.open_shard(rank)
-            for name in unsharded:
-                a, b = _get_leaf(first, self.keys[name]), _get_leaf(state, self.keys[name])
-                if not isinstance(b, torch.Tensor) or not _has_same_bits(a, b):
-                    raise CommitError(
-                        f"{self.component} {name} in {self.folder} differs between rank 0 and rank "
-                        f"{rank}, and is not a DTensor with a placement; load it with "
-                        f"{self.world_size} ranks"
-                    )
+        open_once = cache(self.open_shard)
+        for rank in range(1, self.world_size) if ranks is None else ranks:
+            leaves = dict(iter_leaves(open_once(rank)))
+            names = {
+                keys: ".".join(map(str, keys))
+                for keys, leaf in leaves.items()
+                if isinstance(leaf, torch.Tensor)
+            }
+            differing = {*names.values()} ^ self.tensors.keys()
+            for keys, name in names.items():
+                if name not in differing and not self._is_copy(open_once, name, leaves[keys], rank):
+                    differing.add(name)
+            if differing:
+                raise CommitError(
+                    f"{self.component} {min(differing)} in {self.folder} differs between rank 0 "
+                    f"and rank {rank}, and has no placement that says how; load it with "
+                    f"{self.world_size} ranks on the mesh that saved it, or leave out "
+                    f"{self.component}"
+                )
+
+    def _is_copy(
+        self,
+        open_once: Callable[[int], Mapping[Any, Any]],
+        name: str,
+        leaf: torch.Tensor,
+        rank: int,
+    ) -> bool:
+        """Return False for a tensor that should be a copy and is not; True if it is a part."""
+        first = get_leaf(open_once(0), self.keys[name])
+        if name not in self.sharded:
+            return have_equal_bits(first, leaf)
+        if not isinstance(first, DTensor) or not is_outside_mesh(first, 0, rank):
+            return True
+        if not isinstance(leaf, DTensor) or leaf.shape != first.shape:
+            return False
+        box = compute_own_box(leaf)
+        if box is None or 0 in box.sizes:
+            return True
+        index = MetadataIndex(name, box.offsets)
+        if self._locations.get(index, (0, ()))[1] != box.sizes:
+            return False
+        saved = self.get_chunk(open_once(self.find_rank(index)), index)
+        return have_equal_bits(saved, get_shard(leaf))
 
     # ---------------------------------------------------------------- DCP's StorageReader
 
@@ -226,7 +249,7 @@ class SavedComponent(StorageReader):
     def _compute_parts(self, name: str, leaf: DTensor) -> dict[int, ShardBox]:
         """Return the parts of a tensor by the rank that saved them; of replicas, one."""
         try:
-            return dict(compute_shard_boxes(leaf))
+            return compute_shard_boxes(leaf, rank=0)
         except ValueError as error:
             raise ConfigError(
                 f"{self.component} {name} in {self.folder} {error}; load it with "
@@ -242,32 +265,11 @@ class SavedComponent(StorageReader):
             raise ConfigError(
                 f"{self.component} {name} in {self.folder} has {leaf.numel():,} elements a rank, "
                 f"where {length:,} over {self.world_size} ranks make {each:,}: flat state of FSDP1 "
-                "is resharded only where use_orig_params is off and all ranks shard. Load it with "
+                "is resharded only where all ranks shard, and use_orig_params is off. Load it with "
                 f"{self.world_size} ranks, or take optimizer out of checkpoint.load_contents."
             )
         chunks = (compute_chunk(length, self.world_size, rank) for rank in range(self.world_size))
         return {rank: ShardBox((start,), (size,)) for rank, (start, size) in enumerate(chunks)}
-
-
-def _iter_leaves(state: Mapping[Any, Any], above: Keys = ()) -> Iterator[tuple[Keys, Any]]:
-    for key, value in state.items():
-        if isinstance(value, Mapping):
-            yield from _iter_leaves(value, (*above, key))
-        else:
-            yield (*above, key), value
-
-
-def _get_leaf(state: Any, keys: Keys) -> Any:
-    for key in keys:
-        state = state.get(key) if isinstance(state, Mapping) else None
-    return state
-
-
-def _has_same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two tensors are equal bit by bit, including NaN."""
-    if (a.shape, a.dtype) != (b.shape, b.dtype):
-        return False
-    return torch.equal(*(each.reshape(-1).contiguous().view(torch.uint8) for each in (a, b)))
 
 
 def _narrow(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:

@@ -14,7 +14,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from trinity_sync.errors import ExportError
-from trinity_sync.snapshot.dtensor_shards import compute_shard_boxes
+from trinity_sync.snapshot.dtensor_shards import (
+    ShardBox,
+    compute_own_box,
+    compute_shard_boxes,
+    is_outside_mesh,
+)
 from trinity_sync.snapshot.safe_load import load_file
 from trinity_sync.snapshot.torch_private import get_shard
 
@@ -35,8 +40,16 @@ class ShardedModel:
 
     @property
     def names(self) -> list[str]:
-        """Names of the tensors, in the order in which they were saved."""
-        return list(self._open_state(0))
+        """Names of the tensors, in the order in which they were saved.
+
+        Raises:
+            ExportError: another rank saved tensors of which rank 0 has no part.
+        """
+        first = self._open_state(0)
+        for rank in range(1, len(self.files)):
+            if more := self._open_state(rank).keys() - first.keys():
+                raise self._make_error(min(more), f"is in {self.files[rank].name}, not of rank 0")
+        return list(first)
 
     def read_meta(self, name: str) -> Meta:
         """Return shape and dtype of a complete tensor.
@@ -69,21 +82,31 @@ class ShardedModel:
                     raise self._make_error(name, f"differs between rank 0 and rank {rank}")
             return first.to(dtype, copy=True).contiguous()
         try:
-            boxes = compute_shard_boxes(first)
+            boxes = compute_shard_boxes(first, rank=0)
         except ValueError as error:
             raise self._make_error(name, str(error)) from error
         full = torch.empty(first.shape, dtype=dtype)
-        for rank, (offsets, sizes) in boxes.items():
+        for rank, box in boxes.items():
             shard = get_shard(self._get_part(name, rank))
-            if tuple(shard.shape) != sizes:
+            if tuple(shard.shape) != box.sizes:
                 raise self._make_error(
-                    name, f"has {list(shard.shape)} of rank {rank}, not {[*sizes]}"
+                    name, f"has {list(shard.shape)} of rank {rank}, not {[*box.sizes]}"
                 )
-            target = full
-            for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-                target = target.narrow(dim, offset, size)
-            target.copy_(shard)
+            _narrow(full, box).copy_(shard)
+        for rank in range(len(self.files)):
+            if is_outside_mesh(first, 0, rank) and not self._is_copy(name, rank, full):
+                raise self._make_error(
+                    name, f"on {first.device_mesh} differs between rank 0 and rank {rank}"
+                )
         return full
+
+    def _is_copy(self, name: str, rank: int, full: torch.Tensor) -> bool:
+        """Return whether what a rank of another submesh saved is equal, or nothing."""
+        part = self._get_part(name, rank)
+        if not isinstance(part, DTensor) or part.shape != full.shape:
+            return False
+        box = compute_own_box(part)
+        return box is None or torch.equal(_narrow(full, box), get_shard(part).to(full.dtype))
 
     def _get_part(self, name: str, rank: int) -> Any:
         try:
@@ -105,6 +128,12 @@ class ShardedModel:
         if rank not in self._states:
             self._states[rank] = _load(self.files[rank])
         return self._states[rank]
+
+
+def _narrow(tensor: torch.Tensor, box: ShardBox) -> torch.Tensor:
+    for dim, (offset, size) in enumerate(zip(*box, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
 
 
 def _load(path: Path) -> dict[str, Any]:

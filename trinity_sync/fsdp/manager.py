@@ -24,14 +24,14 @@ from trinity_sync.client.collective import (
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
 from trinity_sync.fsdp.metadata import metadata_folder
-from trinity_sync.fsdp.reshard import load_resharded
+from trinity_sync.fsdp.reshard import is_on_this_mesh, load_resharded
 from trinity_sync.fsdp.state_dict import (
     get_model_state_to_stage,
     has_only_adapters,
     select_adapters,
     use_sharded_state_dicts,
 )
-from trinity_sync.fsdp.validate import check_loadable
+from trinity_sync.fsdp.validate import check_loadable, require_placed
 from trinity_sync.layout import MANIFEST, Kind, shard_file, split_role_path
 from trinity_sync.snapshot.save_id import Export
 from trinity_sync.snapshot.stager import Staged
@@ -90,6 +90,7 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         self._publisher: Publisher | None = None
         self._saved: dict[str, int] = {}
         self._waits_before_steps = False
+        self._is_placed = False
 
     def save_checkpoint(
         self,
@@ -115,7 +116,8 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
             What was staged, and the seconds that it took; None if nothing was left to save.
 
         Raises:
-            ConfigError: the path has another form, or another step or job than the manager's.
+            ConfigError: the path has another form, or another step or job than the manager's, or
+                the shards of a weight could not be put together; the message names it.
             SpoolFullError: the first save does not fit into the spool. A later save that cannot be
                 submitted does not stop training: nothing is staged, and `wait_on_save_thread`
                 raises the error.
@@ -187,8 +189,14 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         """Return this rank's shards to save: all weights, or those of the adapter.
 
         Under FSDP2 they are the parameters themselves, for staging; see `UndetachedStateDict`.
+
+        Raises:
+            ConfigError: at the first call: the shards of a weight could not be put together.
         """
         state = get_model_state_to_stage(self.model)
+        if not self._is_placed:  # placements do not change
+            require_placed(state)
+            self._is_placed = True
         wanted = getattr(self, "should_save_lora_only", False)  # veRL 0.8 has no such setting
         return select_adapters(state) if wanted and self._has_lora() else state
 
@@ -269,7 +277,7 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
 
         Files are read from the spool if this node still has them, otherwise from disk; the log says
         which. Their digests are compared with the manifest's. A checkpoint without a manifest is
-        loaded by veRL. A step of another number of ranks is resharded, see ``reshard``.
+        loaded by veRL. A step of other ranks or another mesh is resharded, see ``reshard``.
 
         Args:
             local_path: ``<root>/global_step_<N>/<role>``; None does nothing. A folder of another
@@ -301,7 +309,7 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         if resumed:
             coordinator, step = resumed
             run_on_all_ranks(folder, lambda: coordinator.check_resume(step))
-        if saved_by != self.world_size:
+        if saved_by != self.world_size or not is_on_this_mesh(folder, self.model):
             states = load_resharded(
                 folder,
                 saved_by,

@@ -1,4 +1,4 @@
-"""Load a step that was saved by another number of ranks.
+"""Load a step that was saved by another number of ranks, or on another mesh.
 
 DCP's planner finds the chunks that a rank needs, and `SavedComponent` reads only those: into the
 live model under FSDP2, into new optimizer states otherwise. The step is leased meanwhile, and the
@@ -30,10 +30,13 @@ from trinity_sync.client.collective import (
 )
 from trinity_sync.errors import CommitError, ConfigError, TrinitySyncError
 from trinity_sync.formats.saved_component import SavedComponent
+from trinity_sync.formats.saved_shard import open_shard
 from trinity_sync.fs.direct_io import digest_cached_file
+from trinity_sync.fsdp.original_params import find_places, load_pieces
 from trinity_sync.fsdp.state_dict import get_model_state, has_only_adapters
+from trinity_sync.fsdp.validate import require_placed
 from trinity_sync.layout import shard_file, split_role_path
-from trinity_sync.snapshot.dtensor_shards import compute_chunk
+from trinity_sync.snapshot.dtensor_shards import compute_chunk, get_place
 from trinity_sync.snapshot.safe_load import load_file
 from trinity_sync.snapshot.torch_private import get_whole_numel
 from trinity_sync.storage.discovery import require_unreplaced
@@ -41,6 +44,32 @@ from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.restore import require_digest
 
 logger = logging.getLogger(__name__)
+
+
+def is_on_this_mesh(role_folder: Path, model: Any) -> bool:
+    """Return whether the model was saved on its mesh, with its placements; a collective call.
+
+    Args:
+        role_folder: folder that as many ranks saved as there are now.
+        model: FSDP1 or FSDP2 model.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    live = get_model_state(model)
+
+    def is_alike() -> bool:
+        try:
+            saved = open_shard(role_folder, "model", world_size, rank)
+        except (CommitError, ConfigError):
+            return True  # the load itself says what is wrong with it
+        return all(
+            get_place(live[name]) == get_place(value)
+            for name, value in saved.items()
+            if name in live
+        )
+
+    alike: list[bool] = [True] * world_size
+    dist.all_gather_object(alike, run_on_all_ranks(role_folder, is_alike))
+    return all(alike)
 
 
 def load_resharded(
@@ -72,7 +101,10 @@ def load_resharded(
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if rank == 0:
         logger.info(
-            "%s was saved by %d ranks, resharding it to %d", role_folder, saved_by, world_size
+            "%s was saved by %d ranks on another mesh, resharding it to %d",
+            role_folder,
+            saved_by,
+            world_size,
         )
     with ExitStack() as leased:
         if committed:
@@ -85,7 +117,7 @@ def load_resharded(
             if component == "model":
                 yield component, _load_model_state(role_folder, saved_by, model)
             elif component == "optim":
-                yield component, _load_optimizer_state(role_folder, saved_by, optimizer)
+                yield component, _load_optimizer_state(role_folder, saved_by, model, optimizer)
             else:
                 extra = partial(_load_extra_state, role_folder, saved_by, rank)
                 yield component, run_on_all_ranks(role_folder, extra)
@@ -131,8 +163,18 @@ def _load_model_state(role_folder: Path, saved_by: int, model: Any) -> dict[str,
     return state
 
 
-def _load_optimizer_state(role_folder: Path, saved_by: int, optimizer: Any) -> dict[str, Any]:
+def _load_optimizer_state(
+    role_folder: Path, saved_by: int, model: Any, optimizer: Any
+) -> dict[str, Any]:
     params = [param for group in optimizer.param_groups for param in group["params"]]
+    if places := run_on_all_ranks(role_folder, lambda: find_places(model, params)):
+        groups = run_on_all_ranks(
+            role_folder,
+            lambda: open_shard(role_folder, "optim", saved_by, 0).get("param_groups", []),
+        )
+        _require_same_groups(role_folder, groups, optimizer)
+        read_pieces = partial(load_pieces, role_folder, saved_by, params, places)
+        return {"state": run_on_all_ranks(role_folder, read_pieces), "param_groups": groups}
     flat = {
         number: numel
         for number, param in enumerate(params)
@@ -141,14 +183,7 @@ def _load_optimizer_state(role_folder: Path, saved_by: int, optimizer: Any) -> d
     read = partial(SavedComponent, role_folder, "optim", saved_by, flat_lengths=flat)
     saved = run_on_all_ranks(role_folder, read)
     groups = saved.values.get(("param_groups",), [])
-    theirs = [len(group["params"]) for group in groups]
-    ours = [len(group["params"]) for group in optimizer.param_groups]
-    if theirs != ours:
-        raise ConfigError(
-            f"the optimizer in {role_folder} has parameters in groups of {theirs}, this run's in "
-            f"groups of {ours}. Train with the same FSDP strategy and parameter groups, or take "
-            "optimizer out of checkpoint.load_contents."
-        )
+    _require_same_groups(role_folder, groups, optimizer)
     state: dict[Any, dict[str, Any]] = {}
     targets = {}
     for name, (_, number, key) in saved.keys.items():
@@ -161,12 +196,23 @@ def _load_optimizer_state(role_folder: Path, saved_by: int, optimizer: Any) -> d
     return {"state": state, "param_groups": groups}
 
 
+def _require_same_groups(role_folder: Path, groups: Sequence[Any], optimizer: Any) -> None:
+    theirs = [len(group["params"]) for group in groups]
+    ours = [len(group["params"]) for group in optimizer.param_groups]
+    if theirs != ours:
+        raise ConfigError(
+            f"the optimizer in {role_folder} has parameters in groups of {theirs}, this run's in "
+            f"groups of {ours}. Train with the same FSDP strategy and parameter groups, or take "
+            "optimizer out of checkpoint.load_contents."
+        )
+
+
 def _allocate(
     saved: SavedComponent, name: str, param: Any, flat_length: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a tensor for this rank's part of an optimizer state, and a view of it for DCP."""
     size, dtype = saved.tensors[name].size, saved.tensors[name].properties.dtype
-    if name not in saved.sharded:
+    if name not in saved.sharded and not (isinstance(param, DTensor) and size == param.shape):
         full = torch.empty(size, dtype=dtype)
         return full, full
     if flat_length is not None:
@@ -175,9 +221,8 @@ def _allocate(
         if param.numel() != each:
             raise ConfigError(
                 f"{saved.folder}: this run's optimizer keeps {param.numel():,} of {flat_length:,} "
-                f"elements a rank, not {each:,}: flat state of FSDP1 is resharded only where "
-                "use_orig_params is off and all ranks shard. Change that, or take optimizer out "
-                "of checkpoint.load_contents."
+                f"elements a rank, not {each:,}: flat state of FSDP1 is resharded only where all "
+                "ranks shard. Change that, or take optimizer out of checkpoint.load_contents."
             )
         padded = torch.zeros(each, dtype=dtype, device=param.device)
         mine = padded[: compute_chunk(flat_length, world_size, rank)[1]]
@@ -233,7 +278,14 @@ def derive_rng(rng: dict[str, Any], rank: int) -> dict[str, Any]:
     return derived
 
 
+def _require_readable(saved: SavedComponent, targets: dict[str, Any]) -> None:
+    """Compare this rank's part of the files; what they hold twice is read from one of them."""
+    require_placed(targets)
+    saved.require_equal_replicas(range(dist.get_rank(), saved.world_size, dist.get_world_size()))
+
+
 def _read(saved: SavedComponent, targets: dict[str, Any]) -> None:
+    run_on_all_ranks(saved.folder, partial(_require_readable, saved, targets))
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         load(targets, storage_reader=saved, planner=planner)

@@ -1,8 +1,11 @@
-"""Check before veRL loads a folder that it holds a checkpoint which this run can load."""
+"""Checks before a save that what is saved can be loaded, and before a load that it is there."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from torch.distributed.tensor import DTensor
 
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.fs.atomic import revalidate_folder
@@ -13,6 +16,7 @@ from trinity_sync.layout import (
     shard_file,
     split_role_path,
 )
+from trinity_sync.snapshot.dtensor_shards import compute_own_box
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 
@@ -66,6 +70,24 @@ def check_loadable(role_folder: Path, world_size: int, components: Sequence[str]
     if missing:
         raise CommitError(f"{role_folder} lacks {', '.join(sorted(missing))}; load another step")
     return saved_by
+
+
+def require_placed(state: Mapping[str, Any]) -> None:
+    """Require of each DTensor that its shards can be put together, by whatever reads them.
+
+    Raises:
+        ConfigError: the shards of one cannot; the message names it and its placements.
+    """
+    for name, value in state.items():
+        if isinstance(value, DTensor):
+            try:
+                compute_own_box(value)
+            except ValueError as error:
+                raise ConfigError(
+                    f"{name} {error}. Another mesh, an export and readers of weights could not "
+                    "put it together; give each rank one piece of it (Shard, Replicate, or "
+                    "fully_shard over parallelize_module)"
+                ) from error
 
 
 def _list_committed_files(role_folder: Path) -> list[str] | None:

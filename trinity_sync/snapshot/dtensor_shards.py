@@ -3,17 +3,26 @@
 FSDP, and FSDP2 with tensor parallelism, save DTensors: this rank's shard with the mesh and the
 placements of all ranks. The offsets are those that torch computes for DCP; this module adds that
 shards which torch places in several pieces are refused, since one offset cannot say where they lie.
+
+Each tensor has a mesh of its own, which may be a submesh: with tensor parallelism, a norm lies on
+the ``dp`` ranks of its ``tp`` rank, and those of the other ``tp`` ranks have copies. The mesh does
+not say that they are copies, so what reads one of them compares them.
 """
 
 import itertools
 from collections.abc import Collection
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from trinity_sync.snapshot.torch_private import StridedShard, compute_shard_of_coordinate
+from trinity_sync.snapshot.torch_private import (
+    StridedShard,
+    compute_shard_of_coordinate,
+    get_ranks,
+)
 
 
 class ShardBox(NamedTuple):
@@ -25,26 +34,36 @@ class ShardBox(NamedTuple):
     """Length in each dimension."""
 
 
-def compute_shard_boxes(tensor: DTensor) -> dict[int, ShardBox]:
-    """Return the part of the whole tensor that each rank holds; of replicas, the first rank's.
+def compute_shard_boxes(tensor: DTensor, rank: int) -> dict[int, ShardBox]:
+    """Return the part of the whole tensor that each rank of its mesh holds; of replicas, the first.
 
     The boxes do not overlap, and together they are the whole tensor. Empty ones are included.
 
     Args:
-        tensor: of any rank of the mesh; its shape is that of the whole tensor.
+        tensor: its shape is that of the whole tensor.
+        rank: rank that saved ``tensor``.
 
     Raises:
-        ValueError: a placement is neither Shard nor Replicate, or places a shard in several pieces;
-            the message says which.
+        ValueError: a placement is neither Shard nor Replicate, or places a shard in several pieces,
+            or ``rank`` is not in the mesh; the message says which.
     """
     boxes = _compute_boxes(*_layout(tensor))
-    try:
-        ranks = tensor.device_mesh.mesh
-    except ValueError as error:
-        raise ValueError(
-            f"lies on a submesh, whose ranks torch does not tell without a process group ({error})"
-        ) from error
+    ranks = get_ranks(tensor.device_mesh, rank)
+    if ranks is None:
+        raise ValueError(f"is on {tensor.device_mesh}, without rank {rank}, which saved it")
     return {int(ranks[at]): box for at, box in boxes.items()}
+
+
+def is_outside_mesh(tensor: DTensor, rank: int, other: int) -> bool:
+    """Return whether a rank is in none or another of several equal submeshes.
+
+    Args:
+        tensor: a tensor.
+        rank: rank that saved ``tensor``.
+        other: the rank in question.
+    """
+    ranks = get_ranks(tensor.device_mesh, rank)
+    return ranks is None or get_ranks(tensor.device_mesh, other) is not ranks
 
 
 def compute_own_box(tensor: DTensor) -> ShardBox | None:
@@ -58,6 +77,21 @@ def compute_own_box(tensor: DTensor) -> ShardBox | None:
     """
     coordinate = tensor.device_mesh.get_coordinate()
     return _compute_boxes(*_layout(tensor)).get(tuple(coordinate)) if coordinate else None
+
+
+def get_place(value: Any) -> tuple[Any, ...] | None:
+    """Return a DTensor's mesh and placements; values with equal ones have interchangeable shards.
+
+    None for other values, which every rank has in full.
+    """
+    return (value.device_mesh, value.placements) if isinstance(value, DTensor) else None
+
+
+def have_equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two plain tensors are equal bit by bit, including NaN."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    return torch.equal(*(each.reshape(-1).contiguous().view(torch.uint8) for each in (a, b)))
 
 
 def compute_chunk(length: int, count: int, index: int) -> tuple[int, int]:

@@ -8,11 +8,13 @@ a save, and have the fastest form: a function for two attributes, an ``attrgette
 """
 
 import inspect
+import itertools
 import pkgutil
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import lru_cache
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
@@ -177,9 +179,9 @@ def reduce_without_hash(obj: Any) -> Any:
 
 for _name in ("_init_backend", "_rank"):
     look_up(f"torch.distributed.device_mesh.DeviceMesh.{_name}", _arguments(DeviceMesh))
-look_up(
-    "torch.distributed.device_mesh.DeviceMesh._dim_group_names", _attributes(DeviceMesh.__init__)
-)
+for _name in ("_dim_group_names", "_layout", "_rank_map"):
+    look_up(f"torch.distributed.device_mesh.DeviceMesh.{_name}", _attributes(DeviceMesh.__init__))
+look_up("torch.distributed._mesh_layout._MeshLayout.remap_to_tensor")
 _TensorMeta: Callable[..., Any] = look_up("torch.distributed.tensor._dtensor_spec.TensorMeta")
 
 
@@ -197,6 +199,25 @@ def make_mesh(device_type: str, rank: int, world_size: int) -> DeviceMesh:
     )
     mesh._dim_group_names = ["0"]  # the default process group, where the file is loaded
     return mesh
+
+
+def get_ranks(mesh: DeviceMesh, rank: int) -> torch.Tensor | None:
+    """Return the ranks of a mesh by coordinate; None if it does not contain ``rank``.
+
+    ``DeviceMesh.mesh`` asks the process group which of several equal submeshes is meant.
+
+    Args:
+        mesh: of a tensor that ``rank`` saved; it may be a submesh.
+        rank: rank that saved the tensor.
+    """
+    return _find_submeshes(mesh._layout, tuple(mesh._rank_map.tolist())).get(rank)
+
+
+@lru_cache(maxsize=64)  # the tensors of a model share a few meshes
+def _find_submeshes(layout: Any, ranks: tuple[int, ...]) -> dict[int, torch.Tensor]:
+    """Return the submesh of each rank; those of one submesh have the same object."""
+    submeshes: torch.Tensor = layout.remap_to_tensor(torch.tensor(ranks))
+    return {int(rank): submesh for submesh in submeshes for rank in submesh.flatten()}
 
 
 def make_dtensor(shard: torch.Tensor, mesh: DeviceMesh, size: torch.Size) -> DTensor:
@@ -256,6 +277,12 @@ for _module, _names in DCP_INDEX_CLASSES.items():
         look_up(f"{_module}.{_name}")
 
 
+make_dcp_place: Callable[[str, int, int], Any] = look_up(
+    "torch.distributed.checkpoint.filesystem._StorageInfo"
+)
+"""Return what the index of a DCP checkpoint says of an item: its file, offset and length."""
+
+
 # Modules and FSDP
 
 look_up("torch.nn.Module._non_persistent_buffers_set", _attributes(torch.nn.Module.register_buffer))
@@ -263,7 +290,13 @@ look_up(
     "torch.distributed.fsdp.FullyShardedDataParallel._handle",
     _attributes(look_up("torch.distributed.fsdp._common_utils._FSDPState.__init__")),
 )
-for _name in ("_shared_param_infos", "_unpadded_unsharded_size"):
+for _name in (
+    "_is_padding_mask",
+    "_numels_with_padding",
+    "_params",
+    "_shared_param_infos",
+    "_unpadded_unsharded_size",
+):
     look_up(
         f"torch.distributed.fsdp._flat_param.FlatParameter.{_name}",
         SimpleNamespace(
@@ -293,6 +326,23 @@ def get_non_persistent_buffers(module: torch.nn.Module) -> Collection[str]:
 def get_fsdp1_handle(module: Any) -> Any:
     """Return FSDP1's handle of a module with a flat parameter; None for other modules."""
     return getattr(module, "_handle", None)
+
+
+def get_original_parameters(handle: Any) -> list[tuple[torch.nn.Parameter, int, int]]:
+    """Return the parameters in a flat parameter, each with its start and end in it.
+
+    Empty unless ``use_orig_params`` is on, where a flat parameter has gaps for alignment.
+
+    Args:
+        handle: FSDP1's handle of a module, or None.
+    """
+    flat = getattr(handle, "flat_param", None)
+    if flat is None or flat._params is None:
+        return []
+    ends = list(itertools.accumulate(flat._numels_with_padding))
+    spans = zip(ends, flat._numels_with_padding, flat._is_padding_mask, strict=True)
+    kept = [(end - numel, end) for end, numel, is_padding in spans if not is_padding]
+    return [(param, *span) for param, span in zip(flat._params, kept, strict=True)]
 
 
 def get_tied_parameters(flat_parameter: Any) -> Collection[Any]:

@@ -2,8 +2,9 @@
 
 All shards of all ranks are read, compared with their digests and unpickled, one after the other on
 one node; a restart, in which each rank reads its own, takes a fraction of the time. Other files,
-such as those of callable saves, which only their loader understands, are digested; exported weights
-are not, because a restart does not read them. It is separate from `verify`, which needs no torch.
+such as those of callable saves and of DCP, which only their loader understands, are digested;
+exported weights are not, because a restart does not read them. It is separate from `verify`, which
+needs no torch.
 """
 
 import os
@@ -58,7 +59,7 @@ def load_newest(
     others = [
         record
         for record in manifest.files
-        if record.path not in paths and record.component in ("", *FOLDERS)
+        if record.path not in paths and record.component in ("", "dcp", *FOLDERS)
     ]
     if not paths and not others:
         raise _make_empty_error(step_folder(root, manifest.step))

@@ -7,7 +7,7 @@ values are unpickled.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from trinity_sync.errors import WeightSyncError
 from trinity_sync.snapshot.deserialize import deserialize_outline, get_byte_offset
-from trinity_sync.snapshot.dtensor_shards import ShardBox, compute_own_box
+from trinity_sync.snapshot.dtensor_shards import ShardBox, compute_own_box, have_equal_bits
 from trinity_sync.snapshot.memcpy import Piece, copy_pieces
 from trinity_sync.snapshot.torch_private import get_shard
 
@@ -57,7 +57,7 @@ def plan_unshard(images: Sequence[memoryview]) -> tuple[FullTensor, ...]:
         ImageError: an image cannot be read.
         WeightSyncError: the images do not add up to full tensors.
     """
-    found: dict[str, tuple[torch.dtype, tuple[int, ...], list[TensorChunk]]] = {}
+    found: dict[str, tuple[torch.dtype, tuple[int, ...], dict[tuple[int, ...], TensorChunk]]] = {}
     for rank, image in enumerate(images):
         outline = deserialize_outline(image)
         if not isinstance(outline, Mapping):
@@ -68,7 +68,7 @@ def plan_unshard(images: Sequence[memoryview]) -> tuple[FullTensor, ...]:
             if not isinstance(value, torch.Tensor):
                 continue
             shape = tuple(value.shape)
-            known = found.setdefault(name, (value.dtype, shape, []))
+            known = found.setdefault(name, (value.dtype, shape, {}))
             if known[:2] != (value.dtype, shape):
                 raise WeightSyncError(
                     f"{name} is {known[0]} of shape {list(known[1])} in an earlier rank's image "
@@ -77,18 +77,25 @@ def plan_unshard(images: Sequence[memoryview]) -> tuple[FullTensor, ...]:
             if known[2] and not isinstance(value, DTensor):
                 continue  # replicated on every rank: the first rank's copy is used
             if chunk := _get_chunk(rank, name, value):
-                known[2].append(chunk)
+                first = known[2].setdefault(chunk.offsets, chunk)
+                if first is not chunk and not _are_copies(value.dtype, (first, chunk), images):
+                    raise WeightSyncError(
+                        f"{name} differs between ranks {first.image} and {rank}, which are on "
+                        "submeshes of their own, so where each part belongs is not known; shard "
+                        "it on a mesh with all ranks that have parts"
+                    )
     plan: dict[Any, FullTensor] = {}
-    for name, (dtype, shape, chunks) in found.items():
+    for name, (dtype, shape, parts) in found.items():
+        chunks = tuple(parts.values())
         numel = sum(prod(chunk.sizes) for chunk in chunks)
         if numel != prod(shape):
             raise WeightSyncError(
                 f"the images hold {numel:,} of the {prod(shape):,} elements of {name}; is a rank's "
                 "image missing?"
             )
-        key = (dtype, shape, tuple(chunks)) if chunks else name
+        key = (dtype, shape, chunks) if chunks else name
         names = (*plan[key].names, name) if key in plan else (name,)
-        plan[key] = FullTensor(names, dtype, shape, tuple(chunks))
+        plan[key] = FullTensor(names, dtype, shape, chunks)
     return tuple(plan.values())
 
 
@@ -209,6 +216,21 @@ def _get_chunk(rank: int, name: str, value: torch.Tensor) -> TensorChunk | None:
     if not local.numel():
         return None
     return TensorChunk(rank, get_byte_offset(local), box.offsets, box.sizes, local.stride())
+
+
+def _are_copies(
+    dtype: torch.dtype, chunks: Sequence[TensorChunk], images: Sequence[memoryview]
+) -> bool:
+    """Compare what equal submeshes hold, such as those of a norm under tensor parallelism."""
+    first, second = (
+        _view_chunk(
+            dtype,
+            replace(chunk, image=0),
+            [torch.frombuffer(images[chunk.image], dtype=torch.uint8)],
+        )
+        for chunk in chunks
+    )
+    return have_equal_bits(first, second)
 
 
 def _combine(

@@ -20,7 +20,15 @@ from verl.utils.fsdp_utils import apply_fsdp2
 class Trained:
     """Model, optimizer and schedule of one rank."""
 
-    def __init__(self, folder: Path, version: int, *, seed: int = 0, replicas: int = 1) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        version: int,
+        *,
+        seed: int = 0,
+        replicas: int = 1,
+        original: bool = False,
+    ) -> None:
         torch.set_num_threads(1)
         torch.manual_seed(seed + dist.get_rank())
         shape, names = (replicas, dist.get_world_size() // replicas), ("ddp", "fsdp")
@@ -38,7 +46,7 @@ class Trained:
                 auto_wrap_policy=wrap,
                 device_id=torch.device("cpu"),
                 device_mesh=mesh,
-                use_orig_params=False,
+                use_orig_params=original,
             )
             FSDP.set_state_dict_type(
                 self.model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()

@@ -30,7 +30,11 @@ STEP = 3
 
 pytestmark = pytest.mark.slow  # four ranks train and save in turn
 
-SAVED = {  # version of FSDP, ranks, replicas
+SAVED = {  # version of FSDP, ranks, replicas; "original" has FSDP1's use_orig_params
+    "original-1": (1, 1, 1),
+    "original-2": (1, 2, 1),
+    "original-3": (1, 3, 1),
+    "original-4": (1, 4, 1),
     "fsdp1-1": (1, 1, 1),
     "fsdp2-1": (2, 1, 1),
     "fsdp1-2": (1, 2, 1),
@@ -65,7 +69,7 @@ def save(names: list[str], tiny: Path, jobs: Path) -> None:
 
     for name in names:
         version, _, replicas = SAVED[name]
-        trained = Trained(tiny, version, replicas=replicas)
+        trained = Trained(tiny, version, replicas=replicas, original="original" in name)
         for _ in range(STEP):
             trained.step()
         coordinator = CheckpointCoordinator.of_process_group(
@@ -108,7 +112,7 @@ def _gathered(state: Any) -> Any:
     return state.full_tensor() if isinstance(state, DTensor) else state
 
 
-def load(name: str, version: int, tiny: Path, jobs: Path) -> dict[str, Any]:
+def load(name: str, by: str, tiny: Path, jobs: Path) -> dict[str, Any]:
     """Load and go on, once through the manager and once through PyTorch."""
     import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
@@ -123,7 +127,8 @@ def load(name: str, version: int, tiny: Path, jobs: Path) -> dict[str, Any]:
         return True
 
     log.addFilter(note)
-    ours = Trained(tiny, version, seed=1000)
+    how: dict[str, Any] = {"version": SAVED[by][0], "original": "original" in by}
+    ours = Trained(tiny, **how, seed=1000)
     manager_of(ours).load_checkpoint(str(step_folder(jobs / name, STEP) / "actor"))
     random_state = torch.get_rng_state().numpy().tobytes()
     kept = sum(
@@ -132,7 +137,7 @@ def load(name: str, version: int, tiny: Path, jobs: Path) -> dict[str, Any]:
     )
     whole, gathered = torch.load(jobs / f"{name}.pt"), whole_state(ours)
     loaded = {"whole": differences(whole, gathered) if dist.get_rank() == 0 else []}
-    theirs = Trained(tiny, version, seed=2000)
+    theirs = Trained(tiny, **how, seed=2000)
     options = StateDictOptions(full_state_dict=True)
     set_state_dict(
         theirs.model,
@@ -231,20 +236,27 @@ def _elastic(tiny: Path, jobs: Path) -> dict[tuple[str, str], dict[str, Any]]:
             save(saves, tiny, jobs)
             _save_four_numbers(jobs)
             for saved, by in loads.items():
-                found[saved, by] = load(saved, SAVED[by][0], tiny, jobs)
+                found[saved, by] = load(saved, by, tiny, jobs)
             if world_size == 3:
                 found["fsdp2-2", "dcp"] = {"whole": through_dcp(tiny, jobs)}
         become(4)
 
-    save(["fsdp2-4", "fsdp2-2x2"], tiny, jobs)
-    as_ranks(1, ["fsdp1-1", "fsdp2-1"], {})
-    as_ranks(2, ["fsdp1-2", "fsdp2-2"], {"fsdp1-1": "fsdp1-2", "fsdp2-1": "fsdp2-2"})
-    as_ranks(3, ["fsdp2-3"], {"fsdp2-4": "fsdp2-3", "fsdp2-2x2": "fsdp2-3"})
-    as_ranks(1, [], {"fsdp1-2": "fsdp1-1", "fsdp2-2": "fsdp2-1", "fsdp2-3": "fsdp2-1"})
+    def loads(world_size: int) -> dict[str, str]:
+        saved = {s: by for s, by in CASES if SAVED[by][1] == world_size}
+        return {s: by for s, by in saved.items() if (jobs / f"{s}.pt").exists()}
+
+    save(["fsdp2-4", "fsdp2-2x2", "original-4"], tiny, jobs)
+    as_ranks(1, ["fsdp1-1", "fsdp2-1", "original-1"], {})
+    as_ranks(2, ["fsdp1-2", "fsdp2-2", "original-2"], loads(2))
+    as_ranks(3, ["fsdp2-3", "original-3"], loads(3))
+    as_ranks(1, [], loads(1))
     return found
 
 
 CASES = [
+    ("original-1", "original-2"),
+    ("original-4", "original-3"),
+    ("original-3", "original-1"),
     ("fsdp1-1", "fsdp1-2"),
     ("fsdp1-2", "fsdp1-1"),
     ("fsdp2-1", "fsdp2-2"),
@@ -376,5 +388,13 @@ def test_the_optimizer_of_another_strategy_is_refused_with_a_way_out(
     loaded: dict[tuple[str, str], list[dict[str, Any]]], one_rank: None, tiny: Path, jobs: Path
 ) -> None:
     folder = step_folder(jobs / "fsdp1-2", STEP) / "actor"
-    with pytest.raises(ConfigError, match=r"take optimizer out of checkpoint.load_contents"):
+    for version, original in ((2, False), (1, True)):
+        trained = Trained(tiny, version, original=original)
+        with pytest.raises(ConfigError, match=r"take optimizer out of checkpoint.load_contents"):
+            manager_of(trained).load_checkpoint(str(folder))
+    folder = step_folder(jobs / "original-2", STEP) / "actor"
+    with pytest.raises(CommitError, match=r"optim state.* has no placement .* or leave out optim"):
         manager_of(Trained(tiny, 2)).load_checkpoint(str(folder))
+    folder = step_folder(jobs / "fsdp2-2", STEP) / "actor"
+    with pytest.raises(ConfigError, match=r"take optimizer out of checkpoint.load_contents"):
+        manager_of(Trained(tiny, 1, original=True)).load_checkpoint(str(folder))

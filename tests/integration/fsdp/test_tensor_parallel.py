@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.integration.fsdp.ranks import on_ranks
-from trinity_sync.errors import ConfigError, ExportError, WeightSyncError
+from trinity_sync.errors import CommitError, ConfigError, ExportError, WeightSyncError
 from trinity_sync.formats.saved_component import SavedComponent
 from trinity_sync.formats.shard_reader import ShardedModel
 from trinity_sync.layout import shard_file
@@ -19,7 +19,7 @@ def save_shards(folder: Path) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor, Partial, Replicate
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         RowwiseParallel,
@@ -29,7 +29,7 @@ def save_shards(folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     model = torch.nn.Sequential(  # ten rows are five on each side of tp, and then three and two
-        torch.nn.Linear(6, 10), torch.nn.ReLU(), torch.nn.Linear(10, 6)
+        torch.nn.Linear(6, 10), torch.nn.ReLU(), torch.nn.Linear(10, 6), torch.nn.LayerNorm(7)
     )
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     parallelize_module(model, mesh["tp"], plan)
@@ -40,10 +40,22 @@ def save_shards(folder: Path) -> None:
     whole = {name: value.full_tensor() for name, value in state.items()}
     summands = DTensor.from_local(torch.ones(4), mesh, [Replicate(), Partial()])
     torch.save({"w": summands}, folder / shard_file("optim", WORLD_SIZE, rank))
+    own = DTensor.from_local(torch.tensor([1.0 + rank % 2]), mesh["dp"], [Shard(0)])
+    torch.save({"w": own}, folder / shard_file("own", WORLD_SIZE, rank))
+    torch.save({f"w{rank}": torch.ones(1)}, folder / shard_file("apart", WORLD_SIZE, rank))
     if rank == 0:
         torch.save(whole, folder / "whole.pt")
         placed = {name: str(value.placements) for name, value in state.items()}
         assert "_StridedShard" in placed["0.weight"], placed
+        assert state["3.weight"].device_mesh == mesh["dp"]  # a copy for each side of tp
+
+
+def read_as_another_rank(folder: Path) -> None:
+    """Two ranks, other than those of the mesh, read what four have saved."""
+    whole = torch.load(folder / "whole.pt")
+    model = ShardedModel(files(folder, "model"))
+    assert all(torch.equal(model.read_tensor(n, t.dtype), t) for n, t in whole.items())
+    SavedComponent(folder, "model", WORLD_SIZE).require_equal_replicas()
 
 
 @pytest.fixture(scope="module")
@@ -101,3 +113,24 @@ def test_shards_that_cannot_be_placed_are_refused_by_name(saved: Path) -> None:
         ShardedModel(files(saved, "optim")).read_tensor("w", torch.float32)
     with pytest.raises(ConfigError, match=r"optim w in .* is placed as Partial"):
         SavedComponent(saved, "optim", WORLD_SIZE)
+
+
+def test_parts_on_equal_submeshes_are_not_taken_for_copies(saved: Path) -> None:
+    shards = images(saved, "own")
+    with pytest.raises(WeightSyncError, match=r"w differs between ranks 0 and 1"):
+        plan_unshard([each.numpy().data for each in shards])
+    with pytest.raises(ExportError, match=r"w on .* differs between rank 0 and rank 1"):
+        ShardedModel(files(saved, "own")).read_tensor("w", torch.float32)
+    with pytest.raises(CommitError, match=r"own w in .* differs between rank 0 and rank 1"):
+        SavedComponent(saved, "own", WORLD_SIZE).require_equal_replicas()
+
+
+def test_the_readers_of_files_ask_no_process_group(saved: Path) -> None:
+    on_ranks(read_as_another_rank, saved, scratch=saved)
+
+
+def test_tensors_that_rank_0_lacks_are_not_left_out(saved: Path) -> None:
+    with pytest.raises(ExportError, match=r"w1 is in apart_world_size_4_rank_1.pt, not of rank 0"):
+        _ = ShardedModel(files(saved, "apart")).names
+    with pytest.raises(CommitError, match=r"apart w0 in .* differs between rank 0 and rank 1"):
+        SavedComponent(saved, "apart", WORLD_SIZE).require_equal_replicas()
