@@ -12,6 +12,7 @@
         corrupted.json                          only if a verification found corruption
         actor/
           model_world_size_2_rank_0.pt            optim_..., extra_state_... likewise
+          __0_0.distcp                            what dcp.async_save wrote, with .metadata
           fsdp_config.json
           huggingface/config.json ...
         critic/...
@@ -40,7 +41,7 @@ SERVES_AS: dict[Kind, tuple[Kind, ...]] = {
 WriteConcurrency = Literal["all", "per_node", "per_rank", "one"]
 """Shards of a job that are written at once."""
 
-Component = Literal["model", "optim", "extra_state", "metadata", "attachments"]
+Component = Literal["model", "optim", "extra_state", "dcp", "metadata", "attachments"]
 COMPONENTS: tuple[Component, ...] = get_args(Component)
 FOLDERS: tuple[Component, ...] = ("metadata", "attachments")
 """Components that are folders of small files instead of a shard for each rank."""

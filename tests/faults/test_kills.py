@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from prefect.states import AwaitingRetry, Cancelling
 
 from tests.faults.slow_save import (
@@ -24,10 +25,12 @@ from tests.faults.slow_save import (
 from tests.integration.prefect_api import Api
 from tests.waiting import until
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
+from trinity_sync.integrations.dcp import StepReader
 from trinity_sync.stack import embedded
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.manifest import read_manifest
 
 
 def test_the_trainer_killed_the_instant_after_the_hand_over(
@@ -46,6 +49,46 @@ def test_the_trainer_killed_the_instant_after_the_hand_over(
     died = subprocess.run([sys.executable, "-c", script, str(root)], env=environment, check=False)
     assert died.returncode == -signal.SIGKILL
     assert_committed(root, 2)
+
+
+def test_ranks_killed_the_instant_after_dcp_has_staged(
+    stack: StackState, stack_settings: Settings, root: Path, tmp_path: Path
+) -> None:
+    script = textwrap.dedent(
+        """
+        import os, signal, sys, torch
+        import torch.distributed as dist
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+        from trinity_sync import CheckpointCoordinator
+        from trinity_sync.integrations.dcp import DcpSaver
+        root, rendezvous, rank = sys.argv[1:]
+        dist.init_process_group("gloo", f"file://{rendezvous}", rank=int(rank), world_size=2)
+        numbers = distribute_tensor(torch.arange(5.0), init_device_mesh("cpu", (2,)), [Shard(0)])
+        writer = DcpSaver(CheckpointCoordinator.of_process_group(root)).writer(2)
+        dcp.async_save(
+            {"numbers": numbers, "text": "two"},
+            storage_writer=writer,
+            async_stager=writer,
+            no_dist=True,
+        )
+        dist.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    environment = {
+        **os.environ,
+        "TRINITY_SYNC_SPOOL": str(stack_settings.spool),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    command = [sys.executable, "-c", script, str(root), str(tmp_path / "rendezvous")]
+    ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(2)]
+    assert [rank.wait(120) for rank in ranks] == [-signal.SIGKILL] * 2
+    until(lambda: read_manifest(root, 2), "the commit of step 2", 150)
+    loaded = {"numbers": torch.zeros(5), "text": ""}
+    dcp.load(loaded, storage_reader=StepReader(root, 2), no_dist=True)
+    assert loaded["numbers"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert loaded["text"] == "two"
 
 
 def test_a_ray_worker_killed_in_mid_write(

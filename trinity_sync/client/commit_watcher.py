@@ -16,7 +16,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -68,6 +68,9 @@ class CommitWatcher:
         self._logs: OutcomeLogs | None = None
         self._pending: dict[str, PendingSave] = {}
         self._failures: list[str] = []
+        """Failures that no `wait` has returned yet."""
+        self._failed: dict[str, str] = {}
+        """The last failure of each save, by request key."""
         self._changed = threading.Condition()
         self._waiting = 0
         """Number of calls of `wait` in progress."""
@@ -112,6 +115,7 @@ class CommitWatcher:
                 exports=known.exports | {exports} - {""},
                 requested_here=known.requested_here or submit,
             )
+            self._failed.pop(request.key, None)
             self._sweeps |= not self._leads and len(self._pending) >= self._sweep_at
             self._start()
 
@@ -124,37 +128,57 @@ class CommitWatcher:
         Raises:
             SaveTimeoutError: a save is still pending at the deadline, or after `close`.
         """
-        say_at = time.monotonic() + SAY_S
         with self._changed:
-            self._waiting += 1
-            self._sweeps |= not self._leads and bool(self._pending)  # also if the time is over
-            self._start()
-            try:
-                while self._pending:
-                    now = time.monotonic()
-                    end = min(math.inf if deadline is None else deadline, self._end_at)
-                    if now >= end:
-                        waiting = ", ".join(sorted(self._pending))
-                        closed = " when the coordinator was closed" if now >= self._end_at else ""
-                        raise SaveTimeoutError(
-                            f"not committed yet{closed}: {waiting}. They may still commit; see "
-                            "the Prefect UI."
-                        )
-                    if now >= say_at:
-                        say_at = math.inf
-                        logger.warning(
-                            "Still waiting for the commit of %s, which does not need this process. "
-                            "See the Prefect UI, or run: trinity-sync status",
-                            ", ".join(each.request.run_name for each in self._pending.values()),
-                        )
-                    until = min(end, say_at)
-                    self._changed.wait(None if until == math.inf else until - now)
-            finally:
-                self._waiting -= 1
-                self._wake_up()
+            self._wait(deadline, lambda: [*self._pending.values()])
             self._sweep_at = MANY
             failures, self._failures = self._failures, []
             return failures
+
+    def wait_for(self, key: str) -> str:
+        """Wait until one save is not pending; return why it failed, which `wait` returns as well.
+
+        Args:
+            key: key of the save's request.
+
+        Returns:
+            Empty for a save that is committed.
+
+        Raises:
+            SaveTimeoutError: the save is still pending after `close`.
+        """
+        with self._changed:
+            self._wait(None, lambda: [save for save in [self._pending.get(key)] if save])
+            return self._failed.get(key, "")
+
+    def _wait(self, deadline: float | None, pending: Callable[[], Sequence[PendingSave]]) -> None:
+        """Wait until none of some saves is pending; call it under the lock."""
+        say_at = time.monotonic() + SAY_S
+        self._waiting += 1
+        self._sweeps |= not self._leads and bool(self._pending)  # also if the time is over
+        self._start()
+        try:
+            while saves := pending():
+                now = time.monotonic()
+                end = min(math.inf if deadline is None else deadline, self._end_at)
+                if now >= end:
+                    waiting = ", ".join(sorted(save.request.key for save in saves))
+                    closed = " when the coordinator was closed" if now >= self._end_at else ""
+                    raise SaveTimeoutError(
+                        f"not committed yet{closed}: {waiting}. They may still commit; see "
+                        "the Prefect UI."
+                    )
+                if now >= say_at:
+                    say_at = math.inf
+                    logger.warning(
+                        "Still waiting for the commit of %s, which does not need this process. "
+                        "See the Prefect UI, or run: trinity-sync status",
+                        ", ".join(save.request.run_name for save in saves),
+                    )
+                until = min(end, say_at)
+                self._changed.wait(None if until == math.inf else until - now)
+        finally:
+            self._waiting -= 1
+            self._wake_up()
 
     def close(self, timeout: float = 0.0) -> None:
         """Stop following saves; allow unsent requests at most ``timeout`` seconds."""
@@ -334,6 +358,7 @@ class CommitWatcher:
         with self._changed:
             if failure:
                 self._failures.append(failure)
+                self._failed[request.key] = failure
             if self._pending.get(request.key) is save:  # `follow` has added nothing meanwhile
                 del self._pending[request.key]
             self._changed.notify_all()

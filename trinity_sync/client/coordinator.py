@@ -37,6 +37,7 @@ from trinity_sync.layout import (
 )
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.callable_status import CallableStatus
+from trinity_sync.snapshot.image import LaidOut
 from trinity_sync.snapshot.save_id import Export
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
 from trinity_sync.snapshot.stager import Staged, Stager
@@ -401,24 +402,46 @@ class CheckpointCoordinator:
                 names the key. Errors of later saves do not stop the training: `wait_all` raises
                 them.
         """
+        return self._save(
+            step,
+            components,
+            role=role,
+            kind=kind,
+            metadata=metadata,
+            overlap=overlap,
+            keep=keep,
+            export=export,
+        )
+
+    def save_dcp(
+        self,
+        step: int,
+        lay_out: Callable[[], tuple[LaidOut, Mapping[str, bytes]]],
+        *,
+        role: str = "actor",
+        keep: int = 0,
+    ) -> Staged:
+        """Submit a checkpoint in DCP's format, for `trinity_sync.integrations.dcp`.
+
+        Args:
+            step, role, keep: as in `save`.
+            lay_out: returns this rank's file, and the files to commit with rank 0's, by name. Its
+                error is one of a state that cannot be pickled.
+
+        Returns:
+            As `save`.
+
+        Raises:
+            ConfigError, SpoolError, ImageError: as in `save`.
+        """
         self._require_own_process()
-        step = check_number("step", step)
-        keep = check_number(f"step {step}: keep, of which 0 keeps all steps,", keep)
-        self._submitter.check_components(step, components, role, kind)
-        self._submitter.require_not_monitored(step, kind)
-        origin = self._submitter.origin(
-            step, role, kind, keep=keep if kind == "checkpoint" else 0, export=export
-        )
-        if self.rank == 0:
-            self._submitter.write_placement(role)
-        attached = None
-        if kind == "checkpoint":
-            self._run.require_new_step(step)
-            self.wait_staged()  # the save in flight may still fail and leave its attachments
-            attached = self._attachments.take(step)
-        return self._states.save(
-            origin, components, metadata=metadata, attachments=attached, overlap=overlap
-        )
+        began = time.perf_counter()
+        origin = self._submitter.origin(check_number("step", step), role, "checkpoint")
+        try:
+            file, metadata = lay_out()
+        except Exception as error:
+            return self._states.fail(origin, error)
+        return self._save(step, {"dcp": file}, role=role, metadata=metadata, keep=keep, began=began)
 
     def wait_staged(self) -> float:
         """Wait until an overlapped save is staged; after that the states may change.
@@ -526,6 +549,24 @@ class CheckpointCoordinator:
         failures = [*self._watcher.wait(deadline), *self._take_failures()]
         if failures:
             raise SaveFailedError("\n".join(failures))
+
+    def wait_committed(self, step: int, *, role: str = "actor", kind: Kind = "checkpoint") -> None:
+        """Wait until one staged save is committed; `wait_all` raises its failure as well.
+
+        Another thread may call it. A save that this process has not staged is not waited for.
+
+        Args:
+            step, role, kind: as in `save`.
+
+        Raises:
+            SaveFailedError: the save was not committed.
+            SaveTimeoutError: the coordinator was closed; the save may still commit.
+            ConfigError: this process is a forked child.
+        """
+        self._require_own_process()
+        origin = self._submitter.origin(check_number("step", step), role, kind)
+        if failure := self._watcher.wait_for(self._submitter.get_key(origin)):
+            raise SaveFailedError(failure)
 
     @property
     def commit_seconds(self) -> Mapping[str, float]:
@@ -722,6 +763,43 @@ class CheckpointCoordinator:
         )
 
     # ------------------------------------------------------------ private
+
+    def _save(
+        self,
+        step: int,
+        components: Mapping[str, Any],
+        *,
+        role: str,
+        kind: Kind = "checkpoint",
+        metadata: str | Path | Mapping[str, bytes] | None = None,
+        overlap: bool = False,
+        keep: int = 0,
+        export: Export = "",
+        began: float | None = None,
+    ) -> Staged:
+        self._require_own_process()
+        step = check_number("step", step)
+        keep = check_number(f"step {step}: keep, of which 0 keeps all steps,", keep)
+        self._submitter.check_components(step, components, role, kind)
+        self._submitter.require_not_monitored(step, kind)
+        origin = self._submitter.origin(
+            step, role, kind, keep=keep if kind == "checkpoint" else 0, export=export
+        )
+        if self.rank == 0:
+            self._submitter.write_placement(role)
+        attached = None
+        if kind == "checkpoint":
+            self._run.require_new_step(step)
+            self.wait_staged()  # the save in flight may still fail and leave its attachments
+            attached = self._attachments.take(step)
+        return self._states.save(
+            origin,
+            components,
+            metadata=metadata,
+            attachments=attached,
+            overlap=overlap,
+            began=began,
+        )
 
     @property
     def _is_own(self) -> bool:

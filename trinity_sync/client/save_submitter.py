@@ -17,6 +17,7 @@ from trinity_sync.layout import (
     WriteConcurrency,
     check_name,
 )
+from trinity_sync.snapshot.image import LaidOut
 from trinity_sync.snapshot.save_id import Export, Origin, SaveId
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.stager import Staged
@@ -116,7 +117,8 @@ class SaveSubmitter:
         Raises:
             ConfigError: there is no component or an unknown one, or the role is not the job's.
         """
-        unknown = set(components) - (set(COMPONENTS) - set(FOLDERS))
+        laid_out = {name for name, state in components.items() if isinstance(state, LaidOut)}
+        unknown = set(components) - (set(COMPONENTS) - {*FOLDERS, "dcp"} | laid_out)
         if unknown or not components:
             raise ConfigError(
                 f"step {step}: got the components {sorted(map(str, components))}; pass model, "
@@ -155,7 +157,7 @@ class SaveSubmitter:
         if origin.kind == "checkpoint":
             self._attachments.discard(origin.step)
         if len(origin.roles) > 1:  # the first role's request counts; other roles may have more
-            components = COMPONENTS
+            components = [name for name in COMPONENTS if name != "dcp" or name in components]
         request = _request(origin.save, components, keep=origin.keep)
         self._watcher.follow(
             request,
@@ -163,6 +165,10 @@ class SaveSubmitter:
             exports=origin.role if origin.export else "",
             submit=self._rank == 0,
         )
+
+    def get_key(self, origin: Origin) -> str:
+        """Return the request key of the save that images belong to."""
+        return _request(origin.save, (), keep=0).key
 
     def submit_callables(self, step: int, kind: Kind, expected: int) -> None:
         """Submit a step of save functions, with the states that are staged for it.

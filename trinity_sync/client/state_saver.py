@@ -21,6 +21,7 @@ from trinity_sync.snapshot.stager import (
     Staged,
     Stager,
     StagingHandle,
+    pack,
     pack_folder,
 )
 from trinity_sync.snapshot.version_tag import VersionTag
@@ -62,9 +63,10 @@ class StateSaver:
         origin: Origin,
         components: Mapping[str, Any],
         *,
-        metadata: str | Path | None = None,
+        metadata: str | Path | Mapping[str, bytes] | None = None,
         attachments: bytes | None = None,
         overlap: bool = False,
+        began: float | None = None,
     ) -> Staged:
         """Stage the components that are new at this step or have changed, and submit the save.
 
@@ -73,9 +75,10 @@ class StateSaver:
         Args:
             origin: save, role and rank that the images belong to.
             components: state by component.
-            metadata: folder of small files; ignored on other ranks than 0.
+            metadata: small files, or their folder; ignored on other ranks than 0.
             attachments: packed attachments of the step; None if there are none.
             overlap: copy large tensors in a thread while training continues.
+            began: value of `time.perf_counter` from which the stall is counted; by default now.
 
         Returns:
             What was staged; with ``overlap``, what will be.
@@ -86,7 +89,8 @@ class StateSaver:
                 later save is one of `take_failures`, and training continues.
         """
         self.wait_staged()
-        began = time.perf_counter()  # comparing earlier images stalls the caller as well
+        # comparing earlier images stalls the caller as well
+        began = time.perf_counter() if began is None else began
         role, step, kind = origin.role, origin.step, origin.kind
         earlier = [
             name
@@ -108,8 +112,7 @@ class StateSaver:
         packed = None
         try:
             if metadata is not None and origin.rank == 0 and METADATA not in earlier:
-                packed = self._packed.get(Path(metadata)) or pack_folder(Path(metadata))
-                self._packed = {Path(metadata): packed} if packed else {}
+                packed = self._pack(metadata)
             handle = self._stager.stage(
                 origin,
                 states,
@@ -121,7 +124,7 @@ class StateSaver:
                 began=began,
             )
         except Exception as error:
-            return self._failed(origin, error)
+            return self.fail(origin, error)
         submitted = self._submit_once_sealed(handle)
         if not overlap:
             return submitted.result()
@@ -149,13 +152,13 @@ class StateSaver:
             if published := self._stager.publish(origin, MODEL):
                 return published, replace(NOTHING_STAGED, stall_s=time.perf_counter() - began)
         except Exception as error:
-            return None, self._failed(origin, error)
+            return None, self.fail(origin, error)
         state = collect()
         try:
             staged = self._stager.stage(origin, {MODEL: state}, seals=False).result()
             published = self._stager.publish(origin, MODEL)
         except Exception as error:
-            return None, self._failed(origin, error)
+            return None, self.fail(origin, error)
         self._uploaded = True
         return published, staged
 
@@ -181,12 +184,42 @@ class StateSaver:
         failures, self._failures = self._failures, []
         return failures
 
+    def fail(self, origin: Origin, error: Exception) -> Staged:
+        """Log that a save cannot be staged, and have `take_failures` return why.
+
+        Args:
+            origin: save, role and rank of the images.
+            error: why.
+
+        Raises:
+            SpoolError, ImageError: as in `save`, for the first save of the process.
+        """
+        if not isinstance(error, TrinitySyncError):  # of torch, the system or a user's object
+            cause = error
+            error = ImageError(
+                f"step {origin.step}, role {origin.role}, rank {origin.rank}: nothing was "
+                f"submitted, because staging failed with {type(cause).__name__}: {cause}"
+            )
+            error.__cause__ = cause
+        if not (self._staged or self._uploaded):
+            raise error
+        self._failures.append(str(error))
+        logger.error("Step %d is not saved, training continues: %s", origin.step, error)
+        return replace(NOTHING_STAGED, failure=str(error))
+
     def close(self) -> None:
         """Wait for an overlapped save, and release the slots."""
         try:
             self.wait_staged()
         finally:
             self._stager.close()
+
+    def _pack(self, metadata: str | Path | Mapping[str, bytes]) -> bytes | None:
+        if isinstance(metadata, Mapping):
+            return pack(metadata)
+        packed = self._packed.get(Path(metadata)) or pack_folder(Path(metadata))
+        self._packed = {Path(metadata): packed} if packed else {}
+        return packed
 
     def _is_staged(self, origin: Origin, component: str, state: Any, overlap: bool) -> bool:
         """Return whether a state is staged at this step and has not changed since."""
@@ -214,24 +247,10 @@ class StateSaver:
         try:
             staged = sealed.result()
         except Exception as error:
-            return self._failed(origin, error)
+            return self.fail(origin, error)
         kept = {key: value for key, value in self._staged.items() if key[0] != origin.role}
         self._staged = {**kept, (origin.role, origin.step): list(staged.components)}
         self._submitted = {key for key in self._submitted if key[:2] in self._staged}
         self._submitted.add((origin.role, origin.step, origin.kind))
         self._submit(origin, staged)
         return staged
-
-    def _failed(self, origin: Origin, error: Exception) -> Staged:
-        if not isinstance(error, TrinitySyncError):  # of torch, the system or a user's object
-            cause = error
-            error = ImageError(
-                f"step {origin.step}, role {origin.role}, rank {origin.rank}: nothing was "
-                f"submitted, because staging failed with {type(cause).__name__}: {cause}"
-            )
-            error.__cause__ = cause
-        if not (self._staged or self._uploaded):
-            raise error
-        self._failures.append(str(error))
-        logger.error("Step %d is not saved, training continues: %s", origin.step, error)
-        return NOTHING_STAGED

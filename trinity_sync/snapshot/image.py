@@ -83,6 +83,17 @@ class Layout:
         return found.hexdigest()
 
 
+@dataclass(frozen=True, eq=False)
+class LaidOut:
+    """A file that other code than `lay_out` has laid out, to be staged as a component."""
+
+    name: str
+    """Name of the file in the folder of the role."""
+    layout: Layout
+    storages: Storages
+    """Storages that fill the holes of the layout."""
+
+
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     """Disable garbage collection: a walk makes many objects but no garbage."""
@@ -96,14 +107,17 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 @_no_garbage_collection()
-def lay_out(state: Any, known: Layout | None = None) -> tuple[Layout, Storages]:
+def lay_out(
+    state: Any, known: Layout | None = None, *, alignment: int = ALIGNMENT
+) -> tuple[Layout, Storages]:
     """Plan the file that ``torch.save(state, ...)`` would write, without copying tensor data.
 
     Args:
         state: anything that ``torch.save`` accepts. Tensors may have any shape, dtype, device and
             layout and may be DTensors; other values are copied now. An `UndetachedStateDict` is
-            laid out as its ``detached()``.
+            laid out as its ``detached()``, and a `LaidOut` is returned as it is.
         known: an earlier layout, reused if it is that of ``state``.
+        alignment: bytes of which the offsets of the holes are multiples.
 
     Returns:
         The layout (``known`` itself if it fits) and the non-empty storages that fill its holes.
@@ -112,6 +126,8 @@ def lay_out(state: Any, known: Layout | None = None) -> tuple[Layout, Storages]:
         ImageError: the state cannot be pickled, and the message names the key; or this version of
             torch writes files in an unknown way.
     """
+    if isinstance(state, LaidOut):
+        return state.layout, state.storages
     read = walk_state(state)
     if read and known and read.structure == known.structure:
         if read.floats == known.floats:
@@ -119,7 +135,7 @@ def lay_out(state: Any, known: Layout | None = None) -> tuple[Layout, Storages]:
         if known.places:
             return _with_floats(known, known.places, read.floats), read.storages
     saved = state.detached() if type(state) is UndetachedStateDict else state
-    with _aligned(), ExitStack() as writing:
+    with _aligned(alignment), ExitStack() as writing:
         sink = _Sink()
         recorder = RecordingPickle(lambda: writing.enter_context(torch.serialization.skip_data()))
         try:
@@ -257,11 +273,11 @@ _alignment_lock = Lock()
 
 
 @contextmanager
-def _aligned() -> Iterator[None]:
+def _aligned(alignment: int) -> Iterator[None]:
     """Align storages in files, under a lock: the setting of torch is global to the process."""
     with _alignment_lock:
         before = serialization_config.save.storage_alignment
-        serialization_config.save.storage_alignment = ALIGNMENT
+        serialization_config.save.storage_alignment = alignment
         try:
             yield
         finally:

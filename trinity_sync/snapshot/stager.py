@@ -21,7 +21,7 @@ import torch
 
 from trinity_sync.errors import ImageError, SpoolError
 from trinity_sync.layout import Component, shard_file
-from trinity_sync.snapshot.image import Layout, Storages, fill, lay_out
+from trinity_sync.snapshot.image import LaidOut, Layout, Storages, fill, lay_out
 from trinity_sync.snapshot.memcpy import ComputedEvents, equal_bytes, record_computed, use_device
 from trinity_sync.snapshot.mutation_guard import SAMPLE, MutationGuard
 from trinity_sync.snapshot.save_id import Origin
@@ -49,6 +49,8 @@ class Staged:
     """Seconds of it spent waiting for a free slot: the storage does not keep up."""
     images: tuple[str, ...] = ()
     """Random names of the sealed images, as in their tickets."""
+    failure: str = ""
+    """Why nothing was staged, which `CheckpointCoordinator.wait_all` raises; empty otherwise."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,8 @@ class Stager:
 
         Args:
             origin: save, role and rank of the images.
-            states: state by component; each becomes one ``.pt`` file of this rank.
+            states: state by component; each becomes one ``.pt`` file of this rank, and a `LaidOut`
+                the file that it names.
             also: components of this save that were submitted earlier, at the same step.
             metadata: folder of small files, packed by `pack_folder`.
             attachments: attachments of the step, packed by `pack`.
@@ -218,7 +221,8 @@ class Stager:
                 with _name_in_errors(origin, component):
                     layout, storages = lay_out(state, self._layouts.get(key))
                 self._layouts[key] = layout
-                path = f"{origin.role}/{shard_file(component, origin.world_size, origin.rank)}"
+                shard = shard_file(component, origin.world_size, origin.rank)
+                path = f"{origin.role}/{state.name if isinstance(state, LaidOut) else shard}"
                 if staged := self._slots.hold_image(origin, component):
                     if staged.free and _has(staged, layout, storages, overlap):
                         locks.callback(staged.unlock)

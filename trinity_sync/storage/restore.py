@@ -128,9 +128,11 @@ def load_states(
             "(docs/how-to/resharding.md)."
         )
     if not mine:
+        saved = any((each.role, each.component) == (role, "dcp") for each in manifest.files)
+        hint = "it was saved by dcp.async_save, load it by dcp.load with a StepReader; "
         raise CommitError(
             f"step {step} in {root} has no shards of role {role} for rank {rank} of {world_size}; "
-            f"trinity-sync show {root} {step} lists its files"
+            f"{hint if saved else ''}trinity-sync show {root} {step} lists its files"
         )
     shards = load_shards(root, step, list(mine.values()), spool=spool, manifest=manifest)
     return {component: shard.state for component, shard in zip(mine, shards, strict=True)}

@@ -1,0 +1,370 @@
+"""DCP saves through slots and loads committed steps; of several ranks see `fsdp/test_dcp`."""
+
+import os
+import pickle
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
+from tests.unit.conftest import Open
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.errors import CommitError, ConfigError, ImageError, SaveFailedError
+from trinity_sync.integrations.dcp import DcpSaver, StepReader
+from trinity_sync.layout import step_folder, steps_on_disk
+from trinity_sync.storage.discovery import require_committed
+from trinity_sync.storage.leases import list_leases
+from trinity_sync.storage.restore import load_states
+from trinity_sync.storage.verify_load import load_newest
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Fails(CommitsHere):
+    """Every flow fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._save_step = self._fail
+
+    def _fail(self, request: SaveRequest) -> None:
+        raise OSError("the disk is gone")
+
+
+class Counting(dcp.DefaultSavePlanner):
+    """Counts how often all ranks planned together."""
+
+    plans = 0
+
+    def create_global_plan(self, all_plans: Any) -> Any:
+        type(self).plans += 1
+        return super().create_global_plan(all_plans)
+
+
+@pytest.fixture
+def saves(coordinator_of: Open) -> CheckpointCoordinator:
+    return coordinator_of(trigger=CommitsHere())
+
+
+def save(saver: DcpSaver, step: int, state: dict[str, Any], **more: Any) -> Any:
+    writer = saver.writer(step)
+    return dcp.async_save(state, storage_writer=writer, async_stager=writer, **more)
+
+
+def load(root: Path, step: int, state: dict[str, Any]) -> dict[str, Any]:
+    """Load into zeros of the same shapes."""
+    found = zeros(state)
+    dcp.load(found, storage_reader=StepReader(root, step), no_dist=True)
+    return found
+
+
+def zeros(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: zeros(value) for key, value in state.items()}
+    return torch.zeros_like(state) if isinstance(state, torch.Tensor) else 0
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, torch.Tensor):
+        equal = torch.equal(left.contiguous().view(-1), right.contiguous().view(-1))
+        return equal and (left.shape, left.dtype) == (right.shape, right.dtype)
+    return bool(left == right)
+
+
+def odd_state() -> dict[str, Any]:
+    whole = torch.randn(1000)
+    return {
+        "model": {
+            "plain": torch.randn(3, 4),
+            "parameter": torch.nn.Parameter(torch.randn(5)),
+            "part": whole[10:30],
+            "columns": torch.randn(6, 10)[:, 2:5],
+            "transposed": torch.randn(4, 5).t(),
+            "expanded": torch.randn(1).expand(4, 3),
+            "overlapping": torch.randn(9).as_strided((2, 2), (1, 1), 3),
+            "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+            "empty": torch.empty(0, 3),
+            "scalar": torch.tensor(3.5),
+            "half": torch.randn(7).bfloat16(),
+            "eighth": torch.randn(8).to(torch.float8_e4m3fn).view(torch.uint8),
+            "flags": torch.tensor([True, False]),
+        },
+        "step": 7,
+        "lr": 0.1,
+        "rng": torch.get_rng_state(),
+        "name": "x" * 3000,
+    }
+
+
+def test_any_tensor_and_value_is_loaded_bit_equal(saves: CheckpointCoordinator) -> None:
+    state = odd_state()
+    save(DcpSaver(saves), 7, state).result(30)
+    assert same(load(saves.root, 7, state), state)
+    plain = zeros(state)
+    reader = dcp.FileSystemReader(step_folder(saves.root, 7) / "actor")
+    dcp.load(plain, storage_reader=reader, no_dist=True)
+    assert same(plain, state)
+
+
+def test_the_file_is_as_large_as_that_of_dcp(saves: CheckpointCoordinator, tmp_path: Path) -> None:
+    state = odd_state()
+    save(DcpSaver(saves), 7, state).result(30)
+    dcp.save(state, checkpoint_id=tmp_path / "plain", no_dist=True)
+    ours = (step_folder(saves.root, 7) / "actor/__0_0.distcp").stat().st_size
+    theirs = (tmp_path / "plain/__0_0.distcp").stat().st_size
+    assert abs(ours - theirs) < 64 * 20
+
+
+def test_a_plan_is_made_again_only_for_another_structure(saves: CheckpointCoordinator) -> None:
+    saver = DcpSaver(saves, planner=Counting)
+    state = odd_state()
+    Counting.plans = 0
+    expected = {}
+    changes: tuple[dict[str, Any], ...] = (
+        {},
+        {"step": 8, "lr": 0.2},
+        {"name": "y" * 5000},
+        {"more": torch.ones(3)},
+        {},
+    )
+    counts = []
+    for step, change in enumerate(changes):
+        state |= {**change, "rng": torch.rand(100).byte(), "model": odd_state()["model"]}
+        expected[step] = dict(state)
+        save(saver, step, state, planner=Counting(), no_dist=True).result(30)
+        counts.append(Counting.plans)
+    # DCP's thread plans the empty state each time
+    assert [count - step - 1 for step, count in enumerate(counts)] == [1, 1, 2, 3, 3]
+    for step, each in expected.items():
+        assert same(load(saves.root, step, each), each), step
+
+
+def test_a_file_holds_nothing_of_what_was_in_its_slot_before(saves: CheckpointCoordinator) -> None:
+    saver, state = DcpSaver(saves), odd_state()
+    for step, each in enumerate((state, {"w": torch.rand(9999)}, {"w": torch.rand(9999)}, state)):
+        save(saver, step, each).result(30)
+    digests = [
+        [file.digest for file in require_committed(saves.root, step).files if "distcp" in file.path]
+        for step in (0, 3)
+    ]
+    assert digests[0] == digests[1]
+
+
+def test_a_later_run_resumes_from_a_step_of_dcp(coordinator_of: Open) -> None:
+    first = coordinator_of(trigger=CommitsHere())
+    for step in (1, 2):
+        save(DcpSaver(first), step, {"w": torch.full((3,), float(step))}).result(30)
+    trigger = CommitsHere()
+    second = coordinator_of(trigger=trigger, run_key="a later run")
+    assert second.latest_step() == 2
+    assert load(second.root, 2, {"w": torch.ones(3)})["w"].tolist() == [2.0] * 3
+    second.resumed_from(2)
+    writer = DcpSaver(second).writer(3, keep=2)
+    dcp.async_save({"w": torch.ones(3)}, storage_writer=writer, async_stager=writer).result(30)
+    trigger.settle()
+    assert [require_committed(second.root, step).run for step in (2, 3)] == [1, 2]
+    assert steps_on_disk(second.root) == [2, 3]
+
+
+def test_saves_that_overlap_all_commit(coordinator_of: Open) -> None:
+    slow = CommitsWhenTold()
+    saves = coordinator_of(trigger=slow)
+    saver = DcpSaver(saves)
+    weights = torch.zeros(1000)
+    futures = []
+    for step in (1, 2):
+        weights.fill_(step)
+        futures.append(save(saver, step, {"w": weights}, no_dist=True))
+    weights.fill_(9)
+    assert not any(each.done() for each in futures)
+    slow.go.set()
+    saves.wait_all(30)
+    assert [each.result(30) is not None for each in futures] == [True, True]
+    for step in (1, 2):
+        assert load(saves.root, step, {"w": weights})["w"].eq(step).all()
+
+
+def test_a_future_ends_when_the_coordinator_is_closed(coordinator_of: Open) -> None:
+    saves = coordinator_of(trigger=CommitsWhenTold())  # it is not told
+    future = save(DcpSaver(saves), 1, {"w": torch.ones(3)})
+    saves.close(timeout=0)
+    with pytest.raises(CheckpointException, match="not committed yet when the coordinator was"):
+        future.result(30)
+
+
+def test_a_failed_flow_is_raised_by_the_future_and_by_wait_all(coordinator_of: Open) -> None:
+    saves = coordinator_of(trigger=Fails())
+    future = save(DcpSaver(saves), 3, {"w": torch.ones(3)})
+    with pytest.raises(CheckpointException, match=r"save actor step 3 .*the disk is gone"):
+        future.result(30)
+    with pytest.raises(SaveFailedError, match=r"save actor step 3 .*the disk is gone"):
+        saves.wait_all(30)
+    saves.wait_all(30)  # once
+
+
+@contextmanager
+def no_file_above(nbytes: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_later_save_that_cannot_be_staged_is_raised_likewise_and_training_goes_on(
+    coordinator_of: Open,
+) -> None:
+    trigger = CommitsHere()
+    saves = coordinator_of(trigger=trigger)
+    saver = DcpSaver(saves)
+    save(saver, 1, {"w": torch.ones(3)}).result(30)
+    trigger.settle()
+    with no_file_above(4 << 20):
+        too_large = save(saver, 2, {"w": torch.ones(4 << 20)})
+    unpicklable = save(saver, 3, {"w": torch.ones(3), "f": lambda: None})
+    with pytest.raises(CheckpointException, match=r"step 2, .* cannot be written"):
+        too_large.result(30)
+    with pytest.raises(CheckpointException, match=r"step 3, .*rank 0 .*f cannot be pickled"):
+        unpicklable.result(30)
+    with pytest.raises(SaveFailedError, match=r"(?s)step 2, .*step 3, "):
+        saves.wait_all(30)
+    save(saver, 4, {"w": torch.full((3,), 4.0)}).result(30)
+    assert load(saves.root, 4, {"w": torch.ones(3)})["w"].tolist() == [4.0] * 3
+    assert not step_folder(saves.root, 3).exists()
+
+
+def test_a_first_save_that_cannot_be_planned_raises_at_once(saves: CheckpointCoordinator) -> None:
+    saver = DcpSaver(saves)
+    with pytest.raises(ImageError, match=r"step 1, role actor: .*f cannot be pickled"):
+        save(saver, 1, {"f": lambda: None})
+    save(saver, 2, {"w": torch.ones(3)}).result(30)
+
+
+def test_a_corrupted_file_is_refused_before_anything_is_loaded(
+    saves: CheckpointCoordinator,
+) -> None:
+    state = odd_state()
+    save(DcpSaver(saves), 7, state).result(30)
+    path = step_folder(saves.root, 7) / "actor/__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[-1000] ^= 1
+    path.write_bytes(content)
+    found = zeros(state)
+    with pytest.raises(CheckpointException, match=r"__0_0.distcp is corrupted"):
+        dcp.load(found, storage_reader=StepReader(saves.root, 7), no_dist=True)
+    assert same(found, zeros(state))
+    assert list_leases(saves.root) == []
+
+
+def test_a_corrupted_index_is_refused(saves: CheckpointCoordinator) -> None:
+    save(DcpSaver(saves), 7, {"w": torch.ones(3)}).result(30)
+    path = step_folder(saves.root, 7) / "actor/.metadata"
+    content = bytearray(path.read_bytes())
+    content[-20] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointException, match=r"\.metadata is corrupted"):
+        load(saves.root, 7, {"w": torch.ones(3)})
+
+
+def test_steps_without_a_commit_or_without_dcp_are_refused(saves: CheckpointCoordinator) -> None:
+    with pytest.raises(CheckpointException, match=r"step 3 .*not committed"):
+        load(saves.root, 3, {"w": torch.ones(3)})
+    saves.save(4, {"model": {"w": torch.ones(3)}})
+    saves.wait_all(30)
+    with pytest.raises(CheckpointException, match=r"step 4 .*has no DCP state of role actor"):
+        load(saves.root, 4, {"w": torch.ones(3)})
+    save(DcpSaver(saves), 5, {"w": torch.ones(3)}).result(30)
+    with pytest.raises(CommitError, match=r"load it by dcp.load with a StepReader"):
+        load_states(saves.root, 5, "actor")
+
+
+def test_values_of_another_user_are_not_unpickled(saves: CheckpointCoordinator) -> None:
+    if os.getuid():
+        pytest.skip("only root can give files away")
+    state = {"w": torch.ones(3), "text": "mine"}
+    save(DcpSaver(saves), 7, state).result(30)
+    os.chown(step_folder(saves.root, 7) / "actor/__0_0.distcp", 12345, 12345)
+    assert load(saves.root, 7, {"w": torch.ones(3)})["w"].tolist() == [1.0] * 3
+    with pytest.raises(CheckpointException, match="may have been written by another user"):
+        load(saves.root, 7, state)
+
+
+def test_a_step_is_leased_until_it_is_read(saves: CheckpointCoordinator) -> None:
+    save(DcpSaver(saves), 7, {"w": torch.ones(3)}).result(30)
+    reader = StepReader(saves.root, 7)
+    reader.read_metadata()
+    assert [lease.step for lease in list_leases(saves.root)] == [7]
+    dcp.load({"w": torch.ones(3)}, storage_reader=reader, no_dist=True)
+    assert list_leases(saves.root) == []
+
+
+def test_roles_are_committed_together(coordinator_of: Open) -> None:
+    saves = coordinator_of(trigger=CommitsHere(), roles=("actor", "critic"))
+    states = {role: {"w": torch.rand(3), "role": role} for role in ("actor", "critic")}
+    futures = [save(DcpSaver(saves, role=role), 5, states[role], no_dist=True) for role in states]
+    for future in futures:
+        future.result(30)
+    for role, state in states.items():
+        found = zeros(state)
+        dcp.load(found, storage_reader=StepReader(saves.root, 5, role=role), no_dist=True)
+        assert same(found, state)
+
+
+def test_a_step_of_dcp_is_verified_and_loaded_with_its_attachments(
+    saves: CheckpointCoordinator,
+) -> None:
+    saves.attach("position", b"17", step=7)
+    save(DcpSaver(saves), 7, {"w": torch.ones(3)}).result(30)
+    assert saves.attachment(7, "position") == b"17"
+    paths = sorted(record.path for record in require_committed(saves.root, 7).files)
+    assert paths == ["actor/.metadata", "actor/__0_0.distcp", "attachments/position"]
+    loaded = load_newest(saves.root)
+    assert loaded
+    assert loaded.files == 3
+
+
+STATE = {"w": torch.ones(3)}
+USES: dict[str, Callable[[Any], Any]] = {
+    "make a writer for each save": lambda writer: [
+        dcp.async_save(STATE, storage_writer=writer) for _ in range(2)
+    ],
+    "a checkpoint_id was passed": lambda writer: dcp.async_save(
+        STATE, storage_writer=writer, checkpoint_id="x"
+    ).result(30),
+    "dcp.save has no stager": lambda writer: dcp.save(STATE, storage_writer=writer, no_dist=True),
+    "also as its async_stager": lambda writer: dcp.async_save(
+        STATE,
+        storage_writer=writer,
+        async_stager=DefaultStager(StagingOptions(False, False, False, False)),
+    ).result(30),
+    "pass that to DcpSaver": lambda writer: dcp.async_save(
+        STATE, storage_writer=writer, planner=Counting()
+    ).result(30),
+    "cannot be sent to another process": pickle.dumps,
+}
+
+
+@pytest.mark.parametrize("message", USES)
+def test_what_a_user_can_get_wrong_is_named(saves: CheckpointCoordinator, message: str) -> None:
+    with pytest.raises((ConfigError, CheckpointException), match=message):
+        USES[message](DcpSaver(saves).writer(1))
+
+
+def test_a_coordinator_of_other_ranks_is_refused(coordinator_of: Open) -> None:
+    with pytest.raises(ConfigError, match="rank 0 of 2, and this is rank 0 of 1"):
+        DcpSaver(coordinator_of(world_size=2))

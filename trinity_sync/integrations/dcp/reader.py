@@ -1,0 +1,157 @@
+"""Storage reader of DCP for a committed step: leased, compared with its digests, then read."""
+
+import os
+from contextlib import ExitStack
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from trinity_sync.errors import CommitError, ConfigError
+from trinity_sync.formats.dcp_source import parse_index
+from trinity_sync.fs.direct_io import digest_file, open_direct
+from trinity_sync.layout import check_name, check_number, step_folder
+from trinity_sync.snapshot.safe_load import is_trusted
+from trinity_sync.storage.leases import lease_to_read
+from trinity_sync.storage.manifest_files import FileRecord
+from trinity_sync.storage.restore import load_bytes, require_digest
+
+
+class StepReader(FileSystemReader):
+    """DCP's storage reader of a step that `StepWriter` saved, for any mesh and number of ranks.
+
+    Each rank leases the step until it has read, and compares the files that it reads from with
+    their digests before any rank loads a byte. Errors are DCP's ``CheckpointException``, on all
+    ranks, with the errors below by rank.
+
+    Args:
+        root: the job's root.
+        step: a committed step.
+        role: role of the states.
+
+    Raises:
+        ConfigError: the step or the role is invalid.
+        CommitError: in ``dcp.load``: the step is not committed, is corrupted, was not saved with
+            DCP, or has pickles of another user.
+
+    Example::
+
+        dcp.load(state, storage_reader=StepReader("ckpts", 40))
+        saves.resumed_from(40)
+    """
+
+    def __init__(self, root: str | Path, step: int, *, role: str = "actor") -> None:
+        self._root, self._step = Path(root), check_number("step", step)
+        self._role = check_name("role", role)
+        super().__init__(step_folder(root, step) / role)
+        self._leased = ExitStack()
+        self._records: dict[str, FileRecord] = {}
+        self._failure: Exception | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Refuse another place than the step.
+
+        Raises:
+            ConfigError: there is a checkpoint id.
+        """
+        if checkpoint_id is not None:
+            raise ConfigError(
+                f"step {self._step}: a checkpoint_id was passed, {checkpoint_id!s}; leave it out, "
+                "the reader has the root and the step"
+            )
+
+    def read_metadata(self) -> Metadata:
+        """Lease the step, and return its index.
+
+        Errors are raised by `set_up_storage_reader`: DCP would only log them.
+        """
+        try:
+            metadata = self._read_index()
+        except Exception as error:
+            self._leased.close()
+            self._failure = error
+            metadata = Metadata({}, storage_data={})
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Keep the index.
+
+        Raises:
+            CommitError: the step cannot be read.
+        """
+        if self._failure:
+            raise self._failure
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Compare the files that this rank reads from with their digests.
+
+        Raises:
+            CommitError: a file is corrupted, or is another user's and has pickles.
+        """
+        pickles: dict[str, bool] = {}
+        for item in plan.items:
+            name = self.storage_data[item.storage_index].relative_path
+            is_pickle = item.type == LoadItemType.BYTE_IO
+            pickles[name] = pickles.get(name, False) or is_pickle
+        try:
+            for name, has_pickles in sorted(pickles.items()):
+                self._check(Path(self.path) / name, self._records[name], has_pickles)
+        except BaseException:
+            self._leased.close()
+            raise
+        return plan
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the plan's slices into the tensors of the state, and release the step."""
+        with self._leased.pop_all():
+            return super().read_data(plan, planner)
+
+    def _read_index(self) -> Metadata:
+        lease = lease_to_read(self._root, self._step, f"dcp.load of {self._role}")
+        manifest = self._leased.enter_context(lease)
+        self._records = {
+            PurePosixPath(record.path).name: record
+            for record in manifest.files
+            if (record.role, record.component) == (self._role, "dcp")
+        }
+        path = f"{self._role}/.metadata"
+        if not self._records or manifest.find_file(path) is None:
+            has = ", ".join(manifest.roles) or "none"
+            raise CommitError(
+                f"step {self._step} in {self._root} has no DCP state of role {self._role} (roles: "
+                f"{has}). What CheckpointCoordinator.save has written is loaded by its load, and "
+                "converted by: trinity-sync export dcp"
+            )
+        content = load_bytes(self._root, self._step, path, manifest=manifest)
+        metadata = parse_index(content, step_folder(self._root, self._step) / path)
+        named = {stored.relative_path for stored in (metadata.storage_data or {}).values()}
+        if lacking := named - self._records.keys():
+            raise CommitError(
+                f"{path} of step {self._step} in {self._root} names {min(lacking)}, which is not "
+                "part of the step; load another step"
+            )
+        return metadata
+
+    def _check(self, path: Path, record: FileRecord, has_pickles: bool) -> None:
+        try:
+            with open_direct(path) as fd:
+                trusted = is_trusted(fd)
+            found = digest_file(path, record.nbytes)
+        except OSError as error:
+            raise CommitError(
+                f"{path} cannot be read: {error.strerror}. Repair that, or load another step "
+                "(trinity-sync ls lists them)."
+            ) from error
+        require_digest(path, record, found)
+        if has_pickles and not trusted:
+            raise CommitError(
+                f"{path} may have been written by another user, and its values besides tensors "
+                "were not unpickled; see docs/operations/security.md"
+            )

@@ -1,0 +1,287 @@
+"""Storage writer and stager of DCP, which stage a save in slots and follow its flow run.
+
+``dcp.async_save`` calls the stager in the training thread, and plans and writes in another one. A
+save must survive the trainer from the moment it is staged. So `StepWriter.stage` plans, with DCP's
+own ``save`` and a storage that only lays out the files, copies this rank's tensors into a slot and
+seals it, with ``.metadata`` on rank 0. What DCP then does with the writer is nothing but waiting
+for the commit.
+
+The ranks agree on the plan in a process group of their own, since DCP's thread may use the group
+that is passed to it at the same time. Where the plan and the lengths of all values are those of
+the save before on all ranks, one all-reduce is all that they exchange.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.errors import ConfigError, ImageError, SaveFailedError
+from trinity_sync.integrations.dcp.distcp_file import DistcpLayouter, LayoutStorage, make_done
+from trinity_sync.layout import check_name, check_number
+from trinity_sync.snapshot.image import LaidOut
+from trinity_sync.snapshot.stager import Staged
+
+
+class DcpSaver:
+    """Saves states in DCP's format; each rank has one, and it makes a writer for each save.
+
+    A collective call if there is a process group.
+
+    Args:
+        saves: this rank's coordinator, of all ranks of the default process group.
+        role: role of the states; their files are in ``global_step_{step}/{role}/``.
+        planner: makes the planner of a save, which decides which rank writes a replica. A planner
+            of another class is not to be passed to ``async_save``.
+
+    Raises:
+        ConfigError: the coordinator is not one of all ranks of the default process group.
+
+    Example::
+
+        saves = CheckpointCoordinator.of_process_group("ckpts")
+        checkpoints = DcpSaver(saves)
+        for step in range(1, 1001):
+            train_one_step()
+            if step % 10 == 0:
+                writer = checkpoints.writer(step)
+                dcp.async_save(state, storage_writer=writer, async_stager=writer, no_dist=True)
+        saves.wait_all()
+    """
+
+    def __init__(
+        self,
+        saves: CheckpointCoordinator,
+        *,
+        role: str = "actor",
+        planner: Callable[[], SavePlanner] = DefaultSavePlanner,
+    ) -> None:
+        group = dist.is_initialized()
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if group else (0, 1)
+        if (saves.rank, saves.world_size) != (rank, world_size):
+            raise ConfigError(
+                f"the coordinator of {saves.root} is that of rank {saves.rank} of "
+                f"{saves.world_size}, and this is rank {rank} of {world_size} of the process "
+                "group; create it by of_process_group"
+            )
+        self.saves = saves
+        self.role = check_name("role", role)
+        self.make_planner = planner
+        self.metadata = Metadata({})
+        """Index of the newest save; complete on rank 0 only."""
+        self._group = dist.new_group(backend="gloo") if group else None
+        self._layouter = DistcpLayouter(f"__{saves.rank}_0.distcp")
+        self._planned: LayoutStorage | None = None
+
+    def writer(self, step: int, *, keep: int = 0) -> "StepWriter":
+        """Return the storage writer and stager of one save.
+
+        Args:
+            step, keep: as in `CheckpointCoordinator.save`.
+
+        Raises:
+            ConfigError: the step is not a whole number.
+        """
+        return StepWriter(self, check_number("step", step), keep)
+
+    def stage(self, state: dict[str, Any], step: int, keep: int) -> Staged:
+        """Plan, copy and submit a save; see `StepWriter.stage`.
+
+        Args:
+            state: state of this rank.
+            step, keep: as in `CheckpointCoordinator.save`.
+        """
+
+        def lay_out() -> tuple[LaidOut, Mapping[str, bytes]]:
+            file = self._lay_out_again(state)
+            if self._is_any(file is None):
+                file = self._plan(state, step)
+            assert file
+            assert self._planned
+            return file, {".metadata": self._planned.index}
+
+        return self.saves.save_dcp(step, lay_out, role=self.role, keep=keep)
+
+    def _plan(self, state: dict[str, Any], step: int) -> LaidOut:
+        """Plan the save with all ranks, and lay out this rank's file."""
+        self._planned = None  # after an error all ranks plan again
+        planned = LayoutStorage(self._layouter)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                save(
+                    state,
+                    storage_writer=planned,
+                    planner=self.make_planner(),
+                    process_group=self._group,
+                    no_dist=self._group is None,
+                )
+        except CheckpointException as error:
+            rank, (first, _) = next(iter(error.failures.items()))
+            raise ImageError(
+                f"step {step}, role {self.role}: nothing was submitted, because rank {rank} cannot "
+                f"plan its part: {first}"
+            ) from first
+        self._planned, self.metadata = planned, planned.metadata
+        return planned.take_file()
+
+    def _lay_out_again(self, state: dict[str, Any]) -> LaidOut | None:
+        """Return this rank's file by the plan of the save before; None if that no longer fits."""
+        known = self._planned
+        if known is None:
+            return None
+        try:
+            planner = self.make_planner()
+            planner.set_up_planner(state, known.storage_meta(), self.saves.rank == 0)
+            if planner.create_local_plan() != known.local_plan:
+                return None
+            file, results = self._layouter.lay_out(known.plan.items, planner)
+        except Exception:  # which planning again raises on all ranks
+            return None
+        return file if results == known.results else None
+
+    def _is_any(self, here: bool) -> bool:
+        """Return whether something is so on any rank."""
+        if self._group is None:
+            return here
+        found = torch.tensor(here, dtype=torch.int32)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        return bool(found)
+
+
+class StepWriter(StorageWriter, AsyncStager):
+    """DCP's storage writer and stager of one save, which `DcpSaver.writer` makes.
+
+    Pass it to ``dcp.async_save`` as ``storage_writer`` and as ``async_stager``. The future that it
+    returns is done when the step is committed, and raises why it is not; `wait_all` raises the
+    same. It need not be awaited: the save commits without this process. DCP's thread waits for it
+    in any case, at most until the coordinator is closed.
+
+    With ``no_dist=True`` the thread that DCP starts exchanges nothing with other ranks, and any
+    number of saves may be in flight. Without it, as with any other writer, the next call has to
+    wait for the future, and nothing else may use the process group meanwhile.
+    """
+
+    def __init__(self, saver: DcpSaver, step: int, keep: int) -> None:
+        self._saver = saver
+        self._step = step
+        self._keep = keep
+        self._staged: Staged | None = None
+        self._metadata = Metadata({})
+
+    # ------------------------------------------------------------ stager
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Copy this rank's part of a state into shared memory, and submit the save.
+
+        A collective call. Tensors may change when it returns, and the save commits even if this
+        process then dies.
+
+        Args:
+            state_dict: state of this rank.
+
+        Returns:
+            An empty state, of which DCP has nothing to write.
+
+        Raises:
+            ConfigError: this writer has staged a save before.
+            SpoolError, ImageError: as in `CheckpointCoordinator.save`, for the first save of this
+                process; on all ranks if one cannot plan, or pickle a value. Errors of later saves
+                are raised by the future.
+        """
+        if self._staged is not None:
+            raise ConfigError(f"step {self._step} is staged already; make a writer for each save")
+        self._staged = self._saver.stage(state_dict, self._step, self._keep)
+        self._metadata = self._saver.metadata
+        return {}
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """Whether DCP calls `synchronize_staging`."""
+        return False
+
+    def synchronize_staging(self) -> None:
+        """Return at once: `stage` has copied everything."""
+
+    def close(self) -> None:
+        """Keep everything: slots belong to the coordinator."""
+
+    # ------------------------------------------------------------ storage writer
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Refuse another place than the step.
+
+        Raises:
+            ConfigError: there is a checkpoint id.
+        """
+        if checkpoint_id is not None:
+            raise ConfigError(
+                f"step {self._step}: a checkpoint_id was passed, {checkpoint_id!s}; leave it out, "
+                "the writer has the step and its coordinator the root"
+            )
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Require that the save is staged.
+
+        Raises:
+            ConfigError: another stager was used, or none.
+            SaveFailedError: it could not be staged.
+        """
+        if self._staged is None:
+            raise ConfigError(
+                f"step {self._step} was not staged: pass the writer to dcp.async_save, also as its "
+                "async_stager; dcp.save has no stager"
+            )
+        if self._staged.failure:
+            raise SaveFailedError(self._staged.failure)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan, of an empty state, as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Return the plans, of an empty state, as they are."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Wait until the step is committed.
+
+        Raises:
+            ConfigError: a planner of another class than the saver's was used; the step was
+                saved with the saver's.
+            SaveFailedError, SaveTimeoutError: as `CheckpointCoordinator.wait_committed`.
+        """
+        own = type(self._saver.make_planner())
+        if type(planner) is not own:
+            raise ConfigError(
+                f"step {self._step} is saved by a {own.__name__}, not by the "
+                f"{type(planner).__name__} that was passed to async_save; pass that to DcpSaver"
+            )
+        self._saver.saves.wait_committed(self._step, role=self._saver.role)
+        return make_done([])
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Complete the index that the future returns; the flow run has committed it."""
+        vars(metadata).update(vars(self._metadata))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Return False: DCP cannot choose this writer by a checkpoint id."""
+        return False
+
+    def __reduce__(self) -> Any:
+        raise ConfigError(
+            f"step {self._step}: the writer cannot be sent to another process; use "
+            "AsyncCheckpointerType.THREAD, which is the default"
+        )
