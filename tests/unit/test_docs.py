@@ -42,6 +42,12 @@ def test_every_invariant_is_shown_by_a_test_that_exists() -> None:
     assert [name for name in cited if name.removeprefix("test_") not in there] == []
 
 
+def test_every_test_in_the_table_of_engines_exists() -> None:
+    cited = re.findall(r"`(test_\w+)`", (DOCS / "reference/engines.md").read_text())
+    assert len(cited) > 15
+    assert [name for name in cited if f"def {name}(" not in TESTS] == []
+
+
 def test_every_file_of_tests_that_is_cited_exists() -> None:
     cited = {
         path

@@ -42,6 +42,16 @@ def _save(module: ModuleType) -> None:
     module.FSDPCheckpointManager = manager  # type: ignore[attr-defined]
 
 
+def _turbo(module: ModuleType) -> None:
+    def refuse(engine: Any) -> None:
+        raise ConfigError(
+            "fsdp_turbo is not saved by trinity_sync: veRL's trainer would name a step before its "
+            "commit; train with strategy fsdp2, or unset VERL_USE_EXTERNAL_MODULES"
+        )
+
+    module.FSDPTurboEngineWithLMHead._init_device_mesh = refuse
+
+
 def _launch(module: ModuleType) -> None:
     from trinity_sync.integrations.verl.driver import wrap_get_ppo_ray_runtime_env
 
@@ -91,6 +101,7 @@ PATCHES: dict[str, Patch] = {
     "verl.utils.checkpoint.checkpoint_handler": _handler,
     "verl.utils.distributed": _end,
     "verl.workers.engine.fsdp.transformer_impl": _save,
+    "verl.workers.engine.fsdp.fsdp_turbo_impl": _turbo,
     "verl.trainer.constants_ppo": _launch,
     "verl.workers.engine_workers": _workers,
     "verl.trainer.ppo.ray_trainer": _trainer,
