@@ -10,7 +10,7 @@ from typing import Any
 Tell = Callable[[str, str], object]
 """Called with ``stat``, ``open`` or ``list``, and the path."""
 
-_told: list[tuple[str, Tell]] = []
+_told: list[tuple[tuple[str, ...], Tell]] = []
 _EVENTS = {"open": "open", "os.scandir": "list", "os.listdir": "list"}
 
 
@@ -31,10 +31,10 @@ sys.addaudithook(_on_event)  # it stays until the process ends
 
 
 @contextmanager
-def watch_path_calls(below: Path, tell: Tell) -> Iterator[None]:
-    """Tell of each call within the block, of any thread, for a path below a folder, just before it
-    is made."""
-    stat, lstat, told = os.stat, os.lstat, (str(below), tell)
+def watch_path_calls(tell: Tell, *below: Path) -> Iterator[None]:
+    """Tell of each call within the block, of any thread, for a path below one of some folders, just
+    before it is made."""
+    stat, lstat, told = os.stat, os.lstat, (tuple(map(str, below)), tell)
 
     def counted_stat(path: Any, *args: Any, **options: Any) -> os.stat_result:
         _on_call("stat", path)

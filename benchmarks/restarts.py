@@ -205,7 +205,7 @@ def restart(folder: Path, ranks: int) -> Restart:
         phases[rank] = PHASES[3]
         saves.close(timeout=0)
 
-    with watch_path_calls(folder, tell):
+    with watch_path_calls(tell, folder):
         failed = group.run(resume)
     for error in failed:
         raise error

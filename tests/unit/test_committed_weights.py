@@ -99,7 +99,7 @@ def test_weights_count_without_the_optimizer_next_to_them(tmp_path: Path) -> Non
     asked: list[str] = []
     opener = VersionOpener("reader")
     with (
-        watch_path_calls(tmp_path, lambda kind, path: asked.append(path)),
+        watch_path_calls(lambda kind, path: asked.append(path), tmp_path),
         opener.open_checkpoint(found) as view,
     ):
         assert view.version == found

@@ -58,7 +58,10 @@ def test_a_wait_reads_unchanged_tickets_and_an_unchanged_manifest_once(half: Job
         if kind == "open":
             read[Path(path).suffix] += 1
 
-    with watch_path_calls(half.root.parent, count), pytest.raises(MissingShardsError, match="rank 1"):
+    with (
+        watch_path_calls(count, half.root, half.spool.folder),
+        pytest.raises(MissingShardsError, match="rank 1"),
+    ):
         gather_images(half.share, half.save(3), "model", 1.0, looks())
     assert read[".ticket"] == read[".json"] == 1
 

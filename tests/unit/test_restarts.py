@@ -37,7 +37,7 @@ def load_on_all(root: Path, when: Callable[[int, str, str], object]) -> list[Exc
         with CheckpointCoordinator.of_process_group(root, settings=settings) as saves:
             saves.load(1)
 
-    with watch_path_calls(root, lambda kind, path: when(group.at_work, kind, path)):
+    with watch_path_calls(lambda kind, path: when(group.at_work, kind, path), root):
         return group.run(load)
 
 
@@ -88,7 +88,7 @@ def test_a_rank_that_loads_alone_checks_each_file_of_the_step_once(
     settings = Settings(spool=tmp_path / "spool", home=tmp_path)
     with (
         CheckpointCoordinator(root, rank=3, world_size=RANKS, settings=settings) as saves,
-        watch_path_calls(root, lambda kind, path: calls.update([path] if kind == "stat" else [])),
+        watch_path_calls(lambda kind, path: calls.update([path] if kind == "stat" else []), root),
     ):
         saves.load(1)
     of_the_step = {path: times for path, times in calls.items() if path.endswith(".pt")}
@@ -115,7 +115,7 @@ def test_an_attachment_is_read_without_a_look_at_other_files(
     saves.save(4, {"model": {"w": torch.zeros(3)}})
     job.commit(4, "model", "attachments")
     asked: list[str] = []
-    with watch_path_calls(job.root, lambda kind, path: asked.append(path)):
+    with watch_path_calls(lambda kind, path: asked.append(path), job.root):
         assert saves.attachment(4, "data.json") == b"{}"
     assert not [path for path in asked if path.endswith(".pt")]
 
