@@ -24,7 +24,7 @@ from trinity_sync.client.preemption import Preemption, noticed_by_any
 from trinity_sync.client.run_context import RunContext, make_run_key
 from trinity_sync.client.save_submitter import SaveSubmitter
 from trinity_sync.client.save_trigger import SaveTrigger
-from trinity_sync.client.state_saver import StateSaver
+from trinity_sync.client.state_saver import DcpFolders, StateSaver
 from trinity_sync.client.step_loader import StepLoader
 from trinity_sync.errors import ConfigError, SaveFailedError
 from trinity_sync.fs.process import read_process_identity
@@ -37,7 +37,6 @@ from trinity_sync.layout import (
 )
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.callable_status import CallableStatus
-from trinity_sync.snapshot.image import LaidOut
 from trinity_sync.snapshot.save_id import Export
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
 from trinity_sync.snapshot.stager import Staged, Stager
@@ -416,17 +415,17 @@ class CheckpointCoordinator:
     def save_dcp(
         self,
         step: int,
-        lay_out: Callable[[], tuple[LaidOut, Mapping[str, bytes]]],
+        lay_out: Callable[[], DcpFolders],
         *,
         role: str = "actor",
         keep: int = 0,
     ) -> Staged:
-        """Submit a checkpoint in DCP's format, for `trinity_sync.integrations.dcp`.
+        """Submit a checkpoint in DCP's format, for `trinity_sync.integrations`.
 
         Args:
             step, role, keep: as in `save`.
-            lay_out: returns this rank's file, and the files to commit with rank 0's, by name. Its
-                error is one of a state that cannot be pickled.
+            lay_out: returns this rank's files by component, and the files to commit with rank 0's
+                by path below the role's folder. Its error is one of a state that cannot be pickled.
 
         Returns:
             As `save`.
@@ -438,10 +437,10 @@ class CheckpointCoordinator:
         began = time.perf_counter()
         origin = self._submitter.origin(check_number("step", step), role, "checkpoint")
         try:
-            file, metadata = lay_out()
+            files, metadata = lay_out()
         except Exception as error:
             return self._states.fail(origin, error)
-        return self._save(step, {"dcp": file}, role=role, metadata=metadata, keep=keep, began=began)
+        return self._save(step, files, role=role, metadata=metadata, keep=keep, began=began)
 
     def wait_staged(self) -> float:
         """Wait until an overlapped save is staged; after that the states may change.

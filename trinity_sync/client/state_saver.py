@@ -15,6 +15,7 @@ from typing import Any
 
 from trinity_sync.errors import ConfigError, ImageError, TrinitySyncError
 from trinity_sync.layout import Component, Kind
+from trinity_sync.snapshot.image import LaidOut
 from trinity_sync.snapshot.save_id import Origin
 from trinity_sync.snapshot.stager import (
     METADATA,
@@ -29,6 +30,8 @@ from trinity_sync.snapshot.version_tag import VersionTag
 logger = logging.getLogger(__name__)
 
 MODEL: Component = "model"
+DcpFolders = tuple[Mapping[str, LaidOut], Mapping[str, bytes]]
+"""A rank's files by component, and small files of rank 0 by path below the role's folder."""
 NOTHING_STAGED = Staged((), 0, 0.0, 0.0)
 
 

@@ -295,7 +295,7 @@ def _list_shards(root: Path, manifest: Manifest, role: str) -> list[FileRecord]:
     Raises:
         CommitError: there are none, or some are missing.
     """
-    records = [f for f in manifest.files if (f.role, f.component) == (role, "model")]
+    records = [f for f in manifest.files if f.role == role and f.is_weights]
     if not records:
         has = ", ".join(manifest.roles) or "none"
         raise CommitError(

@@ -108,7 +108,7 @@ class WorkerMetrics:
         self._bytes.labels(*labels).inc(
             sum(file.record.nbytes for file in written if file.temporary)
         )
-        weights = not written or any(file.record.component == "model" for file in written)
+        weights = not written or any(file.record.is_weights for file in written)
         for kind in SERVES_AS[request.kind] if weights else (request.kind,):
             self._update_newest(request.job, kind, request.run_key, request.step, time.time())
 

@@ -88,7 +88,7 @@ class LaidOut:
     """A file that other code than `lay_out` has laid out, to be staged as a component."""
 
     name: str
-    """Name of the file in the folder of the role."""
+    """Path of the file below the folder of the role."""
     layout: Layout
     storages: Storages
     """Storages that fill the holes of the layout."""

@@ -232,7 +232,7 @@ def list_served_kinds(
         files: records of its files.
         statuses: statuses of its callable saves.
     """
-    weights = statuses or any(record.component == "model" for record in files)
+    weights = statuses or any(record.is_weights for record in files)
     return SERVES_AS[kind] if weights else (kind,)
 
 

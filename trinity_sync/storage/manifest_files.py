@@ -58,6 +58,11 @@ class FileRecord:
         name = shard_file(self.component, self.world_size, self.rank)
         return PurePosixPath(self.path).name == name
 
+    @property
+    def is_weights(self) -> bool:
+        """Whether the file is a shard of weights, which readers and exports understand."""
+        return self.component == "model" and self.is_shard
+
 
 @dataclass(frozen=True)
 class ManifestPart:

@@ -55,11 +55,17 @@ def load_newest(
     manifest = find_newest(root)
     if manifest is None:
         return _load_without_manifest(root, clock)
-    paths = [record.path for record in manifest.files if record.path.endswith(".pt")]
+    # common.pt of Megatron, among the metadata, may name classes of its environment
+    paths = [
+        record.path
+        for record in manifest.files
+        if record.path.endswith(".pt") and record.component != "metadata"
+    ]
     others = [
         record
         for record in manifest.files
-        if record.path not in paths and record.component in ("", "dcp", *FOLDERS)
+        if record.path not in paths
+        and (record.component in ("", *FOLDERS) or record.path.endswith(".distcp"))
     ]
     if not paths and not others:
         raise _make_empty_error(step_folder(root, manifest.step))

@@ -129,7 +129,7 @@ def _require_weights(root: str | Path, step: int, role: str) -> Manifest:
 
 
 def _has_model(manifest: Manifest, role: str) -> bool:
-    return any((file.role, file.component) == (role, "model") for file in manifest.files)
+    return any(file.role == role and file.is_weights for file in manifest.files)
 
 
 def _find_stale_file(folder: Path, committed: set[Path], committed_at: float) -> Path | None:

@@ -213,8 +213,7 @@ class VersionOpener:
                 (
                     record
                     for record in manifest.files
-                    if (record.role, record.component) == (version.role, "model")
-                    and record.is_shard
+                    if record.role == version.role and record.is_weights
                 ),
                 key=lambda record: record.rank,
             )

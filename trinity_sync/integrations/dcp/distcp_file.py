@@ -33,10 +33,12 @@ class DistcpLayouter:
 
     Args:
         name: file name, as ``FileSystemWriter`` chooses it: ``__{rank}_0.distcp``.
+        folder: folder of the files, below that of the role; empty for the role's.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, folder: str = "") -> None:
         self._name = name
+        self._path = f"{folder}/{name}" if folder else name
         self._archives: dict[_Form, Layout] = {}
 
     def lay_out(
@@ -72,7 +74,7 @@ class DistcpLayouter:
             end = start + archive.nbytes
             start = -(-end // ALIGNMENT) * ALIGNMENT
             extents.append((end, bytes(start - end)))  # a slot has old bytes there
-        return LaidOut(self._name, Layout(start, extents, holes), storages), results
+        return LaidOut(self._path, Layout(start, extents, holes), storages), results
 
     def _lay_out(self, value: torch.Tensor | io.BytesIO) -> tuple[Layout, Storages]:
         """Return the archive of a tensor as one on the CPU, or what the planner made of a value."""

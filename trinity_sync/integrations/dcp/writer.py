@@ -11,26 +11,26 @@ that is passed to it at the same time. Where the plan and the lengths of all val
 the save before on all ranks, one all-reduce is all that they exchange.
 """
 
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.errors import ConfigError, ImageError, SaveFailedError
-from trinity_sync.integrations.dcp.distcp_file import DistcpLayouter, LayoutStorage, make_done
+from trinity_sync.client.state_saver import DcpFolders
+from trinity_sync.errors import ConfigError, SaveFailedError
+from trinity_sync.integrations.dcp.distcp_file import make_done
+from trinity_sync.integrations.dcp.planned_file import (
+    PlannedFile,
+    is_on_any_rank,
+    make_planning_group,
+)
 from trinity_sync.layout import check_name, check_number
-from trinity_sync.snapshot.image import LaidOut
 from trinity_sync.snapshot.stager import Staged
 
 
@@ -67,22 +67,16 @@ class DcpSaver:
         role: str = "actor",
         planner: Callable[[], SavePlanner] = DefaultSavePlanner,
     ) -> None:
-        group = dist.is_initialized()
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if group else (0, 1)
-        if (saves.rank, saves.world_size) != (rank, world_size):
-            raise ConfigError(
-                f"the coordinator of {saves.root} is that of rank {saves.rank} of "
-                f"{saves.world_size}, and this is rank {rank} of {world_size} of the process "
-                "group; create it by of_process_group"
-            )
         self.saves = saves
         self.role = check_name("role", role)
         self.make_planner = planner
-        self.metadata = Metadata({})
+        self._group = make_planning_group(saves)
+        self._file = PlannedFile(saves.rank, self._group, planner)
+
+    @property
+    def metadata(self) -> Metadata:
         """Index of the newest save; complete on rank 0 only."""
-        self._group = dist.new_group(backend="gloo") if group else None
-        self._layouter = DistcpLayouter(f"__{saves.rank}_0.distcp")
-        self._planned: LayoutStorage | None = None
+        return self._file.metadata
 
     def writer(self, step: int, *, keep: int = 0) -> "StepWriter":
         """Return the storage writer and stager of one save.
@@ -103,61 +97,14 @@ class DcpSaver:
             step, keep: as in `CheckpointCoordinator.save`.
         """
 
-        def lay_out() -> tuple[LaidOut, Mapping[str, bytes]]:
-            file = self._lay_out_again(state)
-            if self._is_any(file is None):
-                file = self._plan(state, step)
+        def lay_out() -> DcpFolders:
+            file = self._file.lay_out_again(state)
+            if is_on_any_rank(file is None, self._group):
+                file = self._file.plan(state, f"step {step}, role {self.role}")
             assert file
-            assert self._planned
-            return file, {".metadata": self._planned.index}
+            return {"dcp": file}, {".metadata": self._file.index}
 
         return self.saves.save_dcp(step, lay_out, role=self.role, keep=keep)
-
-    def _plan(self, state: dict[str, Any], step: int) -> LaidOut:
-        """Plan the save with all ranks, and lay out this rank's file."""
-        self._planned = None  # after an error all ranks plan again
-        planned = LayoutStorage(self._layouter)
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                save(
-                    state,
-                    storage_writer=planned,
-                    planner=self.make_planner(),
-                    process_group=self._group,
-                    no_dist=self._group is None,
-                )
-        except CheckpointException as error:
-            rank, (first, _) = next(iter(error.failures.items()))
-            raise ImageError(
-                f"step {step}, role {self.role}: nothing was submitted, because rank {rank} cannot "
-                f"plan its part: {first}"
-            ) from first
-        self._planned, self.metadata = planned, planned.metadata
-        return planned.take_file()
-
-    def _lay_out_again(self, state: dict[str, Any]) -> LaidOut | None:
-        """Return this rank's file by the plan of the save before; None if that no longer fits."""
-        known = self._planned
-        if known is None:
-            return None
-        try:
-            planner = self.make_planner()
-            planner.set_up_planner(state, known.storage_meta(), self.saves.rank == 0)
-            if planner.create_local_plan() != known.local_plan:
-                return None
-            file, results = self._layouter.lay_out(known.plan.items, planner)
-        except Exception:  # which planning again raises on all ranks
-            return None
-        return file if results == known.results else None
-
-    def _is_any(self, here: bool) -> bool:
-        """Return whether something is so on any rank."""
-        if self._group is None:
-            return here
-        found = torch.tensor(here, dtype=torch.int32)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
-        return bool(found)
 
 
 class StepWriter(StorageWriter, AsyncStager):
