@@ -6,15 +6,17 @@ They are forked from a process that has imported veRL, which takes a core ten se
 import multiprocessing
 import os
 import queue
+import sys
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-PRELOADED = ["tests.integration.fsdp.preloaded"]
+PRELOADED = "tests.integration.fsdp.preloaded"
 
 
 def on_ranks(
@@ -23,10 +25,17 @@ def on_ranks(
     scratch: Path,
     world_size: int = 2,
     timeout_s: float = 120.0,
+    preloaded: str = PRELOADED,
 ) -> list[Any]:
-    """Call ``program(*arguments)`` on every rank of a new process group; returns their results."""
+    """Call ``program(*arguments)`` on every rank of a new process group; returns their results.
+
+    The first call in a process chooses the module that is imported once for all ranks.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload([preloaded])
+    with pytest.MonkeyPatch.context() as patch:  # Python 3.11 does not tell it the path
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        ensure_running()
     answers: Any = context.Queue()
     rendezvous = scratch / f"rendezvous-{time.time_ns()}"
     ranks = [
