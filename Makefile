@@ -24,7 +24,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help demo smollm client newest prefect-oldest torch-oldest torch-newest torch-suites lock test unit integration faults e2e chaos lint audit bench scale history verl trinity trl vllm bench-vllm nfs tutorials docs clean
+.PHONY: help demo smollm client newest prefect-oldest torch-oldest torch-newest torch-suites lock test unit integration faults e2e chaos lint audit bench scale history verl megatron trinity trl vllm bench-vllm nfs tutorials docs clean
 
 help: ## what there is
 	@grep -E '^[a-z0-9 -]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 28
@@ -87,6 +87,9 @@ bench: $(READY) ## what a save costs, beside the limits and the alternatives (QU
 verl: $(READY) ## veRL's own trainers with our manager, killed on two ranks and resumed, and its own tests
 	$(BIN)/python -m pytest tests/integration/fsdp/test_verl_trainer.py tests/integration/fsdp/test_verl_sft.py tests/verl
 	$(BIN)/python -m tests.verl
+
+megatron: $(READY) ## real Megatron on the CPU, tensor- and data-parallel: killed, resumed, loaded by veRL's loader and with the other parallelism
+	$(BIN)/python -m pytest tests/integration/megatron
 
 trinity: $(TRINITY)/.ready $(STACK)/.ready ## Trinity-RFT itself with our parts in it, on the CPU, in an environment of its own
 	TESTS_STACK="$(abspath $(STACK))/bin" $(TRINITY)/bin/python -m pytest tests/trinity/switch.py tests/trinity/sync.py

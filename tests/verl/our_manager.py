@@ -31,7 +31,7 @@ class AtOnce(TrainerCheckpointManager):
         settings = Settings(spool=SPOOL.name)
         self._coordinator = CheckpointCoordinator(root, settings=settings, trigger=CommitsHere())
         role = step_folder(root, global_step) / "actor"
-        super().save_checkpoint(str(role), global_step, **other)
+        super().save_checkpoint(str(role), global_step=global_step, **other)
         self.wait_on_save_thread()
         self._coordinator.close()
         Path(local_path).symlink_to(role)

@@ -22,6 +22,7 @@ from trinity_sync.client.collective import (
     run_on_all_ranks,
 )
 from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.client.manager_of_paths import ManagerOfPaths
 from trinity_sync.errors import ConfigError
 from trinity_sync.fsdp.metadata import metadata_folder
 from trinity_sync.fsdp.reshard import is_on_this_mesh, load_resharded
@@ -44,7 +45,7 @@ from trinity_sync.weights.synchronizer import Synchronizer
 logger = logging.getLogger(__name__)
 
 
-class FSDPCheckpointManager(VerlFSDPCheckpointManager):
+class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
     """Saves and loads one role of a job; replaces ``engine.checkpoint_manager``.
 
     Every rank has a manager and calls it at the same steps. Paths are
@@ -377,16 +378,6 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         if self._publisher is not None:
             self._publisher.wait()
 
-    def _find_resumed_job(self, role_folder: Path) -> tuple[CheckpointCoordinator, int] | None:
-        """Return coordinator and step to resume; None if the folder belongs to another job."""
-        try:
-            root, step, _ = split_role_path(role_folder)
-        except ConfigError:
-            return None  # a folder in another layout
-        if self._coordinator is not None and self._coordinator.root != root:
-            return None  # another job, loaded as initial state
-        return self._get_coordinator(root), step
-
     def _components_to_load(self) -> list[str]:
         contents = {
             "model": self.should_load_model,
@@ -402,28 +393,6 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
                     f"the checkpoint contents name {part!r}, but this manager was made without it; "
                     f"pass {part}=... or take it out of save_contents and load_contents"
                 )
-
-    def _split_path(self, local_path: str, global_step: int) -> tuple[Path, str]:
-        root, step, role = split_role_path(Path(local_path).resolve())
-        if step != global_step:
-            raise ConfigError(
-                f"checkpoint path {str(local_path)!r} is that of step {step}, but global_step is "
-                f"{global_step}; pass the same step in both"
-            )
-        return root, role
-
-    def _get_coordinator(self, root: Path) -> CheckpointCoordinator:
-        if self._coordinator is None:
-            self._coordinator = CheckpointCoordinator.of_process_group(root)
-        if self._coordinator.root != root:
-            raise ConfigError(
-                f"this manager saves the job at {self._coordinator.root}, not at {root}; "
-                "make one manager and coordinator for each job"
-            )
-        return self._coordinator
-
-    def _is_new(self, component: str, step: int) -> bool:
-        return self._saved.get(component) != step
 
     def _stage(
         self,

@@ -175,8 +175,12 @@ def test_the_first_save_says_once_that_the_switch_is_on(
     wait(trainer)
 
 
+@pytest.mark.parametrize("strategy", ["fsdp2", "megatron"])
 @pytest.mark.parametrize("kind", [PPOTrainer, RayPPOTrainer])
-def test_the_iteration_file_is_left_to_the_commit(start: Start, root: Path, kind: type) -> None:
+def test_the_iteration_file_is_left_to_the_commit(
+    start: Start, root: Path, config: DictConfig, kind: type, strategy: str
+) -> None:
+    config.actor_rollout_ref.actor.strategy = strategy  # the driver knows no more of the engine
     trigger = CommitsWhenTold()
     trainer = start(kind, trigger)
     train_to(trainer, 1)
@@ -314,7 +318,7 @@ def test_a_training_ends_with_the_failure_of_a_save(start: Start, spool_folder: 
 
 def test_a_trainer_of_another_strategy_saves_as_ever(start: Start, config: DictConfig) -> None:
     trainer = start()
-    config.actor_rollout_ref.actor.strategy = "megatron"
+    config.actor_rollout_ref.actor.strategy = "torchtitan"
     order: list[str] = []
 
     def save(self: Any) -> None:

@@ -72,7 +72,7 @@ def wrap_save_checkpoint(original: Callable[[Any], None]) -> Callable[[Any], Non
 
     @functools.wraps(original)
     def _save_checkpoint(trainer: Any) -> None:
-        if not _is_fsdp(trainer.config.actor_rollout_ref.actor):
+        if not _saves_here(trainer.config.actor_rollout_ref.actor):
             return original(trainer)
         OmegaConf.update(trainer.config, ASYNC_SAVE, True, force_add=True)
         groups = [trainer.actor_rollout_wg, *([trainer.critic_wg] if trainer.use_critic else [])]
@@ -113,7 +113,7 @@ def add_wait_method(worker: type) -> None:
     def wait(self: Any, blocking: bool = False) -> None:
         """Wait for all saves of this worker's engine; raises `SaveFailedError`."""
         engine = getattr(self, "actor", self)
-        manager = getattr(getattr(engine, "engine", None), "checkpoint_manager", None)
+        manager = get_manager(getattr(engine, "engine", None))
         ours = getattr(manager, "wait_on_save_thread", None)
         if blocking and ours:
             ours()
@@ -174,11 +174,18 @@ def read_forwarded_variables() -> dict[str, str]:
 def _has_critic(config: Any) -> bool:
     from verl.trainer.ppo.utils import need_critic
 
-    return "critic" in config and need_critic(config) and _is_fsdp(config.critic)
+    return "critic" in config and need_critic(config) and _saves_here(config.critic)
 
 
-def _is_fsdp(config: Any) -> bool:
-    return str(config.strategy) in ("fsdp", "fsdp2")
+def _saves_here(config: Any) -> bool:
+    """Return whether the switch replaces the manager of a worker's engine."""
+    return str(config.strategy) in ("fsdp", "fsdp2", "megatron")
+
+
+def get_manager(engine: Any) -> Any:
+    """Return the checkpoint manager of an engine of veRL; None if it has none."""
+    megatrons = getattr(engine, "checkpoint_mananager", None)  # sic
+    return getattr(engine, "checkpoint_manager", megatrons)
 
 
 def _expires_soon(trainer: Any) -> bool:

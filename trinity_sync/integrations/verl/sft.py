@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from trinity_sync.errors import ConfigError
+from trinity_sync.integrations.verl.driver import get_manager
 from trinity_sync.layout import step_folder
 
 logger = logging.getLogger(__name__)
@@ -32,11 +33,11 @@ def wrap_save_checkpoint(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def save_checkpoint(handler: Any, step: int) -> None:
-        from trinity_sync.integrations.verl.manager import position_file
+        from trinity_sync.integrations.verl.positions import position_file
 
         if not _uses_trinity_sync(handler):
             return original(handler, step)
-        manager = handler.engine.checkpoint_manager
+        manager = get_manager(handler.engine)
         if manager not in _saving:
             _saving.append(manager)
             if handler.default_hdfs_dir and handler.rank == 0:
@@ -102,7 +103,7 @@ def _uses_trinity_sync(handler: Any) -> bool:
     Raises:
         ConfigError: the handler is that of ``verl.trainer.sft_trainer_ray``.
     """
-    from trinity_sync.integrations.verl.manager import TrainerCheckpointManager
+    from trinity_sync.integrations.verl.positions import CommitsPositions
 
     if handler.mode.name == "RAY":
         raise ConfigError(
@@ -110,5 +111,4 @@ def _uses_trinity_sync(handler: Any) -> bool:
             "verl.trainer.sft_trainer_ray does not work with trinity_sync; train with torchrun -m "
             "verl.trainer.sft_trainer, or unset VERL_USE_EXTERNAL_MODULES"
         )
-    manager = getattr(handler.engine, "checkpoint_manager", None)
-    return isinstance(manager, TrainerCheckpointManager)
+    return isinstance(get_manager(handler.engine), CommitsPositions)

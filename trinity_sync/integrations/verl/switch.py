@@ -8,7 +8,7 @@
 veRL imports the modules that the variable names in each of its processes, before its own, and
 importing this module is the switch. A few names of veRL's modules are replaced (`PATCHES`), each
 right after veRL has imported the module; this module itself imports nothing heavy. The replacements
-are in `driver`, `sft` and `manager`.
+are in `driver`, `sft`, `manager` and `megatron`.
 """
 
 from importlib.metadata import version
@@ -40,6 +40,15 @@ def _save(module: ModuleType) -> None:
         return TrainerCheckpointManager(*arguments, **named)
 
     module.FSDPCheckpointManager = manager  # type: ignore[attr-defined]
+
+
+def _save_megatron(module: ModuleType) -> None:
+    def manager(**named: Any) -> Any:
+        from trinity_sync.integrations.verl.megatron import TrainerMegatronManager
+
+        return TrainerMegatronManager(**named)
+
+    module.MegatronCheckpointManager = manager  # type: ignore[attr-defined]
 
 
 def _turbo(module: ModuleType) -> None:
@@ -102,6 +111,7 @@ PATCHES: dict[str, Patch] = {
     "verl.utils.distributed": _end,
     "verl.workers.engine.fsdp.transformer_impl": _save,
     "verl.workers.engine.fsdp.fsdp_turbo_impl": _turbo,
+    "verl.workers.engine.megatron.transformer_impl": _save_megatron,
     "verl.trainer.constants_ppo": _launch,
     "verl.workers.engine_workers": _workers,
     "verl.trainer.ppo.ray_trainer": _trainer,

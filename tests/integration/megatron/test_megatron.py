@@ -1,0 +1,342 @@
+"""Real Megatron on gloo ranks saves through slots, and resumes as if it had never stopped.
+
+The references are the losses of the training that went on, and checkpoints that veRL's own manager
+wrote at the same steps.
+"""
+
+import io
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.integration.fsdp.ranks import on_ranks
+from tests.integration.megatron.cpu import megatron_on_cpu
+from tests.waiting import until
+from trinity_sync import Settings
+from trinity_sync.errors import CommitError, ConfigError, SaveFailedError
+from trinity_sync.stack.services import StackState
+from trinity_sync.storage.manifest import read_manifest
+
+STEPS = (1, 2, 3)
+FOLDERS = ("model", "optimizer", "extra")
+TENSOR_PARALLEL, DATA_PARALLEL = 2, 1
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., list[Any]]:
+    """Call a function on ranks with Megatron on the CPU."""
+
+    def run(program: Callable[..., Any], *arguments: Any) -> list[Any]:
+        preloaded = "tests.integration.megatron.preloaded"
+        return on_ranks(_with_megatron, program, *arguments, scratch=tmp_path, preloaded=preloaded)
+
+    return run
+
+
+def _with_megatron(program: Callable[..., Any], *arguments: Any) -> Any:
+    torch.set_num_threads(1)
+    with megatron_on_cpu():
+        return program(*arguments)
+
+
+def make_coordinator(root: Path) -> Any:
+    from tests.integration.fsdp.commits import CommitsHere
+    from trinity_sync import CheckpointCoordinator, Settings
+
+    settings = Settings(spool=root.parent / "spool", home=root.parent)
+    return CheckpointCoordinator.of_process_group(root, settings=settings, trigger=CommitsHere())
+
+
+def make_manager(trained: Any, saves: Any, **named: Any) -> Any:
+    from trinity_sync.integrations.verl.megatron import MegatronCheckpointManager
+
+    return trained.make_manager(MegatronCheckpointManager, coordinator=saves, **named)
+
+
+def make_verls_manager(trained: Any, **named: Any) -> Any:
+    from trinity_sync.integrations.verl.megatron import VerlMegatronCheckpointManager
+
+    return trained.make_manager(VerlMegatronCheckpointManager, **named)
+
+
+def actor(root: Path, step: int) -> str:
+    return str(root / f"global_step_{step}" / "actor")
+
+
+def train_and_save(root: Path, tensor: int, *, distributed: bool = True) -> list[float]:
+    """Train three steps and save each, by veRL too; return the losses of two more steps."""
+    from tests.integration.megatron.training import Trained
+
+    trained = Trained(tensor, distributed=distributed)
+    with make_coordinator(root) as saves:
+        ours, theirs = make_manager(trained, saves), make_verls_manager(trained)
+        for step in STEPS:
+            trained.step()
+            theirs.save_checkpoint(actor(root.parent / "theirs", step), global_step=step)
+            staged = ours.save_checkpoint(actor(root, step), global_step=step)
+            assert set(staged.components) >= {"model", "optim", "extra_state"}
+            assert ours.save_checkpoint(actor(root, step), global_step=step) is None
+        losses = [trained.step(), trained.step()]
+        ours.wait_on_save_thread()
+        assert saves.latest_step() == STEPS[-1]
+        assert saves.latest_step("state_dict") is None  # readers of weights do not understand it
+    return losses
+
+
+def save_and_resume(root: Path, tensor: int) -> None:
+    from tests.integration.megatron.training import Trained
+
+    losses = train_and_save(root, tensor)
+    trained = Trained(tensor, seed=1)
+    with make_coordinator(root) as saves:
+        trained.load(make_manager(trained, saves), actor(root, saves.latest_step()))
+        assert saves.run == 2
+        assert [trained.step(), trained.step()] == losses
+    trained = Trained(tensor, seed=2)
+    trained.load(make_verls_manager(trained), actor(root, STEPS[-1]))
+    assert [trained.step(), trained.step()] == losses
+    for step in STEPS:
+        compare(actor(root.parent / "theirs", step), actor(root, step), FOLDERS)
+
+
+def resume_with(root: Path, saved: int, loaded: int) -> None:
+    """Load with another parallelism, and compare with what veRL saves of what was loaded."""
+    from tests.integration.megatron.training import Trained
+
+    train_and_save(root, saved, distributed=False)
+    contents = ["model", "optimizer"]
+    trained = Trained(loaded, seed=1, distributed=False)
+    with make_coordinator(root) as saves:
+        manager = make_manager(trained, saves, contents=contents)
+        trained.load(manager, actor(root, STEPS[-1]))
+    again = str(root.parent / "again" / "actor")
+    theirs = make_verls_manager(trained, contents=contents)
+    theirs.save_checkpoint(again, global_step=STEPS[-1])
+    compare(actor(root, STEPS[-1]), again, ("model", "optimizer"))
+
+
+def compare(one: str, other: str, names: tuple[str, ...]) -> None:
+    """Require that checkpoints in two folders have the same content, bit for bit."""
+    from tests.integration.fsdp.models import differences
+
+    for name in names:
+        a, b = read(one, name), read(other, name)
+        assert len(a) > 1
+        assert differences(a, b, f"{one} {name}") == []
+
+
+def read(folder: str, name: str) -> dict[str, Any]:
+    """Return all that a folder of ``dist_checkpointing`` holds, by key, as one rank loads it."""
+    from megatron.core import dist_checkpointing
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+    path = str(Path(folder) / name / "dist_ckpt")
+    found: dict[str, Any] = dist_checkpointing.load_plain_tensors(path)
+    index = FileSystemReader(path).read_metadata()
+    for of, at in (index.storage_data or {}).items():
+        if isinstance(index.state_dict_metadata[of.fqn], BytesStorageMetadata):
+            content = (Path(path) / at.relative_path).read_bytes()[at.offset :][: at.length]
+            found[of.fqn] = torch.load(io.BytesIO(content), weights_only=False)
+    found["common"] = dist_checkpointing.load_common_state_dict(path)
+    return found
+
+
+@pytest.mark.parametrize("tensor", [TENSOR_PARALLEL, DATA_PARALLEL])
+def test_a_training_resumes_bit_for_bit_from_steps_that_equal_verls_own(
+    run: Callable[..., list[Any]], tmp_path: Path, tensor: int
+) -> None:
+    run(save_and_resume, tmp_path / "ckpts", tensor)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [(TENSOR_PARALLEL, DATA_PARALLEL), (DATA_PARALLEL, TENSOR_PARALLEL)]
+)
+def test_a_step_is_loaded_with_another_parallelism_bit_for_bit(
+    run: Callable[..., list[Any]], tmp_path: Path, saved: int, loaded: int
+) -> None:
+    run(resume_with, tmp_path / "ckpts", saved, loaded)
+
+
+def save_what_changes(root: Path) -> None:
+    """Save sharded state dicts whose structure changes, one of which lacks a shard."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+
+    from trinity_sync.integrations.megatron import DistCheckpointSaver
+
+    rank = dist.get_rank()
+
+    def shard(key: str, number: float) -> Any:
+        return ShardedTensor.from_rank_offsets(key, torch.full((3,), number + rank), (0, rank, 2))
+
+    saves = make_coordinator(root)
+    saver = DistCheckpointSaver(saves, {"model": "model", "optim": "optim"})
+
+    def unpicklable() -> Any:
+        value = (lambda: None) if rank else 0
+        return ShardedObject("object", value, (2,), (rank,))
+
+    states: list[dict[str, Any]] = [
+        {"model": {"a": shard("a", 0)}, "optim": {"number": 1}},
+        {"model": {"a": shard("a", 1)}, "optim": {"number": 2}},  # by the same plan
+        {"model": {"a": shard("a", 2), "b": shard("b", 5)}, "optim": {}},
+        {"model": {"a": shard("a", 3), "b": shard("b", 5)} if rank else {"a": shard("a", 3)}},
+        {"model": {"a": shard("a", 4), "b": unpicklable()}},
+        {"model": {"a": shard("a", 5)}},
+    ]
+    for step, state in enumerate(states, 1):
+        staged = saver.save(step, lambda state=state: state, files={"note": b"small"})
+        assert bool(staged.failure) == (step in (4, 5))
+    with pytest.raises(SaveFailedError) as failed:
+        saves.wait_all(60)
+    for step, why in ((4, "do not make whole tensors: .* ShardedTensor.*b"), (5, "rank 1 cannot")):
+        what = f"step {step}, role actor: nothing was submitted, because in model "
+        assert re.search(f"{what}.*{why}", str(failed.value))
+    for step, number in ((1, 0), (2, 1), (3, 2), (6, 5)):
+        found = dist_checkpointing.load_plain_tensors(f"{actor(root, step)}/model")
+        assert found["a"].tolist() == [*[number] * 3, *[number + 1] * 3]
+        assert ("b" in found) == (step == 3)
+        assert Path(actor(root, step), "note").read_bytes() == b"small"
+    for step in (1, 2):
+        common = dist_checkpointing.load_common_state_dict(f"{actor(root, step)}/optim")
+        assert common["number"] == step
+    assert not Path(actor(root, 3), "optim").exists()
+    saves.close()
+
+
+def test_ranks_plan_again_when_the_structure_changes_and_refuse_missing_shards(
+    run: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    run(save_what_changes, tmp_path / "ckpts")
+
+
+def load_corrupted(root: Path) -> None:
+    from tests.integration.megatron.training import Trained
+
+    trained = Trained(DATA_PARALLEL)
+    with make_coordinator(root) as saves:
+        manager = make_manager(trained, saves)
+        for step in (1, 2):
+            trained.step()
+            manager.save_checkpoint(actor(root, step), global_step=step)
+    if dist.get_rank() == 0:
+        file = Path(actor(root, 2), "optimizer", "dist_ckpt", "__1_0.distcp")
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    dist.barrier()
+    with make_coordinator(root) as saves:
+        manager = make_manager(trained, saves)
+        with pytest.raises(CommitError, match=r"optimizer/dist_ckpt/__1_0\.distcp is corrupted"):
+            manager.load_checkpoint(actor(root, 2))
+        manager.load_checkpoint(actor(root, 1))
+        assert saves.run == 2
+        with pytest.raises(CommitError, match="it was saved by Megatron, load it by Megatron"):
+            saves.load(1)
+
+
+def test_a_corrupted_file_is_refused_on_all_ranks_and_another_step_loads(
+    run: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    run(load_corrupted, tmp_path / "ckpts")
+
+
+def make_unsupported_managers(root: Path) -> None:
+    from tests.integration.megatron.training import Trained
+
+    trained = Trained(DATA_PARALLEL)
+    named: dict[str, dict[str, Any]] = {
+        "use_megatron_fsdp": {"use_megatron_fsdp": True},
+        r"adapters \(PEFT\)": {"peft_cls": object(), "bridge": object()},
+        "hf_model in checkpoint.save_contents": {"contents": ["hf_model"], "bridge": object()},
+    }
+    for name, arguments in named.items():
+        with pytest.raises(ConfigError, match=name):
+            make_manager(trained, None, **arguments)
+
+
+def test_what_is_not_supported_is_refused_when_the_engine_starts(
+    run: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    run(make_unsupported_managers, tmp_path)
+
+
+def save_by_the_switch(root: Path) -> None:
+    """Save and load with what veRL's engine makes once the switch is on."""
+    from verl.workers.engine.megatron import transformer_impl
+
+    import trinity_sync.integrations.verl.switch  # noqa: F401, which patches modules
+    from tests.integration.megatron.training import Trained
+    from trinity_sync.integrations.verl.driver import get_manager
+
+    trained = Trained(TENSOR_PARALLEL)
+    manager = trained.make_manager(transformer_impl.MegatronCheckpointManager)
+    manager._coordinator = saves = make_coordinator(root)
+    position = root / "global_step_1" / "data.pt"
+    if dist.get_rank() == 0:
+        position.parent.mkdir(parents=True)
+        position.write_bytes(b"position of the dataloader")
+    trained.step()
+    manager.save_checkpoint(actor(root, 1), global_step=1)
+    get_manager(SimpleNamespace(checkpoint_mananager=manager)).wait_on_save_thread()
+    saves.close()
+    if dist.get_rank() == 0:
+        position.write_bytes(b"that of a later run, which was killed")
+    dist.barrier()
+    manager._coordinator = saves = make_coordinator(root)
+    trained.load(manager, actor(root, 1))
+    dist.barrier()
+    assert position.read_bytes() == b"position of the dataloader"
+    assert saves.run == 2
+    saves.close()
+
+
+def test_the_switch_commits_the_position_of_the_dataloader_with_megatrons_states(
+    run: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    run(save_by_the_switch, tmp_path / "ckpts")
+
+
+def save_and_die(root: Path, losses: Path) -> None:
+    """Save a step on the stack, write the losses of two more steps, and die without closing."""
+    from tests.integration.megatron.training import Trained
+    from trinity_sync import CheckpointCoordinator
+
+    trained = Trained(TENSOR_PARALLEL)
+    trained.step()
+    saves = CheckpointCoordinator.of_process_group(root)
+    make_manager(trained, saves).save_checkpoint(actor(root, 1), global_step=1)
+    losses.with_suffix(f".{dist.get_rank()}").write_text(str([trained.step(), trained.step()]))
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def resume_the_killed(root: Path) -> str:
+    from tests.integration.megatron.training import Trained
+    from trinity_sync import CheckpointCoordinator
+
+    trained = Trained(TENSOR_PARALLEL, seed=1)
+    with CheckpointCoordinator.of_process_group(root) as saves:
+        trained.load(make_manager(trained, saves), actor(root, 1))
+        return str([trained.step(), trained.step()])
+
+
+def test_ranks_killed_after_a_save_resume_bit_for_bit_from_its_commit(
+    run: Callable[..., list[Any]], stack: StackState, stack_settings: Settings, tmp_path: Path
+) -> None:
+    root, losses = tmp_path / "ckpts", tmp_path / "losses"
+    with pytest.raises(pytest.fail.Exception, match="died without an answer"):
+        run(save_and_die, root, losses)
+    until(lambda: read_manifest(root, 1), "the commit of step 1", 150)
+    assert run(resume_the_killed, root) == [
+        losses.with_suffix(f".{rank}").read_text() for rank in range(2)
+    ]

@@ -1,0 +1,302 @@
+"""Saves of Megatron's sharded state dicts, in folders that its ``dist_checkpointing`` reads.
+
+`DistCheckpointSaver` does what ``dist_checkpointing.save`` does up to the plan of the files: it
+extracts the common state, and lets each data-parallel rank save a part of what all of them have.
+The files are then staged in shared memory, from where the step's flow run commits them.
+
+A folder has the files of Megatron's back end ``torch_dist``::
+
+    common.pt         state that is the same on all ranks, and the content metadata
+    metadata.json     name and version of the back end
+    .metadata         DCP's index
+    __0_0.distcp      what rank 0 saves
+"""
+
+import io
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trinity_sync.client.collective import (
+    broadcast_from_rank_0,
+    lease_on_rank_0,
+    run_on_all_ranks,
+)
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.client.state_saver import DcpFolders
+from trinity_sync.errors import CommitError, ImageError, from_extra
+from trinity_sync.fs.direct_io import digest_file, open_direct
+from trinity_sync.integrations.dcp.planned_file import (
+    PlannedFile,
+    is_on_any_rank,
+    make_planning_group,
+)
+from trinity_sync.layout import check_name, step_folder
+from trinity_sync.snapshot.image import LaidOut
+from trinity_sync.snapshot.safe_load import is_trusted
+from trinity_sync.snapshot.stager import Staged
+from trinity_sync.storage.discovery import require_unreplaced
+from trinity_sync.storage.manifest import Manifest
+from trinity_sync.storage.restore import require_digest
+
+with from_extra("megatron"):
+    from megatron.core.dist_checkpointing.core import (
+        CONFIG_FNAME,
+        CheckpointingConfig,
+        CheckpointingException,
+    )
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.exchange_utils import (
+        ShardDistribution,
+        determine_main_replica_uniform_distribution,
+    )
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_replica
+    from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+    from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+        distribute_main_replicas_with_precomputed_distribution,
+    )
+    from megatron.core.dist_checkpointing.strategies.torch import (
+        MCoreSavePlanner,
+        mcore_to_pyt_state_dict,
+    )
+    from megatron.core.dist_checkpointing.validation import (
+        determine_global_metadata,
+        validate_sharding_integrity,
+    )
+
+BACKEND, VERSION = "torch_dist", 1
+CONTENT_METADATA = "content_metadata"
+"""Key of the content metadata in the common state."""
+
+
+class DistCheckpointSaver:
+    """Saves sharded state dicts of one role; each rank has one.
+
+    A collective call.
+
+    Args:
+        saves: this rank's coordinator, of all ranks of the default process group.
+        folders: folder below that of the role, by component (``model``, ``optim``,
+            ``extra_state``).
+        role: role of the states.
+        replicas: process group of the ranks that have the same state, among which it is divided:
+            Megatron's data-parallel group with context parallelism.
+
+    Raises:
+        ConfigError: the coordinator is not one of all ranks of the default process group.
+    """
+
+    def __init__(
+        self,
+        saves: CheckpointCoordinator,
+        folders: Mapping[str, str],
+        *,
+        role: str = "actor",
+        replicas: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.saves = saves
+        self.role = check_name("role", role)
+        self._group = make_planning_group(saves)
+        self._folders = {
+            component: _Folder(saves.rank, self._group, replicas, path)
+            for component, path in folders.items()
+        }
+
+    def save(
+        self,
+        step: int,
+        collect: Callable[[], Mapping[str, dict[str, Any]]],
+        *,
+        content_metadata: Mapping[str, Any] | None = None,
+        files: Mapping[str, bytes] | None = None,
+        keep: int = 0,
+    ) -> Staged:
+        """Submit a checkpoint; a collective call.
+
+        The ranks plan together the first time, and when the structure of a state or the length of a
+        pickled value has changed. Otherwise they exchange one number.
+
+        Args:
+            step, keep: as in `CheckpointCoordinator.save`.
+            collect: returns this rank's sharded state dicts by component. Megatron changes them.
+            content_metadata: as in ``dist_checkpointing.save``, for each of them.
+            files: small files of rank 0 to commit with them, by path below the role's folder.
+
+        Returns:
+            As `CheckpointCoordinator.save`.
+
+        Raises:
+            ConfigError, SpoolError, ImageError: as in `CheckpointCoordinator.save`.
+        """
+
+        def lay_out() -> DcpFolders:
+            states = {
+                self._folders[component]: component
+                for component, state in collect().items()
+                if self._folders[component].take(state, content_metadata)
+            }
+            laid_out = {folder: folder.lay_out_again() for folder in states}
+            if is_on_any_rank(None in laid_out.values(), self._group):
+                what = f"step {step}, role {self.role}"
+                laid_out = {folder: folder.plan(what) for folder in states}
+            small = dict(files or {})
+            for folder in states:
+                small.update(folder.list_small_files())
+            return {states[folder]: file for folder, file in laid_out.items() if file}, small
+
+        return self.saves.save_dcp(step, lay_out, role=self.role, keep=keep)
+
+
+def make_planner() -> MCoreSavePlanner:
+    """Return the planner of a save, as ``TorchDistSaveShardedStrategy`` makes it."""
+    return MCoreSavePlanner(flatten_state_dict=False)
+
+
+class _Folder:
+    """A folder of one sharded state dict."""
+
+    def __init__(
+        self,
+        rank: int,
+        group: dist.ProcessGroup | None,
+        replicas: dist.ProcessGroup | None,
+        path: str,
+    ) -> None:
+        self._path = path
+        self._group = group
+        self._replicas = replicas
+        self._file = PlannedFile(rank, group, make_planner, folder=path)
+        self._distribution: ShardDistribution | None = None
+        """Which rank saves what several have; None for ranks without replicas."""
+        self._planned: list[Any] | None = None
+        """Shards of the plan, without data; shards that the distribution lacks would be dropped."""
+        self._sharded: dict[str, Any] = {}
+        self._common: dict[str, Any] = {}
+
+    def take(self, state: dict[str, Any], content_metadata: Mapping[str, Any] | None) -> bool:
+        """Keep the state of the next save; return whether there is anything to save."""
+        if state and content_metadata is not None:
+            state = {**state, CONTENT_METADATA: dict(content_metadata)}
+        # `plan` validates what the ranks save together
+        self._sharded, self._common = save_preprocess(state, validate_access_integrity=False)
+        return bool(state)
+
+    def lay_out_again(self) -> LaidOut | None:
+        """Return this rank's file by the plan of the save before; None if that no longer fits."""
+        if self._planned != self._describe():
+            return None
+        shards = list(nested_values(self._sharded))
+        replica_ids = [shard.replica_id for shard in shards]
+        try:
+            return self._file.lay_out_again(self._divide())
+        except Exception:  # which `plan` raises on all ranks
+            return None
+        finally:
+            for shard, replica_id in zip(shards, replica_ids, strict=True):
+                shard.replica_id = replica_id
+
+    def plan(self, what: str) -> LaidOut:
+        """Divide and plan with all ranks; return this rank's file.
+
+        Raises:
+            ImageError: on all ranks: shards are missing or saved twice, or a value cannot be
+                pickled.
+        """
+        self._planned = None  # after an error all ranks plan again
+        described, divided, failure = self._describe(), {}, ""
+        self._distribution = determine_main_replica_uniform_distribution(
+            self._sharded, self._replicas
+        )
+        try:
+            divided = self._divide()
+        except Exception as error:  # any error of a user's objects
+            failure = f"rank {dist.get_rank()} cannot pickle its part: {error!r}"
+        _, of_all_ranks = determine_global_metadata(self._sharded)
+        try:
+            validate_sharding_integrity(of_all_ranks)  # on rank 0
+        except (CheckpointingException, AssertionError) as error:
+            failure = failure or f"the ranks' shards do not make whole tensors: {error}"
+        failures = [""] * len(of_all_ranks)
+        dist.all_gather_object(failures, failure, group=self._group)
+        if first := next(filter(None, failures), ""):
+            raise ImageError(f"{what}: nothing was submitted, because in {self._path} {first}")
+        file = self._file.plan(divided, what)
+        self._planned = described
+        return file
+
+    def list_small_files(self) -> dict[str, bytes]:
+        """Return what rank 0 saves besides its file, by path; forget the state."""
+        common, self._common, self._sharded = self._common, {}, {}
+        if dist.get_rank():
+            return {}
+        pickled = io.BytesIO()
+        torch.save(common, pickled)
+        config = asdict(CheckpointingConfig(BACKEND, VERSION))
+        return {
+            f"{self._path}/{COMMON_STATE_FNAME}": pickled.getvalue(),
+            f"{self._path}/{CONFIG_FNAME}": json.dumps(config).encode(),
+            f"{self._path}/.metadata": self._file.index,
+        }
+
+    def _describe(self) -> list[Any]:
+        return [shard.without_data() for shard in nested_values(self._sharded)]
+
+    def _divide(self) -> dict[str, Any]:
+        """Return what this rank saves, as DCP plans it."""
+        distribute_main_replicas_with_precomputed_distribution(
+            self._sharded, self._replicas, self._distribution
+        )
+        shards: dict[str, list[Any]] = defaultdict(list)
+        for shard in nested_values(self._sharded):
+            if is_main_replica(shard.replica_id):
+                key = shard.unique_key if isinstance(shard, ShardedObject) else shard.key
+                shards[key].append(shard)
+        return mcore_to_pyt_state_dict(shards)
+
+
+@contextmanager
+def lease_checked(root: Path, step: int, role: str) -> Iterator[Manifest]:
+    """Lease a committed step whose files Megatron itself reads within the block.
+
+    The ranks compare the files of the role with their digests, each a part of them, before any rank
+    enters the block. Beginning and end are collective calls.
+
+    Args:
+        root: the job's root.
+        step: a committed step.
+        role: role of the states.
+
+    Raises:
+        CommitError: on all ranks: the step is not committed, is replaced meanwhile, is corrupted,
+            or has files of another user, which Megatron would unpickle.
+    """
+    folder = step_folder(root, step)
+    with lease_on_rank_0(root, step) as manifest:
+        records = sorted(
+            (record for record in manifest.files if record.role == role),
+            key=lambda record: record.nbytes,
+        )
+        mine = records[dist.get_rank() :: dist.get_world_size()]
+
+        def check() -> None:
+            for record in mine:
+                path = folder / record.path
+                with open_direct(path) as fd:
+                    if not is_trusted(fd):
+                        raise CommitError(
+                            f"{path} may have been written by another user, and Megatron would "
+                            "unpickle it; see docs/operations/security.md"
+                        )
+                require_digest(path, record, digest_file(path, record.nbytes))
+
+        run_on_all_ranks(folder, check)
+        yield manifest
+        broadcast_from_rank_0(folder, lambda: require_unreplaced(root, manifest))

@@ -1,0 +1,240 @@
+"""The checkpoint manager of veRL's Megatron engine, with asynchronous saves.
+
+A step has veRL's layout (version 2), which its own loader and merger read::
+
+    global_step_40/actor/
+      ckpt_contents.json  transformer_config.json
+      model/huggingface/            configuration and tokenizer
+      model/dist_ckpt/              weights
+      optimizer/dist_ckpt/          optimizer and schedule
+      extra/dist_ckpt/              states of random number generators
+
+Weights are always saved as Megatron's shards. veRL does so with ``use_dist_checkpointing`` only; by
+default it gathers them for a Hugging Face model while training waits.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron.core import mpu
+from verl.utils.checkpoint.megatron_checkpoint_manager import (
+    MegatronCheckpointManager as VerlMegatronCheckpointManager,
+)
+
+from trinity_sync.client.collective import broadcast_from_rank_0, run_on_all_ranks
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.client.manager_of_paths import ManagerOfPaths
+from trinity_sync.errors import ConfigError
+from trinity_sync.integrations.megatron import DistCheckpointSaver, lease_checked
+from trinity_sync.integrations.verl.positions import CommitsPositions
+from trinity_sync.layout import MANIFEST, split_role_path
+from trinity_sync.snapshot.stager import Staged
+
+CONTENTS = "ckpt_contents.json"
+FOLDERS = {
+    "model": "model/dist_ckpt",
+    "optim": "optimizer/dist_ckpt",
+    "extra_state": "extra/dist_ckpt",
+}
+"""Folder of each component, below that of the role."""
+
+
+class MegatronCheckpointManager(ManagerOfPaths, VerlMegatronCheckpointManager):
+    """Saves and loads one role of a job; replaces the manager of veRL's Megatron engine.
+
+    Every rank has a manager and calls it at the same steps. Paths are
+    ``<root>/global_step_<N>/<role>``.
+
+    Args:
+        named: as in veRL's manager.
+        coordinator: the job's coordinator on this rank; by default made at the first save or load.
+
+    Raises:
+        ConfigError: the engine trains with Megatron-FSDP or adapters (PEFT), or the contents to
+            save name ``hf_model``.
+    """
+
+    def __init__(self, *, coordinator: CheckpointCoordinator | None = None, **named: Any) -> None:
+        super().__init__(**named)
+        unsupported = {
+            "use_megatron_fsdp": self.use_megatron_fsdp,
+            "adapters (PEFT)": self.peft_cls is not None,
+            "hf_model in checkpoint.save_contents": "hf_model" in self.checkpoint_save_contents,
+        }
+        if asked := [name for name, wanted in unsupported.items() if wanted]:
+            raise ConfigError(
+                f"trinity_sync does not save Megatron with {', '.join(asked)}; leave that out "
+                "(verl.model_merger makes a Hugging Face model of a committed step), or unset "
+                "VERL_USE_EXTERNAL_MODULES"
+            )
+        self._coordinator = coordinator
+        self._saved: dict[str, int] = {}
+        self._saver: DistCheckpointSaver | None = None
+        self._files: dict[str, bytes] = {}
+        self._contents: dict[str, Any] = {}
+
+    def save_checkpoint(
+        self,
+        local_path: str | None,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+    ) -> Staged | None:
+        """Submit a save of everything that ``save_contents`` names; return once it is staged.
+
+        Args:
+            local_path: ``<root>/global_step_<N>/<role>``; None does nothing.
+            hdfs_path: not used.
+            global_step: training step, the N of the path.
+            max_ckpt_to_keep: number of checkpoints to keep once this one is committed; None and 0
+                keep all. The save's flow deletes older ones, after the commit.
+
+        Returns:
+            What was staged, and the seconds that it took; None if the step was submitted before.
+
+        Raises:
+            ConfigError: the path has another form, or another step or job than the manager's.
+            SpoolFullError: the first save does not fit into the spool. A later save that cannot be
+                submitted does not stop training: nothing is staged, and `wait_on_save_thread`
+                raises the error.
+        """
+        if local_path is None:
+            return None
+        root, role = self._split_path(local_path, global_step)
+        coordinator = self._get_coordinator(root)
+        if not self._is_new("checkpoint", global_step):
+            return None
+        self.previous_global_step = global_step
+        if self._saver is None:
+            self._saver = DistCheckpointSaver(
+                coordinator,
+                FOLDERS,
+                role=role,
+                replicas=mpu.get_data_parallel_group(with_context_parallel=True),
+            )
+            if self.rank == 0:
+                self._files = self._make_small_files(coordinator, role)
+        metadata = self._build_sharded_state_dict_metadata()
+
+        def collect() -> dict[str, dict[str, Any]]:
+            states: dict[str, dict[str, Any]] = {"model": {}, "optim": {}, "extra_state": {}}
+            if self.should_save_model or self.should_save_optimizer:
+                model = self._build_model_sharded_state_dict(metadata)
+                if self.should_save_optimizer:
+                    states["optim"] = self._build_optimizer_state_dict(model, metadata)
+                if self.should_save_model:
+                    states["model"] = model
+            if self.should_save_extra:
+                states["extra_state"] = self._build_extra_state_dict()
+            return states
+
+        staged = self._saver.save(
+            global_step,
+            collect,
+            content_metadata=metadata,
+            files=self._list_small_files(global_step) if self.rank == 0 else None,
+            keep=max_ckpt_to_keep or 0,
+        )
+        if staged.components:
+            self._saved["checkpoint"] = global_step
+        return staged
+
+    def load_checkpoint(
+        self,
+        local_path: str | None,
+        hdfs_path: str | None = None,
+        del_local_after_load: bool = False,
+    ) -> None:
+        """Load a committed step as veRL does, and resume from it; every rank calls it.
+
+        The files are compared with their digests first. Megatron loads a step of another
+        parallelism; its optimizer only if it was saved with ``dist_ckpt_optim_fully_reshardable``
+        or without ``use_distributed_optimizer``. A checkpoint without a manifest is loaded by veRL.
+
+        Args:
+            local_path: ``<root>/global_step_<N>/<role>``; None does nothing. A folder of another
+                job is loaded as initial state; a manager without a coordinator resumes the job
+                that it loads from.
+            hdfs_path: not used.
+            del_local_after_load: as in veRL, for a checkpoint without a manifest.
+
+        Raises:
+            ConfigError: this run has saved already: load with the manager of a new run.
+            CommitError: the step is not committed, is corrupted, or has files of another user. All
+                ranks raise the error of any rank; another step can be loaded afterwards.
+        """
+        if local_path is None:
+            return
+        folder = Path(local_path).resolve()
+        committed = broadcast_from_rank_0(folder, lambda: (folder.parent / MANIFEST).exists())
+        resumed = self._find_resumed_job(folder)
+        if resumed:
+            coordinator, step = resumed
+            run_on_all_ranks(folder, lambda: coordinator.check_resume(step))
+        if committed:
+            with lease_checked(*split_role_path(folder)), self._saving_shards():
+                super().load_checkpoint(str(folder), None, False)
+        else:
+            super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
+        if resumed:  # only now: after a failed load, another step can be loaded
+            coordinator.resumed_from(step)
+
+    def wait_on_save_thread(self) -> None:
+        """Wait until every save of this process is committed.
+
+        Raises:
+            SaveFailedError: saves failed; the message names them.
+        """
+        if self._coordinator is not None:
+            self._coordinator.wait_all()
+
+    def _build_optimizer_state_dict(
+        self, model_sharded_state_dict: Any, metadata: Any, is_loading: bool = False
+    ) -> Any:
+        """Build what veRL does, also when the model was loaded into the same state dict before.
+
+        Megatron then no longer finds the parameters in it, and refuses to load an optimizer that is
+        fully reshardable or not sharded (veRL 0.9.1).
+        """
+        if is_loading:
+            model_sharded_state_dict = self._build_model_sharded_state_dict(metadata)
+        return super()._build_optimizer_state_dict(model_sharded_state_dict, metadata, is_loading)
+
+    @contextmanager
+    def _saving_shards(self) -> Iterator[None]:
+        """Have veRL's manager treat the weights as Megatron's shards within the block."""
+        configured, self.use_dist_checkpointing = self.use_dist_checkpointing, True
+        try:
+            yield
+        finally:
+            self.use_dist_checkpointing = configured
+
+    def _make_small_files(self, coordinator: CheckpointCoordinator, role: str) -> dict[str, bytes]:
+        """Return veRL's small files by path; in those of a step, only its number differs."""
+        folder = coordinator.spool.folder / "metadata" / role
+        shutil.rmtree(folder, ignore_errors=True)
+        coordinator.spool.make()
+        folder.mkdir(parents=True)
+        if self.should_save_extra:
+            self._save_transformer_config(str(folder))
+        if self.should_save_model:
+            self._save_hf_config_and_tokenizer(str(folder))
+        with self._saving_shards():
+            self._contents = self._build_checkpoint_manifest(str(folder), 0, True)
+        return {
+            path.relative_to(folder).as_posix(): path.read_bytes()
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
+        }
+
+    def _list_small_files(self, step: int) -> dict[str, bytes]:
+        contents = {**self._contents, "global_step": step}
+        return {**self._files, CONTENTS: json.dumps(contents, indent=2, sort_keys=True).encode()}
+
+
+class TrainerMegatronManager(CommitsPositions, MegatronCheckpointManager):
+    """Manager of veRL's Megatron engine, which commits the dataloader's position with each step."""

@@ -1,0 +1,170 @@
+"""Positions of veRL's dataloaders: committed with each step, and restored before a resume.
+
+veRL's trainers write them into the step's folder: the PPO trainers one for all ranks, the SFT
+trainer one for each rank.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from trinity_sync.client.collective import broadcast_from_rank_0, run_on_all_ranks
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.client.manager_of_paths import ManagerOfPaths
+from trinity_sync.errors import ConfigError
+from trinity_sync.fs.atomic import replace_file
+from trinity_sync.layout import MANIFEST, is_step_folder, step_folder
+from trinity_sync.settings import Settings
+from trinity_sync.snapshot.stager import ATTACHMENTS, Staged
+from trinity_sync.storage.discovery import require_committed
+from trinity_sync.storage.manifest import Manifest, read_manifest
+from trinity_sync.storage.restore import load_bytes
+
+logger = logging.getLogger(__name__)
+
+DATA = "data.pt"
+"""File name of the dataloader's position in the PPO trainers, in the step's folder."""
+
+
+def position_file(rank: int) -> str:
+    """Return the SFT trainer's file name of the position of a rank's dataloader."""
+    return f"data_{rank}.pt"
+
+
+class CommitsPositions(ManagerOfPaths):
+    """Base of the managers of veRL's engines, which commits the positions with each step.
+
+    All ranks of the process group make its coordinator at the first save or load. The SFT trainer
+    has no roles: its ``<root>/global_step_<N>`` means the folder of the first role.
+    """
+
+    rank: int
+    world_size: int
+    _has_saved = False
+
+    def save_checkpoint(
+        self, local_path: str | None, *, global_step: int = 0, **named: Any
+    ) -> Staged | None:
+        """Submit a save, with the positions in the step's folder.
+
+        Args:
+            local_path: ``<root>/global_step_<N>/<role>``, or the step's folder; None does nothing.
+            global_step: training step, the N of the path.
+            named: as in the engine's manager, which returns the result and raises the errors.
+        """
+        if local_path is not None:
+            is_sft = is_step_folder(local_path)
+            local_path = str(_role_folder(Path(local_path)))
+            root, role = self._split_path(local_path, global_step)
+            coordinator = self._get_coordinator(root)
+            if self.rank == 0 and not self._has_saved:
+                self._has_saved = True
+                # a warning, since lower levels are not shown by default
+                logger.warning(
+                    "the %s's checkpoints are saved by trinity_sync, not by veRL; list them with: "
+                    "trinity-sync ls %s",
+                    role,
+                    root,
+                )
+            data = step_folder(root, global_step) / (position_file(self.rank) if is_sft else DATA)
+            attaches = (self.rank == 0 or is_sft) and role == coordinator.roles[0]
+            if attaches and self._is_new("checkpoint", global_step) and data.exists():
+                coordinator.attach(data.name, data, step=global_step)
+        save = super().save_checkpoint  # type: ignore[misc] # of the engine's manager
+        return save(local_path, global_step=global_step, **named)
+
+    def load_checkpoint(
+        self,
+        local_path: str | None,
+        hdfs_path: str | None = None,
+        del_local_after_load: bool = False,
+    ) -> None:
+        """Load a step and restore the dataloaders' positions that were committed with it.
+
+        Args:
+            local_path: ``<root>/global_step_<N>/<role>``, or the step's folder; None does nothing.
+            hdfs_path: not used.
+            del_local_after_load: remove downloaded files; local files are never removed.
+
+        Raises:
+            ConfigError: as the engine's manager, or the SFT trainer has another number of ranks
+                than the step.
+        """
+        if local_path is None:
+            return
+        load = super().load_checkpoint  # type: ignore[misc] # of the engine's manager
+        given = Path(local_path)
+        if not is_step_folder(given):
+            load(local_path, hdfs_path, del_local_after_load)
+            if self.rank == 0:
+                restore_data(given)
+            return
+        manifest = broadcast_from_rank_0(given, lambda: _read_step(given, self.world_size))
+        folder = _role_folder(given) if manifest else given
+        load(str(folder), hdfs_path, del_local_after_load)
+        if manifest:
+            name = position_file(self.rank)
+            committed = f"rank_{self.rank}/{name}" if self.rank else name
+            run_on_all_ranks(given, lambda: _restore(manifest, given, committed, given / name))
+
+    def _find_resumed_job(self, role_folder: Path) -> tuple[CheckpointCoordinator, int] | None:
+        return super()._find_resumed_job(_role_folder(role_folder))
+
+
+def _role_folder(folder: Path) -> Path:
+    """Return the first role's folder for a step's folder, which the SFT trainer passes."""
+    return folder / Settings().roles[0] if is_step_folder(folder) else folder
+
+
+def _read_step(folder: Path, world_size: int) -> Manifest | None:
+    """Return the manifest of a step; None if veRL saved it itself.
+
+    Another number of ranks is refused, whose dataloaders would end an epoch at different times.
+    """
+    if not (folder / MANIFEST).exists():
+        return None
+    step = int(folder.name.removeprefix("global_step_"))
+    manifest = require_committed(folder.parent, step, paths=())
+    saved_by = max(file.world_size for file in manifest.files)
+    if saved_by != world_size:
+        raise ConfigError(
+            f"step {step} of {folder.parent} was saved by {saved_by} ranks, and this training has "
+            f"{world_size}: the positions of veRL's dataloaders fit the same number of ranks only. "
+            f"Train on {saved_by} ranks, or start a new job with the weights that "
+            "verl.model_merger makes of the step"
+        )
+    return manifest
+
+
+def restore_data(role_folder: Path) -> None:
+    """Restore the committed dataloader's position where veRL's driver reads it.
+
+    It differs if the step came from a remote, or if a run was killed after writing another one.
+    """
+    restore_attachment(role_folder.parent, DATA, role_folder.parent / DATA)
+
+
+def restore_attachment(folder: Path, name: str, to: Path) -> None:
+    """Write an attachment of a committed step to a file, if the step has it.
+
+    Args:
+        folder: the step's folder.
+        name: name of the attachment.
+        to: file to write.
+
+    Raises:
+        CommitError: the attachment is corrupted.
+    """
+    if not (folder / MANIFEST).exists():
+        return
+    manifest = read_manifest(folder.parent, int(folder.name.removeprefix("global_step_")))
+    if manifest:
+        _restore(manifest, folder, name, to)
+
+
+def _restore(manifest: Manifest, folder: Path, name: str, to: Path) -> None:
+    path = f"{ATTACHMENTS}/{name}"
+    if manifest.find_file(path):
+        committed = load_bytes(folder.parent, manifest.step, path, manifest=manifest)
+        if not to.exists() or to.read_bytes() != committed:
+            replace_file(to, committed)
