@@ -4,5 +4,5 @@ from trinity_sync.fsdp.manager import FSDPCheckpointManager
 from trinity_sync.integrations.verl.positions import CommitsPositions
 
 
-class TrainerCheckpointManager(CommitsPositions, FSDPCheckpointManager):
+class TrainerCheckpointManager(CommitsPositions, FSDPCheckpointManager):  # type: ignore[misc]
     """Manager of veRL's FSDP engine, which commits the dataloaders' positions with each step."""

@@ -76,6 +76,7 @@ class MegatronCheckpointManager(ManagerOfPaths, VerlMegatronCheckpointManager):
         self._saver: DistCheckpointSaver | None = None
         self._files: dict[str, bytes] = {}
         self._contents: dict[str, Any] = {}
+        self.use_dist_checkpointing: bool
 
     def save_checkpoint(
         self,
@@ -236,5 +237,5 @@ class MegatronCheckpointManager(ManagerOfPaths, VerlMegatronCheckpointManager):
         return {**self._files, CONTENTS: json.dumps(contents, indent=2, sort_keys=True).encode()}
 
 
-class TrainerMegatronManager(CommitsPositions, MegatronCheckpointManager):
+class TrainerMegatronManager(CommitsPositions, MegatronCheckpointManager):  # type: ignore[misc]
     """Manager of veRL's Megatron engine, which commits the dataloader's position with each step."""
