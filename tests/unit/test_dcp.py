@@ -6,6 +6,7 @@ import resource
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,24 @@ def test_a_plan_is_made_again_only_for_another_structure(saves: CheckpointCoordi
     assert [count - step - 1 for step, count in enumerate(counts)] == [1, 1, 2, 3, 3]
     for step, each in expected.items():
         assert same(load(saves.root, step, each), each), step
+
+
+def test_planners_that_cache_plans_save_what_each_role_has_gained(coordinator_of: Open) -> None:
+    """DCP has one cache for all planners of a class, so one role's plan hides that of another."""
+    roles = ("actor", "critic")
+    saves = coordinator_of(trigger=CommitsHere(), roles=roles)
+    planner = partial(dcp.DefaultSavePlanner, enable_plan_caching=True)
+    savers = [DcpSaver(saves, role=role, planner=planner) for role in roles]
+    for step, names in ((1, ["w"]), (2, ["w", "moment"]), (3, ["w", "moment"])):
+        states = {role: {name: torch.rand(3) for name in names} for role in roles}
+        pairs = zip(savers, states.values(), strict=True)
+        for each in [save(saver, step, state) for saver, state in pairs]:
+            each.result(30)
+        for role, state in states.items():
+            found = zeros(state)
+            reader = StepReader(saves.root, step, role=role)
+            dcp.load(found, storage_reader=reader, no_dist=True)
+            assert same(found, state), (step, role)
 
 
 def test_a_file_holds_nothing_of_what_was_in_its_slot_before(saves: CheckpointCoordinator) -> None:

@@ -282,6 +282,20 @@ make_dcp_place: Callable[[str, int, int], Any] = look_up(
 )
 """Return what the index of a DCP checkpoint says of an item: its file, offset and length."""
 
+look_up(
+    "torch.distributed.checkpoint.default_planner.DefaultSavePlanner._enable_plan_caching",
+    _attributes(look_up("torch.distributed.checkpoint.DefaultSavePlanner.__init__")),
+)
+
+
+def disable_plan_cache(planner: Any) -> None:
+    """Have a save planner of DCP return each plan, and not an empty one for a plan it knows.
+
+    DCP has one cache for all planners of a class, and so for all states of a process.
+    """
+    if hasattr(planner, "_enable_plan_caching"):
+        planner._enable_plan_caching = False
+
 
 # Modules and FSDP
 

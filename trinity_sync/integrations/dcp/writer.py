@@ -32,6 +32,7 @@ from trinity_sync.integrations.dcp.distcp_file import DistcpLayouter, LayoutStor
 from trinity_sync.layout import check_name, check_number
 from trinity_sync.snapshot.image import LaidOut
 from trinity_sync.snapshot.stager import Staged
+from trinity_sync.snapshot.torch_private import disable_plan_cache
 
 
 class DcpSaver:
@@ -43,7 +44,8 @@ class DcpSaver:
         saves: this rank's coordinator, of all ranks of the default process group.
         role: role of the states; their files are in ``global_step_{step}/{role}/``.
         planner: makes the planner of a save, which decides which rank writes a replica. A planner
-            of another class is not to be passed to ``async_save``.
+            of another class is not to be passed to ``async_save``. Its ``enable_plan_caching`` is
+            ignored: the saver reuses plans by itself.
 
     Raises:
         ConfigError: the coordinator is not one of all ranks of the default process group.
@@ -113,6 +115,12 @@ class DcpSaver:
 
         return self.saves.save_dcp(step, lay_out, role=self.role, keep=keep)
 
+    def _make_planner(self) -> SavePlanner:
+        """Return a planner without DCP's cache of plans, which all savers of a process share."""
+        planner = self.make_planner()
+        disable_plan_cache(planner)
+        return planner
+
     def _plan(self, state: dict[str, Any], step: int) -> LaidOut:
         """Plan the save with all ranks, and lay out this rank's file."""
         self._planned = None  # after an error all ranks plan again
@@ -123,7 +131,7 @@ class DcpSaver:
                 save(
                     state,
                     storage_writer=planned,
-                    planner=self.make_planner(),
+                    planner=self._make_planner(),
                     process_group=self._group,
                     no_dist=self._group is None,
                 )
@@ -142,7 +150,7 @@ class DcpSaver:
         if known is None:
             return None
         try:
-            planner = self.make_planner()
+            planner = self._make_planner()
             planner.set_up_planner(state, known.storage_meta(), self.saves.rank == 0)
             if planner.create_local_plan() != known.local_plan:
                 return None
