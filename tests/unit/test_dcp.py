@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -21,6 +22,7 @@ from tests.unit.conftest import Open
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import CommitError, ConfigError, ImageError, SaveFailedError
+from trinity_sync.formats.dcp_source import parse_index
 from trinity_sync.integrations.dcp import DcpSaver, StepReader
 from trinity_sync.layout import step_folder, steps_on_disk
 from trinity_sync.storage.discovery import require_committed
@@ -298,6 +300,17 @@ def test_a_corrupted_index_is_refused(saves: CheckpointCoordinator) -> None:
     path.write_bytes(content)
     with pytest.raises(CheckpointException, match=r"\.metadata is corrupted"):
         load(saves.root, 7, {"w": torch.ones(3)})
+
+
+def test_an_index_of_pytorch_2_2_is_read(tmp_path: Path) -> None:
+    """Its properties of a tensor are of a class that DCP has replaced."""
+    weights = torch.rand(3, 4, dtype=torch.float64)
+    dcp.save({"w": weights}, checkpoint_id=tmp_path, no_dist=True)
+    index = pickle.loads((tmp_path / ".metadata").read_bytes())
+    index.state_dict_metadata["w"].properties = TensorProperties.create_from_tensor(weights)
+    found = parse_index(pickle.dumps(index), tmp_path / ".metadata").state_dict_metadata["w"]
+    assert isinstance(found.properties, TensorProperties)
+    assert found.properties.dtype == torch.float64
 
 
 def test_steps_without_a_commit_or_without_dcp_are_refused(saves: CheckpointCoordinator) -> None:

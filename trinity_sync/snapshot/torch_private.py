@@ -268,6 +268,8 @@ unflatten_state_dict: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
 DCP_INDEX_CLASSES: Mapping[str, Collection[str]] = {
     "torch.distributed.checkpoint.metadata": ["_MEM_FORMAT_ENCODING"],
     "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],
+    # in the indexes of PyTorch before 2.3
+    "torch.distributed._shard.sharded_tensor.metadata": ["TensorProperties", "MEM_FORMAT_ENCODING"],
     "torch.serialization": ["_get_layout"],
 }
 """Names that the index of a DCP checkpoint needs in its unpickler, by module."""
