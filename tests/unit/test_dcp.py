@@ -339,9 +339,23 @@ def test_values_of_another_user_are_not_unpickled(saves: CheckpointCoordinator) 
 def test_a_step_is_leased_until_it_is_read(saves: CheckpointCoordinator) -> None:
     save(DcpSaver(saves), 7, {"w": torch.ones(3)}).result(30)
     reader = StepReader(saves.root, 7)
-    reader.read_metadata()
+    place = reader.read_metadata().storage_meta
+    assert place
+    assert place.checkpoint_id == step_folder(saves.root, 7) / "actor"
     assert [lease.step for lease in list_leases(saves.root)] == [7]
     dcp.load({"w": torch.ones(3)}, storage_reader=reader, no_dist=True)
+    assert list_leases(saves.root) == []
+
+
+def test_a_reader_loads_after_a_load_that_failed(saves: CheckpointCoordinator) -> None:
+    reader, found = StepReader(saves.root, 7), {"w": torch.zeros(3)}
+    with pytest.raises(CheckpointException, match=r"step 7 .*not committed"):
+        dcp.load(found, storage_reader=reader, no_dist=True)
+    save(DcpSaver(saves), 7, {"w": torch.ones(3)}).result(30)
+    with pytest.raises(CheckpointException, match="Missing key in checkpoint"):
+        dcp.load({"other": torch.zeros(3)}, storage_reader=reader, no_dist=True)
+    dcp.load(found, storage_reader=reader, no_dist=True)
+    assert found["w"].tolist() == [1.0] * 3
     assert list_leases(saves.root) == []
 
 
