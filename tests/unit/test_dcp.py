@@ -24,6 +24,7 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import CommitError, ConfigError, ImageError, SaveFailedError
 from trinity_sync.formats.dcp_source import parse_index
 from trinity_sync.integrations.dcp import DcpSaver, StepReader
+from trinity_sync.integrations.dcp.structure import describe_structure
 from trinity_sync.layout import step_folder, steps_on_disk
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.leases import list_leases
@@ -152,6 +153,47 @@ def test_a_plan_is_made_again_only_for_another_structure(saves: CheckpointCoordi
     assert [count - step - 1 for step, count in enumerate(counts)] == [1, 1, 2, 3, 3]
     for step, each in expected.items():
         assert same(load(saves.root, step, each), each), step
+
+
+def describe(state: dict[str, Any], planner: Any = None) -> list[Any] | None:
+    planner = planner or dcp.DefaultSavePlanner()
+    planner.set_up_planner(state, None, True)
+    return describe_structure(planner)
+
+
+def test_a_structure_is_that_of_names_and_tensors_without_their_values() -> None:
+    assert describe(odd_state()) is not None
+    assert describe(odd_state()) == describe(odd_state() | {"step": 8, "name": "y", "lr": 1.0})
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"w": torch.zeros(3, 4).double()},
+        {"w": torch.zeros(4, 3)},
+        {"w": torch.zeros(3, 4, requires_grad=True)},
+        {"w": torch.zeros(3, 4).to_sparse()},
+        {"w": [1, 2]},
+        {"v": torch.zeros(3, 4)},
+        {"w": torch.zeros(3, 4), "v": 1},
+        {"w.v": torch.zeros(3, 4)},
+    ],
+)
+def test_another_structure_is_planned_again(changed: dict[str, Any]) -> None:
+    before = {"w": torch.zeros(3, 4)} if "w.v" not in changed else {"w": {"v": torch.zeros(3, 4)}}
+    assert describe(before) != describe(changed)
+
+
+def test_planners_and_tensors_of_other_classes_are_asked_each_time() -> None:
+    class Own(dcp.DefaultSavePlanner):
+        def create_local_plan(self) -> Any:
+            return super().create_local_plan()
+
+    class OwnTensor(torch.Tensor):
+        pass
+
+    assert describe({"w": torch.zeros(3)}, Own()) is None
+    assert describe({"w": torch.zeros(3).as_subclass(OwnTensor)}) is None
 
 
 def test_planners_that_cache_plans_save_what_each_role_has_gained(coordinator_of: Open) -> None:

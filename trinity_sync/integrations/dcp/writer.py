@@ -29,6 +29,7 @@ from torch.futures import Future
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError, ImageError, SaveFailedError
 from trinity_sync.integrations.dcp.distcp_file import DistcpLayouter, LayoutStorage, make_done
+from trinity_sync.integrations.dcp.structure import describe_structure
 from trinity_sync.layout import check_name, check_number
 from trinity_sync.snapshot.image import LaidOut
 from trinity_sync.snapshot.stager import Staged
@@ -124,14 +125,14 @@ class DcpSaver:
     def _plan(self, state: dict[str, Any], step: int) -> LaidOut:
         """Plan the save with all ranks, and lay out this rank's file."""
         self._planned = None  # after an error all ranks plan again
-        planned = LayoutStorage(self._layouter)
+        planned, planner = LayoutStorage(self._layouter), self._make_planner()
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 save(
                     state,
                     storage_writer=planned,
-                    planner=self._make_planner(),
+                    planner=planner,
                     process_group=self._group,
                     no_dist=self._group is None,
                 )
@@ -141,6 +142,7 @@ class DcpSaver:
                 f"step {step}, role {self.role}: nothing was submitted, because rank {rank} cannot "
                 f"plan its part: {first}"
             ) from first
+        planned.structure = describe_structure(planner)
         self._planned, self.metadata = planned, planned.metadata
         return planned.take_file()
 
@@ -152,8 +154,11 @@ class DcpSaver:
         try:
             planner = self._make_planner()
             planner.set_up_planner(state, known.storage_meta(), self.saves.rank == 0)
-            if planner.create_local_plan() != known.local_plan:
-                return None
+            structure = describe_structure(planner)
+            if structure is None or structure != known.structure:
+                if planner.create_local_plan() != known.local_plan:
+                    return None
+                known.structure = structure
             file, results = self._layouter.lay_out(known.plan.items, planner)
         except Exception:  # which planning again raises on all ranks
             return None
