@@ -24,7 +24,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help demo smollm client newest prefect-oldest torch-oldest torch-newest torch-suites lock test unit integration faults e2e chaos lint audit bench scale history verl megatron trinity trl vllm bench-vllm nfs tutorials docs clean
+.PHONY: help demo smollm client newest prefect-oldest torch-oldest torch-newest torch-suites lock test unit integration faults e2e chaos lint audit bench scale history verl megatron trinity trl vllm bench-vllm pytorch-suite nfs tutorials docs clean
 
 help: ## what there is
 	@grep -E '^[a-z0-9 -]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 28
@@ -83,6 +83,11 @@ history: $(READY) ## what 10,000 earlier saves cost server, catalog and commands
 bench: $(READY) ## what a save costs, beside the limits and the alternatives (QUICK=1 for a short one)
 	$(call install,$(VENV),[bench])
 	$(BIN)/python -m benchmarks.run
+	$(BIN)/python -m benchmarks.dcp
+
+pytorch-suite: $(READY) ## PyTorch's own tests of DCP on our storage writer, stager and reader (PYTORCH=its repository, of the installed version)
+	$(BIN)/python -m pip install --quiet expecttest
+	$(BIN)/python -m tests.pytorch $(or $(PYTORCH),$(error pass PYTORCH=/path/to/pytorch))
 
 verl: $(READY) ## veRL's own trainers with our manager, killed on two ranks and resumed, and its own tests
 	$(BIN)/python -m pytest tests/integration/fsdp/test_verl_trainer.py tests/integration/fsdp/test_verl_sft.py tests/verl

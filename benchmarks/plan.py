@@ -33,10 +33,10 @@ OVERLAPPED = tuple(name for name in SYSTEMS if "overlapped" in name and "Prefect
 
 def quick(run: "Run") -> Iterator[str]:
     """One small state and the main peers; says what comes next."""
-    small = _case(Size(1 << 28, 300), MAIN, turns=3)
+    small = make_case(Size(1 << 28, 300), MAIN, turns=3)
     yield small.name
     run.case(small, held=4)
-    trained = _case(small.size, OVERLAPPED, turns=3, window=WINDOW)
+    trained = make_case(small.size, OVERLAPPED, turns=3, window=WINDOW)
     yield trained.name
     run.case(trained, held=4)
 
@@ -44,18 +44,23 @@ def quick(run: "Run") -> Iterator[str]:
 def full(run: "Run") -> Iterator[str]:
     """Everything; says what comes next."""
     small, middle, large = Size(1 << 28, 300), Size(1 << 30, 300), Size(4 * 10**9, 300)
-    alone = _case(middle, EVERYBODY)
+    alone = make_case(middle, EVERYBODY)
     yield alone.name
     run.case(alone, held=8)
     with run.stack():
         for case, held in (
-            (_case(middle, WITH_PREFECT, what="with Prefect"), 3),
-            (_case(large, WITH_PREFECT, turns=3, what="with Prefect"), 3),
-            (_case(middle, ("trinity_sync + Prefect, overlapped", *OVERLAPPED), window=WINDOW), 6),
-            (replace(_case(middle, NEXT, what="back to back"), back_to_back=True), 6),
+            (make_case(middle, WITH_PREFECT, what="with Prefect"), 3),
+            (make_case(large, WITH_PREFECT, turns=3, what="with Prefect"), 3),
+            (
+                make_case(
+                    middle, ("trinity_sync + Prefect, overlapped", *OVERLAPPED), window=WINDOW
+                ),
+                6,
+            ),
+            (replace(make_case(middle, NEXT, what="back to back"), back_to_back=True), 6),
             (
                 replace(
-                    _case(middle, NEXT, window=WINDOW, what="beside training on both cores"),
+                    make_case(middle, NEXT, window=WINDOW, what="beside training on both cores"),
                     cores=2,
                 ),
                 6,
@@ -66,9 +71,9 @@ def full(run: "Run") -> Iterator[str]:
         yield "orchestration"
         run.orchestration(TURNS)
     for case, held in (
-        (_case(small, MAIN), 4),
-        (_case(Size(1 << 30, 3000), MANY), 4),
-        (_case(Size(1 << 30, 300, ranks=2), MANY), 4),
+        (make_case(small, MAIN), 4),
+        (make_case(Size(1 << 30, 3000), MANY), 4),
+        (make_case(Size(1 << 30, 300, ranks=2), MANY), 4),
     ):
         yield case.name
         run.case(case, held)
@@ -76,14 +81,14 @@ def full(run: "Run") -> Iterator[str]:
     run.fixed_cost(Size(1 << 28, 3000), TURNS)
     yield "memory"
     holding = ("trinity_sync", "trinity_sync, recycled files", "DCP async, process")
-    run.memory(replace(_case(middle, (*holding, "torch-checkpointing")), name="memory, 1 GiB"))
+    run.memory(replace(make_case(middle, (*holding, "torch-checkpointing")), name="memory, 1 GiB"))
     restoring = ("trinity_sync", "veRL", "DCP async, process")
     restores = replace(alone, name=f"restore, {alone.name}", systems=restoring)
     yield restores.name
     run.restores(restores)
 
 
-def _case(
+def make_case(
     size: Size, systems: tuple[str, ...], turns: int = TURNS, window: int = 0, what: str = ""
 ) -> Case:
     ranks = "1 rank" if size.ranks == 1 else f"{size.ranks} ranks"

@@ -11,7 +11,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -153,13 +153,11 @@ class Run:
         self.environment = {}
 
 
-def main() -> None:
-    """Measure, print, write."""
+def measure(name: str, plan: "Callable[[Run], Iterator[str]]") -> "list[Record]":
+    """Measure the cases of a plan, print them, write ``benchmarks/results/<name>.json``."""
     from benchmarks.measure import write
-    from benchmarks.plan import full, quick
-    from benchmarks.report import plot, show
+    from benchmarks.report import show
 
-    name = "quick" if os.environ.get("QUICK") else "full"
     home = os.environ.get("BENCH_ROOT", ".")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # or nothing would be cleaned up
     with (
@@ -169,13 +167,23 @@ def main() -> None:
         run = Run(Path(root).resolve(), Path(shared))
         try:
             start = time.monotonic()
-            for case in (quick if name == "quick" else full)(run):
+            for case in plan(run):
                 print(f"{time.monotonic() - start:4.0f} s: {case} ...", flush=True)
         finally:  # what was measured before an interruption is shown, and not kept
             show(run.records, run.absent)
         print(f"{time.monotonic() - start:4.0f} s in all")
         write(RESULTS / f"{name}.json", run.records, run.absent)
-        plot(run.records, run.records[0].case, RESULTS / f"{name}.png")
+    return run.records
+
+
+def main() -> None:
+    """Measure all cases, or those of ``QUICK=1``, and draw the first."""
+    from benchmarks.plan import full, quick
+    from benchmarks.report import plot
+
+    name = "quick" if os.environ.get("QUICK") else "full"
+    records = measure(name, quick if name == "quick" else full)
+    plot(records, records[0].case, RESULTS / f"{name}.png")
 
 
 if __name__ == "__main__":

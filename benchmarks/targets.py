@@ -1,10 +1,10 @@
 """The figures that the project promises, each a ratio within one case of one run.
 
-``python -m benchmarks.targets`` prints them from the last full run, as in docs/benchmarks.md.
+``python -m benchmarks.targets`` prints them from the last full runs, as in docs/benchmarks.md.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,18 +17,21 @@ TRAINED = f"{GIB}, in training"
 BACK_TO_BACK = f"{GIB}, back to back"
 BOTH_CORES = f"{GIB}, beside training on both cores"
 RESTORE = f"restore, {GIB}"
+DCP = "1 GiB, 300 tensors, 2 ranks, DCP"
+DCP_LARGE = tuple(f"4 GB, 300 tensors, 2 ranks, DCP {peer}" for peer in ("process", "successor"))
 LAYOUT = "layout, 3000 tensors"
 MEMORY = "memory, 1 GiB"
 OURS = "trinity_sync"
 RECYCLED = "trinity_sync, recycled files"
 ORCHESTRATED = "trinity_sync + Prefect, recycled files"
+PLUG_INS = "trinity_sync + Prefect, DCP async"
 PEERS = ("torch.save", "veRL", "DCP async, thread", "DCP async, process", "torch-checkpointing")
 """With their overlapped variants. Not the Trinity-style thread: it does not copy what it saves, and
 so has no stall to compare."""
 
 Measured = tuple[str, str, str]
 """Case, system and metric; system ``best peer`` is the lowest of the peers."""
-Medians = Mapping[Measured, float]
+Medians = dict[Measured, float]
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,10 @@ def targets() -> Iterator[Target]:
         durable, least = (case, ORCHESTRATED, "durable"), (case, "best peer", "durable")
         figure = "time to durable with Prefect, recycled / best peer's"
         yield Target(figure, 0.6, durable, least)
+    for case in (DCP, *DCP_LARGE):
+        for metric, bound in (("stall", 0.7), ("durable", 0.6)):
+            ours, least = ((case, name, metric) for name in (PLUG_INS, "best peer"))
+            yield Target(f"DCP async_save: {metric} / best peer's", bound, ours, least)
     memcpy = (BACK_TO_BACK, "warm memcpy", "stall")
     for metric, bound in (("stall of the next save", 1.3), ("slowest memcpy after it", 1.5)):
         measured = (BACK_TO_BACK, ORCHESTRATED, metric)
@@ -126,9 +133,13 @@ def medians_of(path: Path) -> Medians:
 
 
 def table() -> str:
-    """Return the table of the last full run, in Markdown."""
+    """Return the table of the last full runs, in Markdown."""
     lines = ["| figure | case | target | measured |", "|---|---|---|---|"]
-    for result in results(medians_of(Path(__file__).parent / "results" / "full.json")):
+    measured: Medians = {}
+    for name in ("full", "dcp"):
+        if (path := Path(__file__).parent / "results" / f"{name}.json").exists():
+            measured |= medians_of(path)
+    for result in results(measured):
         target = result.target
         bound = f"{'at least' if target.at_least else 'at most'} {target.bound:g}{target.unit}"
         value = "no ratio" if result.value is None else f"{result.value:.3g}{target.unit}"

@@ -10,6 +10,7 @@ SYSTEMS = {
     "trinity_sync, recycled files": "trinity:Recycled",
     "trinity_sync + Prefect, overlapped": "trinity_prefect:PrefectOverlapped",
     "trinity_sync + Prefect, recycled files": "trinity_prefect:PrefectRecycled",
+    "trinity_sync + Prefect, DCP async": "trinity_dcp:DcpOnTrinity",
     "torch.save": "torch_save:TorchSave",
     "veRL": "verl:Verl",
     "Trinity-style thread": "trinity_thread:TrinityThread",

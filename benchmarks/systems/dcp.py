@@ -56,7 +56,6 @@ class DcpThread(System):
         )
         self._planner = DefaultSavePlanner(enable_plan_caching=True)
         self._group = dist.new_group(backend="gloo")
-        self._extra = f"extra_state_{training.rank}"
         self._staging: Future[Any] | None = None
         self._saving: Future[Any] | None = None
         self._path = folder
@@ -67,7 +66,7 @@ class DcpThread(System):
         self._path = self.files(step)
         writer = FileSystemWriter(self._path, thread_count=WRITERS, sync_files=True)
         saving = async_save(
-            self._state(),
+            collect_state(self.training),
             storage_writer=writer,
             process_group=self._group,
             planner=self._planner,
@@ -93,10 +92,10 @@ class DcpThread(System):
 
     def load(self, step: int) -> None:
         """In place, into the live tensors; the values beside them through ``load_state_dict``."""
-        state = self._state()
+        state = collect_state(self.training)
         reader = FileSystemReader(self.files(step))
         load(state, storage_reader=reader, process_group=self._group)
-        self.training.resume({**state, "extra_state": state[self._extra]}.items())
+        resume_from(self.training, state)
 
     def files(self, step: int) -> Path:
         """See `System.files`."""
@@ -106,10 +105,6 @@ class DcpThread(System):
         """Drop the cached storages."""
         self.wait()
         self._stager.close()
-
-    def _state(self) -> "State":
-        state = self.training.state()
-        return {"model": state["model"], "optim": state["optim"], self._extra: state["extra_state"]}
 
 
 class DcpProcess(DcpThread):
@@ -131,3 +126,19 @@ class DcpProcessOverlapped(DcpProcess):
 
     name = "DCP async, process, overlapped"
     overlaps = True
+
+
+def collect_state(training: "Training") -> "State":
+    """The live state, with the extra state by rank."""
+    state = training.state()
+    state[_name_extra(training)] = state.pop("extra_state")
+    return state
+
+
+def resume_from(training: "Training", state: "State") -> None:
+    """Take over what was loaded into a state of `collect_state`."""
+    training.resume({**state, "extra_state": state[_name_extra(training)]}.items())
+
+
+def _name_extra(training: "Training") -> str:
+    return f"extra_state_{training.rank}"

@@ -6,12 +6,14 @@ import resource
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -20,7 +22,9 @@ from tests.unit.conftest import Open
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import CommitError, ConfigError, ImageError, SaveFailedError
+from trinity_sync.formats.dcp_source import parse_index
 from trinity_sync.integrations.dcp import DcpSaver, StepReader
+from trinity_sync.integrations.dcp.structure import describe_structure
 from trinity_sync.layout import step_folder, steps_on_disk
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.leases import list_leases
@@ -149,6 +153,65 @@ def test_a_plan_is_made_again_only_for_another_structure(saves: CheckpointCoordi
     assert [count - step - 1 for step, count in enumerate(counts)] == [1, 1, 2, 3, 3]
     for step, each in expected.items():
         assert same(load(saves.root, step, each), each), step
+
+
+def describe(state: dict[str, Any], planner: Any = None) -> list[Any] | None:
+    planner = planner or dcp.DefaultSavePlanner()
+    planner.set_up_planner(state, None, True)
+    return describe_structure(planner)
+
+
+def test_a_structure_is_that_of_names_and_tensors_without_their_values() -> None:
+    assert describe(odd_state()) is not None
+    assert describe(odd_state()) == describe(odd_state() | {"step": 8, "name": "y", "lr": 1.0})
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"w": torch.zeros(3, 4).double()},
+        {"w": torch.zeros(4, 3)},
+        {"w": torch.zeros(3, 4, requires_grad=True)},
+        {"w": torch.zeros(3, 4).to_sparse()},
+        {"w": [1, 2]},
+        {"v": torch.zeros(3, 4)},
+        {"w": torch.zeros(3, 4), "v": 1},
+        {"w.v": torch.zeros(3, 4)},
+    ],
+)
+def test_another_structure_is_planned_again(changed: dict[str, Any]) -> None:
+    before = {"w": torch.zeros(3, 4)} if "w.v" not in changed else {"w": {"v": torch.zeros(3, 4)}}
+    assert describe(before) != describe(changed)
+
+
+def test_planners_and_tensors_of_other_classes_are_asked_each_time() -> None:
+    class Own(dcp.DefaultSavePlanner):
+        def create_local_plan(self) -> Any:
+            return super().create_local_plan()
+
+    class OwnTensor(torch.Tensor):
+        pass
+
+    assert describe({"w": torch.zeros(3)}, Own()) is None
+    assert describe({"w": torch.zeros(3).as_subclass(OwnTensor)}) is None
+
+
+def test_planners_that_cache_plans_save_what_each_role_has_gained(coordinator_of: Open) -> None:
+    """DCP has one cache for all planners of a class, so one role's plan hides that of another."""
+    roles = ("actor", "critic")
+    saves = coordinator_of(trigger=CommitsHere(), roles=roles)
+    planner = partial(dcp.DefaultSavePlanner, enable_plan_caching=True)
+    savers = [DcpSaver(saves, role=role, planner=planner) for role in roles]
+    for step, names in ((1, ["w"]), (2, ["w", "moment"]), (3, ["w", "moment"])):
+        states = {role: {name: torch.rand(3) for name in names} for role in roles}
+        pairs = zip(savers, states.values(), strict=True)
+        for each in [save(saver, step, state) for saver, state in pairs]:
+            each.result(30)
+        for role, state in states.items():
+            found = zeros(state)
+            reader = StepReader(saves.root, step, role=role)
+            dcp.load(found, storage_reader=reader, no_dist=True)
+            assert same(found, state), (step, role)
 
 
 def test_a_file_holds_nothing_of_what_was_in_its_slot_before(saves: CheckpointCoordinator) -> None:
@@ -281,6 +344,17 @@ def test_a_corrupted_index_is_refused(saves: CheckpointCoordinator) -> None:
         load(saves.root, 7, {"w": torch.ones(3)})
 
 
+def test_an_index_of_pytorch_2_2_is_read(tmp_path: Path) -> None:
+    """Its properties of a tensor are of a class that DCP has replaced."""
+    weights = torch.rand(3, 4, dtype=torch.float64)
+    dcp.save({"w": weights}, checkpoint_id=tmp_path, no_dist=True)
+    index = pickle.loads((tmp_path / ".metadata").read_bytes())
+    index.state_dict_metadata["w"].properties = TensorProperties.create_from_tensor(weights)
+    found = parse_index(pickle.dumps(index), tmp_path / ".metadata").state_dict_metadata["w"]
+    assert isinstance(found.properties, TensorProperties)
+    assert found.properties.dtype == torch.float64
+
+
 def test_steps_without_a_commit_or_without_dcp_are_refused(saves: CheckpointCoordinator) -> None:
     with pytest.raises(CheckpointException, match=r"step 3 .*not committed"):
         load(saves.root, 3, {"w": torch.ones(3)})
@@ -307,9 +381,23 @@ def test_values_of_another_user_are_not_unpickled(saves: CheckpointCoordinator) 
 def test_a_step_is_leased_until_it_is_read(saves: CheckpointCoordinator) -> None:
     save(DcpSaver(saves), 7, {"w": torch.ones(3)}).result(30)
     reader = StepReader(saves.root, 7)
-    reader.read_metadata()
+    place = reader.read_metadata().storage_meta
+    assert place
+    assert place.checkpoint_id == step_folder(saves.root, 7) / "actor"
     assert [lease.step for lease in list_leases(saves.root)] == [7]
     dcp.load({"w": torch.ones(3)}, storage_reader=reader, no_dist=True)
+    assert list_leases(saves.root) == []
+
+
+def test_a_reader_loads_after_a_load_that_failed(saves: CheckpointCoordinator) -> None:
+    reader, found = StepReader(saves.root, 7), {"w": torch.zeros(3)}
+    with pytest.raises(CheckpointException, match=r"step 7 .*not committed"):
+        dcp.load(found, storage_reader=reader, no_dist=True)
+    save(DcpSaver(saves), 7, {"w": torch.ones(3)}).result(30)
+    with pytest.raises(CheckpointException, match="Missing key in checkpoint"):
+        dcp.load({"other": torch.zeros(3)}, storage_reader=reader, no_dist=True)
+    dcp.load(found, storage_reader=reader, no_dist=True)
+    assert found["w"].tolist() == [1.0] * 3
     assert list_leases(saves.root) == []
 
 

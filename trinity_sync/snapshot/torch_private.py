@@ -268,6 +268,8 @@ unflatten_state_dict: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
 DCP_INDEX_CLASSES: Mapping[str, Collection[str]] = {
     "torch.distributed.checkpoint.metadata": ["_MEM_FORMAT_ENCODING"],
     "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],
+    # in the indexes of PyTorch before 2.3
+    "torch.distributed._shard.sharded_tensor.metadata": ["TensorProperties", "MEM_FORMAT_ENCODING"],
     "torch.serialization": ["_get_layout"],
 }
 """Names that the index of a DCP checkpoint needs in its unpickler, by module."""
@@ -281,6 +283,20 @@ make_dcp_place: Callable[[str, int, int], Any] = look_up(
     "torch.distributed.checkpoint.filesystem._StorageInfo"
 )
 """Return what the index of a DCP checkpoint says of an item: its file, offset and length."""
+
+look_up(
+    "torch.distributed.checkpoint.default_planner.DefaultSavePlanner._enable_plan_caching",
+    _attributes(look_up("torch.distributed.checkpoint.DefaultSavePlanner.__init__")),
+)
+
+
+def disable_plan_cache(planner: Any) -> None:
+    """Have a save planner of DCP return each plan, and not an empty one for a plan it knows.
+
+    DCP has one cache for all planners of a class, and so for all states of a process.
+    """
+    if hasattr(planner, "_enable_plan_caching"):
+        planner._enable_plan_caching = False
 
 
 # Modules and FSDP

@@ -109,6 +109,8 @@ class LayoutStorage(StorageWriter):
         self._layouter = layouter
         self.local_plan = self.plan = SavePlan([])
         """This rank's plan, before and after the ranks have agreed who writes replicas."""
+        self.structure: list[Any] | None = None
+        """What this rank's plan follows from; see `describe_structure`."""
         self._file: LaidOut | None = None
         self.results: list[WriteResult] = []
         self.metadata = Metadata({})

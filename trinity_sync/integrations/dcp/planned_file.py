@@ -18,7 +18,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError, ImageError
 from trinity_sync.integrations.dcp.distcp_file import DistcpLayouter, LayoutStorage
+from trinity_sync.integrations.dcp.structure import describe_structure
 from trinity_sync.snapshot.image import LaidOut
+from trinity_sync.snapshot.torch_private import disable_plan_cache
 
 
 class PlannedFile:
@@ -41,7 +43,7 @@ class PlannedFile:
     ) -> None:
         self._rank = rank
         self._group = group
-        self._make_planner = make_planner
+        self._planner = make_planner
         self._layouter = DistcpLayouter(f"__{rank}_0.distcp", folder)
         self._planned: LayoutStorage | None = None
         self.metadata = Metadata({})
@@ -60,14 +62,14 @@ class PlannedFile:
             ImageError: on all ranks: a rank cannot plan its part, or pickle a value.
         """
         self._planned = None  # after an error all ranks plan again
-        planned = LayoutStorage(self._layouter)
+        planned, planner = LayoutStorage(self._layouter), self._make_planner()
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 save(
                     state,
                     storage_writer=planned,
-                    planner=self._make_planner(),
+                    planner=planner,
                     process_group=self._group,
                     no_dist=self._group is None,
                 )
@@ -76,6 +78,7 @@ class PlannedFile:
             raise ImageError(
                 f"{what}: nothing was submitted, because rank {rank} cannot plan its part: {first}"
             ) from first
+        planned.structure = describe_structure(planner)
         self._planned, self.metadata, self.index = planned, planned.metadata, planned.index
         return planned.take_file()
 
@@ -91,12 +94,21 @@ class PlannedFile:
         try:
             planner = self._make_planner()
             planner.set_up_planner(state, known.storage_meta(), self._rank == 0)
-            if planner.create_local_plan() != known.local_plan:
-                return None
+            structure = describe_structure(planner)
+            if structure is None or structure != known.structure:
+                if planner.create_local_plan() != known.local_plan:
+                    return None
+                known.structure = structure
             file, results = self._layouter.lay_out(known.plan.items, planner)
         except Exception:  # which planning again raises on all ranks
             return None
         return file if results == known.results else None
+
+    def _make_planner(self) -> SavePlanner:
+        """Return a planner without DCP's cache of plans, which all savers of a process share."""
+        planner = self._planner()
+        disable_plan_cache(planner)
+        return planner
 
 
 def is_on_any_rank(here: bool, group: dist.ProcessGroup | None) -> bool:

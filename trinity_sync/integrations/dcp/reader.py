@@ -25,7 +25,8 @@ class StepReader(FileSystemReader):
 
     Each rank leases the step until it has read, and compares the files that it reads from with
     their digests before any rank loads a byte. Errors are DCP's ``CheckpointException``, on all
-    ranks, with the errors below by rank.
+    ranks, with the errors below by rank. After an error, the lease may last until the reader is
+    used again or deleted.
 
     Args:
         root: the job's root.
@@ -66,15 +67,18 @@ class StepReader(FileSystemReader):
     def read_metadata(self) -> Metadata:
         """Lease the step, and return its index.
 
-        Errors are raised by `set_up_storage_reader`: DCP would only log them.
+        Errors are raised by `set_up_storage_reader`: DCP would only log them. Nothing remains of an
+        earlier load that DCP has not finished.
         """
+        self._leased.close()
+        self._failure = None
         try:
             metadata = self._read_index()
         except Exception as error:
             self._leased.close()
             self._failure = error
             metadata = Metadata({}, storage_data={})
-        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        metadata.storage_meta = StorageMeta(checkpoint_id=self.path, load_id=self.load_id)
         return metadata
 
     def set_up_storage_reader(

@@ -43,7 +43,8 @@ class DcpSaver:
         saves: this rank's coordinator, of all ranks of the default process group.
         role: role of the states; their files are in ``global_step_{step}/{role}/``.
         planner: makes the planner of a save, which decides which rank writes a replica. A planner
-            of another class is not to be passed to ``async_save``.
+            of another class is not to be passed to ``async_save``. Its ``enable_plan_caching`` is
+            ignored: the saver reuses plans by itself.
 
     Raises:
         ConfigError: the coordinator is not one of all ranks of the default process group.
