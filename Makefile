@@ -10,6 +10,7 @@ TRINITY := .venv-trinity
 VLLM := .venv-vllm
 TRL := .venv-trl
 TORCHTITAN := .venv-torchtitan
+VEOMNI := .venv-veomni
 TORCH_TESTS := tests/integration/fsdp tests/integration/weights/test_broadcast.py \
   $(patsubst %,tests/unit/test_%.py,torch_private dtensor_shards image loading overlap stager restore convert export delta weight_reader)
 
@@ -25,7 +26,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help demo smollm client newest prefect-oldest torch-oldest torch-newest torch-suites lock test unit integration faults e2e chaos lint audit bench scale history verl trinity trl torchtitan vllm bench-vllm nfs tutorials docs clean
+.PHONY: help demo smollm client newest prefect-oldest torch-oldest torch-newest torch-suites lock test unit integration faults e2e chaos lint audit bench scale history verl veomni trinity trl torchtitan vllm bench-vllm nfs tutorials docs clean
 
 help: ## what there is
 	@grep -E '^[a-z0-9 -]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 28
@@ -88,6 +89,10 @@ bench: $(READY) ## what a save costs, beside the limits and the alternatives (QU
 verl: $(READY) ## veRL's own trainers with our manager, killed on two ranks and resumed, and its own tests
 	$(BIN)/python -m pytest tests/integration/fsdp/test_verl_trainer.py tests/integration/fsdp/test_verl_sft.py tests/verl
 	$(BIN)/python -m tests.verl
+
+veomni: $(VEOMNI)/.ready $(STACK)/.ready ## veRL's VeOmni engine and its PPO trainer with our manager, on the CPU, in an environment of its own
+	TESTS_STACK="$(abspath $(STACK))/bin" $(VEOMNI)/bin/python -m pytest tests/veomni
+	TESTS_STACK="$(abspath $(STACK))/bin" STRATEGY=veomni $(VEOMNI)/bin/python -m pytest tests/verl/test_ppo.py
 
 torchtitan: $(TORCHTITAN)/.ready $(STACK)/.ready ## TorchTitan's trainer on two CPU ranks, killed and resumed bit-equal, in an environment of its own
 	TESTS_STACK="$(abspath $(STACK))/bin" $(TORCHTITAN)/bin/python -m pytest tests/torchtitan
@@ -184,4 +189,12 @@ $(TORCHTITAN)/.ready: pyproject.toml
 	$(TORCHTITAN)/bin/python -m pip install --quiet "pip>=25.1"
 	$(TORCHTITAN)/bin/python -m pip install --quiet $(TORCH)
 	$(TORCHTITAN)/bin/python -m pip install --quiet -e . torchtitan==0.3.0 $(TORCH) triton pytest pytest-timeout packaging
+	touch $@
+
+# VeOmni asks for an older datasets, and for timm, which brings a CUDA build of torchvision; neither is imported here.
+$(VEOMNI)/.ready: pyproject.toml $(LOCK)
+	$(call install,$(VEOMNI),[verl])
+	$(VEOMNI)/bin/python -m pip install --quiet $(addprefix -c ,$(LOCK)) $(TORCH) torchdata einops \
+	  pytest pytest-timeout TransferQueue cachetools uvicorn fastapi
+	$(VEOMNI)/bin/python -m pip install --quiet --no-deps veomni==0.1.12
 	touch $@

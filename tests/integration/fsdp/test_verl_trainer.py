@@ -175,8 +175,13 @@ def test_the_first_save_says_once_that_the_switch_is_on(
     wait(trainer)
 
 
-@pytest.mark.parametrize("kind", [PPOTrainer, RayPPOTrainer])
-def test_the_iteration_file_is_left_to_the_commit(start: Start, root: Path, kind: type) -> None:
+@pytest.mark.parametrize(
+    ("kind", "strategy"), [(PPOTrainer, "fsdp2"), (RayPPOTrainer, "fsdp2"), (PPOTrainer, "veomni")]
+)
+def test_the_iteration_file_is_left_to_the_commit(
+    start: Start, config: DictConfig, root: Path, kind: type, strategy: str
+) -> None:
+    config.actor_rollout_ref.actor.strategy = strategy
     trigger = CommitsWhenTold()
     trainer = start(kind, trigger)
     train_to(trainer, 1)
@@ -314,7 +319,7 @@ def test_a_training_ends_with_the_failure_of_a_save(start: Start, spool_folder: 
 
 def test_a_trainer_of_another_strategy_saves_as_ever(start: Start, config: DictConfig) -> None:
     trainer = start()
-    config.actor_rollout_ref.actor.strategy = "megatron"
+    config.actor_rollout_ref.actor.strategy = "torchtitan"
     order: list[str] = []
 
     def save(self: Any) -> None:

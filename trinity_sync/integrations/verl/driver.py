@@ -178,7 +178,8 @@ def _has_critic(config: Any) -> bool:
 
 
 def _is_fsdp(config: Any) -> bool:
-    return str(config.strategy) in ("fsdp", "fsdp2")
+    """Return whether an engine has veRL's FSDP checkpoint manager, which the switch replaces."""
+    return str(config.strategy) in ("fsdp", "fsdp2", "veomni")
 
 
 def _expires_soon(trainer: Any) -> bool:
