@@ -90,9 +90,9 @@ verl: $(READY) ## veRL's own trainers with our manager, killed on two ranks and 
 	$(BIN)/python -m pytest tests/integration/fsdp/test_verl_trainer.py tests/integration/fsdp/test_verl_sft.py tests/verl
 	$(BIN)/python -m tests.verl
 
-veomni: $(VEOMNI)/.ready $(STACK)/.ready ## veRL's VeOmni engine and its PPO trainer with our manager, on the CPU, in an environment of its own
+veomni: $(VEOMNI)/.ready $(STACK)/.ready ## veRL's VeOmni engine and its trainers with our manager, on the CPU, in an environment of its own
 	TESTS_STACK="$(abspath $(STACK))/bin" $(VEOMNI)/bin/python -m pytest tests/veomni
-	TESTS_STACK="$(abspath $(STACK))/bin" STRATEGY=veomni $(VEOMNI)/bin/python -m pytest tests/verl/test_ppo.py
+	TESTS_STACK="$(abspath $(STACK))/bin" STRATEGY=veomni $(VEOMNI)/bin/python -m pytest tests/verl/test_ppo.py tests/verl/test_sft.py
 
 torchtitan: $(TORCHTITAN)/.ready $(STACK)/.ready ## TorchTitan's trainer on two CPU ranks, killed and resumed bit-equal, in an environment of its own
 	TESTS_STACK="$(abspath $(STACK))/bin" $(TORCHTITAN)/bin/python -m pytest tests/torchtitan
