@@ -201,6 +201,16 @@ def test_a_last_step_in_hugging_face_format_is_refused(tmp_path: Path, group: No
         build(tmp_path, last_save_in_hf=True)
 
 
+def test_another_checkpoint_manager_is_not_replaced() -> None:
+    from torchtitan.experiments.torchft.checkpoint import TorchFTCheckpointManager
+
+    import tests.torchtitan.train  # noqa: F401, TorchTitan on the CPU
+    from trinity_sync.integrations.torchtitan import use_trinity_sync
+
+    with pytest.raises(ConfigError, match=r"cannot replace TorchFTCheckpointManager\.Config"):
+        use_trinity_sync(TorchFTCheckpointManager.Config())
+
+
 def test_a_step_that_is_not_committed_is_not_loaded(tmp_path: Path, group: None) -> None:
     manager = build(tmp_path)
     (tmp_path / "ckpts" / "global_step_4" / "actor").mkdir(parents=True)

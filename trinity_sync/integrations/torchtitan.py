@@ -72,7 +72,7 @@ class TrinitySyncCheckpointManager(CheckpointManager):
                 f"{self.folder} has steps that TorchTitan saved without trinity_sync, up to step-"
                 f"{step}; set another checkpoint.folder, and to continue from that step "
                 f"checkpoint.initial_load_path={Path(self.folder).resolve() / f'step-{step}'} and "
-                "checkpoint.no_initial_load_model_only"
+                "checkpoint.initial_load_model_only=False"
             )
         self._keep = config.keep_latest_k
         self._saves: CheckpointCoordinator | None = CheckpointCoordinator.of_process_group(
@@ -158,13 +158,22 @@ class TrinitySyncCheckpointManager(CheckpointManager):
 def use_trinity_sync(
     config: BaseCheckpointManager.Config,
 ) -> TrinitySyncCheckpointManager.Config:
-    """Replace the checkpoint manager of a configuration; its settings remain.
+    """Replace TorchTitan's own checkpoint manager in a configuration; its settings remain.
 
     ::
 
         --override.imports trinity_sync.integrations.torchtitan.use_trinity_sync
 
     Args:
-        config: settings of any checkpoint manager of TorchTitan.
+        config: settings of the checkpoint manager.
+
+    Raises:
+        ConfigError: they are of another manager, which does more than TorchTitan's own.
     """
+    if type(config) not in (CheckpointManager.Config, TrinitySyncCheckpointManager.Config):
+        raise ConfigError(
+            f"the override use_trinity_sync cannot replace {type(config).__qualname__}, only "
+            "TorchTitan's own CheckpointManager; leave it out of override.imports, or set "
+            "checkpoint=CheckpointManager.Config(...)"
+        )
     return derive(config, TrinitySyncCheckpointManager.Config)
