@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from tests.conftest import environment
 from tests.differences import differences
 from tests.waiting import until
 from trinity_sync.errors import ConfigError
@@ -164,10 +165,12 @@ def test_a_save_that_fails_is_raised_at_the_end(folder: Path, stack: StackState)
 
 
 @pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process alone."""
+def group(tmp_path: Path, spool_folder: Path) -> Iterator[None]:
+    """A process group of this process alone, without a stack."""
     dist.init_process_group("gloo", f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
-    yield
+    own = {"TRINITY_SYNC_SPOOL": str(spool_folder), "TRINITY_SYNC_HOME": str(tmp_path / "home")}
+    with environment(own):
+        yield
     dist.destroy_process_group()
 
 
