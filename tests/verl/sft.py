@@ -1,4 +1,7 @@
-"""Start veRL's SFT trainer as its users do, on two ranks of this machine's CPU."""
+"""Start veRL's SFT trainer as its users do, on two ranks of this machine's CPU.
+
+With ``STRATEGY=veomni`` its engine is VeOmni's.
+"""
 
 import json
 import os
@@ -14,6 +17,14 @@ REPOSITORY = Path(__file__).parents[2]
 IMPORTS = [str(REPOSITORY), *(str(REPOSITORY / "examples" / each) for each in ("demo", "verl"))]
 LAUNCH_S = 240.0
 BATCH = 4
+ENGINE = [
+    "engine.strategy=fsdp2",
+    "engine.use_torch_compile=False",
+    *(f"+engine.mixed_precision.{what}_dtype=fp32" for what in ("param", "reduce")),
+]
+if os.environ.get("STRATEGY") == "veomni":
+    ENGINE = ["engine=veomni", "optim=veomni", "engine.attn_implementation=sdpa"]
+    ENGINE += ["engine.moe_implementation=eager"]
 ALONE = "tests.verl.cpu"
 WITH_US = "tests.verl.cpu,trinity_sync.integrations.verl.switch"
 Losses = dict[int, tuple[float, float, float]]
@@ -44,8 +55,7 @@ class Launch:
             f"model.path={world}/model",
             *("model.use_remove_padding=False", "model.enable_gradient_checkpointing=False"),
             "+model.override_config.attn_implementation=sdpa",
-            *("engine.strategy=fsdp2", "engine.use_torch_compile=False"),
-            *(f"+engine.mixed_precision.{what}_dtype=fp32" for what in ("param", "reduce")),
+            *ENGINE,
             *("optim.lr=1e-3", "optim.lr_warmup_steps=12"),
             *("trainer.device=cpu", "trainer.logger=[file]"),
             f"trainer.default_local_dir={root}",

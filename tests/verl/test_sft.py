@@ -3,6 +3,7 @@
 What veRL lacks on a CPU is in ``tests.verl.cpu``; what has it save with us is the variable alone.
 """
 
+import os
 import subprocess
 import sys
 import time
@@ -86,6 +87,9 @@ def test_as_many_steps_are_left_as_it_was_told_to_keep(story: Story) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.skipif(
+    os.environ.get("STRATEGY") == "veomni", reason="veRL's merger does not know VeOmni's meshes"
+)
 def test_verls_merger_makes_of_it_what_the_uninterrupted_training_had(
     story: Story, tmp_path: Path
 ) -> None:

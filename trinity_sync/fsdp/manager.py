@@ -32,7 +32,7 @@ from trinity_sync.fsdp.state_dict import (
     select_adapters,
     use_sharded_state_dicts,
 )
-from trinity_sync.fsdp.validate import check_loadable, require_placed
+from trinity_sync.fsdp.validate import check_loadable, require_placed, require_whole_parameters
 from trinity_sync.layout import MANIFEST, Kind, shard_file, split_role_path
 from trinity_sync.snapshot.save_id import Export
 from trinity_sync.snapshot.stager import Staged
@@ -61,6 +61,9 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
         ray_namespace: Ray namespace of the job's Synchronizer.
         trust_remote_code: whether source files of the model may be imported.
         coordinator: the job's coordinator on this rank; by default made at the first save or load.
+
+    Raises:
+        ConfigError: the model has VeOmni's expert parallelism, or several optimizers.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
         trust_remote_code: bool = False,
         coordinator: CheckpointCoordinator | None = None,
     ) -> None:
+        require_whole_parameters(model, optimizer)
         super().__init__(
             model,
             optimizer,

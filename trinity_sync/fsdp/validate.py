@@ -90,6 +90,28 @@ def require_placed(state: Mapping[str, Any]) -> None:
                 ) from error
 
 
+def require_whole_parameters(model: Any, optimizer: Any) -> None:
+    """Require that no parameter of a VeOmni model is a slice that its DTensor does not tell.
+
+    With VeOmni's expert parallelism the ranks have different experts under one name, in DTensors of
+    the same shape and place. It and Muon also have several optimizers with one state dict.
+
+    Args:
+        model: FSDP model of any engine.
+        optimizer: its optimizer, or None.
+
+    Raises:
+        ConfigError: the model or optimizer is one of these.
+    """
+    if getattr(model, "_fqn2spec_info", None) or getattr(optimizer, "_is_multi_optimizer", False):
+        raise ConfigError(
+            "VeOmni's expert parallelism and its optimizer muon cannot be saved by trinity_sync: "
+            "another mesh, an export and readers of weights would put experts together wrongly; "
+            "set expert_parallel_size=1 and optim.optimizer=adamw, or unset "
+            "VERL_USE_EXTERNAL_MODULES"
+        )
+
+
 def _list_committed_files(role_folder: Path) -> list[str] | None:
     """Return the role's committed file names; None if trinity_sync did not save the step."""
     try:

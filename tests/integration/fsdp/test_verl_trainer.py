@@ -175,7 +175,7 @@ def test_the_first_save_says_once_that_the_switch_is_on(
     wait(trainer)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "megatron"])
+@pytest.mark.parametrize("strategy", ["fsdp2", "veomni", "megatron"])
 @pytest.mark.parametrize("kind", [PPOTrainer, RayPPOTrainer])
 def test_the_iteration_file_is_left_to_the_commit(
     start: Start, root: Path, config: DictConfig, kind: type, strategy: str

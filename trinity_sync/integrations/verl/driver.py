@@ -179,7 +179,7 @@ def _has_critic(config: Any) -> bool:
 
 def _saves_here(config: Any) -> bool:
     """Return whether the switch replaces the manager of a worker's engine."""
-    return str(config.strategy) in ("fsdp", "fsdp2", "megatron")
+    return str(config.strategy) in ("fsdp", "fsdp2", "veomni", "megatron")
 
 
 def get_manager(engine: Any) -> Any:

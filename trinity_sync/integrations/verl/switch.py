@@ -112,6 +112,7 @@ PATCHES: dict[str, Patch] = {
     "verl.workers.engine.fsdp.transformer_impl": _save,
     "verl.workers.engine.fsdp.fsdp_turbo_impl": _turbo,
     "verl.workers.engine.megatron.transformer_impl": _save_megatron,
+    "verl.workers.engine.veomni.transformer_impl": _save,
     "verl.trainer.constants_ppo": _launch,
     "verl.workers.engine_workers": _workers,
     "verl.trainer.ppo.ray_trainer": _trainer,
