@@ -11,10 +11,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecisionPolicy, StateDictType
 from torch.distributed.fsdp.api import ShardedStateDictConfig
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from verl.utils.fsdp_utils import apply_fsdp2
+
+from tests.integration.fsdp.states import copied, differences
+
+__all__ = ["Trained", "copied", "differences"]
 
 
 class Trained:
@@ -86,31 +89,3 @@ class Trained:
                 },
             }
         )
-
-
-def copied(state: Any) -> Any:
-    """The same structure with plain copies of this rank's tensors."""
-    if isinstance(state, dict):
-        return {key: copied(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(copied(value) for value in state)
-    if isinstance(state, DTensor):
-        return state.to_local().detach().clone()
-    return state.detach().clone() if isinstance(state, torch.Tensor) else state
-
-
-def differences(left: Any, right: Any, path: str = "") -> list[str]:
-    """Where two states differ in any bit."""
-    if isinstance(left, dict) and isinstance(right, dict):
-        if left.keys() != right.keys():
-            return [f"{path}: keys"]
-        return [d for key in left for d in differences(left[key], right[key], f"{path}/{key}")]
-    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
-        if len(left) != len(right):
-            return [f"{path}: length"]
-        pairs = enumerate(zip(left, right, strict=True))
-        return [d for n, (a, b) in pairs for d in differences(a, b, f"{path}/{n}")]
-    if isinstance(left, torch.Tensor):
-        return [] if left.dtype == right.dtype and torch.equal(left, right) else [path]
-    same = left == right
-    return [] if (same if isinstance(same, bool) else same.all()) else [path]
