@@ -21,7 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 from tests.integration.fsdp.states import copied, differences
 from tests.trainers.local_saves import TOKENS, Fails, Taken, commit_here, commit_taken
 from tests.trainers.ranks import kill_all_ranks, killed_ranks, on_ranks, require_same
-from trinity_sync import CheckpointCoordinator, CommitError, SaveFailedError
+from trinity_sync import CheckpointCoordinator, CommitError, ConfigError, SaveFailedError
 from trinity_sync.integrations.huggingface import TrinitySyncCallback
 from trinity_sync.layout import steps_on_disk
 
@@ -186,12 +186,23 @@ def find_corruption(folder: Path, spool: Path, kind: str) -> str:
     return ""
 
 
+def refuse_fsdp1(folder: Path, spool: Path) -> str:
+    saves = TrinitySyncCallback(folder / "ckpts", **commit_here(folder, spool))
+    try:
+        make_trainer(folder, "fsdp", [saves], fsdp_config={"version": 1})
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 def end_with_errors_on_all_ranks(folder: Path, spool: Path) -> None:
     for kind in ("ddp", "fsdp"):
         for told in on_ranks(folder, fail, folder / f"{kind}-1", spool, kind):
             assert "the disk is full" in told
         for told in on_ranks(folder, find_corruption, folder / f"{kind}-2", spool, kind):
             assert "is corrupted" in told
+    for told in on_ranks(folder, refuse_fsdp1, folder, spool):
+        assert "does not save with FSDP1 (set fsdp_config={'version': 2})" in told
 
 
 # ------------------------------------------------------------ Accelerate without Trainer

@@ -126,9 +126,8 @@ def test_a_hugging_face_training_ends_with_the_failure_of_a_save(
 
 def test_save_only_model_is_refused_before_training(tmp_path: Path, spool_folder: Path) -> None:
     saves = TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder))
-    trainer = hugging_face(tmp_path / "out", saves, save_only_model=True)
     with pytest.raises(ConfigError, match="does not save with save_only_model"):
-        trainer.train()
+        hugging_face(tmp_path / "out", saves, save_only_model=True)
 
 
 # ------------------------------------------------------------ evaluations

@@ -24,7 +24,7 @@ def test_hugging_face_ranks_that_are_killed_resume_bit_equal_and_others_load_the
     call("resume_bit_equal_after_a_kill", tmp_path, spool_folder, kind)
 
 
-def test_failed_saves_and_corrupted_steps_are_errors_on_all_hugging_face_ranks(
+def test_failed_saves_corrupted_steps_and_fsdp1_are_errors_on_all_hugging_face_ranks(
     call: Callable[..., Any], tmp_path: Path, spool_folder: Path
 ) -> None:
     call("end_with_errors_on_all_ranks", tmp_path, spool_folder)

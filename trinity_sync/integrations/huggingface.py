@@ -147,8 +147,8 @@ class TrinitySyncCallback(TrainerCallback):
         folder = self._make_folder(saves, step, begins=False)
         trainer.state.best_model_checkpoint = str(folder)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Require that `Trainer`'s arguments are supported.
+    def on_init_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """Require that `Trainer`'s arguments and the model are supported.
 
         Args:
             args: `Trainer`'s arguments.
@@ -157,13 +157,15 @@ class TrinitySyncCallback(TrainerCallback):
             parts: the model, among others.
 
         Raises:
-            ConfigError: an argument is not supported.
+            ConfigError: they are not; the message names what.
         """
         if unsupported := list_unsupported(args, parts["model"]):
             raise ConfigError(
                 f"{type(self).__name__} does not save with {', '.join(unsupported)}; leave the "
                 "callback out, or save with a CheckpointCoordinator of your own"
             )
+
+    on_train_begin = on_init_end  # for a callback that was added later
 
     def on_log(
         self,

@@ -42,7 +42,7 @@ def list_unsupported(args: Any, model: torch.nn.Module) -> list[str]:
 
     Args:
         args: `Trainer`'s arguments.
-        model: the model that is trained, prepared by Accelerate.
+        model: the model that is trained.
     """
     accelerator = AcceleratorState()
     kind = accelerator.distributed_type
