@@ -17,8 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
 
-from tests.integration.fsdp.states import differences
+from tests.integration.fsdp.states import copied, differences
 
 WORLD_SIZE = 2
 
@@ -57,6 +62,15 @@ def kill_all_ranks() -> None:
     """Kill this rank once the others are here as well."""
     dist.barrier()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def whole_state(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
+    """The whole state on each rank, which PyTorch alone has gathered."""
+    options = StateDictOptions(full_state_dict=True)
+    return {
+        "model": copied(get_model_state_dict(model, options=options)),
+        "optimizer": copied(get_optimizer_state_dict(model, optimizer, options=options)),
+    }
 
 
 def require_same(expected: Any, found: Any) -> None:
