@@ -1,20 +1,29 @@
-"""What `test_lightning.py` runs, each in a process of its own."""
+"""What `test_lightning.py` runs, each in a process of its own, or on the ranks of one."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.integration.fsdp.models import differences
-from tests.trainers.local_saves import TOKENS, Fails, commit_here
-from trinity_sync import SaveFailedError
+from tests.states import copied, differences
+from tests.trainers.local_saves import TOKENS, Fails, Taken, commit_here, commit_taken
+from tests.trainers.ranks import kill_all_ranks, killed_ranks, on_ranks, require_same
+from trinity_sync import ConfigError, SaveFailedError
 from trinity_sync.integrations.lightning import TrinitySyncCallback
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.metrics import read_metrics
+
+STEPS, KILLED_AT = 8, 6
 
 
 class Small(LightningModule):
@@ -27,60 +36,186 @@ class Small(LightningModule):
             torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)
         )
         self.seen: list[list[float]] = []
+        self.losses: list[float] = []
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         self.seen.append(batch.flatten().tolist())
-        return self.layers(batch.float()).pow(2).mean()
+        loss = self.layers(batch.float()).pow(2).mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("val:loss", self.layers(batch.float()).pow(2).mean(), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
 
 
-def lightning(saves: TrinitySyncCallback, *, steps: int, resume: bool = False) -> Small:
-    module = Small()
+class Sharded(Small):
+    def configure_model(self) -> None:
+        if not isinstance(self.layers[0].weight, DTensor):
+            for layer in (self.layers[0], self.layers[2], self.layers):
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+
+def fit(
+    module: Small, callbacks: list[Callback], *, steps: int, resume: bool = False, **arguments: Any
+) -> LightningTrainer:
     trainer = LightningTrainer(
-        callbacks=[saves],
+        callbacks=callbacks,
         max_steps=steps,
         accelerator="cpu",
-        devices=1,
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **{"devices": 1, **arguments},
     )
     torch.manual_seed(7)
-    loader = StatefulDataLoader(TOKENS, batch_size=4, shuffle=True)
-    trainer.fit(module, loader, ckpt_path=saves.latest() if resume else None)
-    return module
+    # Lightning would wrap the sampler of shuffle=True for ranks, and its order would not be resumed
+    order = DistributedSampler(TOKENS) if dist.is_initialized() else None
+    size = 2 if order else 4  # eight steps are an epoch
+    loader = StatefulDataLoader(TOKENS, batch_size=size, shuffle=order is None, sampler=order)
+    trainer.fit(module, loader, ckpt_path="last" if resume else None)
+    return trainer
+
+
+def state_of(module: Small) -> dict[str, Any]:
+    optimizer: Any = module.optimizers()
+    return copied({"model": dict(module.state_dict()), "optim": optimizer.optimizer.state_dict()})
 
 
 def resume_bit_equal_in_mid_epoch(tmp_path: Path, spool: Path) -> None:
-    torch.set_num_threads(1)
-    whole = lightning(
-        TrinitySyncCallback(tmp_path / "whole", every_n_steps=2, **commit_here(tmp_path, spool)),
-        steps=6,
-    )
+    whole = Small()
+    saves = TrinitySyncCallback(tmp_path / "whole", every_n_steps=2, **commit_here(tmp_path, spool))
+    fit(whole, [saves], steps=6)
     root = tmp_path / "ckpts"
-    lightning(TrinitySyncCallback(root, every_n_steps=2, **commit_here(tmp_path, spool)), steps=3)
+    first = TrinitySyncCallback(root, every_n_steps=2, **commit_here(tmp_path, spool))
+    fit(Small(), [first], steps=3, resume=True)  # there is nothing to resume
     assert steps_on_disk(root) == [2, 3]
     assert read_manifest(root, 3) is not None
 
     torch.manual_seed(99)
     again = TrinitySyncCallback(root, every_n_steps=2, keep=2, **commit_here(tmp_path, spool))
-    resumed = lightning(again, steps=6, resume=True)
+    resumed = Small()
+    trainer = fit(resumed, [again], steps=6, resume=True)
     assert resumed.seen == whole.seen[3:]
-    assert differences(dict(whole.state_dict()), dict(resumed.state_dict())) == []
-    last = [whole.optimizers(), resumed.optimizers()]
-    states = [each.optimizer.state_dict() for each in last]
-    assert differences(*states) == []
+    assert differences(state_of(whole), state_of(resumed)) == []
+
+    read = Small()
+    trainer.validate(read, TOKENS, ckpt_path=str(root / "global_step_6"), verbose=False)
+    assert differences(dict(whole.state_dict()), dict(read.state_dict())) == []
 
 
 def end_with_the_failure_of_a_save(tmp_path: Path, spool: Path) -> None:
+    saves = TrinitySyncCallback(
+        tmp_path / "ckpts", every_n_steps=1, **commit_here(tmp_path, spool, Fails())
+    )
     with pytest.raises(SaveFailedError, match="the disk is full"):
-        lightning(
-            TrinitySyncCallback(
-                tmp_path / "ckpts", every_n_steps=1, **commit_here(tmp_path, spool, Fails())
-            ),
-            steps=1,
-        )
+        fit(Small(), [saves], steps=1)
+
+
+def record_what_a_validation_logs(tmp_path: Path, spool: Path) -> None:
+    root = tmp_path / "ckpts"
+    saves = TrinitySyncCallback(root, every_n_steps=4, **commit_here(tmp_path, spool))
+    trainer = LightningTrainer(
+        callbacks=[saves],
+        max_steps=8,
+        val_check_interval=4,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    measured = []
+
+    class Measure(Callback):
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            if not trainer.sanity_checking:
+                measured.append(trainer.callback_metrics["val:loss"].item())
+
+    trainer.callbacks.insert(0, Measure())
+    module = Small()
+    loader = torch.utils.data.DataLoader(TOKENS, batch_size=4)
+    trainer.fit(module, loader, loader)
+    assert [read_metrics(root, 1, step) for step in (4, 8)] == [
+        {"val_loss": each} for each in measured
+    ]
+
+
+# ------------------------------------------------------------ ranks
+
+
+class KillAt(Callback):
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == KILLED_AT:
+            kill_all_ranks()
+
+
+def train(folder: Path, spool: Path, kind: str, root: str, fate: str) -> dict[str, Any]:
+    """Train from the newest step, if there is one; killed, or to the end."""
+    trigger = Taken(KILLED_AT, folder) if fate == "killed" else None
+    saves = TrinitySyncCallback(
+        folder / root, every_n_steps=2, **commit_here(folder, spool, trigger)
+    )
+    module, strategy = Small(), DDPStrategy()
+    if kind == "fsdp":
+        module = Sharded()
+        strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    torch.manual_seed(7)
+
+    class OwnDropout(Callback):
+        def on_train_start(self, *_: Any) -> None:
+            torch.rand(dist.get_rank() + 1)  # each rank has its own
+
+    mine: list[Callback] = [OwnDropout()] if fate != "resumed" else []
+    mine += [KillAt()] if fate == "killed" else []
+    fit(module, [*mine, saves], steps=STEPS, resume=True, devices=2, strategy=strategy)
+    assert isinstance(next(module.parameters()), DTensor) == (kind == "fsdp")
+    random = torch.get_rng_state()
+    return {**state_of(module), "seen": module.seen, "losses": module.losses, "random": random}
+
+
+def resume_bit_equal_after_a_kill(folder: Path, spool: Path, kind: str) -> None:
+    whole = on_ranks(folder, train, folder, spool, kind, "whole", "whole")
+    assert whole[0]["random"].tolist() != whole[1]["random"].tolist()
+    killed_ranks(folder, train, folder, spool, kind, "ckpts", "killed")
+    assert commit_taken(folder) == [KILLED_AT]
+    resumed = on_ranks(folder, train, folder, spool, kind, "ckpts", "resumed")
+    for before, after in zip(whole, resumed, strict=True):
+        for name in ("seen", "losses"):
+            before[name] = before[name][KILLED_AT:]
+            assert len(before[name]) == STEPS - KILLED_AT
+        require_same(before, after)
+
+
+def fail(folder: Path, spool: Path) -> str:
+    saves = TrinitySyncCallback(
+        folder / "ckpts", every_n_steps=1, **commit_here(folder, spool, Fails())
+    )
+    try:
+        fit(Small(), [saves], steps=1, devices=2, strategy=DDPStrategy())
+    except SaveFailedError as error:
+        return str(error)
+    return ""
+
+
+def end_with_the_failure_on_all_ranks(folder: Path, spool: Path) -> None:
+    for told in on_ranks(folder, fail, folder, spool):
+        assert "the disk is full" in told
+
+
+def refuse_strategies_by_name(folder: Path, spool: Path) -> None:
+    class OnCpu(FSDPStrategy):
+        """Lightning refuses the class itself without a GPU."""
+
+    for strategy, told in (
+        (OnCpu(), "does not save with OnCpu; take DDPStrategy, or ModelParallelStrategy"),
+        (
+            ModelParallelStrategy(1, 1, save_distributed_checkpoint=False),
+            "leave out save_distributed_checkpoint=False",
+        ),
+    ):
+        saves = TrinitySyncCallback(folder / "ckpts", every_n_steps=1)
+        with pytest.raises(ConfigError, match=told):
+            fit(Sharded(), [saves], steps=1, strategy=strategy)

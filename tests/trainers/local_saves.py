@@ -17,6 +17,35 @@ class Fails(CommitsHere):
         self._failed[request.key] = "the disk is full"
 
 
+class Taken(CommitsHere):
+    """From a step on, requests are taken as by a server whose worker has not started yet.
+
+    The steps before are committed by then.
+    """
+
+    def __init__(self, step: int, folder: Path) -> None:
+        super().__init__()
+        self.step, self.folder = step, folder
+
+    def submit(self, request: SaveRequest) -> None:
+        if request.step < self.step:
+            super().submit(request)
+        else:
+            self.settle()
+            (self.folder / f"{request.step}.request").write_text(request.model_dump_json())
+
+
+def commit_taken(folder: Path) -> list[int]:
+    """Commit what `Taken` has taken; the process that submitted it is gone. Return the steps."""
+    worker, steps = CommitsHere(), []
+    for path in sorted(folder.glob("*.request")):
+        request = SaveRequest.model_validate_json(path.read_text())
+        worker._save_step(request)
+        steps.append(request.step)
+        path.unlink()
+    return steps
+
+
 def commit_here(home: Path, spool: Path, trigger: CommitsHere | None = None) -> dict[str, Any]:
     """Arguments of a callback whose saves need no server."""
     return {"settings": Settings(spool=spool, home=home), "trigger": trigger or CommitsHere()}

@@ -1,18 +1,25 @@
 """The callback for Hugging Face's Trainer: saved by steps, resumed bit-equal, failures raised."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-from tests.integration.fsdp.models import differences
+from tests.integration.fsdp.commits import CommitsHere
+from tests.states import copied, differences
 from tests.trainers.local_saves import TOKENS, Fails, commit_here
 from trinity_sync import ConfigError, SaveFailedError, WeightReader
 from trinity_sync.integrations.huggingface import TrinitySyncCallback
 from trinity_sync.layout import steps_on_disk
+from trinity_sync.retention.planner import Rules
+from trinity_sync.retention.prune import prune
+from trinity_sync.storage.job_settings import read_job_settings
+from trinity_sync.storage.metrics import read_metrics
 
 
 @pytest.fixture
@@ -35,7 +42,11 @@ class StopAt(TrainerCallback):
 
 
 def hugging_face(
-    folder: Path, saves: TrinitySyncCallback, stop: int = 99, **arguments: Any
+    folder: Path,
+    saves: TrinitySyncCallback,
+    stop: int = 99,
+    adapter: LoraConfig | None = None,
+    **arguments: Any,
 ) -> Trainer:
     torch.manual_seed(0)
     config = GPT2Config(
@@ -46,17 +57,21 @@ def hugging_face(
         max_steps=12,
         per_device_train_batch_size=4,
         save_steps=2,
-        save_total_limit=3,
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
         logging_strategy="no",
         seed=7,
-        **arguments,
+        **{"save_total_limit": 3, **arguments},
     )
     data = [{"input_ids": row, "labels": row} for row in TOKENS]
+    model: Any = GPT2LMHeadModel(config)
     return Trainer(
-        GPT2LMHeadModel(config), given, train_dataset=data, callbacks=[saves, StopAt(stop)]
+        get_peft_model(model, adapter) if adapter else model,
+        given,
+        train_dataset=data,
+        eval_dataset=data[:4],
+        callbacks=[saves, StopAt(stop)],
     )
 
 
@@ -109,20 +124,137 @@ def test_a_hugging_face_training_ends_with_the_failure_of_a_save(
         hugging_face(tmp_path / "out", saves, stop=2).train()
 
 
-@pytest.mark.parametrize(
-    ("asked", "named"),
-    [
-        ({"save_only_model": True}, "save_only_model"),
-        ({"save_strategy": "best", "metric_for_best_model": "loss"}, "save_strategy='best'"),
-    ],
-)
-def test_what_the_callback_does_not_save_is_refused_before_training(
-    tmp_path: Path, spool_folder: Path, asked: dict[str, Any], named: str
-) -> None:
+def test_save_only_model_is_refused_before_training(tmp_path: Path, spool_folder: Path) -> None:
     saves = TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder))
-    trainer = hugging_face(tmp_path / "out", saves, **asked)
-    with pytest.raises(ConfigError, match=f"does not save with {named}"):
-        trainer.train()
+    with pytest.raises(ConfigError, match="does not save with save_only_model"):
+        hugging_face(tmp_path / "out", saves, save_only_model=True)
+
+
+# ------------------------------------------------------------ evaluations
+
+SCORES = {2: 1.0, 4: 3.0, 6: 2.0, 8: 9.0, 10: 4.0, 12: 5.0}
+"""What the evaluation at each step says."""
+
+
+class Evaluated(TrainerCallback):
+    """Scores each step by `SCORES`; keeps the weights of each save, which is then committed."""
+
+    def __init__(self, saves: TrinitySyncCallback, trigger: CommitsHere) -> None:
+        self.saves, self.trigger = saves, trigger
+        self.step = 0
+        self.weights: dict[int, dict[str, Any]] = {}
+
+    def score(self, _: Any) -> dict[str, Any]:
+        return {"score": SCORES[self.step], "f1:macro": 0.5, "title": "no number"}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        self.step = state.global_step
+
+    def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        self.weights[state.global_step] = copied(dict(parts["model"].state_dict()))
+        self.saves._get_saves().wait_all()
+        self.trigger.settle()  # what is not kept is removed as well
+
+
+def evaluated(
+    tmp_path: Path, spool: Path, *, stop: int = 99, **arguments: Any
+) -> tuple[Trainer, Evaluated, TrinitySyncCallback]:
+    trigger = CommitsHere()
+    saves = TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool, trigger))
+    seen = Evaluated(saves, trigger)
+    trainer = hugging_face(
+        tmp_path / "out",
+        saves,
+        stop,
+        **{
+            "metric_for_best_model": "score",
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            **arguments,
+        },
+    )
+    trainer.add_callback(seen)
+    trainer.compute_metrics = seen.score
+    return trainer, seen, saves
+
+
+def test_the_best_step_is_kept_and_loaded_at_the_end_also_after_a_resume(
+    one_thread: None, tmp_path: Path, spool_folder: Path
+) -> None:
+    root = tmp_path / "ckpts"
+    asked = {"load_best_model_at_end": True, "save_total_limit": 1}
+    trainer, first, _ = evaluated(tmp_path, spool_folder, stop=6, **asked)
+    trainer.train()
+    assert differences(dict(trainer.model.state_dict()), first.weights[4]) == []
+    assert steps_on_disk(root) == [4, 6]
+
+    trainer, second, saves = evaluated(tmp_path, spool_folder, stop=7, **asked)
+    trainer.train(resume_from_checkpoint=saves.latest())  # nothing is better than in the first run
+    assert trainer.state.best_metric == SCORES[4]
+    assert differences(dict(trainer.model.state_dict()), first.weights[4]) == []
+
+    trainer, second, saves = evaluated(tmp_path, spool_folder, **asked)
+    trainer.train(resume_from_checkpoint=saves.latest())
+    assert min(second.weights) == 8
+    assert differences(dict(trainer.model.state_dict()), second.weights[8]) == []
+    assert steps_on_disk(root) == [8, 12]
+
+
+def test_save_strategy_best_saves_what_is_better(tmp_path: Path, spool_folder: Path) -> None:
+    trainer, seen, _ = evaluated(
+        tmp_path, spool_folder, save_strategy="best", save_total_limit=None
+    )
+    trainer.train()
+    assert sorted(seen.weights) == steps_on_disk(tmp_path / "ckpts") == [2, 4, 8]
+
+
+def test_what_is_logged_at_a_step_decides_what_a_policy_keeps(
+    tmp_path: Path, spool_folder: Path
+) -> None:
+    root = tmp_path / "ckpts"
+    trainer, _, _ = evaluated(tmp_path, spool_folder, save_total_limit=None)
+    trainer.train()
+    recorded = read_metrics(root, 1, 4)
+    logged = next(
+        each for each in trainer.state.log_history if each["step"] == 4 and "eval_loss" in each
+    )
+    assert recorded["eval_loss"] == logged["eval_loss"]
+    assert (recorded["eval_score"], recorded["eval_f1_macro"]) == (SCORES[4], 0.5)
+    assert "eval_title" not in recorded
+
+    rules = Rules.of_job(read_job_settings(root), keep="best=2:eval_score:max", keep_weights="")
+    prune(root, rules, time.time(), spool=spool_folder, recycle=False)
+    assert steps_on_disk(root) == [8, 12]
+
+
+# ------------------------------------------------------------ adapters
+
+
+def test_an_adapter_is_saved_alone_resumed_bit_equal_and_read_by_peft(
+    one_thread: None, tmp_path: Path, spool_folder: Path
+) -> None:
+    def train(root: str, stop: int = 99, resume: bool = False) -> tuple[Trainer, str | None]:
+        saves = TrinitySyncCallback(tmp_path / root, **commit_here(tmp_path, spool_folder))
+        adapter = LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True)
+        trainer = hugging_face(tmp_path / "out", saves, stop, adapter)
+        newest = saves.latest() if resume else None
+        trainer.train(resume_from_checkpoint=newest)
+        return trainer, newest
+
+    whole, _ = train("whole")
+    train("ckpts", stop=10)
+    saved = tmp_path / "ckpts/global_step_10/actor"
+    weights = torch.load(next(saved.glob("model*")), weights_only=True)
+    assert {name.split(".")[-2] for name in weights} == {"lora_A", "lora_B"}
+    resumed, newest = train("ckpts", resume=True)
+    assert resumed.state.global_step == 12
+    assert differences(state_of(whole), state_of(resumed)) == []
+
+    plain = hugging_face(
+        tmp_path / "out", TrinitySyncCallback(tmp_path / "none"), stop=1
+    ).model  # the base of the same seed
+    read = PeftModel.from_pretrained(plain, newest)
+    assert differences(dict(get_peft_model_state_dict(read)), weights) == []
 
 
 class Unpicklable(torch.nn.Linear):

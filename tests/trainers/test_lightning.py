@@ -6,29 +6,56 @@ what has ``to``), and veRL 0.9 then wraps models for FSDP2 in a way that Python 
 layout differs``), which the tests of FSDP in this process would meet.
 """
 
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainers.ranks import own_process
 
 
-def _run(training: str, tmp_path: Path, spool: Path) -> None:
-    from tests.trainers import lightning_training
+@pytest.fixture(scope="module")
+def call() -> Iterator[Callable[..., Any]]:
+    with own_process("lightning_training") as call:
+        yield call
 
-    getattr(lightning_training, training)(tmp_path, spool)
+
+# ranks first: they are forked from the process in which the others train
 
 
-def run_in_own_process(training: str, tmp_path: Path, spool: Path) -> None:
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        pool.submit(_run, training, tmp_path, spool).result()
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_lightning_ranks_that_are_killed_resume_bit_equal(
+    call: Callable[..., Any], tmp_path: Path, spool_folder: Path, kind: str
+) -> None:
+    call("resume_bit_equal_after_a_kill", tmp_path, spool_folder, kind)
+
+
+def test_a_failed_save_ends_the_training_of_all_lightning_ranks(
+    call: Callable[..., Any], tmp_path: Path, spool_folder: Path
+) -> None:
+    call("end_with_the_failure_on_all_ranks", tmp_path, spool_folder)
+
+
+def test_strategies_that_cannot_be_saved_are_refused_before_training(
+    call: Callable[..., Any], tmp_path: Path, spool_folder: Path
+) -> None:
+    call("refuse_strategies_by_name", tmp_path, spool_folder)
 
 
 def test_a_lightning_trainer_resumes_bit_equal_in_mid_epoch(
-    tmp_path: Path, spool_folder: Path
+    call: Callable[..., Any], tmp_path: Path, spool_folder: Path
 ) -> None:
-    run_in_own_process("resume_bit_equal_in_mid_epoch", tmp_path, spool_folder)
+    call("resume_bit_equal_in_mid_epoch", tmp_path, spool_folder)
 
 
 def test_a_lightning_training_ends_with_the_failure_of_a_save(
-    tmp_path: Path, spool_folder: Path
+    call: Callable[..., Any], tmp_path: Path, spool_folder: Path
 ) -> None:
-    run_in_own_process("end_with_the_failure_of_a_save", tmp_path, spool_folder)
+    call("end_with_the_failure_of_a_save", tmp_path, spool_folder)
+
+
+def test_what_a_validation_logs_is_recorded_for_the_saved_step(
+    call: Callable[..., Any], tmp_path: Path, spool_folder: Path
+) -> None:
+    call("record_what_a_validation_logs", tmp_path, spool_folder)

@@ -24,6 +24,7 @@ from trinity_sync.storage.leases import (
 from trinity_sync.storage.pins import (
     list_pins,
     pin,
+    pin_ahead,
     unpin,
 )
 
@@ -184,6 +185,16 @@ def test_what_is_not_committed_is_neither_leased_nor_pinned(committed: Job) -> N
         acquire_lease(committed.root, 5, "early")
     with pytest.raises(CommitError, match=r"step 5 .* is not committed"):
         pin(committed.root, 5)
+
+
+def test_a_step_is_pinned_ahead_of_its_commit_and_a_pin_that_exists_stays(committed: Job) -> None:
+    pin(committed.root, 4, "the paper's")
+    for step in (4, 5):
+        pin_ahead(committed.root, step, "the best")
+    assert [(each.step, each.reason) for each in list_pins(committed.root)] == [
+        (4, "the paper's"),
+        (5, "the best"),
+    ]
 
 
 def test_a_root_that_is_not_mounted_is_not_made(tmp_path: Path) -> None:

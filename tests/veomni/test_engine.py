@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.differences import differences
 from tests.integration.fsdp.ranks import on_ranks
+from tests.states import differences
 from trinity_sync.formats.hf_export import export_step
 from trinity_sync.layout import step_folder
 

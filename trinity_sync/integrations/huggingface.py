@@ -4,37 +4,45 @@ It replaces the saves of `Trainer`, at the same steps (``save_strategy``, ``save
 ``save_total_limit`` steps, and makes `train` raise if a save failed. `Trainer` resumes by itself:
 `TrinitySyncCallback.latest` makes the folder that it expects, with links to the committed files, so
 nothing large is written again.
+
+A callback is not called where `Trainer` saves, after the evaluation of the step, and knows nothing
+of its trainer. So this module wraps the methods of `Trainer` that save and load, for trainers that
+have the callback.
 """
 
-import json
-import random
-import shutil
-from dataclasses import asdict
+import functools
+import os
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+import torch.distributed as dist
 
-from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.errors import ConfigError, from_extra
-from trinity_sync.layout import PRIVATE_FOLDER, shard_file
+from trinity_sync.errors import CommitError, ConfigError, from_extra
+from trinity_sync.integrations.huggingface_state import (
+    FSDP,
+    collect_files,
+    collect_replicated,
+    collect_sharded,
+    list_unsupported,
+    load_shards,
+    name_files,
+)
+from trinity_sync.integrations.trainer_saves import TrainerSaves, list_attachments
+from trinity_sync.layout import PRIVATE_FOLDER
 
 with from_extra("hf"):
-    from transformers import TrainerCallback
-    from transformers.trainer import (
-        OPTIMIZER_NAME,
-        SCHEDULER_NAME,
-        TRAINER_STATE_NAME,
-    )
-    from transformers.utils import WEIGHTS_NAME
+    from accelerate.state import AcceleratorState, is_initialized
+    from transformers import Trainer, TrainerCallback
+    from transformers.trainer import TRAINER_STATE_NAME
 
-
-RNG_STATE_NAME = "rng_state.pth"
+_FOLDER = "huggingface"
 
 
 class TrinitySyncCallback(TrainerCallback):
-    """Saves the checkpoints of a `Trainer` in one process.
+    """Saves the checkpoints of a `Trainer`, in one process, with DDP or with FSDP2.
 
     Args:
         root: the job's root.
@@ -50,32 +58,27 @@ class TrinitySyncCallback(TrainerCallback):
     def __init__(self, root: str | Path, **coordinator: Any) -> None:
         self._root = Path(root).resolve()
         self._arguments = coordinator
-        self._coordinator: CheckpointCoordinator | None = None
+        self._saves: TrainerSaves | None = None
+        self._logged: tuple[int, dict[str, Any]] = (-1, {})
+        """What was logged at a step, before it is saved."""
 
     def latest(self, *, settle_s: float = 0.0) -> str | None:
         """Return a folder to resume from the newest committed step; None if there is none.
 
+        With several processes a collective call, which all of them make once their `Trainer` is
+        created.
+
         Args:
-            settle_s: seconds to wait for saves that an earlier run submitted on this node.
+            settle_s: seconds to wait for saves that an earlier run submitted on these nodes.
 
         Raises:
             CommitError: the step is corrupted; its digests are compared here.
+            ConfigError: the step has the shards of FSDP, and this training does not use it, or the
+                other way round; or the `Trainer` is not created yet.
         """
-        coordinator = self._get_coordinator()
-        newest = coordinator.latest(settle_s=settle_s)
-        if newest is None:
-            return None
-        step = int(newest.name.removeprefix("global_step_"))
-        extra = coordinator.load(step)["extra_state"]
-        folder = self._root / PRIVATE_FOLDER / "huggingface" / f"checkpoint-{step}"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        for name, component in ((WEIGHTS_NAME, "model"), (OPTIMIZER_NAME, "optim")):
-            (folder / name).symlink_to(newest / "actor" / shard_file(component, 1, 0))
-        torch.save(extra["lr_scheduler"], folder / SCHEDULER_NAME)
-        torch.save(extra["rng"], folder / RNG_STATE_NAME)
-        (folder / TRAINER_STATE_NAME).write_text(extra["trainer_state"])
-        return str(folder)
+        saves = self._get_saves()
+        step = saves.latest_step(settle_s=settle_s)
+        return None if step is None else str(self._make_folder(saves, step, begins=True))
 
     @property
     def root(self) -> Path:
@@ -92,15 +95,60 @@ class TrinitySyncCallback(TrainerCallback):
             model: the model.
 
         Raises:
+            ConfigError: there are several processes.
             SaveFailedError: the weights could not be staged.
         """
-        coordinator = self._get_coordinator()
-        version, _ = coordinator.upload(step, model.state_dict)
+        saves = self._get_saves()
+        if saves.world_size > 1:
+            raise ConfigError(
+                f"step {step}: the callback uploads the weights of one process, and there are "
+                f"{saves.world_size}; upload with a CheckpointCoordinator of your own"
+            )
+        version, _ = saves.coordinator.upload(step, model.state_dict)
         if version is None:
-            coordinator.wait_all()  # which raises why
+            saves.wait_all()  # which raises why
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Require that `Trainer`'s arguments are supported.
+    def save(self, trainer: Any) -> None:
+        """Submit the state of a trainer, in the place of `Trainer._save_checkpoint`.
+
+        Args:
+            trainer: the trainer, which calls it on all ranks.
+
+        Raises:
+            ConfigError, SpoolError, ImageError: as `CheckpointCoordinator.save`.
+        """
+        saves, state = self._get_saves(), trainer.state
+        step, best = state.global_step, state.best_global_step
+        trainer.store_flos()
+        if best == step:
+            state.best_model_checkpoint = str(self._folder_of(step))
+        keeps_best = trainer.args.load_best_model_at_end and state.best_model_checkpoint
+        if keeps_best:
+            saves.keep_best(_step_of(state.best_model_checkpoint))
+        states = collect_sharded(trainer) if saves.is_sharded else collect_replicated(trainer)
+        saves.save(step, states, collect_files(trainer), keep=trainer.args.save_total_limit or 0)
+        logged_at, logged = self._logged
+        saves.record_metrics(logged_at, logged)
+
+    def load_best(self, trainer: Any) -> None:
+        """Make the folder that `Trainer._load_best_model` loads, once all saves are committed.
+
+        Args:
+            trainer: the trainer, which calls it on all ranks.
+
+        Raises:
+            SaveFailedError: a save failed.
+            CommitError: the best step is corrupted.
+        """
+        saves = self._get_saves()
+        saves.wait_all()
+        step = _step_of(trainer.state.best_model_checkpoint)
+        saves.keep_best(step)
+        folder = self._make_folder(saves, step, begins=False)
+        trainer.state.best_model_checkpoint = str(folder)
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """Require that `Trainer`'s arguments and the model are supported.
 
         Args:
             args: `Trainer`'s arguments.
@@ -109,33 +157,38 @@ class TrinitySyncCallback(TrainerCallback):
             parts: the model, among others.
 
         Raises:
-            ConfigError: an argument is not supported.
+            ConfigError: they are not; the message names what.
         """
-        unsupported = {
-            "more than one process": args.world_size > 1,
-            "save_strategy='best'": args.save_strategy == "best",
-            "load_best_model_at_end": args.load_best_model_at_end,
-            "save_only_model": args.save_only_model,
-            "adapters (PEFT)": hasattr(parts["model"], "peft_config"),
-        }
-        if asked := [name for name, wanted in unsupported.items() if wanted]:
+        if unsupported := list_unsupported(args, parts["model"]):
             raise ConfigError(
-                f"{type(self).__name__} does not save with {', '.join(asked)}; leave the callback "
-                "out, or save with a CheckpointCoordinator of your own"
+                f"{type(self).__name__} does not save with {', '.join(unsupported)}; leave the "
+                "callback out, or save with a CheckpointCoordinator of your own"
             )
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Save if `Trainer` would save after this step or epoch.
+    on_train_begin = on_init_end  # for a callback that was added later
+
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: Mapping[str, Any] | None = None,
+        **parts: Any,
+    ) -> None:
+        """Record what is logged at a saved step, such as ``eval_loss``, for retention policies.
 
         Args:
-            args: `Trainer`'s arguments.
+            args: not used.
             state: `Trainer`'s state.
-            control: `Trainer`'s control flow.
-            parts: model, optimizer and schedule, among others.
+            control: not used.
+            logs: what `Trainer` logs, or a trainer that derives from it.
+            parts: not used.
         """
-        self._replace_save(args, state, control, parts)
-
-    on_epoch_end = on_step_end
+        step, logged = self._logged
+        known = logged if step == state.global_step else {}
+        self._logged = (state.global_step, {**known, **(logs or {})})
+        if self._saves is not None:  # an evaluation may follow the save
+            self._saves.record_metrics(*self._logged)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Wait until all saves are committed.
@@ -147,43 +200,90 @@ class TrinitySyncCallback(TrainerCallback):
             parts: not used.
 
         Raises:
-            SaveFailedError: a save failed.
+            SaveFailedError: a save failed, on all ranks.
         """
-        if self._coordinator is not None:
-            coordinator, self._coordinator = self._coordinator, None
+        if self._saves is not None:
+            saves, self._saves = self._saves, None
             try:
-                coordinator.wait_all()
+                saves.wait_all()
             finally:
-                coordinator.close()
+                saves.close()
 
-    def _replace_save(self, args: Any, state: Any, control: Any, parts: Any) -> None:
-        if not control.should_save:
-            return
-        control.should_save = False
-        states = {
-            "model": parts["model"].state_dict(),
-            "optim": parts["optimizer"].state_dict(),
-            "extra_state": {
-                "lr_scheduler": parts["lr_scheduler"].state_dict(),
-                "rng": get_rng_state(),
-                "trainer_state": json.dumps(asdict(state)),
-            },
-        }
-        self._get_coordinator().save(state.global_step, states, keep=args.save_total_limit or 0)
+    def _make_folder(self, saves: TrainerSaves, step: int, *, begins: bool) -> Path:
+        """Make the folder of a step that `Trainer` loads, and begin the run there if asked."""
+        with saves.lease(step) as manifest:
+            attached = {Path(path).name for path in list_attachments(manifest)}
+            if TRAINER_STATE_NAME not in attached:
+                raise CommitError(
+                    f"step {step} in {self._root} has no {TRAINER_STATE_NAME}, so it was not saved "
+                    f"by {type(self).__name__}; use another root"
+                )
+            saves.compare_files(manifest)
+            if begins:
+                saves.begin_at(step)
+            return saves.link(_FOLDER, manifest, name_files(manifest, attached))
 
-    def _get_coordinator(self) -> CheckpointCoordinator:
-        if self._coordinator is None:
-            self._coordinator = CheckpointCoordinator(self._root, **self._arguments)
-        return self._coordinator
+    def _folder_of(self, step: int) -> Path:
+        return self._root / PRIVATE_FOLDER / _FOLDER / f"checkpoint-{step}"
+
+    def _get_saves(self) -> TrainerSaves:
+        if self._saves is None:
+            launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 or (
+                dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+            )
+            if launched and not is_initialized():
+                raise ConfigError(
+                    f"{self._root}: there are several processes, and how they share the model is "
+                    "not known yet; create the Trainer before the first call"
+                )
+            sharded = is_initialized() and AcceleratorState().distributed_type is FSDP
+            self._saves = TrainerSaves(self._root, sharded=sharded, **self._arguments)
+        return self._saves
 
 
-def get_rng_state() -> dict[str, Any]:
-    """Return the RNG states of this process, by the names that `Trainer` uses."""
-    states: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "cpu": torch.random.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.random.get_rng_state()
-    return states
+def _step_of(folder: str) -> int:
+    return int(Path(folder).name.removeprefix("checkpoint-"))
+
+
+def _find_callback(trainer: Any) -> TrinitySyncCallback | None:
+    callbacks = trainer.callback_handler.callbacks
+    return next((each for each in callbacks if isinstance(each, TrinitySyncCallback)), None)
+
+
+def _wrap_save_checkpoint(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def save_checkpoint(trainer: Any, *args: Any, **kwargs: Any) -> None:
+        if callback := _find_callback(trainer):
+            callback.save(trainer)
+        else:
+            original(trainer, *args, **kwargs)
+
+    return save_checkpoint
+
+
+def _wrap_load(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def load(trainer: Any, checkpoint: str | None, *args: Any, **kwargs: Any) -> None:
+        callback = _find_callback(trainer)
+        ours = callback and checkpoint and Path(checkpoint).is_relative_to(callback.root)
+        with load_shards(trainer) if ours else nullcontext():
+            original(trainer, checkpoint, *args, **kwargs)
+
+    return load
+
+
+def _wrap_load_best_model(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def load_best_model(trainer: Any) -> None:
+        if callback := _find_callback(trainer):
+            callback.load_best(trainer)
+        with load_shards(trainer) if callback else nullcontext():
+            original(trainer)
+
+    return load_best_model
+
+
+Trainer._save_checkpoint = _wrap_save_checkpoint(Trainer._save_checkpoint)
+Trainer._load_from_checkpoint = _wrap_load(Trainer._load_from_checkpoint)
+Trainer._load_optimizer_and_scheduler = _wrap_load(Trainer._load_optimizer_and_scheduler)
+Trainer._load_best_model = _wrap_load_best_model(Trainer._load_best_model)

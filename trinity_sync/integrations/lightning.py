@@ -1,36 +1,51 @@
 """Callback for Lightning's `Trainer`: saves every few steps, and loads what ``ckpt_path`` names.
 
-Lightning collects a checkpoint and passes it to the `CheckpointIO` of its strategy; ours submits it
-instead of writing a file. RNG states, which Lightning does not save, are part of the callback's
-state, and are restored before the first batch after a resume.
+Lightning collects a checkpoint and passes it to its strategy. The callback replaces two methods of
+the strategy for paths below the job's root: one submits the checkpoint, the other loads it. RNG
+states, which Lightning does not save, are attached to the step by each rank, and are restored
+before the first batch after a resume.
 """
 
-import random
+import io
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError, from_extra
-from trinity_sync.layout import step_of_folder
+from trinity_sync.integrations.trainer_saves import TrainerSaves, get_rng_state, set_rng_state
+from trinity_sync.layout import step_folder, step_of_folder
+from trinity_sync.storage.manifest import Manifest
 
 with from_extra("lightning"):
-    from lightning.pytorch.callbacks import Callback
-    from lightning.pytorch.plugins.io import CheckpointIO
-
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.strategies import (
+        DDPStrategy,
+        ModelParallelStrategy,
+        SingleDeviceStrategy,
+    )
+    from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 _WEIGHTS, _OPTIMIZERS = "state_dict", "optimizer_states"
+_REST = "meta.pt"
+"""Everything else of a checkpoint, under the name that `ModelParallelStrategy` expects."""
 
 
-class TrinitySyncCallback(Callback):
-    """Saves the checkpoints of a Lightning `Trainer` in one process.
+class TrinitySyncCallback(ModelCheckpoint):
+    """Saves the checkpoints of a Lightning `Trainer`, in one process, with DDP or FSDP2.
+
+    It takes the place of the `ModelCheckpoint` that Lightning adds otherwise, and makes
+    ``ckpt_path="last"`` the newest committed step.
 
     Args:
         root: the job's root.
         every_n_steps: optimizer steps between two saves; the last step is saved as well.
         keep: number of steps to keep once a newer one is committed; 0 keeps all.
+        settle_s: seconds for which ``ckpt_path="last"`` waits for saves that an earlier run
+            submitted on these nodes.
         coordinator: additional arguments of `CheckpointCoordinator`.
 
     Raises:
@@ -39,34 +54,36 @@ class TrinitySyncCallback(Callback):
     Example::
 
         saves = TrinitySyncCallback("ckpts", every_n_steps=10)
-        trainer = Trainer(callbacks=[saves], enable_checkpointing=False)
-        trainer.fit(module, loader, ckpt_path=saves.latest(settle_s=30))
+        trainer = Trainer(callbacks=[saves])
+        trainer.fit(module, loader, ckpt_path="last")
     """
 
     def __init__(
-        self, root: str | Path, *, every_n_steps: int, keep: int = 0, **coordinator: Any
+        self,
+        root: str | Path,
+        *,
+        every_n_steps: int,
+        keep: int = 0,
+        settle_s: float = 30.0,
+        **coordinator: Any,
     ) -> None:
         if every_n_steps < 1:
             raise ConfigError(f"every_n_steps must be at least 1, got {every_n_steps}")
         self._root = Path(root).resolve()
+        super().__init__(self._root, save_top_k=0, every_n_train_steps=every_n_steps)
         self._every_n_steps = every_n_steps
+        self._settle_s = settle_s
         self._arguments = coordinator
         self._keep = keep
-        self._coordinator: CheckpointCoordinator | None = None
+        self._strategy: Any = None
+        self._saves: TrainerSaves | None = None
         self._saved = -1
-        self._rng: dict[str, Any] | None = None
+        self._rng: Mapping[str, Any] | None = None
 
-    def latest(self, *, settle_s: float = 0.0) -> str | None:
-        """Return the folder of the newest committed step, for ``ckpt_path``; None if there is none.
-
-        Args:
-            settle_s: seconds to wait for saves that an earlier run submitted on this node.
-        """
-        newest = self.get_coordinator().latest(settle_s=settle_s)
-        return str(newest) if newest else None
+    # ------------------------------------------------------------ hooks of Lightning
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Replace the `CheckpointIO` of the trainer's strategy.
+        """Replace the methods of the trainer's strategy that save and load a checkpoint.
 
         Args:
             trainer: Lightning's trainer.
@@ -74,16 +91,24 @@ class TrinitySyncCallback(Callback):
             stage: not used.
 
         Raises:
-            ConfigError: the trainer has several processes.
+            ConfigError: the strategy is not supported.
         """
-        if trainer.world_size > 1:
+        strategy = trainer.strategy
+        if strategy is self._strategy:
+            return
+        if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy | ModelParallelStrategy):
             raise ConfigError(
-                f"{type(self).__name__} saves for one process, and this trainer has "
-                f"{trainer.world_size}; leave it out, or save with a coordinator of your own"
+                f"{type(self).__name__} does not save with {type(strategy).__name__}; take "
+                "DDPStrategy, or ModelParallelStrategy for FSDP2"
             )
-        if not isinstance(trainer.strategy.checkpoint_io, _SubmittingIO):
-            original = trainer.strategy.checkpoint_io
-            trainer.strategy.checkpoint_io = _SubmittingIO(self, original, self._root, self._keep)
+        if not getattr(strategy, "_save_distributed_checkpoint", True):
+            raise ConfigError(
+                f"{type(self).__name__} saves the shards of each rank; leave out "
+                "save_distributed_checkpoint=False of ModelParallelStrategy"
+            )
+        strategy.save_checkpoint = self._wrap_save(strategy.save_checkpoint, strategy)
+        strategy.load_checkpoint = self._wrap_load(strategy.load_checkpoint, trainer)
+        self._strategy = strategy
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
@@ -97,11 +122,7 @@ class TrinitySyncCallback(Callback):
             batch_idx: not used.
         """
         if self._rng is not None:
-            random.setstate(self._rng["python"])
-            np.random.set_state(self._rng["numpy"])
-            torch.set_rng_state(self._rng["cpu"])
-            if "cuda" in self._rng:
-                torch.cuda.set_rng_state(self._rng["cuda"])
+            set_rng_state(self._rng)
             self._rng = None
 
     def on_train_batch_end(
@@ -119,6 +140,15 @@ class TrinitySyncCallback(Callback):
         if trainer.global_step % self._every_n_steps == 0:
             self._save(trainer)
 
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Record the metrics of the step that was saved before the validation.
+
+        Args:
+            trainer: Lightning's trainer.
+            pl_module: not used.
+        """
+        self._record_metrics(trainer)
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Save the last step, and wait until all saves are committed.
 
@@ -127,78 +157,137 @@ class TrinitySyncCallback(Callback):
             pl_module: not used.
 
         Raises:
-            SaveFailedError: a save failed.
+            SaveFailedError: a save failed, on all ranks.
         """
         self._save(trainer)
-        coordinator, self._coordinator = self.get_coordinator(), None
-        try:
-            coordinator.wait_all()
-        finally:
-            coordinator.close()
+        if self._saves is not None:
+            saves, self._saves = self._saves, None
+            try:
+                saves.wait_all()
+            finally:
+                saves.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the RNG states of this process."""
-        states: dict[str, Any] = {
-            "python": random.getstate(),
-            "numpy": np.random.get_state(),
-            "cpu": torch.get_rng_state(),
-        }
-        if torch.cuda.is_available():
-            states["cuda"] = torch.cuda.get_rng_state()
-        return states
+        """Return an empty state: that of `ModelCheckpoint` names files that it has written."""
+        return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the RNG states that `state_dict` returned, before the next batch."""
-        self._rng = state_dict
+        """Load nothing."""
 
-    def get_coordinator(self) -> CheckpointCoordinator:
-        """Return the job's coordinator, which the first call makes."""
-        if self._coordinator is None:
-            self._coordinator = CheckpointCoordinator(self._root, **self._arguments)
-        return self._coordinator
+    def _find_last_checkpoints(self, trainer: Any) -> set[str]:
+        """Return the root, which stands for its newest step until all ranks can agree on it."""
+        self._root.mkdir(parents=True, exist_ok=True)
+        return {str(self._root)}
+
+    # ------------------------------------------------------------ private
 
     def _save(self, trainer: Any) -> None:
         step = trainer.global_step
         if step not in (0, self._saved):  # with accumulated gradients a step has several batches
             trainer.save_checkpoint(self._root / f"global_step_{step}", weights_only=False)
             self._saved = step
+            self._record_metrics(trainer)
 
+    def _record_metrics(self, trainer: Any) -> None:
+        if self._saves is not None and not trainer.sanity_checking:
+            self._saves.record_metrics(trainer.global_step, trainer.callback_metrics)
 
-class _SubmittingIO(CheckpointIO):
-    """Submits checkpoints below the root; others are written by the original `CheckpointIO`."""
+    def _wrap_save(self, original: Callable[..., None], strategy: Any) -> Callable[..., None]:
+        def save_checkpoint(
+            checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+        ) -> None:
+            if (step := self._find_step(filepath)) is not None:
+                self._submit(step, checkpoint, self._get_saves(strategy))
+            else:
+                original(checkpoint, filepath, storage_options=storage_options)
 
-    def __init__(
-        self, callback: TrinitySyncCallback, original: CheckpointIO, root: Path, keep: int
-    ) -> None:
-        self._callback, self._original, self._root, self._keep = callback, original, root, keep
+        return save_checkpoint
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
-    ) -> None:
-        if (step := self._step_of(path)) is None:
-            self._original.save_checkpoint(checkpoint, path, storage_options)
-            return
+    def _submit(self, step: int, checkpoint: dict[str, Any], saves: TrainerSaves) -> None:
         rest = {k: v for k, v in checkpoint.items() if k not in (_WEIGHTS, _OPTIMIZERS)}
-        states = {
-            "model": checkpoint[_WEIGHTS],
-            "optim": checkpoint[_OPTIMIZERS],
-            "extra_state": rest,
-        }
-        self._callback.get_coordinator().save(step, states, keep=self._keep)
+        files = {_name_rng(saves.rank): _pickle(get_rng_state())}
+        if saves.rank == 0:
+            files[_REST] = _pickle(rest)
+        optimizers = checkpoint.get(_OPTIMIZERS, [])
+        if saves.is_sharded:
+            numbered = {f"optimizer_{n}": state for n, state in enumerate(optimizers)}
+            states = {_WEIGHTS: checkpoint[_WEIGHTS], **numbered}
+        else:
+            states = {"model": checkpoint[_WEIGHTS], "optim": optimizers}
+        saves.save(step, states, files, keep=self._keep)
 
-    def load_checkpoint(self, path: Any, *arguments: Any, **named: Any) -> dict[str, Any]:
-        if (step := self._step_of(path)) is None:
-            return self._original.load_checkpoint(path, *arguments, **named)
-        states = self._callback.get_coordinator().load(step)
-        return {
-            **states["extra_state"],
-            _WEIGHTS: states["model"],
-            _OPTIMIZERS: states["optim"],
-        }
+    def _wrap_load(self, original: Callable[..., Any], trainer: Any) -> Callable[..., Any]:
+        def load_checkpoint(path: Any, *arguments: Any, **named: Any) -> Any:
+            is_last = Path(path).resolve() == self._root
+            step = self._find_step(path)
+            if step is None and not is_last:
+                return original(path, *arguments, **named)
+            saves, fits = self._get_saves(trainer.strategy), trainer.state.fn == TrainerFn.FITTING
+            try:
+                if is_last:
+                    step = saves.latest_step(settle_s=self._settle_s)
+                if step is None:
+                    rank_zero_info(f"There is no committed step in {self._root}: a fresh start")
+                    trainer.ckpt_path = None
+                    return _NothingToLoad()
+                rank_zero_info(f"Loading {step_folder(self._root, step)}")
+                with saves.lease(step) as manifest:
+                    loaded = self._load(saves, manifest, original, *arguments, **named)
+                    if fits:
+                        self._rng = saves.load_attachment(manifest, _name_rng(saves.rank))
+                        saves.begin_at(step)
+                    return loaded
+            finally:
+                if not fits:
+                    self._saves = None
+                    saves.close()
 
-    def remove_checkpoint(self, path: Any) -> None:
-        self._original.remove_checkpoint(path)
+        return load_checkpoint
 
-    def _step_of(self, path: Any) -> int | None:
+    def _load(
+        self,
+        saves: TrainerSaves,
+        manifest: Manifest,
+        original: Callable[..., Any],
+        *arguments: Any,
+        **named: Any,
+    ) -> Any:
+        """Return the checkpoint of a leased step, without what of it is loaded already."""
+        if not saves.is_sharded:
+            states = saves.load_replicated(manifest)
+            rest = saves.load_attachment(manifest, _REST) or {}
+            return {**rest, _WEIGHTS: states["model"], _OPTIMIZERS: states["optim"]}
+        saves.compare_files(manifest)
+        paths = [record.path for record in manifest.files if record.path.startswith("actor/")]
+        folder = saves.link("lightning", manifest, {Path(path).name: path for path in paths})
+        return original(folder, *arguments, **named)
+
+    def _get_saves(self, strategy: Any) -> TrainerSaves:
+        if self._saves is None:
+            sharded = isinstance(strategy, ModelParallelStrategy)
+            self._saves = TrainerSaves(self._root, sharded=sharded, **self._arguments)
+        return self._saves
+
+    def _find_step(self, path: Any) -> int | None:
         folder = Path(path)
         return step_of_folder(folder.name) if folder.resolve().parent == self._root else None
+
+
+class _NothingToLoad(dict[str, Any]):
+    """A checkpoint of which Lightning loads nothing, since it is false."""
+
+    def __init__(self) -> None:
+        super().__init__({"pytorch-lightning_version": lightning.__version__})
+
+    def __bool__(self) -> bool:
+        return False
+
+
+def _name_rng(rank: int) -> str:
+    return f"rng_state_{rank}.pth"
+
+
+def _pickle(state: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()

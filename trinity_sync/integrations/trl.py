@@ -11,6 +11,7 @@ from typing import Any
 
 from trinity_sync.errors import ConfigError, from_extra
 from trinity_sync.integrations.huggingface import TrinitySyncCallback
+from trinity_sync.integrations.huggingface_state import is_adapted
 from trinity_sync.integrations.vllm import VLLMUpdater
 from trinity_sync.integrations.vllm.plugin import BACKEND
 
@@ -36,8 +37,8 @@ class VLLMSyncMixin:
         trainer.train(resume_from_checkpoint=saves.latest(settle_s=30))
 
     Raises:
-        ConfigError: the trainer has no vLLM server or no `TrinitySyncCallback`, or the server was
-            started with another back end.
+        ConfigError: the trainer has no vLLM server or no `TrinitySyncCallback`, several processes
+            or an adapter, or the server was started with another back end.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -50,6 +51,11 @@ class VLLMSyncMixin:
         saves = [each for each in callbacks if isinstance(each, TrinitySyncCallback)]
         if not saves:
             raise ConfigError("weights are published by a TrinitySyncCallback; add it to callbacks")
+        if trainer.args.world_size > 1 or is_adapted(trainer.model):
+            raise ConfigError(
+                "the mixin sends the weights of one process and of a whole model; leave it out for "
+                "several processes or an adapter (PEFT)"
+            )
         generation = trainer.vllm_generation
         updater = VLLMUpdater(generation.vllm_client.base_url, saves[0].root)
 

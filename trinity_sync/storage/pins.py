@@ -84,6 +84,22 @@ def pin(
         return _write_pin(_pin_file(root, step), _PinRecord(step, reason, clock()))
 
 
+def pin_ahead(
+    root: str | Path, step: int, reason: str = "", *, clock: Callable[[], float] = time.time
+) -> None:
+    """Keep a step from its commit on; call it before the save is submitted.
+
+    Nothing can remove the step between its commit and the pin, as it could before `pin`. A step
+    that is pinned already keeps its pin.
+
+    Args:
+        root, reason, clock: as in `pin`.
+        step: a step that need not be committed.
+    """
+    if not _pin_file(root, step).exists():
+        _write_pin(_pin_file(root, step), _PinRecord(step, reason, clock()))
+
+
 def tag(
     root: str | Path,
     step: int,

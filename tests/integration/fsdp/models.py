@@ -11,12 +11,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecisionPolicy, StateDictType
 from torch.distributed.fsdp.api import ShardedStateDictConfig
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from verl.utils.fsdp_utils import apply_fsdp2
 
-from tests.differences import differences as differences
+from tests.states import copied
 
 
 class Trained:
@@ -88,14 +87,3 @@ class Trained:
                 },
             }
         )
-
-
-def copied(state: Any) -> Any:
-    """The same structure with plain copies of this rank's tensors."""
-    if isinstance(state, dict):
-        return {key: copied(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(copied(value) for value in state)
-    if isinstance(state, DTensor):
-        return state.to_local().detach().clone()
-    return state.detach().clone() if isinstance(state, torch.Tensor) else state

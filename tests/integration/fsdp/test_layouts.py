@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.integration.fsdp.models import Trained, copied, differences
+from tests.integration.fsdp.models import Trained
+from tests.states import copied, differences
 from trinity_sync.snapshot.image import fill, lay_out
 
 

@@ -10,7 +10,8 @@ from verl.trainer.config import CheckpointConfig
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager as VerlManager
 
 from tests.integration.fsdp.commits import CommitsHere
-from tests.integration.fsdp.models import Trained, differences
+from tests.integration.fsdp.models import Trained
+from tests.states import differences
 from tests.waiting import until
 from trinity_sync import (
     CheckpointCoordinator,

@@ -8,7 +8,8 @@ import torch
 from verl.trainer.config import CheckpointConfig
 
 from tests.integration.fsdp.commits import CommitsHere
-from tests.integration.fsdp.models import Trained, copied, differences
+from tests.integration.fsdp.models import Trained
+from tests.states import copied, differences
 from trinity_sync import CheckpointCoordinator, FSDPCheckpointManager, ImageError, Settings
 from trinity_sync.layout import shard_file, step_folder
 

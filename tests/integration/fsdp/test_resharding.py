@@ -16,8 +16,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from tests.integration.fsdp.models import Trained, differences
+from tests.integration.fsdp.models import Trained
 from tests.integration.fsdp.ranks import on_ranks
+from tests.states import differences
 from trinity_sync import CommitError, ConfigError
 from trinity_sync.formats.from_dcp import from_dcp
 from trinity_sync.formats.saved_component import SavedComponent

@@ -125,7 +125,7 @@ def resume_with(root: Path, saved: int, loaded: int) -> None:
 
 def compare(one: str, other: str, names: tuple[str, ...]) -> None:
     """Require that checkpoints in two folders have the same content, bit for bit."""
-    from tests.integration.fsdp.models import differences
+    from tests.states import differences
 
     for name in names:
         a, b = read(one, name), read(other, name)

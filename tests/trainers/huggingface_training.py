@@ -1,0 +1,245 @@
+"""What `test_huggingface_ranks.py` runs on the ranks of a new process."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from peft import LoraConfig, get_peft_model
+from torch.distributed.tensor import DTensor
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+from tests.states import copied, differences
+from tests.trainers.local_saves import TOKENS, Fails, Taken, commit_here, commit_taken
+from tests.trainers.ranks import kill_all_ranks, killed_ranks, on_ranks, require_same, whole_state
+from trinity_sync import CheckpointCoordinator, CommitError, ConfigError, SaveFailedError
+from trinity_sync.integrations.huggingface import TrinitySyncCallback
+from trinity_sync.layout import steps_on_disk
+
+STEPS, KILLED_AT = 8, 6  # four steps are an epoch
+
+
+class KillAt(TrainerCallback):
+    def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        if state.global_step == KILLED_AT:
+            kill_all_ranks()
+
+
+def make_trainer(
+    folder: Path, kind: str, callbacks: list[TrainerCallback], **arguments: Any
+) -> Trainer:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=64, bos_token_id=1, eos_token_id=1, n_positions=8, n_embd=16, n_layer=1, n_head=2
+    )
+    model: Any = GPT2LMHeadModel(config)
+    if "lora" in kind:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.1))
+    if "fsdp" in kind:
+        arguments["fsdp"] = True  # version 2, and FULL_STATE_DICT for what Trainer itself saves
+    given = TrainingArguments(
+        output_dir=str(folder / "out"),
+        per_device_train_batch_size=4,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        seed=7,
+        **{"max_steps": STEPS, "save_steps": 2, "logging_steps": 1, **arguments},
+    )
+    assert given.device == torch.device("cpu:0")
+    # Trainer's torch.load refuses cpu:0, and so its own checkpoints on several CPU ranks
+    vars(given)["_setup_devices"] = torch.device("cpu")
+    if "fsdp" in kind:  # Accelerate knows no FSDP on CPU; all else is what a GPU would do
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    data = [{"input_ids": row, "labels": row} for row in TOKENS]
+    return Trainer(model, given, train_dataset=data, eval_dataset=data, callbacks=callbacks)
+
+
+class KeepWhole(TrainerCallback):
+    """Gathers the whole state of a step that is saved, by PyTorch alone."""
+
+    state: dict[str, Any]
+
+    def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        if state.global_step == KILLED_AT:
+            self.state = whole_state(parts["model"], parts["optimizer"])
+
+
+def state_of(trainer: Trainer) -> dict[str, Any]:
+    return copied(
+        {
+            "model": dict(trainer.model.state_dict()),
+            "optimizer": trainer.optimizer.state_dict(),
+            "schedule": trainer.lr_scheduler.state_dict(),
+            "random": torch.get_rng_state(),
+            "losses": [each["loss"] for each in trainer.state.log_history if "loss" in each],
+        }
+    )
+
+
+def train(
+    folder: Path, spool: Path, kind: str, root: str, fate: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Train from the newest step, if there is one; killed, or to the end."""
+    trigger = Taken(KILLED_AT, folder) if fate == "killed" else None
+    saves = TrinitySyncCallback(folder / root, **commit_here(folder, spool, trigger))
+    keep = KeepWhole()
+    trainer = make_trainer(
+        folder, kind, [saves, *([KillAt()] if fate == "killed" else [keep] * (fate == "whole"))]
+    )
+    newest = saves.latest()
+    assert (newest is not None) == (fate == "resumed")
+    if newest:
+        assert Path(newest).name == f"checkpoint-{KILLED_AT}"
+    else:
+        torch.rand(dist.get_rank() + 1)  # each rank has its own dropout
+    trainer.train(resume_from_checkpoint=newest)
+    assert trainer.is_fsdp_enabled == ("fsdp" in kind)
+    return state_of(trainer), keep.state if fate == "whole" else {}
+
+
+class Loaded(TrainerCallback):
+    """Keeps the whole state that the training begins with, and ends it."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        self.state = whole_state(parts["model"], parts["optimizer"])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        control.should_training_stop = True
+
+
+def load(folder: Path, spool: Path, kind: str) -> dict[str, Any]:
+    """Load the newest step on these ranks."""
+    saves, loaded = TrinitySyncCallback(folder / "ckpts", **commit_here(folder, spool)), Loaded()
+    trainer = make_trainer(folder, kind, [saves, loaded], save_strategy="no")
+    trainer.train(resume_from_checkpoint=saves.latest())
+    return loaded.state
+
+
+def resume_bit_equal_after_a_kill(folder: Path, spool: Path, kind: str) -> None:
+    whole = on_ranks(folder, train, folder, spool, kind, "whole", "whole")
+    assert whole[0][0]["random"].tolist() != whole[1][0]["random"].tolist()
+    killed_ranks(folder, train, folder, spool, kind, "ckpts", "killed")
+    assert commit_taken(folder) == [KILLED_AT]
+    require_one_replica(folder / "ckpts/global_step_6", kind)
+    for world_size in (1, 3) if "ddp" in kind else (3,):
+        for loaded in on_ranks(folder, load, folder, spool, kind, world_size=world_size):
+            require_same(whole[0][1], loaded)
+
+    resumed = on_ranks(folder, train, folder, spool, kind, "ckpts", "resumed")
+    for (before, _), (after, _) in zip(whole, resumed, strict=True):
+        assert len(before["losses"]) == STEPS
+        require_same(before, after)
+    assert steps_on_disk(folder / "ckpts")[-2:] == [KILLED_AT, STEPS]
+
+
+def require_one_replica(step: Path, kind: str) -> None:
+    """A replicated state is written once; of shards each rank writes its own."""
+    names = {path.name for path in (step / "actor").iterdir()}
+    if "ddp" in kind:
+        assert names == {"model_world_size_1_rank_0.pt", "optim_world_size_1_rank_0.pt"}
+    else:
+        assert names == {".metadata", "__0_0.distcp", "__1_0.distcp"}
+    attached = {path.name for path in (step / "attachments").rglob("*.*")}
+    assert {"rng_state_0.pth", "rng_state_1.pth", "scheduler.pt"} <= attached
+
+
+def fail(folder: Path, spool: Path, kind: str) -> str:
+    arguments = commit_here(folder, spool, Fails())
+    saves = TrinitySyncCallback(folder / "ckpts", **arguments)
+    try:
+        make_trainer(folder, kind, [saves], max_steps=2).train()
+    except SaveFailedError as error:
+        return str(error)
+    return ""
+
+
+def find_corruption(folder: Path, spool: Path, kind: str) -> str:
+    saves = TrinitySyncCallback(folder / "ckpts", **commit_here(folder, spool))
+    make_trainer(folder, kind, [saves], max_steps=2).train()
+    if dist.get_rank() == 1:
+        with next((folder / "ckpts/global_step_2/actor").glob("*_0.*t*")).open("r+b") as file:
+            file.seek(-20, os.SEEK_END)
+            file.write(b"corrupted")
+    dist.barrier()
+    try:
+        TrinitySyncCallback(folder / "ckpts", **commit_here(folder, spool)).latest()
+    except CommitError as error:
+        return str(error)
+    return ""
+
+
+def refuse_fsdp1(folder: Path, spool: Path) -> str:
+    saves = TrinitySyncCallback(folder / "ckpts", **commit_here(folder, spool))
+    try:
+        version = {"version": 1, "sync_module_states": False}  # which would need a GPU
+        make_trainer(folder, "fsdp", [saves], fsdp_config=version)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def end_with_errors_on_all_ranks(folder: Path, spool: Path) -> None:
+    for kind in ("ddp", "fsdp"):
+        for told in on_ranks(folder, fail, folder / f"{kind}-1", spool, kind):
+            assert "the disk is full" in told
+        for told in on_ranks(folder, find_corruption, folder / f"{kind}-2", spool, kind):
+            assert "is corrupted" in told
+    for told in on_ranks(folder, refuse_fsdp1, folder, spool):
+        assert "does not save with FSDP1 (set fsdp_config={'version': 2})" in told
+
+
+# ------------------------------------------------------------ Accelerate without Trainer
+
+
+def accelerate_alone(folder: Path, spool: Path, kind: str) -> tuple[list[str], bool]:
+    """Save at a step, train on, and train from the step again; return what differs."""
+    PartialState(cpu=True)
+    plugin = None
+    if kind == "fsdp":
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        PartialState._shared_state["device"] = torch.device("cpu")
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+
+    def prepare() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 6))
+        return accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+    def advance(model: Any, optimizer: Any) -> None:
+        for _ in range(2):
+            accelerator.backward(model(torch.ones(2, 6) + dist.get_rank()).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def state(model: Any, optimizer: Any) -> dict[str, Any]:
+        return {"model": model.state_dict(), "optim": optimizer.state_dict()}
+
+    model, optimizer = prepare()
+    advance(model, optimizer)
+    arguments = commit_here(folder, spool)
+    with CheckpointCoordinator.of_process_group(folder / "ckpts", **arguments) as saves:
+        saves.save(2, state(model, optimizer))
+    advance(model, optimizer)
+    expected = copied(state(model, optimizer))
+
+    model, optimizer = prepare()
+    again = CheckpointCoordinator.of_process_group(folder / "ckpts", **commit_here(folder, spool))
+    loaded = again.load(2)
+    again.close()
+    model.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optim"])
+    advance(model, optimizer)
+    sharded = any(isinstance(each, DTensor) for each in model.parameters())
+    return differences(expected, copied(state(model, optimizer))), sharded
+
+
+def save_what_accelerate_has_prepared(folder: Path, spool: Path) -> None:
+    for kind in ("ddp", "fsdp"):
+        found = on_ranks(folder, accelerate_alone, folder / kind, spool, kind)
+        assert found == [([], kind == "fsdp")] * 2, found

@@ -1,0 +1,176 @@
+"""What a checkpoint of Hugging Face's `Trainer` holds, and under which names `Trainer` loads it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from trinity_sync.errors import from_extra
+from trinity_sync.layout import shard_file
+from trinity_sync.storage.manifest import Manifest
+
+with from_extra("hf"):
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType
+    from transformers.trainer import (
+        FSDP_MODEL_NAME,
+        OPTIMIZER_NAME,
+        SCHEDULER_NAME,
+        TRAINER_STATE_NAME,
+    )
+    from transformers.trainer_callback import ExportableState
+    from transformers.utils import (
+        ADAPTER_CONFIG_NAME,
+        ADAPTER_WEIGHTS_NAME,
+        WEIGHTS_NAME,
+        is_peft_available,
+    )
+
+FSDP = DistributedType.FSDP
+
+
+def list_unsupported(args: Any, model: torch.nn.Module) -> list[str]:
+    """Return what of a training the callback cannot save, in words.
+
+    Args:
+        args: `Trainer`'s arguments.
+        model: the model that is trained.
+    """
+    accelerator = AcceleratorState()
+    kind = accelerator.distributed_type
+    plugin = accelerator.fsdp_plugin if kind is FSDP else None
+    sharded = any(isinstance(each, DTensor) for each in model.parameters())
+    unsupported = {
+        "save_only_model": args.save_only_model,
+        kind.value: kind
+        in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA),
+        "FSDP1 (set fsdp_config={'version': 2})": plugin and plugin.fsdp_version != 2,
+        "tensor parallelism without FSDP": sharded and kind is not FSDP,
+        "several adapters": len(getattr(model, "peft_config", ())) > 1,
+    }
+    return [name for name, found in unsupported.items() if found]
+
+
+def collect_replicated(trainer: Any) -> dict[str, Any]:
+    """Return model and optimizer of a trainer, of which each rank has all; of PEFT the adapter.
+
+    Args:
+        trainer: the trainer.
+    """
+    model = trainer.model
+    weights = get_adapter_state(model) if is_adapted(model) else model.state_dict()
+    return {"model": weights, "optim": trainer.optimizer.state_dict()}
+
+
+def collect_sharded(trainer: Any) -> dict[str, Any]:
+    """Return this rank's shards of model and optimizer, under the names that Accelerate uses.
+
+    Args:
+        trainer: a trainer with FSDP2.
+    """
+    model = trainer.model
+    weights = get_adapter_state(model) if is_adapted(model) else get_model_state_dict(model)
+    return {"model": weights, "optimizer": get_optimizer_state_dict(model, trainer.optimizer)}
+
+
+def collect_files(trainer: Any) -> dict[str, bytes]:
+    """Return the small files of a checkpoint, as `Trainer` writes them, by name.
+
+    Args:
+        trainer: the trainer.
+
+    Returns:
+        RNG states of this rank; on rank 0 also the state of trainer, schedule, gradient scaler and
+        the config of the adapter.
+    """
+    with TemporaryDirectory() as folder:
+        trainer._save_rng_state(folder)
+        if trainer.args.process_index == 0:
+            trainer._save_scaler(folder)
+            torch.save(trainer.lr_scheduler.state_dict(), Path(folder) / SCHEDULER_NAME)
+            trainer.state.stateful_callbacks.update(export_callbacks(trainer))
+            trainer.state.save_to_json(str(Path(folder) / TRAINER_STATE_NAME))
+            if is_adapted(trainer.model):
+                trainer.model.peft_config[trainer.model.active_adapter].save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def export_callbacks(trainer: Any) -> dict[str, Any]:
+    """Return the states of a trainer's callbacks by class, several of a class as a list.
+
+    Args:
+        trainer: the trainer.
+    """
+    states: dict[str, list[Any]] = {}
+    for each in [*trainer.callback_handler.callbacks, trainer.control]:
+        if isinstance(each, ExportableState):
+            states.setdefault(type(each).__name__, []).append(each.state())
+    return {name: of if len(of) > 1 else of[0] for name, of in states.items()}
+
+
+def name_files(manifest: Manifest, attached: set[str]) -> dict[str, str]:
+    """Return the paths of a step's large files, by the names that `Trainer` expects.
+
+    Args:
+        manifest: manifest of the step.
+        attached: names of its attachments, which have the same names.
+    """
+    if any(record.component == "dcp" for record in manifest.files):
+        return {f"{FSDP_MODEL_NAME}_0": "actor", f"{Path(OPTIMIZER_NAME).stem}_0": "actor"}
+    weights = ADAPTER_WEIGHTS_NAME if ADAPTER_CONFIG_NAME in attached else WEIGHTS_NAME
+    return {
+        weights: f"actor/{shard_file('model', 1, 0)}",
+        OPTIMIZER_NAME: f"actor/{shard_file('optim', 1, 0)}",
+    }
+
+
+def is_adapted(model: torch.nn.Module) -> bool:
+    """Return whether a model is PEFT's, of which only the adapter is saved.
+
+    Args:
+        model: the model.
+    """
+    if not is_peft_available():
+        return False
+    from peft import PeftModel
+
+    return isinstance(model, PeftModel)
+
+
+def get_adapter_state(model: Any) -> dict[str, Any]:
+    """Return the tensors of a model's active adapter, as PEFT saves them.
+
+    Args:
+        model: a model of PEFT.
+    """
+    from peft import get_peft_model_state_dict
+
+    return get_peft_model_state_dict(model, adapter_name=model.active_adapter)
+
+
+@contextmanager
+def load_shards(trainer: Any) -> Iterator[None]:
+    """Have `Trainer` load shards under FSDP within the block, whatever it would save itself.
+
+    Args:
+        trainer: the trainer.
+    """
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    names = ("state_dict_type", "state_dict_config", "optim_state_dict_config")
+    before = {name: getattr(plugin, name) for name in names} if plugin else {}
+    if plugin:
+        plugin.state_dict_config = plugin.optim_state_dict_config = None
+        plugin.set_state_dict_type("SHARDED_STATE_DICT")
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(plugin, name, value)

@@ -1,0 +1,359 @@
+"""Saves and steps of a trainer, for the callbacks of Hugging Face's and of Lightning's.
+
+The state of a trainer is replicated (one process, DDP) or sharded (FSDP):
+
+- Rank 0 alone saves a replicated state, as a job of one process does. Any number of ranks resumes
+  from such a step.
+- Each rank saves its shards of a sharded state, in DCP's format, which the loaders of both trainers
+  read on any mesh.
+
+All else is small files, such as the RNG states of each rank, which are attached to the step.
+"""
+
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from trinity_sync.client.collective import (
+    broadcast_from_rank_0,
+    lease_on_rank_0,
+    run_on_all_ranks,
+)
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.errors import CommitError, ConfigError
+from trinity_sync.fs.direct_io import digest_file, open_direct
+from trinity_sync.integrations.dcp import DcpSaver
+from trinity_sync.layout import PRIVATE_FOLDER, step_folder
+from trinity_sync.snapshot.deserialize import load_image
+from trinity_sync.snapshot.safe_load import is_trusted
+from trinity_sync.snapshot.stager import ATTACHMENTS
+from trinity_sync.storage.leases import lease_to_read
+from trinity_sync.storage.manifest import Manifest, read_manifest
+from trinity_sync.storage.pins import list_pins, pin_ahead, unpin
+from trinity_sync.storage.restore import load_bytes, load_states, require_digest
+
+T = TypeVar("T")
+
+BEST = "best model of the training"
+"""Reason of the pin of the best step, which the trainer removes once another step is better."""
+
+
+class TrainerSaves:
+    """Saves the steps of a trainer, and finds the step that it resumes from.
+
+    Each rank has one. All methods but `record_metrics` are collective calls: every rank returns, or
+    every rank raises the error of one.
+
+    Args:
+        root: the job's root.
+        sharded: whether each rank has a part of the state.
+        coordinator: additional arguments of `CheckpointCoordinator`.
+
+    Raises:
+        ConfigError, RootError, SpoolError: as `CheckpointCoordinator`.
+    """
+
+    def __init__(self, root: Path, *, sharded: bool = False, **coordinator: Any) -> None:
+        self.root = root
+        self.is_sharded = sharded
+        in_group = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if in_group else 0
+        self.world_size = dist.get_world_size() if in_group else 1
+        self._saver: DcpSaver | None = None
+        self._saved = -1
+        self._coordinator: CheckpointCoordinator | None
+        if sharded:
+            self._coordinator = CheckpointCoordinator.of_process_group(root, **coordinator)
+            self._saver = DcpSaver(self._coordinator)
+        else:
+            self._coordinator = self.run_on_all_ranks(
+                lambda: None if self.rank else CheckpointCoordinator(root, **coordinator)
+            )
+
+    @property
+    def coordinator(self) -> CheckpointCoordinator:
+        """This rank's coordinator; with a replicated state only rank 0 has one."""
+        assert self._coordinator, "rank 0 alone saves a replicated state"
+        return self._coordinator
+
+    # ------------------------------------------------------------ saving
+
+    def save(
+        self, step: int, states: Mapping[str, Any], files: Mapping[str, bytes], *, keep: int = 0
+    ) -> None:
+        """Submit a step; a second call for the same step does nothing.
+
+        Args:
+            step: training step.
+            states: ``model`` and ``optim`` of a replicated state, of which rank 0's is saved;
+                anything that DCP saves of a sharded one.
+            files: files to attach, by name; each rank has other names.
+            keep: as in `CheckpointCoordinator.save`.
+
+        Raises:
+            ConfigError, SpoolError, ImageError: as `CheckpointCoordinator.save`.
+        """
+        if step == self._saved:
+            return
+        self._saved = step
+        if self._saver is None:
+            files = self._gather(files)
+
+        def submit() -> None:
+            if self._coordinator is None:
+                return
+            for name, content in files.items():
+                self._coordinator.attach(name, content, step=step)
+            if self._saver is None:
+                self._coordinator.save(step, states, keep=keep)
+            else:
+                self._saver.stage(dict(states), step, keep)
+
+        self.run_on_all_ranks(submit)
+
+    def record_metrics(self, step: int, logged: Mapping[str, Any]) -> None:
+        """Record what was logged for the step that was saved last; other steps are ignored.
+
+        Args:
+            step: training step.
+            logged: values by name, of which `select_metrics` takes those that can be recorded.
+        """
+        if self.rank == 0 and step == self._saved and (metrics := select_metrics(logged)):
+            self.coordinator.record_metrics(step, metrics)
+
+    def keep_best(self, step: int) -> None:
+        """Keep the best step, whatever the retention policy; call it before and after its save.
+
+        The best step before it is no longer kept once this one is committed.
+
+        Args:
+            step: training step, which need not be saved yet.
+        """
+
+        def move_pin() -> None:
+            if self.rank:
+                return
+            pin_ahead(self.root, step, BEST)
+            if read_manifest(self.root, step, ranks=()):
+                for each in list_pins(self.root, skip_torn=True):
+                    if each.reason == BEST and each.step != step:
+                        unpin(self.root, each.step)
+
+        self.run_on_all_ranks(move_pin)
+
+    def wait_all(self) -> None:
+        """Wait until all saves are committed.
+
+        Raises:
+            SaveFailedError: a save failed.
+        """
+
+        def wait() -> None:
+            if self._coordinator:
+                self._coordinator.wait_all()
+
+        self.run_on_all_ranks(wait)
+
+    def close(self) -> None:
+        """Release all resources; see `CheckpointCoordinator.close`."""
+        if self._coordinator:
+            self._coordinator.close()
+
+    # ------------------------------------------------------------ resuming
+
+    def latest_step(self, *, settle_s: float = 0.0) -> int | None:
+        """Return the newest committed step, or None if there is none.
+
+        Args:
+            settle_s: as in `CheckpointCoordinator.latest_step`.
+        """
+        if self.is_sharded:
+            return self.coordinator.latest_step(settle_s=settle_s)
+        return self.run_on_rank_0(lambda: self.coordinator.latest_step(settle_s=settle_s))
+
+    @contextmanager
+    def lease(self, step: int) -> Iterator[Manifest]:
+        """Lease a step within the block, and yield its manifest.
+
+        Args:
+            step: a committed step.
+
+        Raises:
+            CommitError: the step is not committed, or corrupted.
+            ConfigError: its state is sharded and this trainer's is not, or the other way round.
+        """
+        if self.world_size > 1:
+            leased = lease_on_rank_0(self.root, step)
+        else:
+            leased = lease_to_read(self.root, step, "a trainer")
+        with leased as manifest:
+            sharded = any(record.component == "dcp" for record in manifest.files)
+            if sharded != self.is_sharded:
+                kinds = {True: "a sharded state (FSDP)", False: "a replicated state"}
+                raise ConfigError(
+                    f"step {step} in {self.root} has {kinds[sharded]}, and this training has "
+                    f"{kinds[self.is_sharded]}; resume it as it was saved, or use another root"
+                )
+            yield manifest
+
+    def compare_files(self, manifest: Manifest) -> None:
+        """Compare all files of a leased step with their digests; each rank reads its share.
+
+        Raises:
+            CommitError: a file is corrupted, or cannot be read.
+        """
+
+        def compare() -> None:
+            for record in manifest.files[self.rank :: self.world_size]:
+                path = step_folder(self.root, manifest.step) / record.path
+                try:
+                    found = digest_file(path, record.nbytes)
+                except OSError as error:
+                    raise CommitError(
+                        f"{path} cannot be read: {error.strerror}. Repair that, or load another "
+                        "step (trinity-sync ls lists them)."
+                    ) from error
+                require_digest(path, record, found)
+
+        self.run_on_all_ranks(compare)
+
+    def load_replicated(self, manifest: Manifest) -> dict[str, Any]:
+        """Return the replicated state of a leased step, from this node's memory if it is there."""
+        spool = self._coordinator.spool if self._coordinator else None
+        return self.run_on_all_ranks(
+            lambda: load_states(self.root, manifest.step, "actor", spool=spool, manifest=manifest)
+        )
+
+    def load_attachment(self, manifest: Manifest, name: str) -> Any:
+        """Return what `torch.save` wrote into an attachment of a leased step; None without it.
+
+        Args:
+            manifest: manifest of the step.
+            name: name of the attachment, of any rank; each rank may load another one.
+
+        Raises:
+            CommitError: the file is corrupted, or another user's and holds more than tensors.
+        """
+
+        def load() -> Any:
+            for path in list_attachments(manifest):
+                if Path(path).name == name:
+                    content = load_bytes(self.root, manifest.step, path, manifest=manifest)
+                    whole = step_folder(self.root, manifest.step) / path
+                    with open_direct(whole) as fd:
+                        trusted = is_trusted(fd)
+                    return load_image(memoryview(bytearray(content)), whole, trusted=trusted)
+            return None
+
+        return self.run_on_all_ranks(load)
+
+    def begin_at(self, step: int) -> None:
+        """Record that this run resumes from a step; see `CheckpointCoordinator.resumed_from`.
+
+        Args:
+            step: a committed step.
+
+        Raises:
+            ConfigError: this run has already begun at another step.
+        """
+        if self.is_sharded:
+            self.coordinator.resumed_from(step)
+        else:
+            self.run_on_rank_0(lambda: self.coordinator.resumed_from(step))
+
+    def link(self, trainer: str, manifest: Manifest, names: Mapping[str, str]) -> Path:
+        """Make a folder of links to the files of a step, under the names that a trainer expects.
+
+        Args:
+            trainer: name of the trainer, which the folder is below.
+            manifest: manifest of the step.
+            names: path below the step's folder, by name. Attachments have links of their names.
+
+        Returns:
+            The folder, which the next call for the step replaces.
+        """
+        step = manifest.step
+        folder = self.root / PRIVATE_FOLDER / trainer / f"checkpoint-{step}"
+        links = {Path(path).name: path for path in list_attachments(manifest)} | dict(names)
+
+        def make() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            for old in folder.iterdir():
+                old.unlink()
+            for name, path in links.items():
+                (folder / name).symlink_to(step_folder(self.root, step) / path)
+
+        self.run_on_rank_0(make)
+        return folder
+
+    # ------------------------------------------------------------ ranks
+
+    def run_on_all_ranks(self, work: Callable[[], T]) -> T:
+        """Call a function on every rank; if it fails on one rank, all ranks raise its error."""
+        return run_on_all_ranks(self.root, work) if self.world_size > 1 else work()
+
+    def run_on_rank_0(self, work: Callable[[], T]) -> T:
+        """Call a function on rank 0, and return its result, or raise its error, on every rank."""
+        return broadcast_from_rank_0(self.root, work) if self.world_size > 1 else work()
+
+    def _gather(self, files: Mapping[str, bytes]) -> Mapping[str, bytes]:
+        """Return the files of all ranks; only rank 0 needs them."""
+        if self.world_size == 1:
+            return files
+        gathered: list[Mapping[str, bytes] | None] = [None] * self.world_size
+        dist.all_gather_object(gathered, files)
+        return {
+            name: content
+            for each in cast(list[Mapping[str, bytes]], gathered)
+            for name, content in each.items()
+        }
+
+
+def list_attachments(manifest: Manifest) -> list[str]:
+    """Return the paths of a step's attachments, of all ranks."""
+    paths = [record.path for record in manifest.files]
+    return [path for path in paths if path.startswith(f"{ATTACHMENTS}/")]
+
+
+def select_metrics(logged: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers in what a trainer has logged, under names that a policy can use.
+
+    ``:``, ``=`` and commas in a name become ``_``.
+
+    Args:
+        logged: values of any type by name.
+    """
+    found = {}
+    for name, value in logged.items():
+        if name and not isinstance(value, str):
+            with suppress(TypeError, ValueError, RuntimeError, OverflowError):
+                found[re.sub("[:=,]", "_", name)] = float(value)
+    return found
+
+
+def get_rng_state() -> dict[str, Any]:
+    """Return the RNG states of this process: of Python, NumPy, PyTorch and the current GPU."""
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_rng_state(states: Mapping[str, Any]) -> None:
+    """Restore what `get_rng_state` returned."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
