@@ -36,6 +36,9 @@ with from_extra("hf"):
 
 FSDP = DistributedType.FSDP
 
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
+"""Where `Trainer` writes its small files in the training thread, which must not wait for a disk."""
+
 
 def list_unsupported(args: Any, model: torch.nn.Module) -> list[str]:
     """Return what of a training the callback cannot save, in words.
@@ -91,7 +94,7 @@ def collect_files(trainer: Any) -> dict[str, bytes]:
         RNG states of this rank; on rank 0 also the state of trainer, schedule, gradient scaler and
         the config of the adapter.
     """
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory(dir=MEMORY) as folder:
         trainer._save_rng_state(folder)
         if trainer.args.process_index == 0:
             trainer._save_scaler(folder)
