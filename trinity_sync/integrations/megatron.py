@@ -31,8 +31,7 @@ from trinity_sync.client.collective import (
 )
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.state_saver import DcpFolders
-from trinity_sync.errors import CommitError, ImageError, from_extra
-from trinity_sync.fs.direct_io import digest_file, open_direct
+from trinity_sync.errors import ImageError, from_extra
 from trinity_sync.integrations.dcp.planned_file import (
     PlannedFile,
     is_on_any_rank,
@@ -40,11 +39,10 @@ from trinity_sync.integrations.dcp.planned_file import (
 )
 from trinity_sync.layout import check_name, step_folder
 from trinity_sync.snapshot.image import LaidOut
-from trinity_sync.snapshot.safe_load import is_trusted
 from trinity_sync.snapshot.stager import Staged
 from trinity_sync.storage.discovery import require_unreplaced
 from trinity_sync.storage.manifest import Manifest
-from trinity_sync.storage.restore import require_digest
+from trinity_sync.storage.restore import check_file
 
 with from_extra("megatron"):
     from megatron.core.dist_checkpointing.core import (
@@ -288,14 +286,7 @@ def lease_checked(root: Path, step: int, role: str) -> Iterator[Manifest]:
 
         def check() -> None:
             for record in mine:
-                path = folder / record.path
-                with open_direct(path) as fd:
-                    if not is_trusted(fd):
-                        raise CommitError(
-                            f"{path} may have been written by another user, and Megatron would "
-                            "unpickle it; see docs/operations/security.md"
-                        )
-                require_digest(path, record, digest_file(path, record.nbytes))
+                check_file(folder / record.path, record, unpickled=True)
 
         run_on_all_ranks(folder, check)
         yield manifest

@@ -27,8 +27,8 @@ from trinity_sync.client.collective import (
     run_on_all_ranks,
 )
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.errors import CommitError, ConfigError
-from trinity_sync.fs.direct_io import digest_file, open_direct
+from trinity_sync.errors import ConfigError
+from trinity_sync.fs.direct_io import open_direct
 from trinity_sync.integrations.dcp import DcpSaver
 from trinity_sync.layout import PRIVATE_FOLDER, step_folder
 from trinity_sync.snapshot.deserialize import load_image
@@ -37,7 +37,7 @@ from trinity_sync.snapshot.stager import ATTACHMENTS
 from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.pins import list_pins, pin_ahead, unpin
-from trinity_sync.storage.restore import load_bytes, load_states, require_digest
+from trinity_sync.storage.restore import check_file, load_bytes, load_states
 
 T = TypeVar("T")
 
@@ -207,20 +207,14 @@ class TrainerSaves:
         """Compare all files of a leased step with their digests; each rank reads its share.
 
         Raises:
-            CommitError: a file is corrupted, or cannot be read.
+            CommitError: a file is corrupted, cannot be read, or may be another user's and would be
+                unpickled.
         """
 
         def compare() -> None:
             for record in manifest.files[self.rank :: self.world_size]:
                 path = step_folder(self.root, manifest.step) / record.path
-                try:
-                    found = digest_file(path, record.nbytes)
-                except OSError as error:
-                    raise CommitError(
-                        f"{path} cannot be read: {error.strerror}. Repair that, or load another "
-                        "step (trinity-sync ls lists them)."
-                    ) from error
-                require_digest(path, record, found)
+                check_file(path, record, unpickled=self.is_sharded)  # DCP's index is a pickle
 
         self.run_on_all_ranks(compare)
 

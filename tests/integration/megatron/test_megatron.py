@@ -24,6 +24,7 @@ from trinity_sync import Settings
 from trinity_sync.errors import CommitError, ConfigError, SaveFailedError
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.verify_load import load_newest
 
 STEPS = (1, 2, 3)
 FOLDERS = ("model", "optimizer", "extra")
@@ -105,6 +106,13 @@ def save_and_resume(root: Path, tensor: int) -> None:
     assert [trained.step(), trained.step()] == losses
     for step in STEPS:
         compare(actor(root.parent / "theirs", step), actor(root, step), FOLDERS)
+    tested = load_newest(root)  # what trinity-sync verify --load does
+    assert tested
+    assert (tested.step, tested.checked) == (STEPS[-1], True)
+    assert (
+        tested.nbytes
+        > Path(actor(root, STEPS[-1]), "optimizer/dist_ckpt/__1_0.distcp").stat().st_size
+    )
 
 
 def resume_with(root: Path, saved: int, loaded: int) -> None:
@@ -242,6 +250,14 @@ def load_corrupted(root: Path) -> None:
         assert saves.run == 2
         with pytest.raises(CommitError, match="it was saved by Megatron, load it by Megatron"):
             saves.load(1)
+    if os.getuid() == 0:
+        if dist.get_rank() == 0:
+            os.chown(Path(actor(root, 1), "extra", "dist_ckpt", "common.pt"), 12345, 12345)
+        dist.barrier()
+        with make_coordinator(root) as saves:
+            manager = make_manager(trained, saves)
+            with pytest.raises(CommitError, match=r"common\.pt may have been written by another"):
+                manager.load_checkpoint(actor(root, 1))
 
 
 def test_a_corrupted_file_is_refused_on_all_ranks_and_another_step_loads(

@@ -12,12 +12,10 @@ from torch.futures import Future
 
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.formats.dcp_source import parse_index
-from trinity_sync.fs.direct_io import digest_file, open_direct
 from trinity_sync.layout import check_name, check_number, step_folder
-from trinity_sync.snapshot.safe_load import is_trusted
 from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest_files import FileRecord
-from trinity_sync.storage.restore import load_bytes, require_digest
+from trinity_sync.storage.restore import check_file, load_bytes
 
 
 class StepReader(FileSystemReader):
@@ -106,7 +104,7 @@ class StepReader(FileSystemReader):
             pickles[name] = pickles.get(name, False) or is_pickle
         try:
             for name, has_pickles in sorted(pickles.items()):
-                self._check(Path(self.path) / name, self._records[name], has_pickles)
+                check_file(Path(self.path) / name, self._records[name], unpickled=has_pickles)
         except BaseException:
             self._leased.close()
             raise
@@ -142,20 +140,3 @@ class StepReader(FileSystemReader):
                 "part of the step; load another step"
             )
         return metadata
-
-    def _check(self, path: Path, record: FileRecord, has_pickles: bool) -> None:
-        try:
-            with open_direct(path) as fd:
-                trusted = is_trusted(fd)
-            found = digest_file(path, record.nbytes)
-        except OSError as error:
-            raise CommitError(
-                f"{path} cannot be read: {error.strerror}. Repair that, or load another step "
-                "(trinity-sync ls lists them)."
-            ) from error
-        require_digest(path, record, found)
-        if has_pickles and not trusted:
-            raise CommitError(
-                f"{path} may have been written by another user, and its values besides tensors "
-                "were not unpickled; see docs/operations/security.md"
-            )
