@@ -117,8 +117,10 @@ class MegatronCheckpointManager(ManagerOfPaths, VerlMegatronCheckpointManager):
                 role=role,
                 replicas=mpu.get_data_parallel_group(with_context_parallel=True),
             )
-            if self.rank == 0:
-                self._files = self._make_small_files(coordinator, role)
+            # an error of one rank would leave the others in the first collective of the save
+            self._files = run_on_all_ranks(
+                coordinator.root, lambda: self._make_small_files(coordinator, role)
+            )
         metadata = self._build_sharded_state_dict_metadata()
 
         def collect() -> dict[str, dict[str, Any]]:
@@ -215,17 +217,30 @@ class MegatronCheckpointManager(ManagerOfPaths, VerlMegatronCheckpointManager):
             self.use_dist_checkpointing = configured
 
     def _make_small_files(self, coordinator: CheckpointCoordinator, role: str) -> dict[str, bytes]:
-        """Return veRL's small files by path; in those of a step, only its number differs."""
+        """Return rank 0's small files, as veRL writes them, by path; empty on other ranks.
+
+        `_list_small_files` adds the one that differs from step to step, by its number only.
+
+        Raises:
+            ConfigError: the configuration or the tokenizer cannot be written.
+        """
+        if self.rank:
+            return {}
         folder = coordinator.spool.folder / "metadata" / role
         shutil.rmtree(folder, ignore_errors=True)
         coordinator.spool.make()
         folder.mkdir(parents=True)
-        if self.should_save_extra:
-            self._save_transformer_config(str(folder))
-        if self.should_save_model:
-            self._save_hf_config_and_tokenizer(str(folder))
-        with self._saving_shards():
-            self._contents = self._build_checkpoint_manifest(str(folder), 0, True)
+        try:
+            if self.should_save_extra:
+                self._save_transformer_config(str(folder))
+            if self.should_save_model:
+                self._save_hf_config_and_tokenizer(str(folder))
+            with self._saving_shards():
+                self._contents = self._build_checkpoint_manifest(str(folder), 0, True)
+        except Exception as error:  # any error of the tokenizer
+            raise ConfigError(
+                f"the configuration or the tokenizer of role {role} cannot be saved: {error!r}"
+            ) from error
         return {
             path.relative_to(folder).as_posix(): path.read_bytes()
             for path in sorted(folder.rglob("*"))
