@@ -125,8 +125,9 @@ class TrinitySyncCallback(TrainerCallback):
         keeps_best = trainer.args.load_best_model_at_end and state.best_model_checkpoint
         if keeps_best:
             saves.keep_best(_step_of(state.best_model_checkpoint))
-        states = collect_sharded(trainer) if saves.is_sharded else collect_replicated(trainer)
-        saves.save(step, states, collect_files(trainer), keep=trainer.args.save_total_limit or 0)
+        collect = collect_sharded if saves.is_sharded else collect_replicated
+        keep = max(trainer.args.save_total_limit or 0, 0)  # a negative limit is none
+        saves.save(step, lambda: (collect(trainer), collect_files(trainer)), keep=keep)
         logged_at, logged = self._logged
         saves.record_metrics(logged_at, logged)
 

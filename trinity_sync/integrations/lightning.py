@@ -204,17 +204,18 @@ class TrinitySyncCallback(ModelCheckpoint):
         return save_checkpoint
 
     def _submit(self, step: int, checkpoint: dict[str, Any], saves: TrainerSaves) -> None:
-        rest = {k: v for k, v in checkpoint.items() if k not in (_WEIGHTS, _OPTIMIZERS)}
-        files = {_name_rng(saves.rank): _pickle(get_rng_state())}
-        if saves.rank == 0:
-            files[_REST] = _pickle(rest)
-        optimizers = checkpoint.get(_OPTIMIZERS, [])
-        if saves.is_sharded:
+        def collect() -> tuple[dict[str, Any], dict[str, bytes]]:
+            rest = {k: v for k, v in checkpoint.items() if k not in (_WEIGHTS, _OPTIMIZERS)}
+            files = {_name_rng(saves.rank): _pickle(get_rng_state())}
+            if saves.rank == 0:
+                files[_REST] = _pickle(rest)
+            optimizers = checkpoint.get(_OPTIMIZERS, [])
+            if not saves.is_sharded:
+                return {"model": checkpoint[_WEIGHTS], "optim": optimizers}, files
             numbered = {f"optimizer_{n}": state for n, state in enumerate(optimizers)}
-            states = {_WEIGHTS: checkpoint[_WEIGHTS], **numbered}
-        else:
-            states = {"model": checkpoint[_WEIGHTS], "optim": optimizers}
-        saves.save(step, states, files, keep=self._keep)
+            return {_WEIGHTS: checkpoint[_WEIGHTS], **numbered}, files
+
+        saves.save(step, collect, keep=self._keep)
 
     def _wrap_load(self, original: Callable[..., Any], trainer: Any) -> Callable[..., Any]:
         def load_checkpoint(path: Any, *arguments: Any, **named: Any) -> Any:

@@ -27,7 +27,7 @@ from trinity_sync.client.collective import (
     run_on_all_ranks,
 )
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import ConfigError, SaveTimeoutError
 from trinity_sync.fs.direct_io import open_direct
 from trinity_sync.integrations.dcp import DcpSaver
 from trinity_sync.layout import PRIVATE_FOLDER, step_folder
@@ -40,6 +40,9 @@ from trinity_sync.storage.pins import list_pins, pin_ahead, unpin
 from trinity_sync.storage.restore import check_file, load_bytes, load_states
 
 T = TypeVar("T")
+
+WAIT_S = 20.0
+"""Seconds for which ranks wait for commits between two collective calls, which have a timeout."""
 
 BEST = "best model of the training"
 """Reason of the pin of the best step, which the trainer removes once another step is better."""
@@ -86,15 +89,20 @@ class TrainerSaves:
     # ------------------------------------------------------------ saving
 
     def save(
-        self, step: int, states: Mapping[str, Any], files: Mapping[str, bytes], *, keep: int = 0
+        self,
+        step: int,
+        collect: Callable[[], tuple[Mapping[str, Any], Mapping[str, bytes]]],
+        *,
+        keep: int = 0,
     ) -> None:
         """Submit a step; a second call for the same step does nothing.
 
         Args:
             step: training step.
-            states: ``model`` and ``optim`` of a replicated state, of which rank 0's is saved;
-                anything that DCP saves of a sharded one.
-            files: files to attach, by name; each rank has other names.
+            collect: returns the state and files to attach, by name; each rank has other names. The
+                state is ``model`` and ``optim`` of a replicated one, of which rank 0's is saved;
+                anything that DCP saves of a sharded one. After an error it must not leave other
+                ranks in a collective.
             keep: as in `CheckpointCoordinator.save`.
 
         Raises:
@@ -102,6 +110,7 @@ class TrainerSaves:
         """
         if step == self._saved:
             return
+        states, files = self.run_on_all_ranks(collect)
         self._saved = step
         if self._saver is None:
             files = self._gather(files)
@@ -149,17 +158,21 @@ class TrainerSaves:
         self.run_on_all_ranks(move_pin)
 
     def wait_all(self) -> None:
-        """Wait until all saves are committed.
+        """Wait until all saves are committed, however long a collective call may take.
 
         Raises:
             SaveFailedError: a save failed.
         """
 
-        def wait() -> None:
-            if self._coordinator:
-                self._coordinator.wait_all()
+        def wait() -> bool:
+            with suppress(SaveTimeoutError):
+                if self._coordinator:
+                    self._coordinator.wait_all(None if self.world_size == 1 else WAIT_S)
+                return True
+            return False
 
-        self.run_on_all_ranks(wait)
+        while not self._is_on_all_ranks(self.run_on_all_ranks(wait)):
+            pass
 
     def close(self) -> None:
         """Release all resources; see `CheckpointCoordinator.close`."""
@@ -296,6 +309,13 @@ class TrainerSaves:
     def run_on_rank_0(self, work: Callable[[], T]) -> T:
         """Call a function on rank 0, and return its result, or raise its error, on every rank."""
         return broadcast_from_rank_0(self.root, work) if self.world_size > 1 else work()
+
+    def _is_on_all_ranks(self, here: bool) -> bool:
+        if self.world_size == 1:
+            return here
+        found: list[bool] = [here] * self.world_size
+        dist.all_gather_object(found, here)
+        return all(found)
 
     def _gather(self, files: Mapping[str, bytes]) -> Mapping[str, bytes]:
         """Return the files of all ranks; only rank 0 needs them."""
