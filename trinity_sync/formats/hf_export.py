@@ -300,7 +300,7 @@ def _list_shards(root: Path, manifest: Manifest, role: str) -> list[FileRecord]:
         has = ", ".join(manifest.roles) or "none"
         raise CommitError(
             f"step {manifest.step} in {root} has no model of role {role} (roles: {has}); "
-            "trinity-sync show lists its files"
+            f"{manifest.hint_at_format(role)}trinity-sync show lists its files"
         )
     world_size = records[0].world_size
     by_path = {record.path: record for record in records}

@@ -227,7 +227,8 @@ def _list_shards(
         has = ", ".join(manifest.roles) or "none"
         raise CommitError(
             f"step {manifest.step} in {root} has no {lacking[0]} of role {role} (roles: {has}); "
-            f"trinity-sync show {root} {manifest.step} lists its files"
+            f"{manifest.hint_at_format(role)}trinity-sync show {root} {manifest.step} "
+            "lists its files"
         )
     for name, records in found.items():
         ranks = {record.rank for record in records}

@@ -31,11 +31,11 @@ from trinity_sync.client.collective import (
 )
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.state_saver import DcpFolders
-from trinity_sync.errors import ImageError, from_extra
+from trinity_sync.errors import ConfigError, ImageError, from_extra
 from trinity_sync.integrations.dcp.planned_file import (
     PlannedFile,
-    is_on_any_rank,
     make_planning_group,
+    reduce_flags,
 )
 from trinity_sync.layout import check_name, step_folder
 from trinity_sync.snapshot.image import LaidOut
@@ -48,7 +48,6 @@ with from_extra("megatron"):
     from megatron.core.dist_checkpointing.core import (
         CONFIG_FNAME,
         CheckpointingConfig,
-        CheckpointingException,
     )
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.exchange_utils import (
@@ -119,8 +118,8 @@ class DistCheckpointSaver:
     ) -> Staged:
         """Submit a checkpoint; a collective call.
 
-        The ranks plan together the first time, and when the structure of a state or the length of a
-        pickled value has changed. Otherwise they exchange one number.
+        The ranks plan a folder together the first time, and when the structure of its state or the
+        length of a pickled value has changed on any of them. Otherwise they exchange some numbers.
 
         Args:
             step, keep: as in `CheckpointCoordinator.save`.
@@ -132,25 +131,76 @@ class DistCheckpointSaver:
             As `CheckpointCoordinator.save`.
 
         Raises:
-            ConfigError, SpoolError, ImageError: as in `CheckpointCoordinator.save`.
+            ConfigError, SpoolError: as in `CheckpointCoordinator.save`.
+            ImageError: as in `CheckpointCoordinator.save`, on all ranks if one cannot collect or
+                pickle its part, or if shards are missing.
         """
+        what = f"step {step}, role {self.role}"
+        try:
+            return self.saves.save_dcp(
+                step,
+                lambda: self._lay_out(what, collect, content_metadata, files or {}),
+                role=self.role,
+                keep=keep,
+            )
+        finally:
+            for folder in self._folders.values():
+                folder.forget()
 
-        def lay_out() -> DcpFolders:
-            states = {
-                self._folders[component]: component
-                for component, state in collect().items()
-                if self._folders[component].take(state, content_metadata)
-            }
-            laid_out = {folder: folder.lay_out_again() for folder in states}
-            if is_on_any_rank(None in laid_out.values(), self._group):
-                what = f"step {step}, role {self.role}"
-                laid_out = {folder: folder.plan(what) for folder in states}
-            small = dict(files or {})
-            for folder in states:
-                small.update(folder.list_small_files())
-            return {states[folder]: file for folder, file in laid_out.items() if file}, small
+    def _lay_out(
+        self,
+        what: str,
+        collect: Callable[[], Mapping[str, dict[str, Any]]],
+        content_metadata: Mapping[str, Any] | None,
+        files: Mapping[str, bytes],
+    ) -> DcpFolders:
+        """Return this rank's files; all ranks raise the error of any."""
+        folders, failure = self._folders, ""
+        laid_out: dict[str, LaidOut | None] = dict.fromkeys(folders)
+        try:
+            states = dict(collect())
+            for name, folder in folders.items():
+                folder.take(states.pop(name, {}), content_metadata)
+                laid_out[name] = folder.lay_out_again()
+            if states:
+                raise ConfigError(f"{', '.join(states)} has no folder; name it in `folders`")
+        except Exception as error:  # any error of Megatron's or of a user's objects
+            failure = f"rank {self.saves.rank} cannot collect its part: {error!r}"
+        needed = [folder.has_state for folder in folders.values()]
+        unplanned = [file is None for file in laid_out.values()]
+        failed, *flags = reduce_flags([bool(failure), *needed, *unplanned], self._group)
+        if failed:
+            raise_first(failure, what, self._group)
+        small = dict(files)
+        for name, is_needed, is_unplanned in zip(
+            folders, flags[: len(folders)], flags[len(folders) :], strict=True
+        ):
+            if is_needed and is_unplanned:
+                laid_out[name] = folders[name].plan(what)
+            if is_needed:
+                small.update(folders[name].list_small_files())
+            else:
+                laid_out[name] = None
+        return {name: file for name, file in laid_out.items() if file}, small
 
-        return self.saves.save_dcp(step, lay_out, role=self.role, keep=keep)
+
+def raise_first(failure: str, what: str, group: dist.ProcessGroup | None) -> None:
+    """Raise the failure of the first rank that has one, on all ranks; a collective call.
+
+    Args:
+        failure: of this rank; empty if there is none.
+        what: the save, for the message.
+        group: process group of the ranks; None for one process.
+
+    Raises:
+        ImageError: a rank has one.
+    """
+    failures = [failure]
+    if group is not None:
+        failures *= dist.get_world_size(group)
+        dist.all_gather_object(failures, failure, group=group)
+    if first := next(filter(None, failures), ""):
+        raise ImageError(f"{what}: nothing was submitted, because {first}")
 
 
 def make_planner() -> MCoreSavePlanner:
@@ -177,15 +227,27 @@ class _Folder:
         self._planned: list[Any] | None = None
         """Shards of the plan, without data; shards that the distribution lacks would be dropped."""
         self._sharded: dict[str, Any] = {}
-        self._common: dict[str, Any] = {}
+        self._common = b""
+        self.has_state = False
+        """Whether this rank has anything to save."""
 
-    def take(self, state: dict[str, Any], content_metadata: Mapping[str, Any] | None) -> bool:
-        """Keep the state of the next save; return whether there is anything to save."""
+    def take(self, state: dict[str, Any], content_metadata: Mapping[str, Any] | None) -> None:
+        """Keep the state of the next save, and pickle what all ranks have in common on rank 0."""
+        self.has_state = bool(state)
         if state and content_metadata is not None:
-            state = {**state, CONTENT_METADATA: dict(content_metadata)}
+            described = content_metadata.items()  # Megatron leaves out process groups as well
+            content = {k: v for k, v in described if not isinstance(v, dist.ProcessGroup)}
+            state = {**state, CONTENT_METADATA: content}
         # `plan` validates what the ranks save together
-        self._sharded, self._common = save_preprocess(state, validate_access_integrity=False)
-        return bool(state)
+        self._sharded, common = save_preprocess(state, validate_access_integrity=False)
+        if dist.get_rank() == 0:
+            pickled = io.BytesIO()
+            torch.save(common, pickled)
+            self._common = pickled.getvalue()
+
+    def forget(self) -> None:
+        """Drop what refers to the state."""
+        self._sharded, self._common = {}, b""
 
     def lay_out_again(self) -> LaidOut | None:
         """Return this rank's file by the plan of the save before; None if that no longer fits."""
@@ -220,26 +282,20 @@ class _Folder:
         _, of_all_ranks = determine_global_metadata(self._sharded)
         try:
             validate_sharding_integrity(of_all_ranks)  # on rank 0
-        except (CheckpointingException, AssertionError) as error:
-            failure = failure or f"the ranks' shards do not make whole tensors: {error}"
-        failures = [""] * len(of_all_ranks)
-        dist.all_gather_object(failures, failure, group=self._group)
-        if first := next(filter(None, failures), ""):
-            raise ImageError(f"{what}: nothing was submitted, because in {self._path} {first}")
+        except Exception as error:  # Megatron has several for shards that do not fit
+            failure = failure or f"the ranks' shards do not make whole tensors: {error!r}"
+        raise_first(failure and f"in {self._path} {failure}", what, self._group)
         file = self._file.plan(divided, what)
         self._planned = described
         return file
 
     def list_small_files(self) -> dict[str, bytes]:
-        """Return what rank 0 saves besides its file, by path; forget the state."""
-        common, self._common, self._sharded = self._common, {}, {}
+        """Return what rank 0 saves besides its file, by path; empty on other ranks."""
         if dist.get_rank():
             return {}
-        pickled = io.BytesIO()
-        torch.save(common, pickled)
         config = asdict(CheckpointingConfig(BACKEND, VERSION))
         return {
-            f"{self._path}/{COMMON_STATE_FNAME}": pickled.getvalue(),
+            f"{self._path}/{COMMON_STATE_FNAME}": self._common,
             f"{self._path}/{CONFIG_FNAME}": json.dumps(config).encode(),
             f"{self._path}/.metadata": self._file.index,
         }

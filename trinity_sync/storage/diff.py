@@ -120,10 +120,10 @@ def _shards(
         if (record.role, record.component) == (role, component) and record.is_shard
     }
     if not found:
-        named = {f"{r.role}/{r.component}" for r in files if r.world_size and "/" in r.path}
+        named = {f"{r.role}/{r.component}" for r in files if r.is_shard}
         raise CommitError(
-            f"step {manifest.step} in {root} has no {component} of role {role}; it has "
-            f"{', '.join(sorted(named)) or 'none'}"
+            f"step {manifest.step} in {root} has no {component} of role {role} to compare; "
+            f"{manifest.hint_at_format(role)}it has {', '.join(sorted(named)) or 'none'}"
         )
     return found
 

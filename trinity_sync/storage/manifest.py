@@ -88,6 +88,22 @@ class Manifest(Record, format=ROOT_FORMAT):
         """Return the record of the file at ``path``, or None."""
         return next((record for record in self.files if record.path == path), None)
 
+    def hint_at_format(self, role: str) -> str:
+        """Return a part of a message: who reads a role that has no shards of ``torch.save``."""
+        saved = {
+            record.component
+            for record in self.files
+            if record.role == role and record.path.endswith(".distcp")
+        }
+        if "dcp" in saved:
+            return "it was saved by dcp.async_save, load it by dcp.load with a StepReader; "
+        if saved:
+            return (
+                "it was saved by Megatron, load it by MegatronCheckpointManager, or make a Hugging "
+                "Face model of it: python -m verl.model_merger; "
+            )
+        return ""
+
     def merge(self, later: "Manifest") -> "Manifest":
         """Return the manifest of this commit and a later one of the same run and step.
 

@@ -128,15 +128,9 @@ def load_states(
             "(docs/how-to/resharding.md)."
         )
     if not mine:
-        saved = {each.component for each in manifest.files if each.role == role}
-        hint = ""
-        if "dcp" in saved:
-            hint = "it was saved by dcp.async_save, load it by dcp.load with a StepReader; "
-        elif "model" in saved:
-            hint = "it was saved by Megatron, load it by MegatronCheckpointManager; "
         raise CommitError(
             f"step {step} in {root} has no shards of role {role} for rank {rank} of {world_size}; "
-            f"{hint}trinity-sync show {root} {step} lists its files"
+            f"{manifest.hint_at_format(role)}trinity-sync show {root} {step} lists its files"
         )
     shards = load_shards(root, step, list(mine.values()), spool=spool, manifest=manifest)
     return {component: shard.state for component, shard in zip(mine, shards, strict=True)}

@@ -5,10 +5,12 @@ wrote at the same steps.
 """
 
 import io
+import json
 import os
 import re
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +24,8 @@ from tests.integration.megatron.cpu import megatron_on_cpu
 from tests.waiting import until
 from trinity_sync import Settings
 from trinity_sync.errors import CommitError, ConfigError, SaveFailedError
+from trinity_sync.formats.hf_export import export_step
+from trinity_sync.formats.to_dcp import to_dcp
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.verify_load import load_newest
@@ -175,48 +179,79 @@ def test_a_step_is_loaded_with_another_parallelism_bit_for_bit(
 
 
 def save_what_changes(root: Path) -> None:
-    """Save sharded state dicts whose structure changes, one of which lacks a shard."""
+    """Save sharded state dicts of another structure each time; some cannot be saved."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
+    from trinity_sync.integrations.dcp.planned_file import PlannedFile
     from trinity_sync.integrations.megatron import DistCheckpointSaver
 
-    rank = dist.get_rank()
+    rank, planned = dist.get_rank(), []
+    plan = PlannedFile.plan
+
+    def note(file: PlannedFile, *arguments: Any) -> Any:
+        laid_out = plan(file, *arguments)
+        planned.append(Path(laid_out.name).parent.name)
+        return laid_out
 
     def shard(key: str, number: float) -> Any:
         return ShardedTensor.from_rank_offsets(key, torch.full((3,), number + rank), (0, rank, 2))
 
-    saves = make_coordinator(root)
-    saver = DistCheckpointSaver(saves, {"model": "model", "optim": "optim"})
+    def break_down() -> Any:
+        if rank:
+            raise MemoryError("in a factory")
+        return {"model": {"a": shard("a", 0)}}
+
+    def no_elements() -> Any:
+        return ShardedTensor.from_rank_offsets("e", torch.zeros(0), (0, rank, 2))
 
     def unpicklable() -> Any:
-        value = (lambda: None) if rank else 0
-        return ShardedObject("object", value, (2,), (rank,))
+        return ShardedObject("object", (lambda: None) if rank else 0, (2,), (rank,))
 
-    states: list[dict[str, Any]] = [
-        {"model": {"a": shard("a", 0)}, "optim": {"number": 1}},
-        {"model": {"a": shard("a", 1)}, "optim": {"number": 2}},  # by the same plan
-        {"model": {"a": shard("a", 2), "b": shard("b", 5)}, "optim": {}},
-        {"model": {"a": shard("a", 3), "b": shard("b", 5)} if rank else {"a": shard("a", 3)}},
-        {"model": {"a": shard("a", 4), "b": unpicklable()}},
-        {"model": {"a": shard("a", 5)}},
-    ]
-    for step, state in enumerate(states, 1):
-        staged = saver.save(step, lambda state=state: state, files={"note": b"small"})
-        assert bool(staged.failure) == (step in (4, 5))
+    def model(number: float) -> Any:
+        return {"model": {"a": shard("a", number)}}
+
+    saved: dict[int, tuple[Callable[[], Any], list[str]]] = {  # with the folders that are planned
+        1: (lambda: {**model(0), "optim": {"number": 1}}, ["model", "optim"]),
+        2: (lambda: {**model(1), "optim": {"number": 2}}, []),
+        3: (lambda: {"model": {"a": shard("a", 2), "b": shard("b", 5)}}, ["model"]),
+        # rank 1 has nothing of the optimizer, and another order
+        4: (lambda: {"optim": {} if rank else {"number": 4}, **model(3)}, ["model"]),
+    }
+    failing: dict[int, tuple[Callable[[], Any], str]] = {
+        5: (lambda: {"model": {"a": shard("a", 3)} | ({"b": shard("b", 5)} if rank else {})}, "b"),
+        6: (lambda: {"model": {"a": shard("a", 4), "b": unpicklable()}}, "rank 1 cannot pickle"),
+        7: (break_down, r"rank 1 cannot collect its part: MemoryError\('in a factory'\)"),
+        8: (lambda: {"model": {"e": no_elements()}}, "ZeroDivisionError"),
+        9: (lambda: {**model(0), "optim": {"f": lambda: None}}, "rank 0 cannot collect its part"),
+        10: (lambda: {**model(0), "other": {"a": 1}}, "other has no folder"),
+    }
+    saves = make_coordinator(root)
+    saver = DistCheckpointSaver(saves, {"model": "model", "optim": "optim"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlannedFile, "plan", note)
+        metadata = {"group": dist.group.WORLD, "kind": "test"}  # of which the group is left out
+        for step, (collect, plans) in saved.items():
+            planned.clear()
+            small = {"note": b"small"}
+            staged = saver.save(step, collect, files=small, content_metadata=metadata)
+            assert not staged.failure
+            assert planned == plans
+        for step, (collect, why) in failing.items():
+            failure = saver.save(step, collect).failure
+            assert re.search(f"step {step}, role actor: nothing was submitted.*{why}", failure)
+        assert not saver.save(11, lambda: model(5)).failure
     with pytest.raises(SaveFailedError) as failed:
         saves.wait_all(60)
-    for step, why in ((4, "do not make whole tensors: .* ShardedTensor.*b"), (5, "rank 1 cannot")):
-        what = f"step {step}, role actor: nothing was submitted, because in model "
-        assert re.search(f"{what}.*{why}", str(failed.value))
-    for step, number in ((1, 0), (2, 1), (3, 2), (6, 5)):
+    assert str(failed.value).count("nothing was submitted") == len(failing)
+    for step, number in ((1, 0), (2, 1), (3, 2), (4, 3), (11, 5)):
         found = dist_checkpointing.load_plain_tensors(f"{actor(root, step)}/model")
         assert found["a"].tolist() == [*[number] * 3, *[number + 1] * 3]
         assert ("b" in found) == (step == 3)
-        assert Path(actor(root, step), "note").read_bytes() == b"small"
-    for step in (1, 2):
+    for step in (1, 2, 4):
         common = dist_checkpointing.load_common_state_dict(f"{actor(root, step)}/optim")
-        assert common["number"] == step
+        assert common == {"number": step, "content_metadata": {"kind": "test"}}
+        assert Path(actor(root, step), "note").read_bytes() == b"small"
     assert not Path(actor(root, 3), "optim").exists()
     saves.close()
 
@@ -250,6 +285,9 @@ def load_corrupted(root: Path) -> None:
         assert saves.run == 2
         with pytest.raises(CommitError, match="it was saved by Megatron, load it by Megatron"):
             saves.load(1)
+        for read in (partial(to_dcp, root, 1, root.parent / "dcp"), partial(export_step, root, 1)):
+            with pytest.raises(CommitError, match="Face model of it: python -m verl"):
+                read()
     if os.getuid() == 0:
         if dist.get_rank() == 0:
             os.chown(Path(actor(root, 1), "extra", "dist_ckpt", "common.pt"), 12345, 12345)
@@ -264,6 +302,44 @@ def test_a_corrupted_file_is_refused_on_all_ranks_and_another_step_loads(
     run: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
     run(load_corrupted, tmp_path / "ckpts")
+
+
+def fail_on_one_rank(root: Path) -> None:
+    """Save while rank 0 cannot write its small files, and while rank 1 has no shared memory."""
+    from tests.integration.megatron.training import Trained
+    from trinity_sync.errors import SpoolError
+
+    rank, trained = dist.get_rank(), Trained(DATA_PARALLEL)
+    trained.step()
+    saves = make_coordinator(root)
+    manager = make_manager(trained, saves)
+
+    def break_down(*_: Any, **__: Any) -> None:
+        raise SpoolError("the disk is full")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager, "_save_transformer_config", break_down)
+        with pytest.raises(ConfigError, match=r"role actor cannot be saved: .*the disk is full"):
+            manager.save_checkpoint(actor(root, 1), global_step=1)
+    manager.save_checkpoint(actor(root, 1), global_step=1)
+    manager.wait_on_save_thread()
+    contents = json.loads(Path(actor(root, 1), "ckpt_contents.json").read_text())
+    assert contents["contents"]["model"]["path"] == "model/dist_ckpt"
+    assert Path(actor(root, 1), "model", "huggingface", "config.json").exists()
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank:
+            patch.setattr(saves._stager, "stage", break_down)
+        staged = manager.save_checkpoint(actor(root, 2), global_step=2)
+    assert bool(staged.failure) == bool(rank)
+    assert manager.save_checkpoint(actor(root, 2), global_step=2) is None  # on all ranks
+    saves.close()
+
+
+def test_what_fails_on_one_rank_does_not_hang_the_others(
+    run: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    run(fail_on_one_rank, tmp_path / "ckpts")
 
 
 def make_unsupported_managers(root: Path) -> None:

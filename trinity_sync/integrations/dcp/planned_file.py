@@ -5,7 +5,7 @@ pickled value has changed on any of them.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -111,18 +111,18 @@ class PlannedFile:
         return planner
 
 
-def is_on_any_rank(here: bool, group: dist.ProcessGroup | None) -> bool:
-    """Return whether something is so on any rank; a collective call.
+def reduce_flags(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[bool]:
+    """Return for each flag whether it is set on any rank; a collective call.
 
     Args:
-        here: whether it is so on this rank.
+        flags: as many on each rank.
         group: process group of the ranks; None for one process.
     """
     if group is None:
-        return here
-    found = torch.tensor(here, dtype=torch.int32)
+        return list(flags)
+    found = torch.tensor(flags, dtype=torch.int32)
     dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    return bool(found)
+    return [bool(flag) for flag in found]
 
 
 def make_planning_group(saves: CheckpointCoordinator) -> dist.ProcessGroup | None:

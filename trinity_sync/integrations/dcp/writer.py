@@ -27,8 +27,8 @@ from trinity_sync.errors import ConfigError, SaveFailedError
 from trinity_sync.integrations.dcp.distcp_file import make_done
 from trinity_sync.integrations.dcp.planned_file import (
     PlannedFile,
-    is_on_any_rank,
     make_planning_group,
+    reduce_flags,
 )
 from trinity_sync.layout import check_name, check_number
 from trinity_sync.snapshot.stager import Staged
@@ -100,7 +100,7 @@ class DcpSaver:
 
         def lay_out() -> DcpFolders:
             file = self._file.lay_out_again(state)
-            if is_on_any_rank(file is None, self._group):
+            if reduce_flags([file is None], self._group) == [True]:
                 file = self._file.plan(state, f"step {step}, role {self.role}")
             assert file
             return {"dcp": file}, {".metadata": self._file.index}

@@ -111,15 +111,15 @@ class MegatronCheckpointManager(ManagerOfPaths, VerlMegatronCheckpointManager):
             return None
         self.previous_global_step = global_step
         if self._saver is None:
+            # an error of one rank would leave the others in the first collective of the save
+            self._files = run_on_all_ranks(
+                coordinator.root, lambda: self._make_small_files(coordinator, role)
+            )
             self._saver = DistCheckpointSaver(
                 coordinator,
                 FOLDERS,
                 role=role,
                 replicas=mpu.get_data_parallel_group(with_context_parallel=True),
-            )
-            # an error of one rank would leave the others in the first collective of the save
-            self._files = run_on_all_ranks(
-                coordinator.root, lambda: self._make_small_files(coordinator, role)
             )
         metadata = self._build_sharded_state_dict_metadata()
 
@@ -142,8 +142,7 @@ class MegatronCheckpointManager(ManagerOfPaths, VerlMegatronCheckpointManager):
             files=self._list_small_files(global_step) if self.rank == 0 else None,
             keep=max_ckpt_to_keep or 0,
         )
-        if staged.components:
-            self._saved["checkpoint"] = global_step
+        self._saved["checkpoint"] = global_step  # also if this rank failed: others have not
         return staged
 
     def load_checkpoint(
