@@ -22,6 +22,7 @@ from trinity_sync.integrations.lightning import TrinitySyncCallback
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.metrics import read_metrics
+from trinity_sync.storage.runs import list_runs
 
 STEPS, KILLED_AT = 8, 6
 
@@ -105,6 +106,23 @@ def resume_bit_equal_in_mid_epoch(tmp_path: Path, spool: Path) -> None:
     read = Small()
     trainer.validate(read, TOKENS, ckpt_path=str(root / "global_step_6"), verbose=False)
     assert differences(dict(whole.state_dict()), dict(read.state_dict())) == []
+
+
+def save_nothing_with_fast_dev_run(tmp_path: Path, spool: Path) -> None:
+    root = tmp_path / "ckpts"
+    arguments = commit_here(tmp_path, spool)
+    fit(Small(), [TrinitySyncCallback(root, every_n_steps=1, **arguments)], steps=2)
+    runs = list_runs(root)
+    for resume in (False, True):
+        saves = TrinitySyncCallback(root, every_n_steps=1, **arguments)
+        fit(Small(), [saves], steps=2, resume=resume, fast_dev_run=True)
+        assert steps_on_disk(root) == [1, 2]
+        assert list_runs(root) == runs
+
+    resumed = Small()
+    saves = TrinitySyncCallback(root, every_n_steps=1, **arguments)
+    fit(resumed, [saves], steps=3, resume=True)
+    assert len(resumed.seen) == 1
 
 
 def end_with_the_failure_of_a_save(tmp_path: Path, spool: Path) -> None:

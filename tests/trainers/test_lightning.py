@@ -59,3 +59,9 @@ def test_what_a_validation_logs_is_recorded_for_the_saved_step(
     call: Callable[..., Any], tmp_path: Path, spool_folder: Path
 ) -> None:
     call("record_what_a_validation_logs", tmp_path, spool_folder)
+
+
+def test_fast_dev_run_saves_nothing_and_begins_no_run(
+    call: Callable[..., Any], tmp_path: Path, spool_folder: Path
+) -> None:
+    call("save_nothing_with_fast_dev_run", tmp_path, spool_folder)

@@ -183,6 +183,8 @@ class TrinitySyncCallback(ModelCheckpoint):
 
     def _save(self, trainer: Any) -> None:
         step = trainer.global_step
+        if trainer.fast_dev_run:  # as ModelCheckpoint: nothing is saved, and no run begins
+            return
         if step not in (0, self._saved):  # with accumulated gradients a step has several batches
             trainer.save_checkpoint(self._root / f"global_step_{step}", weights_only=False)
             self._saved = step
@@ -223,7 +225,8 @@ class TrinitySyncCallback(ModelCheckpoint):
             step = self._find_step(path)
             if step is None and not is_last:
                 return original(path, *arguments, **named)
-            saves, fits = self._get_saves(trainer.strategy), trainer.state.fn == TrainerFn.FITTING
+            saves = self._get_saves(trainer.strategy)
+            fits = trainer.state.fn == TrainerFn.FITTING and not trainer.fast_dev_run
             try:
                 if is_last:
                     step = saves.latest_step(settle_s=self._settle_s)
