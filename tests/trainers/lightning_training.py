@@ -125,6 +125,47 @@ def save_nothing_with_fast_dev_run(tmp_path: Path, spool: Path) -> None:
     assert len(resumed.seen) == 1
 
 
+def save_all_steps_of_a_second_fit(tmp_path: Path, spool: Path) -> None:
+    root = tmp_path / "ckpts"
+    saves = TrinitySyncCallback(root, every_n_steps=2, **commit_here(tmp_path, spool))
+    for run in (1, 2):
+        fit(Small(), [saves], steps=2)
+        manifest = read_manifest(root, 2)
+        assert manifest is not None
+        assert manifest.run == run
+
+
+class StopAfter(Callback):
+    """End the training after a number of batches."""
+
+    def __init__(self, batches: int) -> None:
+        self.left = batches
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.left -= 1
+        trainer.should_stop = self.left == 0
+
+
+def resume_accumulated_gradients_bit_equal(tmp_path: Path, spool: Path) -> None:
+    def train(root: str, steps: int, *callbacks: Callback) -> Small:
+        saves = TrinitySyncCallback(
+            tmp_path / root, every_n_steps=1, **commit_here(tmp_path, spool)
+        )
+        module = Small()
+        arguments = {"resume": True, "accumulate_grad_batches": 2}
+        fit(module, [*callbacks, saves], steps=steps, **arguments)
+        return module
+
+    whole = train("whole", 4)
+    train("ckpts", 2)
+    manifest = read_manifest(tmp_path / "ckpts", 2)
+    assert len(train("ckpts", 4, StopAfter(1)).seen) == 1
+    assert read_manifest(tmp_path / "ckpts", 2) == manifest
+    resumed = train("ckpts", 4)
+    assert resumed.seen == whole.seen[4:]
+    assert differences(state_of(whole), state_of(resumed)) == []
+
+
 def end_with_the_failure_of_a_save(tmp_path: Path, spool: Path) -> None:
     saves = TrinitySyncCallback(
         tmp_path / "ckpts", every_n_steps=1, **commit_here(tmp_path, spool, Fails())

@@ -65,3 +65,15 @@ def test_fast_dev_run_saves_nothing_and_begins_no_run(
     call: Callable[..., Any], tmp_path: Path, spool_folder: Path
 ) -> None:
     call("save_nothing_with_fast_dev_run", tmp_path, spool_folder)
+
+
+def test_a_second_fit_with_the_same_callback_saves_all_of_its_steps(
+    call: Callable[..., Any], tmp_path: Path, spool_folder: Path
+) -> None:
+    call("save_all_steps_of_a_second_fit", tmp_path, spool_folder)
+
+
+def test_accumulated_gradients_resume_bit_equal_from_a_step_that_is_not_saved_again(
+    call: Callable[..., Any], tmp_path: Path, spool_folder: Path
+) -> None:
+    call("resume_accumulated_gradients_bit_equal", tmp_path, spool_folder)

@@ -110,6 +110,17 @@ class TrinitySyncCallback(ModelCheckpoint):
         strategy.load_checkpoint = self._wrap_load(strategy.load_checkpoint, trainer)
         self._strategy = strategy
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Record the step that the training starts at, which is not saved again.
+
+        With accumulated gradients, batches after it are of the same step.
+
+        Args:
+            trainer: Lightning's trainer.
+            pl_module: not used.
+        """
+        self._saved = trainer.global_step
+
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -185,7 +196,7 @@ class TrinitySyncCallback(ModelCheckpoint):
         step = trainer.global_step
         if trainer.fast_dev_run:  # as ModelCheckpoint: nothing is saved, and no run begins
             return
-        if step not in (0, self._saved):  # with accumulated gradients a step has several batches
+        if step != self._saved:  # with accumulated gradients a step has several batches
             trainer.save_checkpoint(self._root / f"global_step_{step}", weights_only=False)
             self._saved = step
             self._record_metrics(trainer)
