@@ -1,6 +1,7 @@
 """What `test_lightning.py` runs, each in a process of its own, or on the ranks of one."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +9,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceXLAStrategy,
+    XLAStrategy,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DistributedSampler
@@ -278,3 +286,9 @@ def refuse_strategies_by_name(folder: Path, spool: Path) -> None:
         saves = TrinitySyncCallback(folder / "ckpts", every_n_steps=1)
         with pytest.raises(ConfigError, match=told):
             fit(Sharded(), [saves], steps=1, strategy=strategy)
+
+    for refused in (DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy):
+        strategy = object.__new__(refused)  # what they need is not installed
+        saves = TrinitySyncCallback(folder / "ckpts", every_n_steps=1)
+        with pytest.raises(ConfigError, match=f"does not save with {refused.__name__}"):
+            saves.setup(SimpleNamespace(strategy=strategy), None, "fit")

@@ -30,6 +30,9 @@ with from_extra("lightning"):
     from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 _WEIGHTS, _OPTIMIZERS = "state_dict", "optimizer_states"
+_REFUSED = ("DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy")
+"""Names of subclasses of supported strategies that save in ways of their own."""
+
 _REST = "meta.pt"
 """Everything else of a checkpoint, under the name that `ModelParallelStrategy` expects."""
 
@@ -96,7 +99,9 @@ class TrinitySyncCallback(ModelCheckpoint):
         strategy = trainer.strategy
         if strategy is self._strategy:
             return
-        if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy | ModelParallelStrategy):
+        supported = SingleDeviceStrategy | DDPStrategy | ModelParallelStrategy
+        is_refused = any(each.__name__ in _REFUSED for each in type(strategy).__mro__)
+        if is_refused or not isinstance(strategy, supported):
             raise ConfigError(
                 f"{type(self).__name__} does not save with {type(strategy).__name__}; take "
                 "DDPStrategy, or ModelParallelStrategy for FSDP2"
