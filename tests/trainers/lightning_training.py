@@ -1,5 +1,7 @@
 """What `test_lightning.py` runs, each in a process of its own, or on the ranks of one."""
 
+import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -174,6 +177,28 @@ def resume_accumulated_gradients_bit_equal(tmp_path: Path, spool: Path) -> None:
     assert differences(state_of(whole), state_of(resumed)) == []
 
 
+def load_last_next_to_another_checkpoint(tmp_path: Path, spool: Path) -> None:
+    root, arguments = tmp_path / "ckpts", commit_here(tmp_path, spool)
+
+    def train(steps: int, *, trinity: bool = True, **named: Any) -> int:
+        """Return how many batches were trained on."""
+        other = ModelCheckpoint(tmp_path / "other", save_last=True, every_n_train_steps=1)
+        mine = [TrinitySyncCallback(root, every_n_steps=1, **arguments)] if trinity else []
+        module = Small()
+        fit(module, [other, *mine], steps=steps, resume=True, **named)
+        return len(module.seen)
+
+    assert train(2, trinity=False) == 2
+    train(3, fast_dev_run=True)
+    assert not root.exists()
+    assert train(3) == 1  # the root has no step
+    assert steps_on_disk(root) == [3]
+    last = tmp_path / "other/last.ckpt"
+    assert train(5, trinity=False) == 2
+    os.utime(last, (time.time() + 60,) * 2)
+    assert train(5) == 2
+
+
 def end_with_the_failure_of_a_save(tmp_path: Path, spool: Path) -> None:
     saves = TrinitySyncCallback(
         tmp_path / "ckpts", every_n_steps=1, **commit_here(tmp_path, spool, Fails())
@@ -254,6 +279,32 @@ def resume_bit_equal_after_a_kill(folder: Path, spool: Path, kind: str) -> None:
             before[name] = before[name][KILLED_AT:]
             assert len(before[name]) == STEPS - KILLED_AT
         require_same(before, after)
+
+
+class NotSeenYet(TrinitySyncCallback):
+    """Rank 1 does not see the root when Lightning selects a path."""
+
+    def _find_last_checkpoints(self, trainer: Any) -> set[str]:
+        root = self._root
+        self._root = root.parent / "elsewhere" if dist.get_rank() else root
+        try:
+            return super()._find_last_checkpoints(trainer)
+        finally:
+            self._root = root
+
+
+def train_from_last(folder: Path, spool: Path, steps: int) -> int:
+    """Return how many batches were trained on."""
+    other = ModelCheckpoint(folder / "other", save_last=True, every_n_train_steps=1)
+    saves = NotSeenYet(folder / "ckpts", every_n_steps=1, **commit_here(folder, spool))
+    module = Small()
+    fit(module, [other, saves], steps=steps, resume=True, devices=2, strategy=DDPStrategy())
+    return len(module.seen)
+
+
+def agree_on_the_last_checkpoint(folder: Path, spool: Path) -> None:
+    assert on_ranks(folder, train_from_last, folder, spool, 2) == [2, 2]
+    assert on_ranks(folder, train_from_last, folder, spool, 3) == [1, 1]
 
 
 def fail(folder: Path, spool: Path) -> str:

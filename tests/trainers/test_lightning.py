@@ -37,6 +37,12 @@ def test_a_failed_save_ends_the_training_of_all_lightning_ranks(
     call("end_with_the_failure_on_all_ranks", tmp_path, spool_folder)
 
 
+def test_lightning_ranks_agree_on_the_last_checkpoint(
+    call: Callable[..., Any], tmp_path: Path, spool_folder: Path
+) -> None:
+    call("agree_on_the_last_checkpoint", tmp_path, spool_folder)
+
+
 def test_strategies_that_cannot_be_saved_are_refused_before_training(
     call: Callable[..., Any], tmp_path: Path, spool_folder: Path
 ) -> None:
@@ -77,3 +83,9 @@ def test_accumulated_gradients_resume_bit_equal_from_a_step_that_is_not_saved_ag
     call: Callable[..., Any], tmp_path: Path, spool_folder: Path
 ) -> None:
     call("resume_accumulated_gradients_bit_equal", tmp_path, spool_folder)
+
+
+def test_last_is_the_newest_committed_step_whatever_else_lightning_has_saved(
+    call: Callable[..., Any], tmp_path: Path, spool_folder: Path
+) -> None:
+    call("load_last_next_to_another_checkpoint", tmp_path, spool_folder)

@@ -20,7 +20,8 @@ from trinity_sync.storage.manifest import Manifest
 
 with from_extra("lightning"):
     import lightning
-    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.fabric.utilities.cloud_io import get_filesystem
+    from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
     from lightning.pytorch.strategies import (
         DDPStrategy,
         ModelParallelStrategy,
@@ -30,11 +31,11 @@ with from_extra("lightning"):
     from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 _WEIGHTS, _OPTIMIZERS = "state_dict", "optimizer_states"
-_REFUSED = ("DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy")
-"""Names of subclasses of supported strategies that save in ways of their own."""
-
 _REST = "meta.pt"
 """Everything else of a checkpoint, under the name that `ModelParallelStrategy` expects."""
+
+_REFUSED = ("DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy")
+"""Names of subclasses of supported strategies that save in ways of their own."""
 
 
 class TrinitySyncCallback(ModelCheckpoint):
@@ -81,6 +82,7 @@ class TrinitySyncCallback(ModelCheckpoint):
         self._strategy: Any = None
         self._saves: TrainerSaves | None = None
         self._saved = -1
+        self._loads_last = False
         self._rng: Mapping[str, Any] | None = None
 
     # ------------------------------------------------------------ hooks of Lightning
@@ -191,9 +193,13 @@ class TrinitySyncCallback(ModelCheckpoint):
         """Load nothing."""
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
-        """Return the root, which stands for its newest step until all ranks can agree on it."""
-        self._root.mkdir(parents=True, exist_ok=True)
-        return {str(self._root)}
+        """Return a folder that exists, of which Lightning calls the method that loads.
+
+        Each rank selects a path by itself, before there is a process group. What the path is does
+        not matter: the method finds what to load, the same on all ranks.
+        """
+        self._loads_last = True
+        return {str(next(each for each in (self._root, *self._root.parents) if each.is_dir()))}
 
     # ------------------------------------------------------------ private
 
@@ -237,30 +243,36 @@ class TrinitySyncCallback(ModelCheckpoint):
 
     def _wrap_load(self, original: Callable[..., Any], trainer: Any) -> Callable[..., Any]:
         def load_checkpoint(path: Any, *arguments: Any, **named: Any) -> Any:
-            is_last = Path(path).resolve() == self._root
-            step = self._find_step(path)
+            selects, self._loads_last = self._loads_last, False
+            is_last = selects or Path(path).resolve() == self._root
+            step = None if is_last else self._find_step(path)
             if step is None and not is_last:
                 return original(path, *arguments, **named)
-            saves = self._get_saves(trainer.strategy)
             fits = trainer.state.fn == TrainerFn.FITTING and not trainer.fast_dev_run
-            try:
-                if is_last:
-                    step = saves.latest_step(settle_s=self._settle_s)
-                if step is None:
-                    rank_zero_info(f"There is no committed step in {self._root}: a fresh start")
-                    trainer.ckpt_path = None
-                    return _NothingToLoad()
-                rank_zero_info(f"Loading {step_folder(self._root, step)}")
-                with saves.lease(step) as manifest:
-                    loaded = self._load(saves, manifest, original, *arguments, **named)
-                    if fits:
-                        self._rng = saves.load_attachment(manifest, _name_rng(saves.rank))
-                        saves.begin_at(step)
-                    return loaded
-            finally:
-                if not fits:
-                    self._saves = None
-                    saves.close()
+            # a coordinator makes the root, which only a training needs
+            if fits or step is not None or trainer.strategy.broadcast(self._root.is_dir()):
+                saves = self._get_saves(trainer.strategy)
+                try:
+                    if step is None:
+                        step = saves.latest_step(settle_s=self._settle_s)
+                    if step is not None:
+                        rank_zero_info(f"Loading {step_folder(self._root, step)}")
+                        with saves.lease(step) as manifest:
+                            loaded = self._load(saves, manifest, original, *arguments, **named)
+                            if fits:
+                                self._rng = saves.load_attachment(manifest, _name_rng(saves.rank))
+                                saves.begin_at(step)
+                            return loaded
+                finally:
+                    if not fits:
+                        self._saves = None
+                        saves.close()
+            if selects and (other := trainer.strategy.broadcast(_find_other(trainer))):
+                rank_zero_info(f"There is no committed step in {self._root}: loading {other}")
+                return original(other, *arguments, **named)
+            rank_zero_info(f"There is no committed step in {self._root}: a fresh start")
+            trainer.ckpt_path = None
+            return _NothingToLoad()
 
         return load_checkpoint
 
@@ -291,6 +303,21 @@ class TrinitySyncCallback(ModelCheckpoint):
     def _find_step(self, path: Any) -> int | None:
         folder = Path(path)
         return step_of_folder(folder.name) if folder.resolve().parent == self._root else None
+
+
+def _find_other(trainer: Any) -> str | None:
+    """Return the checkpoint that Lightning takes for the last one without this callback."""
+    found: set[str] = set()
+    for callback in trainer.callbacks:
+        if isinstance(callback, OnExceptionCheckpoint):
+            found.add(callback.ckpt_path)
+        elif isinstance(callback, ModelCheckpoint) and not isinstance(
+            callback, TrinitySyncCallback
+        ):
+            found |= callback._find_last_checkpoints(trainer)
+    files = {path: get_filesystem(path) for path in found}
+    times = {path: files[path].modified(path) for path in found if files[path].exists(path)}
+    return max(times, key=lambda path: times[path], default=None)
 
 
 class _NothingToLoad(dict[str, Any]):
