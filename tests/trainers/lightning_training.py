@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from tests.integration.fsdp.commits import CommitsHere
 from tests.states import copied, differences
 from tests.trainers.local_saves import TOKENS, Fails, Taken, commit_here, commit_taken
 from tests.trainers.ranks import kill_all_ranks, killed_ranks, on_ranks, require_same
@@ -197,6 +198,39 @@ def load_last_next_to_another_checkpoint(tmp_path: Path, spool: Path) -> None:
     assert train(5, trinity=False) == 2
     os.utime(last, (time.time() + 60,) * 2)
     assert train(5) == 2
+
+
+class Interrupt(Callback):
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            raise RuntimeError("interrupted")
+
+
+def resume_with_the_callback_of_an_exception(tmp_path: Path, spool: Path) -> None:
+    root = tmp_path / "ckpts"
+    trigger = CommitsHere()
+    saves = TrinitySyncCallback(root, every_n_steps=1, **commit_here(tmp_path, spool, trigger))
+    with pytest.raises(RuntimeError, match="interrupted"):
+        fit(Small(), [Interrupt(), saves], steps=4)
+    trigger.settle()
+    resumed = Small()
+    fit(resumed, [saves], steps=4, resume=True)
+    assert len(resumed.seen) == 2
+    assert [(run.number, run.resumed_from) for run in list_runs(root)] == [(1, 0), (2, 2)]
+
+
+def fit_after_a_resume_that_trains_nothing(tmp_path: Path, spool: Path) -> None:
+    def train(saves: TrinitySyncCallback, *, resume: bool = False) -> Small:
+        module = Small()
+        fit(module, [saves], steps=2, resume=resume)
+        return module
+
+    arguments = commit_here(tmp_path, spool)
+    saves = TrinitySyncCallback(tmp_path / "ckpts", every_n_steps=1, **arguments)
+    whole = train(saves)
+    assert train(saves, resume=True).seen == []
+    again = train(saves)
+    assert again.losses == whole.losses
 
 
 def end_with_the_failure_of_a_save(tmp_path: Path, spool: Path) -> None:

@@ -89,3 +89,15 @@ def test_last_is_the_newest_committed_step_whatever_else_lightning_has_saved(
     call: Callable[..., Any], tmp_path: Path, spool_folder: Path
 ) -> None:
     call("load_last_next_to_another_checkpoint", tmp_path, spool_folder)
+
+
+def test_a_callback_begins_a_new_run_after_an_exception(
+    call: Callable[..., Any], tmp_path: Path, spool_folder: Path
+) -> None:
+    call("resume_with_the_callback_of_an_exception", tmp_path, spool_folder)
+
+
+def test_a_resume_that_trains_nothing_leaves_nothing_to_the_next_fit(
+    call: Callable[..., Any], tmp_path: Path, spool_folder: Path
+) -> None:
+    call("fit_after_a_resume_that_trains_nothing", tmp_path, spool_folder)

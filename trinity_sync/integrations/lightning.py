@@ -185,6 +185,26 @@ class TrinitySyncCallback(ModelCheckpoint):
             finally:
                 saves.close()
 
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Release all resources; saves that are submitted are committed nevertheless.
+
+        Args:
+            trainer: not used.
+            pl_module: not used.
+            exception: not used.
+        """
+        self._close()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Release all resources, also of a training that had no step left.
+
+        Args:
+            trainer: not used.
+            pl_module: not used.
+            stage: not used.
+        """
+        self._close()
+
     def state_dict(self) -> dict[str, Any]:
         """Return an empty state: that of `ModelCheckpoint` names files that it has written."""
         return {}
@@ -202,6 +222,13 @@ class TrinitySyncCallback(ModelCheckpoint):
         return {str(next(each for each in (self._root, *self._root.parents) if each.is_dir()))}
 
     # ------------------------------------------------------------ private
+
+    def _close(self) -> None:
+        """Close what this fit has opened, so that the next one is a run of its own."""
+        saves, self._saves = self._saves, None
+        self._rng, self._loads_last = None, False
+        if saves is not None:
+            saves.close()
 
     def _save(self, trainer: Any) -> None:
         step = trainer.global_step
