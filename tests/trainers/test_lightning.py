@@ -101,3 +101,9 @@ def test_a_resume_that_trains_nothing_leaves_nothing_to_the_next_fit(
     call: Callable[..., Any], tmp_path: Path, spool_folder: Path
 ) -> None:
     call("fit_after_a_resume_that_trains_nothing", tmp_path, spool_folder)
+
+
+def test_a_callback_can_be_pickled_after_a_fit(
+    call: Callable[..., Any], tmp_path: Path, spool_folder: Path
+) -> None:
+    call("resume_with_a_pickled_callback", tmp_path, spool_folder)

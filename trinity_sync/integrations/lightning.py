@@ -221,6 +221,10 @@ class TrinitySyncCallback(ModelCheckpoint):
         self._loads_last = True
         return {str(next(each for each in (self._root, *self._root.parents) if each.is_dir()))}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without that of the fit, for `pickle` and `copy`."""
+        return {**vars(self), "_strategy": None, "_saves": None, "_rng": None}
+
     # ------------------------------------------------------------ private
 
     def _close(self) -> None:
