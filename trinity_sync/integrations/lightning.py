@@ -279,25 +279,9 @@ class TrinitySyncCallback(ModelCheckpoint):
             step = None if is_last else self._find_step(path)
             if step is None and not is_last:
                 return original(path, *arguments, **named)
-            fits = trainer.state.fn == TrainerFn.FITTING and not trainer.fast_dev_run
-            # a coordinator makes the root, which only a training needs
-            if fits or step is not None or trainer.strategy.broadcast(self._root.is_dir()):
-                saves = self._get_saves(trainer.strategy)
-                try:
-                    if step is None:
-                        step = saves.latest_step(settle_s=self._settle_s)
-                    if step is not None:
-                        rank_zero_info(f"Loading {step_folder(self._root, step)}")
-                        with saves.lease(step) as manifest:
-                            loaded = self._load(saves, manifest, original, *arguments, **named)
-                            if fits:
-                                self._rng = saves.load_attachment(manifest, _name_rng(saves.rank))
-                                saves.begin_at(step)
-                            return loaded
-                finally:
-                    if not fits:
-                        self._saves = None
-                        saves.close()
+            loaded = self._load_from_root(trainer, step, original, *arguments, **named)
+            if loaded is not None:
+                return loaded
             if selects and (other := trainer.strategy.broadcast(_find_other(trainer))):
                 rank_zero_info(f"There is no committed step in {self._root}: loading {other}")
                 return original(other, *arguments, **named)
@@ -306,6 +290,35 @@ class TrinitySyncCallback(ModelCheckpoint):
             return _NothingToLoad()
 
         return load_checkpoint
+
+    def _load_from_root(
+        self,
+        trainer: Any,
+        step: int | None,
+        original: Callable[..., Any],
+        *arguments: Any,
+        **named: Any,
+    ) -> Any:
+        """Return the checkpoint of a step, by default the newest; None if there is none."""
+        fits = trainer.state.fn == TrainerFn.FITTING and not trainer.fast_dev_run
+        if not fits and step is None and not trainer.strategy.broadcast(self._root.is_dir()):
+            return None  # the coordinator would make the root
+        saves = self._get_saves(trainer.strategy)
+        try:
+            step = saves.latest_step(settle_s=self._settle_s) if step is None else step
+            if step is None:
+                return None
+            rank_zero_info(f"Loading {step_folder(self._root, step)}")
+            with saves.lease(step) as manifest:
+                loaded = self._load(saves, manifest, original, *arguments, **named)
+                if fits:
+                    self._rng = saves.load_attachment(manifest, _name_rng(saves.rank))
+                    saves.begin_at(step)
+                return loaded
+        finally:
+            if not fits:
+                self._saves = None
+                saves.close()
 
     def _load(
         self,
