@@ -1,6 +1,10 @@
 """What `test_lightning.py` runs, each in a process of its own, or on the ranks of one."""
 
+import os
+import pickle
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,12 +12,21 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceXLAStrategy,
+    XLAStrategy,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from tests.integration.fsdp.commits import CommitsHere
 from tests.states import copied, differences
 from tests.trainers.local_saves import TOKENS, Fails, Taken, commit_here, commit_taken
 from tests.trainers.ranks import kill_all_ranks, killed_ranks, on_ranks, require_same
@@ -22,6 +35,7 @@ from trinity_sync.integrations.lightning import TrinitySyncCallback
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.metrics import read_metrics
+from trinity_sync.storage.runs import list_runs
 
 STEPS, KILLED_AT = 8, 6
 
@@ -107,6 +121,134 @@ def resume_bit_equal_in_mid_epoch(tmp_path: Path, spool: Path) -> None:
     assert differences(dict(whole.state_dict()), dict(read.state_dict())) == []
 
 
+def save_nothing_with_fast_dev_run(tmp_path: Path, spool: Path) -> None:
+    root = tmp_path / "ckpts"
+    arguments = commit_here(tmp_path, spool)
+    fit(Small(), [TrinitySyncCallback(root, every_n_steps=1, **arguments)], steps=2)
+    runs = list_runs(root)
+    for resume in (False, True):
+        saves = TrinitySyncCallback(root, every_n_steps=1, **arguments)
+        fit(Small(), [saves], steps=2, resume=resume, fast_dev_run=True)
+        assert steps_on_disk(root) == [1, 2]
+        assert list_runs(root) == runs
+
+    resumed = Small()
+    saves = TrinitySyncCallback(root, every_n_steps=1, **arguments)
+    fit(resumed, [saves], steps=3, resume=True)
+    assert len(resumed.seen) == 1
+
+
+def save_all_steps_of_a_second_fit(tmp_path: Path, spool: Path) -> None:
+    root = tmp_path / "ckpts"
+    saves = TrinitySyncCallback(root, every_n_steps=2, **commit_here(tmp_path, spool))
+    for run in (1, 2):
+        fit(Small(), [saves], steps=2)
+        manifest = read_manifest(root, 2)
+        assert manifest is not None
+        assert manifest.run == run
+
+
+class StopAfter(Callback):
+    """End the training after a number of batches."""
+
+    def __init__(self, batches: int) -> None:
+        self.left = batches
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.left -= 1
+        trainer.should_stop = self.left == 0
+
+
+def resume_accumulated_gradients_bit_equal(tmp_path: Path, spool: Path) -> None:
+    def train(root: str, steps: int, *callbacks: Callback) -> Small:
+        saves = TrinitySyncCallback(
+            tmp_path / root, every_n_steps=1, **commit_here(tmp_path, spool)
+        )
+        module = Small()
+        arguments = {"resume": True, "accumulate_grad_batches": 2}
+        fit(module, [*callbacks, saves], steps=steps, **arguments)
+        return module
+
+    whole = train("whole", 4)
+    train("ckpts", 2)
+    manifest = read_manifest(tmp_path / "ckpts", 2)
+    assert len(train("ckpts", 4, StopAfter(1)).seen) == 1
+    assert read_manifest(tmp_path / "ckpts", 2) == manifest
+    resumed = train("ckpts", 4)
+    assert resumed.seen == whole.seen[4:]
+    assert differences(state_of(whole), state_of(resumed)) == []
+
+
+def load_last_next_to_another_checkpoint(tmp_path: Path, spool: Path) -> None:
+    root, arguments = tmp_path / "ckpts", commit_here(tmp_path, spool)
+
+    def train(steps: int, *, trinity: bool = True, **named: Any) -> int:
+        """Return how many batches were trained on."""
+        other = ModelCheckpoint(tmp_path / "other", save_last=True, every_n_train_steps=1)
+        mine = [TrinitySyncCallback(root, every_n_steps=1, **arguments)] if trinity else []
+        module = Small()
+        fit(module, [other, *mine], steps=steps, resume=True, **named)
+        return len(module.seen)
+
+    assert train(2, trinity=False) == 2
+    train(3, fast_dev_run=True)
+    assert not root.exists()
+    assert train(3) == 1  # the root has no step
+    assert steps_on_disk(root) == [3]
+    last = tmp_path / "other/last.ckpt"
+    assert train(5, trinity=False) == 2
+    os.utime(last, (time.time() + 60,) * 2)
+    assert train(5) == 2
+
+
+class Interrupt(Callback):
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            raise RuntimeError("interrupted")
+
+
+def resume_with_the_callback_of_an_exception(tmp_path: Path, spool: Path) -> None:
+    root = tmp_path / "ckpts"
+    trigger = CommitsHere()
+    saves = TrinitySyncCallback(root, every_n_steps=1, **commit_here(tmp_path, spool, trigger))
+    with pytest.raises(RuntimeError, match="interrupted"):
+        fit(Small(), [Interrupt(), saves], steps=4)
+    trigger.settle()
+    resumed = Small()
+    fit(resumed, [saves], steps=4, resume=True)
+    assert len(resumed.seen) == 2
+    assert [(run.number, run.resumed_from) for run in list_runs(root)] == [(1, 0), (2, 2)]
+
+
+def fit_after_a_resume_that_trains_nothing(tmp_path: Path, spool: Path) -> None:
+    def train(saves: TrinitySyncCallback, *, resume: bool = False) -> Small:
+        module = Small()
+        fit(module, [saves], steps=2, resume=resume)
+        return module
+
+    arguments = commit_here(tmp_path, spool)
+    saves = TrinitySyncCallback(tmp_path / "ckpts", every_n_steps=1, **arguments)
+    whole = train(saves)
+    assert train(saves, resume=True).seen == []
+    again = train(saves)
+    assert again.losses == whole.losses
+
+
+class Pickled(CommitsHere):
+    def __reduce__(self) -> Any:
+        return Pickled, ()
+
+
+def resume_with_a_pickled_callback(tmp_path: Path, spool: Path) -> None:
+    root = tmp_path / "ckpts"
+    saves = TrinitySyncCallback(root, every_n_steps=1, **commit_here(tmp_path, spool, Pickled()))
+    fit(Small(), [saves], steps=2)
+    resumed = Small()
+    fit(resumed, [pickle.loads(pickle.dumps(saves))], steps=3, resume=True)
+    assert len(resumed.seen) == 1
+    assert steps_on_disk(root) == [1, 2, 3]
+
+
 def end_with_the_failure_of_a_save(tmp_path: Path, spool: Path) -> None:
     saves = TrinitySyncCallback(
         tmp_path / "ckpts", every_n_steps=1, **commit_here(tmp_path, spool, Fails())
@@ -189,6 +331,32 @@ def resume_bit_equal_after_a_kill(folder: Path, spool: Path, kind: str) -> None:
         require_same(before, after)
 
 
+class NotSeenYet(TrinitySyncCallback):
+    """Rank 1 does not see the root when Lightning selects a path."""
+
+    def _find_last_checkpoints(self, trainer: Any) -> set[str]:
+        root = self._root
+        self._root = root.parent / "elsewhere" if dist.get_rank() else root
+        try:
+            return super()._find_last_checkpoints(trainer)
+        finally:
+            self._root = root
+
+
+def train_from_last(folder: Path, spool: Path, steps: int) -> int:
+    """Return how many batches were trained on."""
+    other = ModelCheckpoint(folder / "other", save_last=True, every_n_train_steps=1)
+    saves = NotSeenYet(folder / "ckpts", every_n_steps=1, **commit_here(folder, spool))
+    module = Small()
+    fit(module, [other, saves], steps=steps, resume=True, devices=2, strategy=DDPStrategy())
+    return len(module.seen)
+
+
+def agree_on_the_last_checkpoint(folder: Path, spool: Path) -> None:
+    assert on_ranks(folder, train_from_last, folder, spool, 2) == [2, 2]
+    assert on_ranks(folder, train_from_last, folder, spool, 3) == [1, 1]
+
+
 def fail(folder: Path, spool: Path) -> str:
     saves = TrinitySyncCallback(
         folder / "ckpts", every_n_steps=1, **commit_here(folder, spool, Fails())
@@ -219,3 +387,9 @@ def refuse_strategies_by_name(folder: Path, spool: Path) -> None:
         saves = TrinitySyncCallback(folder / "ckpts", every_n_steps=1)
         with pytest.raises(ConfigError, match=told):
             fit(Sharded(), [saves], steps=1, strategy=strategy)
+
+    for refused in (DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy):
+        strategy = object.__new__(refused)  # what they need is not installed
+        saves = TrinitySyncCallback(folder / "ckpts", every_n_steps=1)
+        with pytest.raises(ConfigError, match=f"does not save with {refused.__name__}"):
+            saves.setup(SimpleNamespace(strategy=strategy), None, "fit")

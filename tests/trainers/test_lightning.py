@@ -37,6 +37,12 @@ def test_a_failed_save_ends_the_training_of_all_lightning_ranks(
     call("end_with_the_failure_on_all_ranks", tmp_path, spool_folder)
 
 
+def test_lightning_ranks_agree_on_the_last_checkpoint(
+    call: Callable[..., Any], tmp_path: Path, spool_folder: Path
+) -> None:
+    call("agree_on_the_last_checkpoint", tmp_path, spool_folder)
+
+
 def test_strategies_that_cannot_be_saved_are_refused_before_training(
     call: Callable[..., Any], tmp_path: Path, spool_folder: Path
 ) -> None:
@@ -59,3 +65,45 @@ def test_what_a_validation_logs_is_recorded_for_the_saved_step(
     call: Callable[..., Any], tmp_path: Path, spool_folder: Path
 ) -> None:
     call("record_what_a_validation_logs", tmp_path, spool_folder)
+
+
+def test_fast_dev_run_saves_nothing_and_begins_no_run(
+    call: Callable[..., Any], tmp_path: Path, spool_folder: Path
+) -> None:
+    call("save_nothing_with_fast_dev_run", tmp_path, spool_folder)
+
+
+def test_a_second_fit_with_the_same_callback_saves_all_of_its_steps(
+    call: Callable[..., Any], tmp_path: Path, spool_folder: Path
+) -> None:
+    call("save_all_steps_of_a_second_fit", tmp_path, spool_folder)
+
+
+def test_accumulated_gradients_resume_bit_equal_from_a_step_that_is_not_saved_again(
+    call: Callable[..., Any], tmp_path: Path, spool_folder: Path
+) -> None:
+    call("resume_accumulated_gradients_bit_equal", tmp_path, spool_folder)
+
+
+def test_last_is_the_newest_committed_step_whatever_else_lightning_has_saved(
+    call: Callable[..., Any], tmp_path: Path, spool_folder: Path
+) -> None:
+    call("load_last_next_to_another_checkpoint", tmp_path, spool_folder)
+
+
+def test_a_callback_begins_a_new_run_after_an_exception(
+    call: Callable[..., Any], tmp_path: Path, spool_folder: Path
+) -> None:
+    call("resume_with_the_callback_of_an_exception", tmp_path, spool_folder)
+
+
+def test_a_resume_that_trains_nothing_leaves_nothing_to_the_next_fit(
+    call: Callable[..., Any], tmp_path: Path, spool_folder: Path
+) -> None:
+    call("fit_after_a_resume_that_trains_nothing", tmp_path, spool_folder)
+
+
+def test_a_callback_can_be_pickled_after_a_fit(
+    call: Callable[..., Any], tmp_path: Path, spool_folder: Path
+) -> None:
+    call("resume_with_a_pickled_callback", tmp_path, spool_folder)

@@ -20,7 +20,8 @@ from trinity_sync.storage.manifest import Manifest
 
 with from_extra("lightning"):
     import lightning
-    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.fabric.utilities.cloud_io import get_filesystem
+    from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
     from lightning.pytorch.strategies import (
         DDPStrategy,
         ModelParallelStrategy,
@@ -32,6 +33,9 @@ with from_extra("lightning"):
 _WEIGHTS, _OPTIMIZERS = "state_dict", "optimizer_states"
 _REST = "meta.pt"
 """Everything else of a checkpoint, under the name that `ModelParallelStrategy` expects."""
+
+_REFUSED = ("DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy")
+"""Names of subclasses of supported strategies that save in ways of their own."""
 
 
 class TrinitySyncCallback(ModelCheckpoint):
@@ -78,6 +82,7 @@ class TrinitySyncCallback(ModelCheckpoint):
         self._strategy: Any = None
         self._saves: TrainerSaves | None = None
         self._saved = -1
+        self._loads_last = False
         self._rng: Mapping[str, Any] | None = None
 
     # ------------------------------------------------------------ hooks of Lightning
@@ -96,7 +101,9 @@ class TrinitySyncCallback(ModelCheckpoint):
         strategy = trainer.strategy
         if strategy is self._strategy:
             return
-        if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy | ModelParallelStrategy):
+        supported = SingleDeviceStrategy | DDPStrategy | ModelParallelStrategy
+        is_refused = any(each.__name__ in _REFUSED for each in type(strategy).__mro__)
+        if is_refused or not isinstance(strategy, supported):
             raise ConfigError(
                 f"{type(self).__name__} does not save with {type(strategy).__name__}; take "
                 "DDPStrategy, or ModelParallelStrategy for FSDP2"
@@ -109,6 +116,17 @@ class TrinitySyncCallback(ModelCheckpoint):
         strategy.save_checkpoint = self._wrap_save(strategy.save_checkpoint, strategy)
         strategy.load_checkpoint = self._wrap_load(strategy.load_checkpoint, trainer)
         self._strategy = strategy
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Record the step that the training starts at, which is not saved again.
+
+        With accumulated gradients, batches after it are of the same step.
+
+        Args:
+            trainer: Lightning's trainer.
+            pl_module: not used.
+        """
+        self._saved = trainer.global_step
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
@@ -167,6 +185,26 @@ class TrinitySyncCallback(ModelCheckpoint):
             finally:
                 saves.close()
 
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Release all resources; saves that are submitted are committed nevertheless.
+
+        Args:
+            trainer: not used.
+            pl_module: not used.
+            exception: not used.
+        """
+        self._close()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Release all resources, also of a training that had no step left.
+
+        Args:
+            trainer: not used.
+            pl_module: not used.
+            stage: not used.
+        """
+        self._close()
+
     def state_dict(self) -> dict[str, Any]:
         """Return an empty state: that of `ModelCheckpoint` names files that it has written."""
         return {}
@@ -175,15 +213,32 @@ class TrinitySyncCallback(ModelCheckpoint):
         """Load nothing."""
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
-        """Return the root, which stands for its newest step until all ranks can agree on it."""
-        self._root.mkdir(parents=True, exist_ok=True)
-        return {str(self._root)}
+        """Return a folder that exists, of which Lightning calls the method that loads.
+
+        Each rank selects a path by itself, before there is a process group. What the path is does
+        not matter: the method finds what to load, the same on all ranks.
+        """
+        self._loads_last = True
+        return {str(next(each for each in (self._root, *self._root.parents) if each.is_dir()))}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without that of the fit, for `pickle` and `copy`."""
+        return {**vars(self), "_strategy": None, "_saves": None, "_rng": None}
 
     # ------------------------------------------------------------ private
 
+    def _close(self) -> None:
+        """Close what this fit has opened, so that the next one is a run of its own."""
+        saves, self._saves = self._saves, None
+        self._rng, self._loads_last = None, False
+        if saves is not None:
+            saves.close()
+
     def _save(self, trainer: Any) -> None:
         step = trainer.global_step
-        if step not in (0, self._saved):  # with accumulated gradients a step has several batches
+        if trainer.fast_dev_run:  # as ModelCheckpoint: nothing is saved, and no run begins
+            return
+        if step != self._saved:  # with accumulated gradients a step has several batches
             trainer.save_checkpoint(self._root / f"global_step_{step}", weights_only=False)
             self._saved = step
             self._record_metrics(trainer)
@@ -219,31 +274,51 @@ class TrinitySyncCallback(ModelCheckpoint):
 
     def _wrap_load(self, original: Callable[..., Any], trainer: Any) -> Callable[..., Any]:
         def load_checkpoint(path: Any, *arguments: Any, **named: Any) -> Any:
-            is_last = Path(path).resolve() == self._root
-            step = self._find_step(path)
+            selects, self._loads_last = self._loads_last, False
+            is_last = selects or Path(path).resolve() == self._root
+            step = None if is_last else self._find_step(path)
             if step is None and not is_last:
                 return original(path, *arguments, **named)
-            saves, fits = self._get_saves(trainer.strategy), trainer.state.fn == TrainerFn.FITTING
-            try:
-                if is_last:
-                    step = saves.latest_step(settle_s=self._settle_s)
-                if step is None:
-                    rank_zero_info(f"There is no committed step in {self._root}: a fresh start")
-                    trainer.ckpt_path = None
-                    return _NothingToLoad()
-                rank_zero_info(f"Loading {step_folder(self._root, step)}")
-                with saves.lease(step) as manifest:
-                    loaded = self._load(saves, manifest, original, *arguments, **named)
-                    if fits:
-                        self._rng = saves.load_attachment(manifest, _name_rng(saves.rank))
-                        saves.begin_at(step)
-                    return loaded
-            finally:
-                if not fits:
-                    self._saves = None
-                    saves.close()
+            loaded = self._load_from_root(trainer, step, original, *arguments, **named)
+            if loaded is not None:
+                return loaded
+            if selects and (other := trainer.strategy.broadcast(_find_other(trainer))):
+                rank_zero_info(f"There is no committed step in {self._root}: loading {other}")
+                return original(other, *arguments, **named)
+            rank_zero_info(f"There is no committed step in {self._root}: a fresh start")
+            trainer.ckpt_path = None
+            return _NothingToLoad()
 
         return load_checkpoint
+
+    def _load_from_root(
+        self,
+        trainer: Any,
+        step: int | None,
+        original: Callable[..., Any],
+        *arguments: Any,
+        **named: Any,
+    ) -> Any:
+        """Return the checkpoint of a step, by default the newest; None if there is none."""
+        fits = trainer.state.fn == TrainerFn.FITTING and not trainer.fast_dev_run
+        if not fits and step is None and not trainer.strategy.broadcast(self._root.is_dir()):
+            return None  # the coordinator would make the root
+        saves = self._get_saves(trainer.strategy)
+        try:
+            step = saves.latest_step(settle_s=self._settle_s) if step is None else step
+            if step is None:
+                return None
+            rank_zero_info(f"Loading {step_folder(self._root, step)}")
+            with saves.lease(step) as manifest:
+                loaded = self._load(saves, manifest, original, *arguments, **named)
+                if fits:
+                    self._rng = saves.load_attachment(manifest, _name_rng(saves.rank))
+                    saves.begin_at(step)
+                return loaded
+        finally:
+            if not fits:
+                self._saves = None
+                saves.close()
 
     def _load(
         self,
@@ -272,6 +347,21 @@ class TrinitySyncCallback(ModelCheckpoint):
     def _find_step(self, path: Any) -> int | None:
         folder = Path(path)
         return step_of_folder(folder.name) if folder.resolve().parent == self._root else None
+
+
+def _find_other(trainer: Any) -> str | None:
+    """Return the checkpoint that Lightning takes for the last one without this callback."""
+    found: set[str] = set()
+    for callback in trainer.callbacks:
+        if isinstance(callback, OnExceptionCheckpoint):
+            found.add(callback.ckpt_path)
+        elif isinstance(callback, ModelCheckpoint) and not isinstance(
+            callback, TrinitySyncCallback
+        ):
+            found |= callback._find_last_checkpoints(trainer)
+    files = {path: get_filesystem(path) for path in found}
+    times = {path: files[path].modified(path) for path in found if files[path].exists(path)}
+    return max(times, key=lambda path: times[path], default=None)
 
 
 class _NothingToLoad(dict[str, Any]):
