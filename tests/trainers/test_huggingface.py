@@ -1,7 +1,7 @@
 """The callback for Hugging Face's Trainer: saved by steps, resumed bit-equal, failures raised."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ from trinity_sync.integrations.huggingface import TrinitySyncCallback
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.retention.planner import Rules
 from trinity_sync.retention.prune import prune
+from trinity_sync.storage.discovery import list_known_runs
 from trinity_sync.storage.job_settings import read_job_settings
+from trinity_sync.storage.manifest import read_run_number
 from trinity_sync.storage.metrics import read_metrics
 
 
@@ -114,6 +116,43 @@ def test_a_hugging_face_trainer_that_has_nothing_to_resume_starts_afresh(
         TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder)).latest()
         is None
     )
+
+
+class At(TrainerCallback):
+    """Calls a function at the end of a step."""
+
+    def __init__(self, step: int, call: Callable[[], object]) -> None:
+        self.step, self.call = step, call
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        if state.global_step == self.step:
+            self.call()
+
+
+def test_another_reader_of_the_newest_step_does_not_supersede_the_training(
+    tmp_path: Path, spool_folder: Path
+) -> None:
+    root = tmp_path / "ckpts"
+    read = []
+
+    def look() -> None:
+        saves._get_saves().wait_all()
+        other = TrinitySyncCallback(root, **commit_here(tmp_path, spool_folder))
+        read.append(other.latest())
+        other._get_saves().close()
+
+    saves = TrinitySyncCallback(root, **commit_here(tmp_path, spool_folder))
+    trainer = hugging_face(tmp_path / "out", saves, stop=6)
+    trainer.add_callback(At(3, look))
+    trainer.train()
+    assert read[0].endswith("checkpoint-2")
+    assert steps_on_disk(root) == [2, 4, 6]
+    assert read_run_number(root, 6) == 1
+
+    saves = TrinitySyncCallback(root, **commit_here(tmp_path, spool_folder))
+    resumed = hugging_face(tmp_path / "out", saves, stop=8)
+    resumed.train(resume_from_checkpoint=saves.latest())
+    assert [(run.number, run.resumed_from) for run in list_known_runs(root)][-1] == (2, 6)
 
 
 def test_a_hugging_face_training_ends_with_the_failure_of_a_save(

@@ -61,9 +61,14 @@ class TrinitySyncCallback(TrainerCallback):
         self._saves: TrainerSaves | None = None
         self._logged: tuple[int, dict[str, Any]] = (-1, {})
         """What was logged at a step, before it is saved."""
+        self._loaded: int | None = None
+        """Step that `Trainer` has loaded for the training that begins next."""
 
     def latest(self, *, settle_s: float = 0.0) -> str | None:
         """Return a folder to resume from the newest committed step; None if there is none.
+
+        The run begins at the step when `Trainer` loads the folder. So another process may call it
+        as well, to read the newest weights while a training saves.
 
         With several processes a collective call, which all of them make once their `Trainer` is
         created.
@@ -78,7 +83,7 @@ class TrinitySyncCallback(TrainerCallback):
         """
         saves = self._get_saves()
         step = saves.latest_step(settle_s=settle_s)
-        return None if step is None else str(self._make_folder(saves, step, begins=True))
+        return None if step is None else str(self._make_folder(saves, step))
 
     @property
     def root(self) -> Path:
@@ -145,7 +150,7 @@ class TrinitySyncCallback(TrainerCallback):
         saves.wait_all()
         step = _step_of(trainer.state.best_model_checkpoint)
         saves.keep_best(step)
-        folder = self._make_folder(saves, step, begins=False)
+        folder = self._make_folder(saves, step)
         trainer.state.best_model_checkpoint = str(folder)
 
     def on_init_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
@@ -166,7 +171,32 @@ class TrinitySyncCallback(TrainerCallback):
                 "callback out, or save with a CheckpointCoordinator of your own"
             )
 
-    on_train_begin = on_init_end  # for a callback that was added later
+    def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """Begin a run of the job, at the step that `Trainer` has loaded.
+
+        Args:
+            args: `Trainer`'s arguments.
+            state: `Trainer`'s state.
+            control: not used.
+            parts: the model, among others.
+
+        Raises:
+            ConfigError: as `on_init_end`, for a callback that was added later.
+        """
+        self.on_init_end(args, state, control, **parts)
+        step, self._loaded = self._loaded, None
+        if step is not None and step == state.global_step:
+            self._get_saves().begin_at(step)
+
+    def note_loaded(self, folder: str) -> None:
+        """Remember the step whose folder `Trainer` loads; the run begins there with the training.
+
+        Args:
+            folder: what `Trainer` loads; folders that `latest` has not made are ignored.
+        """
+        path = Path(folder).resolve()
+        if path.parent == self._folder_of(0).parent:
+            self._loaded = _step_of(path.name)
 
     def on_log(
         self,
@@ -210,8 +240,8 @@ class TrinitySyncCallback(TrainerCallback):
             finally:
                 saves.close()
 
-    def _make_folder(self, saves: TrainerSaves, step: int, *, begins: bool) -> Path:
-        """Make the folder of a step that `Trainer` loads, and begin the run there if asked."""
+    def _make_folder(self, saves: TrainerSaves, step: int) -> Path:
+        """Make the folder of a step that `Trainer` loads."""
         with saves.lease(step) as manifest:
             attached = {Path(path).name for path in list_attachments(manifest)}
             if TRAINER_STATE_NAME not in attached:
@@ -220,8 +250,6 @@ class TrinitySyncCallback(TrainerCallback):
                     f"by {type(self).__name__}; use another root"
                 )
             saves.compare_files(manifest)
-            if begins:
-                saves.begin_at(step)
             return saves.link(_FOLDER, manifest, name_files(manifest, attached))
 
     def _folder_of(self, step: int) -> Path:
@@ -269,6 +297,8 @@ def _wrap_load(original: Callable[..., None]) -> Callable[..., None]:
         ours = callback and checkpoint and Path(checkpoint).is_relative_to(callback.root)
         with load_shards(trainer) if ours else nullcontext():
             original(trainer, checkpoint, *args, **kwargs)
+        if callback and checkpoint:
+            callback.note_loaded(checkpoint)
 
     return load
 

@@ -284,7 +284,7 @@ class TrainerSaves:
             names: path below the step's folder, by name. Attachments have links of their names.
 
         Returns:
-            The folder, which the next call for the step replaces.
+            The folder. Links that are there already stay, so that another process may read them.
         """
         step = manifest.step
         folder = self.root / PRIVATE_FOLDER / trainer / f"checkpoint-{step}"
@@ -292,10 +292,15 @@ class TrainerSaves:
 
         def make() -> None:
             folder.mkdir(parents=True, exist_ok=True)
+            wanted = {name: step_folder(self.root, step) / path for name, path in links.items()}
             for old in folder.iterdir():
-                old.unlink()
-            for name, path in links.items():
-                (folder / name).symlink_to(step_folder(self.root, step) / path)
+                if old.is_symlink() and old.readlink() == wanted.get(old.name):
+                    del wanted[old.name]
+                else:
+                    old.unlink(missing_ok=True)
+            for name, target in wanted.items():
+                with suppress(FileExistsError):  # another process has made it just now
+                    (folder / name).symlink_to(target)
 
         self.run_on_rank_0(make)
         return folder
