@@ -155,6 +155,75 @@ def test_another_reader_of_the_newest_step_does_not_supersede_the_training(
     assert [(run.number, run.resumed_from) for run in list_known_runs(root)][-1] == (2, 6)
 
 
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_hugging_face_training_that_raised_goes_on_with_the_same_callback(
+    tmp_path: Path, spool_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRINITY_SYNC_RUN_KEY", "of-the-process")
+    root = tmp_path / "ckpts"
+    saves = TrinitySyncCallback(root, **commit_here(tmp_path, spool_folder))
+
+    def train(stop: int, resume: bool, interrupted_at: int = 99) -> None:
+        trainer = hugging_face(tmp_path / "out", saves, stop, save_total_limit=None)
+        trainer.add_callback(At(interrupted_at, interrupt))
+        trainer.train(resume_from_checkpoint=saves.latest() if resume else None)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(99, False, interrupted_at=5)
+    saves._get_saves().wait_all()
+    train(6, True)
+    train(8, True)  # after a training that has ended
+    with pytest.raises(KeyboardInterrupt):
+        train(99, True, interrupted_at=11)
+    saves._get_saves().wait_all()
+    train(10, False)  # afresh, to the step that was saved last
+    begun = [(run.number, run.resumed_from) for run in list_known_runs(root)]
+    assert begun == [(1, 0), (2, 4), (3, 6), (4, 8), (5, 0)]
+    assert read_run_number(root, 10) == 5
+
+
+def test_a_batch_that_does_not_fit_begins_the_training_again(
+    tmp_path: Path, spool_folder: Path
+) -> None:
+    def exhaust() -> None:
+        if exhausted:
+            raise RuntimeError(exhausted.pop())
+
+    exhausted = ["CUDA out of memory."]
+    saves = TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder))
+    trainer = hugging_face(tmp_path / "out", saves, 4, auto_find_batch_size=True)
+    trainer.add_callback(At(3, exhaust))
+    trainer.train()
+    assert steps_on_disk(tmp_path / "ckpts") == [2, 4]
+    assert read_run_number(tmp_path / "ckpts", 2) == 2
+
+
+def test_two_callbacks_of_a_trainer_are_refused_before_training(
+    tmp_path: Path, spool_folder: Path
+) -> None:
+    first, second = (
+        TrinitySyncCallback(tmp_path / name, **commit_here(tmp_path, spool_folder)) for name in "ab"
+    )
+    trainer = hugging_face(tmp_path / "out", first)
+    trainer.add_callback(second)
+    with pytest.raises(ConfigError, match=r"one TrinitySyncCallback, and this one has 2 \(/.*/a, /"):
+        trainer.train()
+
+
+def test_a_trainer_without_the_callback_loads_by_the_names_of_its_parameters(
+    tmp_path: Path, spool_folder: Path
+) -> None:
+    saves = TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder))
+    trainer = hugging_face(tmp_path / "out", saves)
+    trainer.remove_callback(saves)
+    trainer.save_model(str(tmp_path / "saved"))
+    trainer._load_from_checkpoint(resume_from_checkpoint=str(tmp_path / "saved"))
+    trainer._load_optimizer_and_scheduler(checkpoint=None)
+
+
 def test_a_hugging_face_training_ends_with_the_failure_of_a_save(
     tmp_path: Path, spool_folder: Path
 ) -> None:

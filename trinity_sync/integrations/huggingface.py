@@ -11,6 +11,7 @@ have the callback.
 """
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trinity_sync.client.run_context import make_run_key
 from trinity_sync.errors import CommitError, ConfigError, from_extra
 from trinity_sync.integrations.huggingface_state import (
     FSDP,
@@ -61,6 +63,8 @@ class TrinitySyncCallback(TrainerCallback):
         self._saves: TrainerSaves | None = None
         self._logged: tuple[int, dict[str, Any]] = (-1, {})
         """What was logged at a step, before it is saved."""
+        self._run_key: dict[str, str] = {}
+        """Key of a run after the first one of this process; that of the arguments was its own."""
         self._loaded: int | None = None
         """Step that `Trainer` has loaded for the training that begins next."""
 
@@ -110,6 +114,7 @@ class TrinitySyncCallback(TrainerCallback):
                 f"{saves.world_size}; upload with a CheckpointCoordinator of your own"
             )
         version, _ = saves.coordinator.upload(step, model.state_dict)
+        saves.has_begun = True
         if version is None:
             saves.wait_all()  # which raises why
 
@@ -174,6 +179,8 @@ class TrinitySyncCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Begin a run of the job, at the step that `Trainer` has loaded.
 
+        Each training is a run of its own, also after one that raised.
+
         Args:
             args: `Trainer`'s arguments.
             state: `Trainer`'s state.
@@ -184,6 +191,9 @@ class TrinitySyncCallback(TrainerCallback):
             ConfigError: as `on_init_end`, for a callback that was added later.
         """
         self.on_init_end(args, state, control, **parts)
+        self._logged = (-1, {})
+        if self._saves is not None and self._saves.has_begun:
+            self._close()  # what the training before it has submitted is committed nevertheless
         step, self._loaded = self._loaded, None
         if step is not None and step == state.global_step:
             self._get_saves().begin_at(step)
@@ -234,11 +244,10 @@ class TrinitySyncCallback(TrainerCallback):
             SaveFailedError: a save failed, on all ranks.
         """
         if self._saves is not None:
-            saves, self._saves = self._saves, None
             try:
-                saves.wait_all()
+                self._saves.wait_all()
             finally:
-                saves.close()
+                self._close()
 
     def _make_folder(self, saves: TrainerSaves, step: int) -> Path:
         """Make the folder of a step that `Trainer` loads."""
@@ -256,6 +265,9 @@ class TrinitySyncCallback(TrainerCallback):
         return self._root / PRIVATE_FOLDER / _FOLDER / f"checkpoint-{step}"
 
     def _get_saves(self) -> TrainerSaves:
+        sharded = is_initialized() and AcceleratorState().distributed_type is FSDP
+        if self._saves is not None and self._saves.is_sharded != sharded:
+            self._close()  # it was made before the Trainer was
         if self._saves is None:
             launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 or (
                 dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -265,9 +277,16 @@ class TrinitySyncCallback(TrainerCallback):
                     f"{self._root}: there are several processes, and how they share the model is "
                     "not known yet; create the Trainer before the first call"
                 )
-            sharded = is_initialized() and AcceleratorState().distributed_type is FSDP
-            self._saves = TrainerSaves(self._root, sharded=sharded, **self._arguments)
+            arguments = {**self._arguments, **self._run_key}
+            self._saves = TrainerSaves(self._root, sharded=sharded, **arguments)
         return self._saves
+
+    def _close(self) -> None:
+        """End this run; the next call begins another one."""
+        if self._saves is not None:
+            saves, self._saves = self._saves, None
+            self._run_key = {"run_key": make_run_key()} if saves.has_begun else self._run_key
+            saves.close()
 
 
 def _step_of(folder: str) -> int:
@@ -276,7 +295,23 @@ def _step_of(folder: str) -> int:
 
 def _find_callback(trainer: Any) -> TrinitySyncCallback | None:
     callbacks = trainer.callback_handler.callbacks
-    return next((each for each in callbacks if isinstance(each, TrinitySyncCallback)), None)
+    found = [each for each in callbacks if isinstance(each, TrinitySyncCallback)]
+    if len(found) > 1:
+        roots = ", ".join(str(each.root) for each in found)
+        raise ConfigError(
+            f"a Trainer saves with one TrinitySyncCallback, and this one has {len(found)} ({roots}); "
+            "remove the others"
+        )
+    return found[0] if found else None
+
+
+def _wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        _find_callback(trainer)  # which requires that there are not two
+        return original(trainer, *args, **kwargs)
+
+    return train
 
 
 def _wrap_save_checkpoint(original: Callable[..., None]) -> Callable[..., None]:
@@ -291,12 +326,16 @@ def _wrap_save_checkpoint(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _wrap_load(original: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
-    def load(trainer: Any, checkpoint: str | None, *args: Any, **kwargs: Any) -> None:
+    def load(*args: Any, **kwargs: Any) -> None:
+        # the names of the parameters are the original's
+        trainer, checkpoint = list(signature.bind(*args, **kwargs).arguments.values())[:2]
         callback = _find_callback(trainer)
         ours = callback and checkpoint and Path(checkpoint).is_relative_to(callback.root)
         with load_shards(trainer) if ours else nullcontext():
-            original(trainer, checkpoint, *args, **kwargs)
+            original(*args, **kwargs)
         if callback and checkpoint:
             callback.note_loaded(checkpoint)
 
@@ -314,6 +353,7 @@ def _wrap_load_best_model(original: Callable[..., None]) -> Callable[..., None]:
     return load_best_model
 
 
+Trainer.train = _wrap_train(Trainer.train)
 Trainer._save_checkpoint = _wrap_save_checkpoint(Trainer._save_checkpoint)
 Trainer._load_from_checkpoint = _wrap_load(Trainer._load_from_checkpoint)
 Trainer._load_optimizer_and_scheduler = _wrap_load(Trainer._load_optimizer_and_scheduler)

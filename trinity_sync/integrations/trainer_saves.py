@@ -69,6 +69,8 @@ class TrainerSaves:
         in_group = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if in_group else 0
         self.world_size = dist.get_world_size() if in_group else 1
+        self.has_begun = False
+        """Whether the run of the job has begun: by a save, at a step to resume, by an upload."""
         self._saver: DcpSaver | None = None
         self._saved = -1
         self._coordinator: CheckpointCoordinator | None
@@ -110,6 +112,7 @@ class TrainerSaves:
         """
         if step == self._saved:
             return
+        self.has_begun = True
         states, files = self.run_on_all_ranks(collect)
         self._saved = step
         if self._saver is None:
@@ -270,6 +273,7 @@ class TrainerSaves:
         Raises:
             ConfigError: this run has already begun at another step.
         """
+        self.has_begun = True
         if self.is_sharded:
             self.coordinator.resumed_from(step)
         else:
