@@ -13,15 +13,19 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 from tests.integration.fsdp.commits import CommitsHere
 from tests.states import copied, differences
 from tests.trainers.local_saves import TOKENS, Fails, commit_here
-from trinity_sync import ConfigError, SaveFailedError, WeightReader
+from trinity_sync import CommitError, ConfigError, SaveFailedError, WeightReader
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.integrations import trainer_saves
 from trinity_sync.integrations.huggingface import TrinitySyncCallback
+from trinity_sync.integrations.trainer_saves import BEST
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.retention.planner import Rules
 from trinity_sync.retention.prune import prune
 from trinity_sync.storage.discovery import list_known_runs
 from trinity_sync.storage.job_settings import read_job_settings
-from trinity_sync.storage.manifest import read_run_number
+from trinity_sync.storage.manifest import read_manifest, read_run_number
 from trinity_sync.storage.metrics import read_metrics
+from trinity_sync.storage.pins import list_pins, pin_ahead
 
 
 @pytest.fixture
@@ -209,7 +213,9 @@ def test_two_callbacks_of_a_trainer_are_refused_before_training(
     )
     trainer = hugging_face(tmp_path / "out", first)
     trainer.add_callback(second)
-    with pytest.raises(ConfigError, match=r"one TrinitySyncCallback, and this one has 2 \(/.*/a, /"):
+    with pytest.raises(
+        ConfigError, match=r"one TrinitySyncCallback, and this one has 2 \(/.*/a, /"
+    ):
         trainer.train()
 
 
@@ -248,6 +254,7 @@ class Evaluated(TrainerCallback):
     """Scores each step by `SCORES`; keeps the weights of each save, which is then committed."""
 
     def __init__(self, saves: TrinitySyncCallback, trigger: CommitsHere) -> None:
+        self.failed: list[str] = []
         self.saves, self.trigger = saves, trigger
         self.step = 0
         self.weights: dict[int, dict[str, Any]] = {}
@@ -260,14 +267,22 @@ class Evaluated(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         self.weights[state.global_step] = copied(dict(parts["model"].state_dict()))
-        self.saves._get_saves().wait_all()
+        try:
+            self.saves._get_saves().wait_all()
+        except SaveFailedError as error:
+            self.failed.append(str(error))
         self.trigger.settle()  # what is not kept is removed as well
 
 
 def evaluated(
-    tmp_path: Path, spool: Path, *, stop: int = 99, **arguments: Any
+    tmp_path: Path,
+    spool: Path,
+    *,
+    stop: int = 99,
+    trigger: CommitsHere | None = None,
+    **arguments: Any,
 ) -> tuple[Trainer, Evaluated, TrinitySyncCallback]:
-    trigger = CommitsHere()
+    trigger = trigger or CommitsHere()
     saves = TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool, trigger))
     seen = Evaluated(saves, trigger)
     trainer = hugging_face(
@@ -306,6 +321,114 @@ def test_the_best_step_is_kept_and_loaded_at_the_end_also_after_a_resume(
     assert min(second.weights) == 8
     assert differences(dict(trainer.model.state_dict()), second.weights[8]) == []
     assert steps_on_disk(root) == [8, 12]
+
+
+class FailsAt(CommitsHere):
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+
+    def submit(self, request: SaveRequest) -> None:
+        if request.step == self.step:
+            self._failed[request.key] = "the disk is full"
+        else:
+            super().submit(request)
+
+
+LOADS_BEST = {"load_best_model_at_end": True, "save_total_limit": None}
+
+
+def best_pins(root: Path) -> list[int]:
+    return [each.step for each in list_pins(root) if each.reason == BEST]
+
+
+def test_if_the_best_step_was_not_saved_the_best_before_it_is_loaded(
+    tmp_path: Path, spool_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, seen, _ = evaluated(tmp_path, spool_folder, stop=10, trigger=FailsAt(8), **LOADS_BEST)
+    trainer.train()
+    assert "the disk is full" in seen.failed[0]
+    assert differences(dict(trainer.model.state_dict()), seen.weights[4]) == []
+    assert "best step 8 of" in caplog.text
+    assert best_pins(tmp_path / "ckpts") == [4]
+
+
+def test_without_any_best_step_the_weights_stay_as_they_are(
+    tmp_path: Path, spool_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, seen, _ = evaluated(tmp_path, spool_folder, stop=2, trigger=FailsAt(2), **LOADS_BEST)
+    trainer.train()
+    assert differences(dict(trainer.model.state_dict()), seen.weights[2]) == []
+    assert "weights stay those of step 2" in caplog.text
+    assert trainer.state.best_model_checkpoint is None
+
+
+def test_a_best_checkpoint_that_trainer_itself_has_saved_is_loaded_by_it(
+    tmp_path: Path, spool_folder: Path
+) -> None:
+    trainer, first, saves = evaluated(tmp_path, spool_folder, stop=4, **LOADS_BEST)
+    trainer.remove_callback(saves)
+    trainer.train()
+    saves.on_train_end(None, None, None)
+
+    trainer, second, _ = evaluated(tmp_path, spool_folder, stop=7, **LOADS_BEST)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-4"))
+    assert sorted(second.weights) == steps_on_disk(tmp_path / "ckpts") == [6]
+    assert differences(dict(trainer.model.state_dict()), first.weights[4]) == []
+    assert best_pins(tmp_path / "ckpts") == []
+
+
+def test_what_trainer_has_saved_before_stays_if_the_best_step_is_not_to_be_loaded(
+    tmp_path: Path, spool_folder: Path
+) -> None:
+    (tmp_path / "out/checkpoint-1").mkdir(parents=True)
+    trainer, _, _ = evaluated(tmp_path, spool_folder, stop=2, save_total_limit=1)
+    trainer.train()
+    assert trainer.state.best_global_step == 2
+    assert trainer.state.best_model_checkpoint is None
+
+
+def test_the_best_step_is_pinned_once(
+    tmp_path: Path, spool_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned, read = [], []
+    monkeypatch.setattr(trainer_saves, "pin_ahead", lambda *a: (pinned.append(a[1]), pin_ahead(*a)))
+    monkeypatch.setattr(
+        trainer_saves, "read_manifest", lambda *a, **k: read.append(a[1]) or read_manifest(*a, **k)
+    )
+    trainer, _, _ = evaluated(tmp_path, spool_folder, **LOADS_BEST)
+    trainer.add_callback(At(12, lambda: pinned.append(read[:])))
+    trainer.train()
+    assert pinned == [2, 4, 8, [4, 8]]  # step 2 was not looked at again: step 4 was better
+    assert best_pins(tmp_path / "ckpts") == [8]
+
+
+@pytest.mark.parametrize("lasts", [False, True])
+def test_a_pin_that_cannot_be_written_is_written_later_or_ends_the_training(
+    tmp_path: Path,
+    spool_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    lasts: bool,
+) -> None:
+    failures = iter(range(99 if lasts else 1))
+
+    def fail(*arguments: Any) -> None:
+        if next(failures, None) is not None:
+            raise OSError(30, "read-only")
+        pin_ahead(*arguments)
+
+    monkeypatch.setattr(trainer_saves, "pin_ahead", fail)
+    trainer, seen, saves = evaluated(tmp_path, spool_folder, stop=8, **LOADS_BEST)
+    if lasts:
+        with pytest.raises(CommitError, match=r"repair .*/pins and resume"):
+            trainer.train()
+        assert sorted(seen.weights) == [2, 4]  # the next save was not of the best step
+        saves.on_train_end(None, None, None)
+    else:
+        trainer.train()
+        assert best_pins(tmp_path / "ckpts") == [8]
+    assert "the best step 2 of" in caplog.text
 
 
 def test_save_strategy_best_saves_what_is_better(tmp_path: Path, spool_folder: Path) -> None:

@@ -12,6 +12,7 @@ have the callback.
 
 import functools
 import inspect
+import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -39,6 +40,8 @@ with from_extra("hf"):
     from accelerate.state import AcceleratorState, is_initialized
     from transformers import Trainer, TrainerCallback
     from transformers.trainer import TRAINER_STATE_NAME
+
+logger = logging.getLogger(__name__)
 
 _FOLDER = "huggingface"
 
@@ -126,37 +129,68 @@ class TrinitySyncCallback(TrainerCallback):
 
         Raises:
             ConfigError, SpoolError, ImageError: as `CheckpointCoordinator.save`.
+            CommitError: the best step cannot be pinned.
         """
         saves, state = self._get_saves(), trainer.state
-        step, best = state.global_step, state.best_global_step
+        step = state.global_step
         trainer.store_flos()
-        if best == step:
-            state.best_model_checkpoint = str(self._folder_of(step))
-        keeps_best = trainer.args.load_best_model_at_end and state.best_model_checkpoint
-        if keeps_best:
-            saves.keep_best(_step_of(state.best_model_checkpoint))
+        if trainer.args.load_best_model_at_end:
+            if state.best_global_step == step:
+                state.best_model_checkpoint = str(self._folder_of(step))
+            best = self.find_own_step(state.best_model_checkpoint)
+            if best is not None:
+                saves.keep_best(best, is_next=best == step)
         collect = collect_sharded if saves.is_sharded else collect_replicated
         keep = max(trainer.args.save_total_limit or 0, 0)  # a negative limit is none
         saves.save(step, lambda: (collect(trainer), collect_files(trainer)), keep=keep)
         logged_at, logged = self._logged
         saves.record_metrics(logged_at, logged)
 
-    def load_best(self, trainer: Any) -> None:
+    def find_own_step(self, folder: str | None) -> int | None:
+        """Return the step of a folder as `latest` makes it; None for any other folder.
+
+        Args:
+            folder: absolute path, such as `Trainer`'s ``state.best_model_checkpoint``.
+        """
+        if folder and Path(folder).parent == self._folder_of(0).parent:
+            return _step_of(folder)
+        return None
+
+    def load_best(self, trainer: Any) -> bool:
         """Make the folder that `Trainer._load_best_model` loads, once all saves are committed.
+
+        If an earlier training could not save the best step, it is the best one before it.
 
         Args:
             trainer: the trainer, which calls it on all ranks.
 
+        Returns:
+            Whether there is one to load; otherwise the weights stay as they are, with a warning.
+
         Raises:
             SaveFailedError: a save failed.
-            CommitError: the best step is corrupted.
+            CommitError: the best step is corrupted, or cannot be pinned.
         """
-        saves = self._get_saves()
+        saves, state = self._get_saves(), trainer.state
         saves.wait_all()
-        step = _step_of(trainer.state.best_model_checkpoint)
+        best = _step_of(state.best_model_checkpoint)
+        step = saves.find_best(best)
+        if step is None:
+            logger.warning(
+                "The best step %d of %s is not committed, and no other is pinned as the best: "
+                "the weights stay those of step %d",
+                *(best, self._root, state.global_step),
+            )
+            state.best_model_checkpoint = None
+            return False
+        if step != best:
+            logger.warning(
+                "The best step %d of %s is not committed; step %d is loaded, the best before it",
+                *(best, self._root, step),
+            )
         saves.keep_best(step)
-        folder = self._make_folder(saves, step)
-        trainer.state.best_model_checkpoint = str(folder)
+        state.best_model_checkpoint = str(self._make_folder(saves, step))
+        return True
 
     def on_init_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Require that `Trainer`'s arguments and the model are supported.
@@ -197,6 +231,11 @@ class TrinitySyncCallback(TrainerCallback):
         step, self._loaded = self._loaded, None
         if step is not None and step == state.global_step:
             self._get_saves().begin_at(step)
+            best = Path(state.best_model_checkpoint or "")
+            if best.parts[-3:-1] == (PRIVATE_FOLDER, _FOLDER):  # the root may have moved
+                loads_best = args.load_best_model_at_end
+                own = str(self._folder_of(_step_of(best.name)))
+                state.best_model_checkpoint = own if loads_best else None
 
     def note_loaded(self, folder: str) -> None:
         """Remember the step whose folder `Trainer` loads; the run begins there with the training.
@@ -204,9 +243,7 @@ class TrinitySyncCallback(TrainerCallback):
         Args:
             folder: what `Trainer` loads; folders that `latest` has not made are ignored.
         """
-        path = Path(folder).resolve()
-        if path.parent == self._folder_of(0).parent:
-            self._loaded = _step_of(path.name)
+        self._loaded = self.find_own_step(str(Path(folder).resolve()))
 
     def on_log(
         self,
@@ -345,10 +382,12 @@ def _wrap_load(original: Callable[..., None]) -> Callable[..., None]:
 def _wrap_load_best_model(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def load_best_model(trainer: Any) -> None:
-        if callback := _find_callback(trainer):
-            callback.load_best(trainer)
-        with load_shards(trainer) if callback else nullcontext():
+        callback = _find_callback(trainer)
+        if not callback or callback.find_own_step(trainer.state.best_model_checkpoint) is None:
             original(trainer)
+        elif callback.load_best(trainer):
+            with load_shards(trainer):
+                original(trainer)
 
     return load_best_model
 
