@@ -1,5 +1,6 @@
 """The callback for Hugging Face's Trainer: saved by steps, resumed bit-equal, failures raised."""
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from tests.integration.fsdp.commits import CommitsHere
 from tests.states import copied, differences
@@ -17,6 +26,7 @@ from trinity_sync import CommitError, ConfigError, SaveFailedError, WeightReader
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.integrations import trainer_saves
 from trinity_sync.integrations.huggingface import TrinitySyncCallback
+from trinity_sync.integrations.huggingface_state import get_adapter_state, has_own_embeddings
 from trinity_sync.integrations.trainer_saves import BEST
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.retention.planner import Rules
@@ -238,10 +248,26 @@ def test_a_hugging_face_training_ends_with_the_failure_of_a_save(
         hugging_face(tmp_path / "out", saves, stop=2).train()
 
 
-def test_save_only_model_is_refused_before_training(tmp_path: Path, spool_folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"save_only_model": True}, "save_only_model"),
+        ({"push_to_hub": True}, "push_to_hub of checkpoints (set hub_strategy='end')"),
+    ],
+)
+def test_what_is_not_saved_is_refused_before_training(
+    tmp_path: Path,
+    spool_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    given: dict[str, Any],
+    told: str,
+) -> None:
+    monkeypatch.setattr(Trainer, "init_hf_repo", lambda *a, **k: None)
     saves = TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder))
-    with pytest.raises(ConfigError, match="does not save with save_only_model"):
-        hugging_face(tmp_path / "out", saves, save_only_model=True)
+    with pytest.raises(ConfigError, match=f"does not save with {re.escape(told)}; leave"):
+        hugging_face(tmp_path / "out", saves, **given)
+    if "push_to_hub" in given:
+        hugging_face(tmp_path / "out", saves, **given, hub_strategy="end")
 
 
 # ------------------------------------------------------------ evaluations
@@ -486,6 +512,54 @@ def test_an_adapter_is_saved_alone_resumed_bit_equal_and_read_by_peft(
     ).model  # the base of the same seed
     read = PeftModel.from_pretrained(plain, newest)
     assert differences(dict(get_peft_model_state_dict(read)), weights) == []
+
+
+def test_the_hub_is_not_asked_about_the_base_model_at_a_save(
+    tmp_path: Path, spool_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(*arguments: Any, **named: Any) -> None:
+        raise AssertionError("the Hub is asked")
+
+    monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", ask)
+    monkeypatch.setattr("httpx.Client.send", ask)
+    saves = TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder))
+    adapter = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    trainer = hugging_face(tmp_path / "out", saves, 2, adapter)
+    adapter.base_model_name_or_path = "nobody/not-in-the-cache"
+    trainer.train()
+    saved = next((tmp_path / "ckpts/global_step_2/actor").glob("model*"))
+    assert any("wte" in name for name in torch.load(saved, weights_only=True))
+
+
+@pytest.mark.parametrize("how", ["as they were", "resized", "trained", "targeted", "by tokens"])
+def test_embeddings_that_are_not_the_base_models_are_saved_with_the_adapter(
+    tmp_path: Path, how: str
+) -> None:
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    model = LlamaForCausalLM.from_pretrained(tmp_path)
+    if how == "resized":
+        model.resize_token_embeddings(70)
+    names = ["q_proj", *(["embed_tokens"] if how == "targeted" else [])]
+    tokens = [3] if how == "by tokens" else None
+    adapted = get_peft_model(
+        model, LoraConfig(target_modules=names, trainable_token_indices=tokens)
+    )
+    if how == "trained":
+        adapted.get_input_embeddings().requires_grad_(True)
+    own = has_own_embeddings(adapted)
+    assert own == (how in ("resized", "trained", "targeted"))
+    saved = get_adapter_state(adapted, own)
+    if how != "trained":  # of which PEFT would lose the embeddings
+        assert differences(get_peft_model_state_dict(adapted), saved) == []
+    assert any(name.endswith(("embed_tokens.weight", "base_layer.weight")) for name in saved) == own
 
 
 class Unpicklable(torch.nn.Linear):

@@ -29,6 +29,8 @@ from trinity_sync.integrations.huggingface_state import (
     collect_files,
     collect_replicated,
     collect_sharded,
+    has_own_embeddings,
+    is_adapted,
     list_unsupported,
     load_shards,
     name_files,
@@ -68,6 +70,8 @@ class TrinitySyncCallback(TrainerCallback):
         """What was logged at a step, before it is saved."""
         self._run_key: dict[str, str] = {}
         """Key of a run after the first one of this process; that of the arguments was its own."""
+        self._embeddings: bool | None = None
+        """Whether embeddings are saved with an adapter; None until a training has begun."""
         self._loaded: int | None = None
         """Step that `Trainer` has loaded for the training that begins next."""
 
@@ -142,7 +146,8 @@ class TrinitySyncCallback(TrainerCallback):
                 saves.keep_best(best, is_next=best == step)
         collect = collect_sharded if saves.is_sharded else collect_replicated
         keep = max(trainer.args.save_total_limit or 0, 0)  # a negative limit is none
-        saves.save(step, lambda: (collect(trainer), collect_files(trainer)), keep=keep)
+        embeddings = self._decide_embeddings(trainer.model)
+        saves.save(step, lambda: (collect(trainer, embeddings), collect_files(trainer)), keep=keep)
         logged_at, logged = self._logged
         saves.record_metrics(logged_at, logged)
 
@@ -228,6 +233,8 @@ class TrinitySyncCallback(TrainerCallback):
         self._logged = (-1, {})
         if self._saves is not None and self._saves.has_begun:
             self._close()  # what the training before it has submitted is committed nevertheless
+        self._embeddings = None
+        self._decide_embeddings(parts["model"])
         step, self._loaded = self._loaded, None
         if step is not None and step == state.global_step:
             self._get_saves().begin_at(step)
@@ -318,6 +325,14 @@ class TrinitySyncCallback(TrainerCallback):
             self._saves = TrainerSaves(self._root, sharded=sharded, **arguments)
         return self._saves
 
+    def _decide_embeddings(self, model: torch.nn.Module) -> bool:
+        """Decide once a training, on rank 0: the caches of other nodes may differ."""
+        if self._embeddings is None:
+            self._embeddings = is_adapted(model) and self._get_saves().run_on_rank_0(
+                lambda: has_own_embeddings(model)
+            )
+        return self._embeddings
+
     def _close(self) -> None:
         """End this run; the next call begins another one."""
         if self._saves is not None:
@@ -336,8 +351,8 @@ def _find_callback(trainer: Any) -> TrinitySyncCallback | None:
     if len(found) > 1:
         roots = ", ".join(str(each.root) for each in found)
         raise ConfigError(
-            f"a Trainer saves with one TrinitySyncCallback, and this one has {len(found)} ({roots}); "
-            "remove the others"
+            f"a Trainer saves with one TrinitySyncCallback, and this one has {len(found)} "
+            f"({roots}); remove the others"
         )
     return found[0] if found else None
 
