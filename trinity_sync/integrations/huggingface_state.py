@@ -209,14 +209,14 @@ def has_own_embeddings(model: torch.nn.Module) -> bool:
         wrapped = isinstance(layer, (BaseTunerLayer, AuxiliaryTrainingWrapper))  # PEFT saves these
         if layer is not None and not wrapped and any(p.requires_grad for p in layer.parameters()):
             return True
-    known, base = getattr(model, "config", None), config.base_model_name_or_path
+    known: Any = getattr(model, "config", None)
+    base = config.base_model_name_or_path
     vocabulary = getattr(known, "vocab_size", None)
     if not vocabulary or not base:
         return False
+    of_base: Any = type(known)
     try:
-        return bool(
-            type(known).from_pretrained(base, local_files_only=True).vocab_size != vocabulary
-        )
+        return bool(of_base.from_pretrained(base, local_files_only=True).vocab_size != vocabulary)
     except OSError:
         logger.warning(
             "The config of the base model %s is neither in a folder nor in the Hub's cache, so its "
