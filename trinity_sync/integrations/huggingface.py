@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from trinity_sync.client.run_context import make_run_key
-from trinity_sync.errors import CommitError, ConfigError, from_extra
+from trinity_sync.errors import CommitError, ConfigError, TrinitySyncError, from_extra
 from trinity_sync.integrations.huggingface_state import (
     FSDP,
     collect_files,
@@ -232,7 +232,10 @@ class TrinitySyncCallback(TrainerCallback):
         self.on_init_end(args, state, control, **parts)
         self._logged = (-1, {})
         if self._saves is not None and self._saves.has_begun:
-            self._close()  # what the training before it has submitted is committed nevertheless
+            try:  # what the training before it has submitted is committed nevertheless
+                self._close()
+            except TrinitySyncError as error:  # its own failures are no failures of this one
+                logger.warning("the training before in %s ended with: %s", self._root, error)
         self._embeddings = None
         self._decide_embeddings(parts["model"])
         step, self._loaded = self._loaded, None
