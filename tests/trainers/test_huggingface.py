@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,9 +25,14 @@ from tests.states import copied, differences
 from tests.trainers.local_saves import TOKENS, Fails, commit_here
 from trinity_sync import CommitError, ConfigError, SaveFailedError, WeightReader
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.integrations import trainer_saves
+from trinity_sync.integrations import huggingface_state, trainer_saves
 from trinity_sync.integrations.huggingface import TrinitySyncCallback
-from trinity_sync.integrations.huggingface_state import get_adapter_state, has_own_embeddings
+from trinity_sync.integrations.huggingface_state import (
+    FSDP,
+    get_adapter_state,
+    has_own_embeddings,
+    list_unsupported,
+)
 from trinity_sync.integrations.trainer_saves import BEST
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.retention.planner import Rules
@@ -266,6 +272,16 @@ def test_what_is_not_saved_is_refused_before_training(
         hugging_face(tmp_path / "out", saves, **given)
     if "push_to_hub" in given:
         hugging_face(tmp_path / "out", saves, **given, hub_strategy="end")
+
+
+def test_fsdp_of_an_accelerate_that_knows_version_1_alone_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = SimpleNamespace(distributed_type=FSDP, fsdp_plugin=SimpleNamespace(kind=1))
+    monkeypatch.setattr(huggingface_state, "AcceleratorState", lambda: state)
+    arguments = SimpleNamespace(save_only_model=False, push_to_hub=False)
+    found = list_unsupported(arguments, torch.nn.Linear(1, 1))
+    assert found == ["FSDP1 (set fsdp_config={'version': 2})"]
 
 
 # ------------------------------------------------------------ evaluations
