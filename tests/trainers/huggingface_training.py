@@ -193,6 +193,23 @@ def end_with_errors_on_all_ranks(folder: Path, spool: Path) -> None:
         assert "does not save with FSDP1 (set fsdp_config={'version': 2})" in told
 
 
+def train_after_latest(folder: Path, spool: Path) -> dict[str, Any]:
+    """With FSDP2 on one rank, which asks for the newest step before there is a Trainer."""
+    saves = TrinitySyncCallback(folder / "ckpts", **commit_here(folder, spool))
+    newest = saves.latest()
+    assert newest is None
+    make_trainer(folder, "fsdp", [saves], max_steps=2).train(resume_from_checkpoint=newest)
+    loaded = load(folder, spool, "fsdp")
+    names = {path.name for path in (folder / "ckpts/global_step_2/actor").iterdir()}
+    assert names == {".metadata", "__0_0.distcp"}
+    return loaded
+
+
+def know_fsdp_with_the_trainer(folder: Path, spool: Path) -> None:
+    (loaded,) = on_ranks(folder, train_after_latest, folder, spool, world_size=1)
+    assert loaded["optimizer"]
+
+
 # ------------------------------------------------------------ Accelerate without Trainer
 
 

@@ -30,6 +30,12 @@ def test_failed_saves_corrupted_steps_and_fsdp1_are_errors_on_all_hugging_face_r
     call("end_with_errors_on_all_ranks", tmp_path, spool_folder)
 
 
+def test_fsdp_of_one_hugging_face_rank_is_known_once_its_trainer_is_made(
+    call: Callable[..., Any], tmp_path: Path, spool_folder: Path
+) -> None:
+    call("know_fsdp_with_the_trainer", tmp_path, spool_folder)
+
+
 def test_what_accelerate_prepared_is_saved_by_a_coordinator_and_resumes_bit_equal(
     call: Callable[..., Any], tmp_path: Path, spool_folder: Path
 ) -> None:

@@ -11,6 +11,8 @@ have the callback.
 """
 
 import functools
+import inspect
+import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -20,12 +22,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trinity_sync.errors import CommitError, ConfigError, from_extra
+from trinity_sync.client.run_context import make_run_key
+from trinity_sync.errors import CommitError, ConfigError, TrinitySyncError, from_extra
 from trinity_sync.integrations.huggingface_state import (
     FSDP,
     collect_files,
     collect_replicated,
     collect_sharded,
+    has_own_embeddings,
+    is_adapted,
     list_unsupported,
     load_shards,
     name_files,
@@ -37,6 +42,8 @@ with from_extra("hf"):
     from accelerate.state import AcceleratorState, is_initialized
     from transformers import Trainer, TrainerCallback
     from transformers.trainer import TRAINER_STATE_NAME
+
+logger = logging.getLogger(__name__)
 
 _FOLDER = "huggingface"
 
@@ -61,9 +68,18 @@ class TrinitySyncCallback(TrainerCallback):
         self._saves: TrainerSaves | None = None
         self._logged: tuple[int, dict[str, Any]] = (-1, {})
         """What was logged at a step, before it is saved."""
+        self._run_key: dict[str, str] = {}
+        """Key of a run after the first one of this process; that of the arguments was its own."""
+        self._embeddings: bool | None = None
+        """Whether embeddings are saved with an adapter; None until a training has begun."""
+        self._loaded: int | None = None
+        """Step that `Trainer` has loaded for the training that begins next."""
 
     def latest(self, *, settle_s: float = 0.0) -> str | None:
         """Return a folder to resume from the newest committed step; None if there is none.
+
+        The run begins at the step when `Trainer` loads the folder. So another process may call it
+        as well, to read the newest weights while a training saves.
 
         With several processes a collective call, which all of them make once their `Trainer` is
         created.
@@ -78,7 +94,7 @@ class TrinitySyncCallback(TrainerCallback):
         """
         saves = self._get_saves()
         step = saves.latest_step(settle_s=settle_s)
-        return None if step is None else str(self._make_folder(saves, step, begins=True))
+        return None if step is None else str(self._make_folder(saves, step))
 
     @property
     def root(self) -> Path:
@@ -105,6 +121,7 @@ class TrinitySyncCallback(TrainerCallback):
                 f"{saves.world_size}; upload with a CheckpointCoordinator of your own"
             )
         version, _ = saves.coordinator.upload(step, model.state_dict)
+        saves.has_begun = True
         if version is None:
             saves.wait_all()  # which raises why
 
@@ -116,37 +133,69 @@ class TrinitySyncCallback(TrainerCallback):
 
         Raises:
             ConfigError, SpoolError, ImageError: as `CheckpointCoordinator.save`.
+            CommitError: the best step cannot be pinned.
         """
         saves, state = self._get_saves(), trainer.state
-        step, best = state.global_step, state.best_global_step
+        step = state.global_step
         trainer.store_flos()
-        if best == step:
-            state.best_model_checkpoint = str(self._folder_of(step))
-        keeps_best = trainer.args.load_best_model_at_end and state.best_model_checkpoint
-        if keeps_best:
-            saves.keep_best(_step_of(state.best_model_checkpoint))
+        if trainer.args.load_best_model_at_end:
+            if state.best_global_step == step:
+                state.best_model_checkpoint = str(self._folder_of(step))
+            best = self.find_own_step(state.best_model_checkpoint)
+            if best is not None:
+                saves.keep_best(best, is_next=best == step)
         collect = collect_sharded if saves.is_sharded else collect_replicated
         keep = max(trainer.args.save_total_limit or 0, 0)  # a negative limit is none
-        saves.save(step, lambda: (collect(trainer), collect_files(trainer)), keep=keep)
+        embeddings = self._decide_embeddings(trainer.model)
+        saves.save(step, lambda: (collect(trainer, embeddings), collect_files(trainer)), keep=keep)
         logged_at, logged = self._logged
         saves.record_metrics(logged_at, logged)
 
-    def load_best(self, trainer: Any) -> None:
+    def find_own_step(self, folder: str | None) -> int | None:
+        """Return the step of a folder as `latest` makes it; None for any other folder.
+
+        Args:
+            folder: absolute path, such as `Trainer`'s ``state.best_model_checkpoint``.
+        """
+        if folder and Path(folder).parent == self._folder_of(0).parent:
+            return _step_of(folder)
+        return None
+
+    def load_best(self, trainer: Any) -> bool:
         """Make the folder that `Trainer._load_best_model` loads, once all saves are committed.
+
+        If an earlier training could not save the best step, it is the best one before it.
 
         Args:
             trainer: the trainer, which calls it on all ranks.
 
+        Returns:
+            Whether there is one to load; otherwise the weights stay as they are, with a warning.
+
         Raises:
             SaveFailedError: a save failed.
-            CommitError: the best step is corrupted.
+            CommitError: the best step is corrupted, or cannot be pinned.
         """
-        saves = self._get_saves()
+        saves, state = self._get_saves(), trainer.state
         saves.wait_all()
-        step = _step_of(trainer.state.best_model_checkpoint)
+        best = _step_of(state.best_model_checkpoint)
+        step = saves.find_best(best)
+        if step is None:
+            logger.warning(
+                "The best step %d of %s is not committed, and no other is pinned as the best: "
+                "the weights stay those of step %d",
+                *(best, self._root, state.global_step),
+            )
+            state.best_model_checkpoint = None
+            return False
+        if step != best:
+            logger.warning(
+                "The best step %d of %s is not committed; step %d is loaded, the best before it",
+                *(best, self._root, step),
+            )
         saves.keep_best(step)
-        folder = self._make_folder(saves, step, begins=False)
-        trainer.state.best_model_checkpoint = str(folder)
+        state.best_model_checkpoint = str(self._make_folder(saves, step))
+        return True
 
     def on_init_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Require that `Trainer`'s arguments and the model are supported.
@@ -166,7 +215,45 @@ class TrinitySyncCallback(TrainerCallback):
                 "callback out, or save with a CheckpointCoordinator of your own"
             )
 
-    on_train_begin = on_init_end  # for a callback that was added later
+    def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """Begin a run of the job, at the step that `Trainer` has loaded.
+
+        Each training is a run of its own, also after one that raised.
+
+        Args:
+            args: `Trainer`'s arguments.
+            state: `Trainer`'s state.
+            control: not used.
+            parts: the model, among others.
+
+        Raises:
+            ConfigError: as `on_init_end`, for a callback that was added later.
+        """
+        self.on_init_end(args, state, control, **parts)
+        self._logged = (-1, {})
+        if self._saves is not None and self._saves.has_begun:
+            try:  # what the training before it has submitted is committed nevertheless
+                self._close()
+            except TrinitySyncError as error:  # its own failures are no failures of this one
+                logger.warning("the training before in %s ended with: %s", self._root, error)
+        self._embeddings = None
+        self._decide_embeddings(parts["model"])
+        step, self._loaded = self._loaded, None
+        if step is not None and step == state.global_step:
+            self._get_saves().begin_at(step)
+            best = Path(state.best_model_checkpoint or "")
+            if best.parts[-3:-1] == (PRIVATE_FOLDER, _FOLDER):  # the root may have moved
+                loads_best = args.load_best_model_at_end
+                own = str(self._folder_of(_step_of(best.name)))
+                state.best_model_checkpoint = own if loads_best else None
+
+    def note_loaded(self, folder: str) -> None:
+        """Remember the step whose folder `Trainer` loads; the run begins there with the training.
+
+        Args:
+            folder: what `Trainer` loads; folders that `latest` has not made are ignored.
+        """
+        self._loaded = self.find_own_step(str(Path(folder).resolve()))
 
     def on_log(
         self,
@@ -204,14 +291,13 @@ class TrinitySyncCallback(TrainerCallback):
             SaveFailedError: a save failed, on all ranks.
         """
         if self._saves is not None:
-            saves, self._saves = self._saves, None
             try:
-                saves.wait_all()
+                self._saves.wait_all()
             finally:
-                saves.close()
+                self._close()
 
-    def _make_folder(self, saves: TrainerSaves, step: int, *, begins: bool) -> Path:
-        """Make the folder of a step that `Trainer` loads, and begin the run there if asked."""
+    def _make_folder(self, saves: TrainerSaves, step: int) -> Path:
+        """Make the folder of a step that `Trainer` loads."""
         with saves.lease(step) as manifest:
             attached = {Path(path).name for path in list_attachments(manifest)}
             if TRAINER_STATE_NAME not in attached:
@@ -220,14 +306,15 @@ class TrinitySyncCallback(TrainerCallback):
                     f"by {type(self).__name__}; use another root"
                 )
             saves.compare_files(manifest)
-            if begins:
-                saves.begin_at(step)
             return saves.link(_FOLDER, manifest, name_files(manifest, attached))
 
     def _folder_of(self, step: int) -> Path:
         return self._root / PRIVATE_FOLDER / _FOLDER / f"checkpoint-{step}"
 
     def _get_saves(self) -> TrainerSaves:
+        sharded = is_initialized() and AcceleratorState().distributed_type is FSDP
+        if self._saves is not None and self._saves.is_sharded != sharded:
+            self._close()  # it was made before the Trainer was
         if self._saves is None:
             launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 or (
                 dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -237,9 +324,24 @@ class TrinitySyncCallback(TrainerCallback):
                     f"{self._root}: there are several processes, and how they share the model is "
                     "not known yet; create the Trainer before the first call"
                 )
-            sharded = is_initialized() and AcceleratorState().distributed_type is FSDP
-            self._saves = TrainerSaves(self._root, sharded=sharded, **self._arguments)
+            arguments = {**self._arguments, **self._run_key}
+            self._saves = TrainerSaves(self._root, sharded=sharded, **arguments)
         return self._saves
+
+    def _decide_embeddings(self, model: torch.nn.Module) -> bool:
+        """Decide once a training, on rank 0: the caches of other nodes may differ."""
+        if self._embeddings is None:
+            self._embeddings = is_adapted(model) and self._get_saves().run_on_rank_0(
+                lambda: has_own_embeddings(model)
+            )
+        return self._embeddings
+
+    def _close(self) -> None:
+        """End this run; the next call begins another one."""
+        if self._saves is not None:
+            saves, self._saves = self._saves, None
+            self._run_key = {"run_key": make_run_key()} if saves.has_begun else self._run_key
+            saves.close()
 
 
 def _step_of(folder: str) -> int:
@@ -248,7 +350,23 @@ def _step_of(folder: str) -> int:
 
 def _find_callback(trainer: Any) -> TrinitySyncCallback | None:
     callbacks = trainer.callback_handler.callbacks
-    return next((each for each in callbacks if isinstance(each, TrinitySyncCallback)), None)
+    found = [each for each in callbacks if isinstance(each, TrinitySyncCallback)]
+    if len(found) > 1:
+        roots = ", ".join(str(each.root) for each in found)
+        raise ConfigError(
+            f"a Trainer saves with one TrinitySyncCallback, and this one has {len(found)} "
+            f"({roots}); remove the others"
+        )
+    return found[0] if found else None
+
+
+def _wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        _find_callback(trainer)  # which requires that there are not two
+        return original(trainer, *args, **kwargs)
+
+    return train
 
 
 def _wrap_save_checkpoint(original: Callable[..., None]) -> Callable[..., None]:
@@ -263,12 +381,18 @@ def _wrap_save_checkpoint(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _wrap_load(original: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
-    def load(trainer: Any, checkpoint: str | None, *args: Any, **kwargs: Any) -> None:
+    def load(*args: Any, **kwargs: Any) -> None:
+        # the names of the parameters are the original's
+        trainer, checkpoint = list(signature.bind(*args, **kwargs).arguments.values())[:2]
         callback = _find_callback(trainer)
         ours = callback and checkpoint and Path(checkpoint).is_relative_to(callback.root)
         with load_shards(trainer) if ours else nullcontext():
-            original(trainer, checkpoint, *args, **kwargs)
+            original(*args, **kwargs)
+        if callback and checkpoint:
+            callback.note_loaded(checkpoint)
 
     return load
 
@@ -276,14 +400,17 @@ def _wrap_load(original: Callable[..., None]) -> Callable[..., None]:
 def _wrap_load_best_model(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def load_best_model(trainer: Any) -> None:
-        if callback := _find_callback(trainer):
-            callback.load_best(trainer)
-        with load_shards(trainer) if callback else nullcontext():
+        callback = _find_callback(trainer)
+        if not callback or callback.find_own_step(trainer.state.best_model_checkpoint) is None:
             original(trainer)
+        elif callback.load_best(trainer):
+            with load_shards(trainer):
+                original(trainer)
 
     return load_best_model
 
 
+Trainer.train = _wrap_train(Trainer.train)
 Trainer._save_checkpoint = _wrap_save_checkpoint(Trainer._save_checkpoint)
 Trainer._load_from_checkpoint = _wrap_load(Trainer._load_from_checkpoint)
 Trainer._load_optimizer_and_scheduler = _wrap_load(Trainer._load_optimizer_and_scheduler)

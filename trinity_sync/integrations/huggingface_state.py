@@ -1,5 +1,6 @@
 """What a checkpoint of Hugging Face's `Trainer` holds, and under which names `Trainer` loads it."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,12 +28,15 @@ with from_extra("hf"):
         TRAINER_STATE_NAME,
     )
     from transformers.trainer_callback import ExportableState
+    from transformers.trainer_utils import HubStrategy
     from transformers.utils import (
         ADAPTER_CONFIG_NAME,
         ADAPTER_WEIGHTS_NAME,
         WEIGHTS_NAME,
         is_peft_available,
     )
+
+logger = logging.getLogger(__name__)
 
 FSDP = DistributedType.FSDP
 
@@ -53,34 +57,42 @@ def list_unsupported(args: Any, model: torch.nn.Module) -> list[str]:
     sharded = any(isinstance(each, DTensor) for each in model.parameters())
     unsupported = {
         "save_only_model": args.save_only_model,
+        "push_to_hub of checkpoints (set hub_strategy='end')": args.push_to_hub
+        and args.hub_strategy != HubStrategy.END,
         kind.value: kind
         in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA),
-        "FSDP1 (set fsdp_config={'version': 2})": plugin and plugin.fsdp_version != 2,
+        "FSDP1 (set fsdp_config={'version': 2})": plugin
+        and getattr(plugin, "fsdp_version", 1) != 2,
         "tensor parallelism without FSDP": sharded and kind is not FSDP,
         "several adapters": len(getattr(model, "peft_config", ())) > 1,
     }
     return [name for name, found in unsupported.items() if found]
 
 
-def collect_replicated(trainer: Any) -> dict[str, Any]:
+def collect_replicated(trainer: Any, embeddings: bool = False) -> dict[str, Any]:
     """Return model and optimizer of a trainer, of which each rank has all; of PEFT the adapter.
 
     Args:
         trainer: the trainer.
+        embeddings: as in `get_adapter_state`.
     """
     model = trainer.model
-    weights = get_adapter_state(model) if is_adapted(model) else model.state_dict()
+    weights = get_adapter_state(model, embeddings) if is_adapted(model) else model.state_dict()
     return {"model": weights, "optim": trainer.optimizer.state_dict()}
 
 
-def collect_sharded(trainer: Any) -> dict[str, Any]:
+def collect_sharded(trainer: Any, embeddings: bool = False) -> dict[str, Any]:
     """Return this rank's shards of model and optimizer, under the names that Accelerate uses.
 
     Args:
         trainer: a trainer with FSDP2.
+        embeddings: as in `get_adapter_state`.
     """
     model = trainer.model
-    weights = get_adapter_state(model) if is_adapted(model) else get_model_state_dict(model)
+    if is_adapted(model):
+        weights = get_adapter_state(model, embeddings)
+    else:
+        weights = get_model_state_dict(model)
     return {"model": weights, "optimizer": get_optimizer_state_dict(model, trainer.optimizer)}
 
 
@@ -148,15 +160,70 @@ def is_adapted(model: torch.nn.Module) -> bool:
     return isinstance(model, PeftModel)
 
 
-def get_adapter_state(model: Any) -> dict[str, Any]:
+def get_adapter_state(model: Any, embeddings: bool) -> dict[str, Any]:
     """Return the tensors of a model's active adapter, as PEFT saves them.
 
     Args:
         model: a model of PEFT.
+        embeddings: include the embeddings. PEFT would decide it at each save, and ask the Hub;
+            `has_own_embeddings` decides it once.
     """
     from peft import get_peft_model_state_dict
 
-    return get_peft_model_state_dict(model, adapter_name=model.active_adapter)
+    return get_peft_model_state_dict(
+        model, adapter_name=model.active_adapter, save_embedding_layers=embeddings
+    )
+
+
+def has_own_embeddings(model: torch.nn.Module) -> bool:
+    """Return whether the embeddings of an adapted model belong into its checkpoints.
+
+    As PEFT decides it (``save_embedding_layers="auto"``), without the Hub: the adapter targets
+    them, unless by trainable tokens, or the vocabulary has another size than the base model's,
+    whose config is read from its folder or the Hub's cache. They are kept too if they are trained
+    themselves, or if that config is found in neither place.
+
+    Args:
+        model: the model; other models than PEFT's have no adapter, and all of them is saved.
+    """
+    if not is_adapted(model):
+        return False
+    from peft import PeftType
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import EMBEDDING_LAYER_NAMES, AuxiliaryTrainingWrapper
+
+    adapted: Any = model
+    config = adapted.peft_config[adapted.active_adapter]
+    by_tokens = (
+        config.peft_type == PeftType.TRAINABLE_TOKENS
+        or getattr(config, "trainable_token_indices", None) is not None
+    )
+    targeted = any(
+        name.rpartition(".")[2] in EMBEDDING_LAYER_NAMES and isinstance(module, BaseTunerLayer)
+        for name, module in model.named_modules()
+    )
+    if targeted and not by_tokens:
+        return True
+    for get in ("get_input_embeddings", "get_output_embeddings"):
+        layer = getattr(model, get, lambda: None)()
+        wrapped = isinstance(layer, (BaseTunerLayer, AuxiliaryTrainingWrapper))  # PEFT saves these
+        if layer is not None and not wrapped and any(p.requires_grad for p in layer.parameters()):
+            return True
+    known: Any = getattr(model, "config", None)
+    base = config.base_model_name_or_path
+    vocabulary = getattr(known, "vocab_size", None)
+    if not vocabulary or not base:
+        return False
+    of_base: Any = type(known)
+    try:
+        return bool(of_base.from_pretrained(base, local_files_only=True).vocab_size != vocabulary)
+    except OSError:
+        logger.warning(
+            "The config of the base model %s is neither in a folder nor in the Hub's cache, so its "
+            "vocabulary may have been resized: the embeddings are saved with the adapter",
+            base,
+        )
+        return True
 
 
 @contextmanager

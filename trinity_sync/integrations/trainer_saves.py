@@ -10,6 +10,7 @@ The state of a trainer is replicated (one process, DDP) or sharded (FSDP):
 All else is small files, such as the RNG states of each rank, which are attached to the step.
 """
 
+import logging
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +28,7 @@ from trinity_sync.client.collective import (
     run_on_all_ranks,
 )
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.errors import ConfigError, SaveTimeoutError
+from trinity_sync.errors import CommitError, ConfigError, SaveTimeoutError, TrinitySyncError
 from trinity_sync.fs.direct_io import open_direct
 from trinity_sync.integrations.dcp import DcpSaver
 from trinity_sync.layout import PRIVATE_FOLDER, step_folder
@@ -38,6 +39,8 @@ from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.pins import list_pins, pin_ahead, unpin
 from trinity_sync.storage.restore import check_file, load_bytes, load_states
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -69,8 +72,13 @@ class TrainerSaves:
         in_group = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if in_group else 0
         self.world_size = dist.get_world_size() if in_group else 1
+        self.has_begun = False
+        """Whether the run of the job has begun: by a save, at a step to resume, by an upload."""
         self._saver: DcpSaver | None = None
         self._saved = -1
+        self._best: int | None = None
+        """Best step, which is pinned; and whether the best steps before it are not any more."""
+        self._best_is_alone = False
         self._coordinator: CheckpointCoordinator | None
         if sharded:
             self._coordinator = CheckpointCoordinator.of_process_group(root, **coordinator)
@@ -110,6 +118,7 @@ class TrainerSaves:
         """
         if step == self._saved:
             return
+        self.has_begun = True
         states, files = self.run_on_all_ranks(collect)
         self._saved = step
         if self._saver is None:
@@ -137,25 +146,72 @@ class TrainerSaves:
         if self.rank == 0 and step == self._saved and (metrics := select_metrics(logged)):
             self.coordinator.record_metrics(step, metrics)
 
-    def keep_best(self, step: int) -> None:
-        """Keep the best step, whatever the retention policy; call it before and after its save.
+    def keep_best(self, step: int, *, is_next: bool = False) -> None:
+        """Keep the best step, whatever the retention policy; call it before each save.
 
-        The best step before it is no longer kept once this one is committed.
+        The root is written once another step is the best. It is read until that step is committed:
+        then the best steps before it are no longer kept.
 
         Args:
-            step: training step, which need not be saved yet.
+            step: training step.
+            is_next: the step is saved next. If it cannot be pinned, that is a warning: no policy
+                removes the newest step, and the next call tries again.
+
+        Raises:
+            CommitError: the step cannot be pinned; the message names the path.
         """
 
-        def move_pin() -> None:
-            if self.rank:
-                return
-            pin_ahead(self.root, step, BEST)
-            if read_manifest(self.root, step, ranks=()):
-                for each in list_pins(self.root, skip_torn=True):
-                    if each.reason == BEST and each.step != step:
-                        unpin(self.root, each.step)
+        def pin_step() -> bool:
+            try:
+                pin_ahead(self.root, step, BEST)
+            except OSError as error:
+                told = f"the best step {step} of {self.root} cannot be pinned: {error}"
+                if not is_next:
+                    raise CommitError(
+                        f"{told}. A retention policy could remove it, so nothing newer is saved; "
+                        f"repair {self.root / PRIVATE_FOLDER / 'pins'} and resume"
+                    ) from error
+                logger.warning("%s; the next save tries again", told)
+                return False
+            return True
 
-        self.run_on_all_ranks(move_pin)
+        def unpin_others() -> bool:
+            try:
+                if not read_manifest(self.root, step, ranks=()):
+                    return False
+                for each in self._list_best():
+                    if each != step:
+                        unpin(self.root, each)
+            except (OSError, TrinitySyncError) as error:
+                logger.warning("earlier best steps of %s are still pinned: %s", self.root, error)
+                return False
+            return True
+
+        if step != self._best:
+            if not self.run_on_rank_0(pin_step):
+                return
+            self._best, self._best_is_alone = step, False
+        if not is_next and not self._best_is_alone:
+            self._best_is_alone = self.run_on_rank_0(unpin_others)
+
+    def find_best(self, step: int) -> int | None:
+        """Return the best step if it is committed, or else the newest one that is pinned as best.
+
+        Args:
+            step: the best step.
+        """
+
+        def find() -> int | None:
+            if read_manifest(self.root, step, ranks=()):
+                return step
+            found = (each for each in self._list_best() if read_manifest(self.root, each, ranks=()))
+            return max(found, default=None)
+
+        return self.run_on_rank_0(find)
+
+    def _list_best(self) -> list[int]:
+        pins = list_pins(self.root, skip_torn=True)
+        return [each.step for each in pins if each.reason == BEST and not each.name]
 
     def wait_all(self) -> None:
         """Wait until all saves are committed, however long a collective call may take.
@@ -270,6 +326,7 @@ class TrainerSaves:
         Raises:
             ConfigError: this run has already begun at another step.
         """
+        self.has_begun = True
         if self.is_sharded:
             self.coordinator.resumed_from(step)
         else:
@@ -284,7 +341,7 @@ class TrainerSaves:
             names: path below the step's folder, by name. Attachments have links of their names.
 
         Returns:
-            The folder, which the next call for the step replaces.
+            The folder. Links that are there already stay, so that another process may read them.
         """
         step = manifest.step
         folder = self.root / PRIVATE_FOLDER / trainer / f"checkpoint-{step}"
@@ -292,10 +349,15 @@ class TrainerSaves:
 
         def make() -> None:
             folder.mkdir(parents=True, exist_ok=True)
+            wanted = {name: step_folder(self.root, step) / path for name, path in links.items()}
             for old in folder.iterdir():
-                old.unlink()
-            for name, path in links.items():
-                (folder / name).symlink_to(step_folder(self.root, step) / path)
+                if old.is_symlink() and old.readlink() == wanted.get(old.name):
+                    del wanted[old.name]
+                else:
+                    old.unlink(missing_ok=True)
+            for name, target in wanted.items():
+                with suppress(FileExistsError):  # another process has made it just now
+                    (folder / name).symlink_to(target)
 
         self.run_on_rank_0(make)
         return folder
