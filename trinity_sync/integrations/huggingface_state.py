@@ -19,8 +19,6 @@ from trinity_sync.layout import shard_file
 from trinity_sync.storage.manifest import Manifest
 
 with from_extra("hf"):
-    from accelerate.state import AcceleratorState
-    from accelerate.utils import DistributedType
     from transformers.trainer import (
         FSDP_MODEL_NAME,
         OPTIMIZER_NAME,
@@ -35,6 +33,9 @@ with from_extra("hf"):
         WEIGHTS_NAME,
         is_peft_available,
     )
+with from_extra("hf"):  # after transformers, which the message names if both are missing
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType
 
 logger = logging.getLogger(__name__)
 

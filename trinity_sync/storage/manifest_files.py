@@ -60,8 +60,8 @@ class FileRecord:
 
     @property
     def is_weights(self) -> bool:
-        """Whether the file is a shard of weights, which readers and exports understand."""
-        return self.component == "model" and self.is_shard
+        """Whether the file has weights, in a format that readers and exports understand."""
+        return self.component == "model" and not self.path.endswith(".distcp")
 
 
 @dataclass(frozen=True)

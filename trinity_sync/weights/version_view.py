@@ -213,7 +213,7 @@ class VersionOpener:
                 (
                     record
                     for record in manifest.files
-                    if record.role == version.role and record.is_weights
+                    if record.role == version.role and record.is_weights and record.is_shard
                 ),
                 key=lambda record: record.rank,
             )
