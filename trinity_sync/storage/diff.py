@@ -120,10 +120,11 @@ def _shards(
         if (record.role, record.component) == (role, component) and record.is_shard
     }
     if not found:
-        named = {f"{r.role}/{r.component}" for r in files if r.is_shard}
+        named = {f"{r.role}/{r.component}" for r in files if r.world_size and "/" in r.path}
+        hint = manifest.hint_at_format(role).removesuffix("; ")
         raise CommitError(
-            f"step {manifest.step} in {root} has no {component} of role {role} to compare; "
-            f"{manifest.hint_at_format(role)}it has {', '.join(sorted(named)) or 'none'}"
+            f"step {manifest.step} in {root} has no {component} of role {role}; "
+            f"{hint or 'it has ' + (', '.join(sorted(named)) or 'none')}"
         )
     return found
 
