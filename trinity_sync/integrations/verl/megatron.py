@@ -124,7 +124,7 @@ class MegatronCheckpointManager(ManagerOfPaths, VerlMegatronCheckpointManager):
         metadata = self._build_sharded_state_dict_metadata()
 
         def collect() -> dict[str, dict[str, Any]]:
-            states: dict[str, dict[str, Any]] = {"model": {}, "optim": {}, "extra_state": {}}
+            states: dict[str, dict[str, Any]] = {}
             if self.should_save_model or self.should_save_optimizer:
                 model = self._build_model_sharded_state_dict(metadata)
                 if self.should_save_optimizer:
