@@ -7,7 +7,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -341,12 +341,24 @@ def test_any_target_with_memory_is_loaded_into(
         assert all(torch.equal(target[name], state[name]) for name in state)
 
 
+@dataclass
+class Evil:
+    """Unpickling one makes a folder."""
+
+    folder: Path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.folder),)
+
+
 def test_code_in_an_image_is_not_executed(
-    job: Job, versions: VersionFile, reader: WeightReader
+    job: Job, versions: VersionFile, reader: WeightReader, tmp_path: Path
 ) -> None:
-    versions.tell(upload(job, 1, {"w": torch.ones(3), "evil": Path("/")}))
+    evil = Evil(tmp_path / "made")
+    versions.tell(upload(job, 1, {"w": torch.ones(3), "evil": evil}))
     with pytest.raises(ImageError, match="hold no weights that can be read"):
         loaded(reader)
+    assert not evil.folder.exists()
 
 
 def test_a_reader_without_any_version_says_what_to_check(reader: WeightReader) -> None:
