@@ -90,11 +90,7 @@ class Manifest(Record, format=ROOT_FORMAT):
 
     def hint_at_format(self, role: str) -> str:
         """Return a part of a message: who reads a role that has no shards of ``torch.save``."""
-        saved = {
-            record.component
-            for record in self.files
-            if record.role == role and record.path.endswith(".distcp")
-        }
+        saved = {r.component for r in self.files if r.role == role and r.is_distcp}
         if "dcp" in saved:
             return "it was saved by dcp.async_save, load it by dcp.load with a StepReader; "
         if saved:

@@ -59,9 +59,14 @@ class FileRecord:
         return PurePosixPath(self.path).name == name
 
     @property
+    def is_distcp(self) -> bool:
+        """Whether the file is one rank's of DCP or Megatron, which only they read."""
+        return self.path.endswith(".distcp")
+
+    @property
     def is_weights(self) -> bool:
         """Whether the file has weights, in a format that readers and exports understand."""
-        return self.component == "model" and not self.path.endswith(".distcp")
+        return self.component == "model" and not self.is_distcp
 
 
 @dataclass(frozen=True)

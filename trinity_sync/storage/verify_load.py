@@ -64,8 +64,7 @@ def load_newest(
     others = [
         record
         for record in manifest.files
-        if record.path not in paths
-        and (record.component in ("", *FOLDERS) or record.path.endswith(".distcp"))
+        if record.path not in paths and (record.component in ("", *FOLDERS) or record.is_distcp)
     ]
     if not paths and not others:
         raise _make_empty_error(step_folder(root, manifest.step))
