@@ -1,6 +1,7 @@
 """Which tensors changed between two steps, and by how much."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.unit.meanwhile import when_opened
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.storage.diff import PIECE, TensorChange, diff
 from trinity_sync.storage.leases import list_leases
+from trinity_sync.storage.manifest import read_manifest, write_manifest
 from trinity_sync.storage.runs import open_run
 
 
@@ -147,3 +149,34 @@ def test_what_cannot_be_compared_is_a_sentence(job: Job) -> None:
     with pytest.raises(CommitError, match="no optim of role actor; it has actor/model"):
         diff(job.root, 1, 2, component="optim")
     assert list_leases(job.root) == []
+
+
+def rename_file(job: Job, step: int, name: str) -> None:
+    """Let the only shard of a step be a file of another name below the role's folder."""
+    manifest = read_manifest(job.root, step)
+    assert manifest
+    (record,) = (file for file in manifest.files if file.component == "model")
+    (job.root / f"global_step_{step}" / record.path).rename(
+        job.root / f"global_step_{step}" / "actor" / name
+    )
+    others = tuple(file for file in manifest.files if file is not record)
+    files = (*others, replace(record, path=f"actor/{name}"))
+    write_manifest(job.root, replace(manifest, files=files))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("model.safetensors", r"no model of role actor; it has actor/model$"),
+        ("__0_0.distcp", r"no model of role actor; it was saved by Megatron, load it by Megatron"),
+    ],
+)
+def test_weights_of_another_format_are_named_with_who_reads_them(
+    job: Job, name: str, message: str
+) -> None:
+    commit(job, 1, {"w": torch.ones(2)})
+    commit(job, 2, {"w": torch.ones(2)})
+    rename_file(job, 2, name)
+    with pytest.raises(CommitError, match=message) as failed:
+        diff(job.root, 1, 2)
+    assert str(failed.value).count("; ") == 1

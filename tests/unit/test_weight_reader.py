@@ -25,7 +25,7 @@ from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import remove_steps
 from trinity_sync.retention.step_infos import list_step_infos
 from trinity_sync.storage.leases import list_leases
-from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.manifest import read_manifest, write_manifest
 from trinity_sync.storage.runs import open_run
 from trinity_sync.weights.reader import WeightReader
 from trinity_sync.weights.version import ImageRef, Version
@@ -106,6 +106,21 @@ def test_the_commit_replaces_an_overwritten_version(
         assert (view.version.step, view.version.source) == (3, "checkpoint")
         assert [lease.holder for lease in list_leases(job.root)] == ["test"]
     assert list_leases(job.root) == []
+    assert loaded(reader) == (3, 3)
+
+
+def test_a_commit_is_read_from_its_shards_beside_weights_of_another_format(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    job.stage(3, {"model": weights(3)})
+    manifest = job.commit(3)
+    (shard,) = (file for file in manifest.files if file.is_weights)
+    other = replace(shard, path="actor/huggingface/model.safetensors")
+    copy = job.root / "global_step_3" / other.path
+    copy.parent.mkdir()
+    copy.write_bytes((job.root / "global_step_3" / shard.path).read_bytes())
+    write_manifest(job.root, replace(manifest, files=(*manifest.files, other)))
+    versions.tell(overwritten(job, 3))
     assert loaded(reader) == (3, 3)
 
 
