@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from tests.conftest import environment
 from tests.unit.dying import in_a_process
 from tests.unit.job import Job
 from tests.unit.steps import MODEL, commit_files, info
 from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import steps_on_disk
+from trinity_sync.orchestration.on_node.prune import prune_after_commit
 from trinity_sync.retention.planner import Removal, RemovalPlan, Rules, plan_removals
 from trinity_sync.retention.policies import All, StepInfo, parse_policy
 from trinity_sync.retention.prune import prune as drive
@@ -31,6 +34,7 @@ from trinity_sync.storage.export_requests import (
     remove_export_request,
     write_export_request,
 )
+from trinity_sync.storage.job_settings import write_job_settings
 from trinity_sync.storage.latest_pointer import advance_latest_pointer
 from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.metrics import read_metrics, write_metrics
@@ -490,3 +494,42 @@ def test_the_driver_plans_removes_and_tells_what_went(root: Path) -> None:
     assert [each.state for each in done.outcomes] == ["removed", "removed", "kept"]
     assert steps_on_disk(root) == [3]
     assert not old.exists()
+
+
+def prune_after(root: Path, step: int, keep: int, home: Path) -> None:
+    """Prune as the flow of a save does, with a home of its own."""
+    request = SaveRequest(root=str(root), run=1, run_key="", step=step, keep=keep)
+    with environment({"TRINITY_SYNC_HOME": str(home), "TRINITY_SYNC_SPOOL": str(home / "spool")}):
+        prune_after_commit(request)
+
+
+def test_a_save_that_is_committed_after_newer_steps_does_not_remove_itself(
+    root: Path, tmp_path: Path
+) -> None:
+    for step in (200, 300, 100):  # it was retried
+        commit_files(root, step)
+    prune_after(root, 100, 2, tmp_path)
+    assert steps_on_disk(root) == [100, 200, 300]
+    prune_after(root, 300, 2, tmp_path)
+    assert steps_on_disk(root) == [200, 300]
+
+
+@pytest.mark.parametrize(
+    ("policy", "left"),
+    [
+        ("best=1:reward:max,last=1", [1, 3, 4]),
+        ("every=2", [2, 3, 4]),
+        ("all", [1, 2, 3, 4]),
+        ("last=1", [3, 4]),
+        (None, [3, 4]),  # the default keeps all, and is no policy that somebody has set
+    ],
+)
+def test_the_keep_of_a_save_removes_no_step_that_the_policy_of_the_job_keeps(
+    root: Path, tmp_path: Path, policy: str | None, left: list[int]
+) -> None:
+    for step in (1, 2, 3, 4):
+        commit_files(root, step)
+        write_metrics(root, 1, step, {"reward": -step})
+    write_job_settings(root, {"keep": policy})
+    prune_after(root, 4, 2, tmp_path)
+    assert steps_on_disk(root) == left

@@ -60,7 +60,8 @@ class SaveRequest(BaseModel):
         default=0,
         ge=0,
         description="Number of checkpoints to keep after the commit, this one included (0: all). "
-        "Steps that are pinned, leased or named by a latest pointer stay as well.",
+        "Steps that the job's policy keeps, and those that are pinned, leased or named by a latest "
+        "pointer, stay as well.",
     )
 
     @model_validator(mode="before")

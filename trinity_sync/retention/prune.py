@@ -12,7 +12,7 @@ A record of another release keeps every step that it may be about.
 import logging
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -39,6 +39,8 @@ from trinity_sync.storage.leases import acquire_removal_lock
 from trinity_sync.storage.metrics import remove_metrics
 
 logger = logging.getLogger(__name__)
+
+JUST_COMMITTED = "its save, just committed, removes the others"
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ def prune(
     recycle: bool | Literal["always"] = True,
     dry_run: bool = False,
     confirmed: Pruned | None = None,
+    just_committed: int | None = None,
     on_removed: Callable[[list[int]], object] = lambda _steps: None,
 ) -> Pruned:
     """Remove the steps of a root, and the folders in quarantine, that no policy keeps.
@@ -89,13 +92,18 @@ def prune(
         recycle: keep large files of removed steps for block reuse, as in the settings.
         dry_run: plan only, and change nothing.
         confirmed: result of a dry run; nothing else is removed, whatever has changed since then.
+        just_committed: step whose save requests this; it is kept.
         on_removed: called with the removed steps, e.g. to update the catalog.
 
     Raises:
         ConfigError: a policy by itself keeps no step of its type, or names an unknown metric.
         OSError, CommitError, LockTimeoutError: as `remove_steps`.
     """
-    plan = confirmed.plan if confirmed else plan_removals(list_step_infos(root), rules, now)
+    steps = [
+        replace(each, held=(*each.held, JUST_COMMITTED)) if each.step == just_committed else each
+        for each in ([] if confirmed else list_step_infos(root))
+    ]
+    plan = confirmed.plan if confirmed else plan_removals(steps, rules, now)
     only = confirmed.quarantine if confirmed else None
     quarantine = prune_quarantine(root, rules.quarantine, now, dry_run=dry_run, only=only)
     if dry_run:
