@@ -387,6 +387,52 @@ def test_committing_twice_is_harmless(job: Job) -> None:
     assert commit(job.save(4), written, clock=lambda: 1.0) == first
 
 
+def test_a_commit_that_adds_nothing_leaves_the_manifest_as_it_is(job: Job) -> None:
+    """Policies go by the time of the commit."""
+    job.stage(3, {"model": state(3)}, kind="state_dict")
+    job.stage(3, {"optim": state(2)}, also=("model",))
+    job.commit(3, kind="state_dict")
+    whole = job.commit(3, "model", "optim")
+    path = folder(job, 3) / "manifest.json"
+    before = path.read_bytes(), path.stat().st_ino
+    (job.root / "latest_checkpointed_iteration.txt").unlink()  # the first attempt died before it
+    again = job.commit(3, "model", "optim")
+    job.commit(3, kind="state_dict")
+    assert (path.read_bytes(), path.stat().st_ino) == before
+    assert again.committed_at == whole.committed_at
+    assert read_latest_pointer(job.root, "checkpoint") == 3
+
+
+def test_an_attempt_that_finds_its_images_committed_by_another_says_nothing_of_an_eviction(
+    job: Job,
+) -> None:
+    job.stage(3, {"model": state(3)})
+    first = job.persist(3)
+    calls = 0
+
+    def commit_meanwhile() -> float:  # between the look at the spool and the locks of the images
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            commit(job.save(3), first)
+            free_committed_slots(job.spool, job.save(3), first)
+        return 0.0
+
+    (again,) = persist(job.share, job.save(3), "model", WriteOptions(), clock=commit_meanwhile)
+    assert (again.temporary, again.record) == ("", read_manifest(job.root, 3).files[0])
+    assert calls > 2
+
+
+def test_a_retry_of_a_save_that_was_committed_and_removed_says_so_at_once(job: Job) -> None:
+    for step in (3, 4):
+        job.stage(step, {"model": state(step)})
+        job.commit(step)
+    shutil.rmtree(folder(job, 3))
+    waited = iter([0.0, 0.0])  # no third look at the clock, so it has not waited
+    with pytest.raises(SaveError, match=r"step 3 .* was committed at \d.* has been removed"):
+        persist(job.share, job.save(3), "model", WriteOptions(), clock=lambda: next(waited))
+
+
 def test_a_flow_that_is_retried_after_the_images_were_named_commits(job: Job) -> None:
     job.stage(4, {"model": state(1)})
     written = job.persist(4)

@@ -13,6 +13,7 @@ from tests.unit.job import Job
 from trinity_sync.errors import CommitError, ConfigError, SaveError
 from trinity_sync.layout import KINDS, Kind, step_folder
 from trinity_sync.storage.leases import list_leases
+from trinity_sync.storage.manifest import is_committed
 from trinity_sync.storage.runs import find_newest_run
 
 
@@ -70,7 +71,7 @@ def test_a_restart_that_loads_nothing_does_not_pass_old_steps_off_as_new(
     saved: Path, coordinator_of: Open
 ) -> None:
     again = coordinator_of(run_key="first")
-    with pytest.raises(ConfigError, match=r"step 30 .* was committed before by run 1"):
+    with pytest.raises(ConfigError, match=r"run 1, .* has committed step 30; give TRINITY"):
         again.save(30, state(0))
 
 
@@ -193,3 +194,66 @@ def test_ranks_and_roles_of_one_run_may_load_or_not_in_any_order(
     for each in (early, loading, late):
         each.save(41, state(41))
     assert job.commit(41, run=2).run == find_newest_run(saved).number == 2
+
+
+@pytest.mark.parametrize("roles", [("actor",), ("actor", "critic")])
+def test_a_checkpoint_follows_the_sync_of_a_step_that_the_run_before_reached_with_the_same_weights(
+    coordinator_of: Open, job: Job, roles: tuple[str, ...]
+) -> None:
+    whole = {**state(40), "optim": {"m": torch.ones(3)}}
+    job.roles = roles
+    for run, key in enumerate(("first", "second"), 1):
+        actor, *critic = (coordinator_of(run_key=key, roles=roles) for _ in roles)
+        if run == 1:
+            actor.save(30, whole)
+            for each in critic:
+                each.save(30, whole, role="critic")
+            job.commit(30, "model", "optim")
+        else:
+            actor.load(30)
+            actor.save(40, state(40), kind="state_dict")
+            job.roles = ("actor",)
+            job.commit(40, run=2, kind="state_dict")
+            job.roles = roles
+            assert actor.latest_step() == 40  # the checkpoint stays
+            assert not is_committed(job.root, 2, 40, "checkpoint")  # and is that of run 1
+        actor.save(40, whole)
+        for each in critic:
+            each.save(40, whole, role="critic")
+        job.commit(40, "model", "optim", run=run)
+    assert is_committed(job.root, 2, 40, "checkpoint", roles)
+    assert coordinator_of(run_key="third", roles=roles).load(40)["optim"]["m"][0] == 1
+
+
+def test_a_checkpoint_that_differs_from_the_one_that_a_sync_left_in_place_names_its_run(
+    coordinator_of: Open, job: Job, saved: Path
+) -> None:
+    first = coordinator_of(run_key="first")
+    first.save(50, {**state(50), "optim": {"m": torch.ones(3)}})
+    job.commit(50, "model", "optim")
+    second = coordinator_of(run_key="second")
+    second.load(40)
+    second.save(50, state(50), kind="state_dict")
+    job.commit(50, run=2, kind="state_dict")
+    second.save(50, {**state(50), "optim": {"m": torch.zeros(3)}})
+    with pytest.raises(SaveError, match=r"run 1 has committed actor/optim\S+ .* other content"):
+        job.commit(50, "model", "optim", run=2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_saves_its_steps_in_order(coordinator_of: Open, job: Job, kind: Kind) -> None:
+    saves = coordinator_of()
+    saves.save(300, state(300), kind=kind)
+    job.commit(300, kind=kind)
+    with pytest.raises(ConfigError, match=r"step 15, role actor, .* after step 300.* new run"):
+        saves.save(15, state(15), kind=kind, keep=2)
+    assert saves.save(300, state(300), kind=kind).images == ()
+    saves.save(301, state(301), kind=kind)
+
+
+def test_a_restart_that_loads_nothing_does_not_save_before_the_newest_step_of_its_key(
+    saved: Path, coordinator_of: Open
+) -> None:
+    again = coordinator_of(run_key="first")
+    with pytest.raises(ConfigError, match=r"step 15 .* run 1, .* has committed step 40; give"):
+        again.save(15, state(0))

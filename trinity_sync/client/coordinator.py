@@ -387,7 +387,8 @@ class CheckpointCoordinator:
                 `wait_staged_before` calls, and the save is not submitted until then. A detected
                 change fails the save; ``TRINITY_SYNC_OVERLAP=check`` detects all changes.
             keep: number of checkpoints to keep once this one is committed, this one included; 0 for
-                all. Older ones are removed after the commit, never before.
+                all. Older ones are removed after the commit, never before, and none that a policy
+                set for the job keeps.
             export: once the step is committed, also write the model's FSDP shards as a Hugging Face
                 model into ``<role>/huggingface/``. `wait_all` waits for it.
 
@@ -395,7 +396,8 @@ class CheckpointCoordinator:
             The staged components and bytes, and the seconds for which the caller was stalled.
 
         Raises:
-            ConfigError: an argument is invalid.
+            ConfigError: an argument is invalid, or ``step`` is before the newest that this process
+                has saved.
             SpoolError: the first save of this process cannot be written into the spool.
             ImageError: the first save of this process cannot be pickled or copied; the message
                 names the key. Errors of later saves do not stop the training: `wait_all` raises
@@ -787,8 +789,8 @@ class CheckpointCoordinator:
         if self.rank == 0:
             self._submitter.write_placement(role)
         attached = None
+        self._run.require_next_step(step, role, kind)
         if kind == "checkpoint":
-            self._run.require_new_step(step)
             self.wait_staged()  # the save in flight may still fail and leave its attachments
             attached = self._attachments.take(step)
         return self._states.save(

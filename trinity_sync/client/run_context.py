@@ -13,8 +13,9 @@ from pathlib import Path
 from weakref import WeakValueDictionary
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.layout import steps_on_disk
+from trinity_sync.layout import Kind, steps_on_disk
 from trinity_sync.storage.discovery import find_newest
+from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import is_committed, read_run_number
 from trinity_sync.storage.quarantine import quarantine_folder
 from trinity_sync.storage.runs import Run, find_newest_run, join_run, open_run, record_resume
@@ -36,7 +37,8 @@ class RunContext:
         _contexts[root] = self
         self._run: Run | None = None
         self._opening = threading.Lock()
-        self._has_saved = False
+        self._saved: dict[tuple[str, Kind], int] = {}
+        """Newest step that this process has saved, by role and kind."""
 
     def get(self) -> Run:
         """Return the run; open it at step 0 if none of its processes has opened it yet."""
@@ -102,23 +104,44 @@ class RunContext:
         """Step that the run resumed from; 0 if it has not begun, or has loaded no step."""
         return self._run.resumed_from if self._run else 0
 
-    def require_new_step(self, step: int) -> None:
-        """Require at the first checkpoint that the run has not committed it before.
+    def require_next_step(self, step: int, role: str, kind: Kind) -> None:
+        """Require that a step is not before the newest that this process has saved.
 
-        The step that the run resumed from is exempt.
+        A resume would not find such a step, and a policy would remove it first. Before a role's
+        first checkpoint, the newest step that the run has committed counts; the step that it
+        resumed from does not.
+
+        Args:
+            step: step to save.
+            role: role that saves it.
+            kind: kind of the save.
 
         Raises:
-            ConfigError: it has, so the key was used by an earlier start.
+            ConfigError: the step is before it, or the run's key was used by an earlier start.
         """
-        if self._has_saved:
-            return
-        run = self.get()
-        if step != run.resumed_from and is_committed(self._root, run.number, step, "checkpoint"):
+        newest = self._saved.get((role, kind))
+        if newest is None and kind == "checkpoint":
+            self._require_not_committed(step)
+        if newest is not None and step < newest:
             raise ConfigError(
-                f"step {step} of {self._root} was committed before by run {run.number}, which has "
-                f"the same key {run.key!r}; give TRINITY_SYNC_RUN_KEY a new value at each start"
+                f"step {step}, role {role}, of {self._root} cannot be saved after step {newest}: "
+                "the newest step of a run is the one with the highest number, so a resume would "
+                "not find it and retention would remove it first. Number the steps of a run in the "
+                "order of their saves; to repeat steps, load an earlier one in a new run"
             )
-        self._has_saved = True
+        self._saved[role, kind] = step
+
+    def _require_not_committed(self, step: int) -> None:
+        run = self.get()
+        latest = read_latest_pointer(self._root, "checkpoint") or step
+        for each in (step, latest):
+            earlier = each < step or each == run.resumed_from
+            if not earlier and is_committed(self._root, run.number, each, "checkpoint"):
+                raise ConfigError(
+                    f"step {step} of {self._root} cannot be saved: run {run.number}, which has the "
+                    f"same key {run.key!r}, has committed step {each}; give TRINITY_SYNC_RUN_KEY a "
+                    "new value at each start"
+                )
 
     def _warn_of_earlier_steps(self, run: Run) -> None:
         if found := find_newest(self._root):

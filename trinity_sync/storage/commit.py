@@ -65,7 +65,7 @@ def commit(
     persisted_at: float = 0.0,
     clock: Callable[[], float] = time.time,
 ) -> Manifest:
-    """Commit a step; committing it again is harmless.
+    """Commit a step; committing it again adds nothing and leaves its manifest as it is.
 
     A commit never makes the newest step of a kind an older one. A sync of the step of the newest
     checkpoint leaves that checkpoint in place if the weights are the same, byte for byte, and is
@@ -97,7 +97,7 @@ def commit(
             _check_complete(save, written, statuses)  # otherwise a retry, which was complete
         ours = earlier.files if earlier and earlier.run == save.run else ()
         committed = {record.path: record for record in ours}
-        _refuse_other_content(save, written, committed)
+        _refuse_other_content(save, written, committed, earlier.checkpoint_run if earlier else 0)
         named = {file.record.path for file in written} | committed.keys()
         files = (*(file.record for file in written), *list_callable_files(save, statuses, named))
         manifest = Manifest(
@@ -137,7 +137,13 @@ def commit(
                 inherit_exports_and_metrics(save, replaced)
             lock.require_held()
             manifest = add_timing(manifest)
-            write_manifest_into(save.folder, earlier.merge(manifest) if earlier else manifest)
+            merged = earlier.merge(manifest) if earlier else manifest
+            if replaced and "checkpoint" not in manifest.kinds:
+                merged = replace(merged, checkpoint_run=replaced.run)
+            if earlier and replace(merged, committed_at=earlier.committed_at) == earlier:
+                manifest = replace(manifest, committed_at=earlier.committed_at)  # a retry
+            else:
+                write_manifest_into(save.folder, merged)
         lock.require_held()
         update_latest_pointers(save.root, manifest)
         try:
@@ -237,18 +243,23 @@ def list_served_kinds(
 
 
 def _refuse_other_content(
-    save: SaveId, written: Sequence[Written], committed: Mapping[str, FileRecord]
+    save: SaveId,
+    written: Sequence[Written],
+    committed: Mapping[str, FileRecord],
+    checkpoint_run: int,
 ) -> None:
     """Refuse to commit a file again with other content.
 
     Raises:
-        SaveError: this run has committed the file with other bytes.
+        SaveError: this run, or the one whose checkpoint it left in place, has committed the file
+            with other bytes.
     """
     for file in written:
         known = committed.get(file.record.path)
         if known and known.digest != file.record.digest:
             raise SaveError(
-                f"{save} is not committed: run {save.run} has committed {known.path} of that step "
+                f"{save} is not committed: run {checkpoint_run or save.run} has committed "
+                f"{known.path} of that step "
                 "with other content, which stays. Save a changed state as another step."
             )
 

@@ -19,6 +19,7 @@ from trinity_sync.storage.manifest import Manifest, read_manifest, read_run_mani
 from trinity_sync.storage.manifest_files import FileRecord
 from trinity_sync.storage.placement import NodeShards, describe_ranks
 from trinity_sync.storage.save import Written
+from trinity_sync.storage.save_log import refuse_removed
 
 
 def gather_images(
@@ -42,6 +43,7 @@ def gather_images(
         EvictedError: the image of a rank was evicted.
         TicketError: a ticket is torn.
         FormatError: another release has staged an image of the save.
+        SaveError: the save was committed and removed before.
     """
     spool = JobSpool(Path(shards.spool))
     wanted = {
@@ -55,6 +57,7 @@ def gather_images(
     )
     deadline = clock() + rank_timeout_s
     later: set[tuple[str, int]] = set()
+    is_first = True
     pauses = lengthen_pauses()
     while True:
         waiting, bad = tickets.get()
@@ -112,6 +115,9 @@ def gather_images(
                     awaited.add((role, rank))
         if not missing:
             return images, committed
+        if is_first and not sealed and not manifest:  # perhaps a retry after its step was removed
+            refuse_removed(save)
+        is_first = False
         _refuse_evicted(shards, save, component, missing, later - awaited)
         # used by the next iteration, which finds all images sealed by now that were not evicted
         later = _find_ranks_past(save, [image.ticket for image in waiting])

@@ -52,6 +52,9 @@ class Manifest(Record, format=ROOT_FORMAT):
     timings: tuple[SaveTiming, ...] = ()
     """One for each save of the step: a sync and the checkpoint that follows it are two. None for a
     step that was imported."""
+    checkpoint_run: Count = 0
+    """Earlier run whose checkpoint a sync of ``run`` left in place, until ``run`` saves its own; 0
+    if ``run`` has committed all kinds itself."""
     parts: tuple[ManifestPart, ...] = ()
     """Parts of which ``files`` has some ranks' files only; none if ``files`` has all."""
 
@@ -72,13 +75,14 @@ class Manifest(Record, format=ROOT_FORMAT):
         return tuple(sorted(found - {""}))
 
     def has_kind(self, kind: Kind, roles: Iterable[str] = ()) -> bool:
-        """Return whether ``kind`` was committed, with files of all ``roles``.
+        """Return whether ``run`` has committed ``kind``, with files of all ``roles``.
 
         Args:
             kind: kind of the save.
             roles: roles that must have files; each may be synced by itself.
         """
-        return kind in self.kinds and {*roles} <= {*self.roles}
+        of_run = kind in self.kinds and not (kind == "checkpoint" and self.checkpoint_run)
+        return of_run and {*roles} <= {*self.roles}
 
     def find_timing(self, kind: Kind) -> SaveTiming | None:
         """Return the timing of the step's newest save of a kind, or None."""
@@ -101,7 +105,7 @@ class Manifest(Record, format=ROOT_FORMAT):
         return ""
 
     def merge(self, later: "Manifest") -> "Manifest":
-        """Return the manifest of this commit and a later one of the same run and step.
+        """Return the manifest of this commit and a later one of the same step.
 
         Args:
             later: manifest of the later commit, e.g. of the checkpoint that follows a sync.
@@ -112,6 +116,7 @@ class Manifest(Record, format=ROOT_FORMAT):
         return replace(
             later,
             kinds=tuple(sorted({*self.kinds, *later.kinds})),
+            checkpoint_run=(later if "checkpoint" in later.kinds else self).checkpoint_run,
             files=_by_path(
                 [*(f.merge(theirs.pop(f.path, None)) for f in self.files), *theirs.values()]
             ),

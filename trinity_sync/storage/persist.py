@@ -28,6 +28,7 @@ from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import Ticket, failure_path, read_ticket
 from trinity_sync.storage.block_reuse import acquire_spare, remove_spares
 from trinity_sync.storage.gather import gather_images
+from trinity_sync.storage.manifest import read_run_manifest
 from trinity_sync.storage.manifest_files import FileRecord
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Written, remove_files
@@ -73,14 +74,23 @@ def persist(
         EvictedError: an image was evicted for a later step.
         TicketError, ImageError: an image cannot be trusted.
         FormatError: another release has staged an image of the save, or committed the step.
-        SaveError: a file cannot be written; the cause is the OSError of the file system.
+        SaveError: a file cannot be written; the cause is the OSError of the file system. Or the
+            save was committed and removed before.
     """
     sealed, committed = gather_images(shards, save, component, options.rank_timeout_s, clock)
     attempt = uuid.uuid4().hex[:8]
     initializer = partial(lower_thread_priority, options.nice)
     with ExitStack() as locks:
         # lock all of them first: an image that waits for its write must not be evicted
-        contents = [locks.enter_context(_lock_content(save, image)) for image in sealed]
+        try:
+            contents = [locks.enter_context(_lock_content(save, image)) for image in sealed]
+        except (EvictedError, ImageError):
+            manifest = read_run_manifest(save.root, save.run, save.step)
+            if not manifest or not {each.ticket.image for each in sealed} <= manifest.images:
+                raise
+            # another attempt has committed them meanwhile, and freed their slots
+            locks.close()
+            return persist(shards, save, component, options, clock=clock)
         for image in sealed:
             failure_path(image.slot).unlink(missing_ok=True)  # this is a retry
         write = partial(_write, shards, save, options, attempt)

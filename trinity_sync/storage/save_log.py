@@ -1,19 +1,22 @@
 """``root/.trinity_sync/saves.jsonl``: a line for each committed save, also of steps removed since.
 
 Retention removes manifests; the log keeps what a report needs to show that saves become slower. It
-is best effort: a crash may lose its last line, and nothing but reports reads it.
+is best effort: a crash may lose its last line. It also tells a retry that its step was removed.
 """
 
 import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 
 import msgspec
 
+from trinity_sync.errors import SaveError
 from trinity_sync.fs.records import Count, Seconds
 from trinity_sync.layout import PRIVATE_FOLDER
+from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.save_timing import SaveTiming
 
@@ -79,6 +82,25 @@ def read_saves(root: str | Path) -> Sequence[LoggedSave]:
         save = (each.run, each.step, each.timing.kind, each.timing.roles)
         found.setdefault(save, each)
     return list(found.values())
+
+
+def refuse_removed(save: SaveId) -> None:
+    """Refuse to wait for the images of a save that was committed and whose step is gone.
+
+    Args:
+        save: the save, of which neither images nor a manifest are left.
+
+    Raises:
+        SaveError: the log has it.
+    """
+    for each in read_saves(save.root):
+        logged = (each.run, each.step, each.timing.kind, each.timing.roles)
+        if logged == (save.run, save.step, save.kind, save.roles):
+            at = datetime.fromtimestamp(each.committed_at, timezone.utc)
+            raise SaveError(
+                f"{save} was committed at {at:%Y-%m-%d %H:%M:%S} UTC, and the step has been "
+                "removed or replaced since, so nothing is left to save. Do not retry it."
+            )
 
 
 def _path(root: str | Path) -> Path:

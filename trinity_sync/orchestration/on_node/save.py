@@ -31,6 +31,7 @@ from trinity_sync.storage.manifest import read_run_manifest
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted, Written, discard, mark_failed
+from trinity_sync.storage.save_log import refuse_removed
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +149,8 @@ def commit_step(
     spool = get_job_spool(shards.spool, save.root)
     written = [file for result in persisted for file in result.written]
     statuses = [status for result in persisted for status in result.statuses]
+    if not (written or statuses or read_run_manifest(save.root, save.run, save.step)):
+        refuse_removed(save)
     statuses += await_callable_saves(
         spool,
         save,
