@@ -24,7 +24,7 @@ from trinity_sync.client.collective import (
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.manager_of_paths import ManagerOfPaths
 from trinity_sync.errors import ConfigError
-from trinity_sync.fsdp.metadata import metadata_folder
+from trinity_sync.fsdp.metadata import metadata_folder, try_metadata
 from trinity_sync.fsdp.reshard import is_on_this_mesh, load_resharded
 from trinity_sync.fsdp.state_dict import (
     get_model_state_to_stage,
@@ -63,7 +63,8 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
         coordinator: the job's coordinator on this rank; by default made at the first save or load.
 
     Raises:
-        ConfigError: the model has VeOmni's expert parallelism, or several optimizers.
+        ConfigError: the model has VeOmni's expert parallelism, or several optimizers; or, on rank
+            0, its config cannot be saved.
     """
 
     def __init__(
@@ -87,6 +88,8 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
             checkpoint_config,
             trust_remote_code=trust_remote_code,
         )
+        if self.rank == 0:
+            try_metadata(model, processing_class)
         self.ray_namespace = ray_namespace
         self.max_ckpt_to_keep: int | None = None
         self.initial_version: int | None = None

@@ -1,12 +1,18 @@
 """The small files next to the shards: configs and tokenizer, which veRL's merger and users need.
 
 They do not change during training, so they are written to the spool once, and every save packs the
-same folder.
+same folder. No file that a step can do without stops a save, and what would stop the first save is
+tried when training starts.
 """
 
 import json
+import logging
 import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from functools import lru_cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,7 +21,10 @@ from transformers.dynamic_module_utils import custom_object_save
 from verl.utils.fsdp_utils import fsdp_version
 
 from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.errors import ConfigError
 from trinity_sync.fsdp.state_dict import unwrap_model
+
+logger = logging.getLogger(__name__)
 
 FSDP_CONFIG = "fsdp_config.json"
 LORA_CONFIG = "lora_train_meta.json"
@@ -51,6 +60,19 @@ def metadata_folder(
     return folder
 
 
+def try_metadata(model: Any, processing_class: Any) -> None:
+    """Write the small files once and discard them, so that errors come before the first save.
+
+    Args:
+        model, processing_class: as in `metadata_folder`.
+
+    Raises:
+        ConfigError: as `write_metadata`.
+    """
+    with suppress(OSError), TemporaryDirectory() as folder:  # a full disk here says nothing
+        write_metadata(Path(folder), model, processing_class, world_size=1)
+
+
 def write_metadata(folder: Path, model: Any, processing_class: Any, *, world_size: int) -> None:
     """Write ``fsdp_config.json``, ``huggingface/`` and, with adapters, ``lora_train_meta.json``.
 
@@ -62,6 +84,10 @@ def write_metadata(folder: Path, model: Any, processing_class: Any, *, world_siz
         model: the FSDP model.
         processing_class: tokenizer or processor; may be None.
         world_size: number of ranks that save shards.
+
+    Raises:
+        ConfigError: transformers refuses to save the model's config. All other files of
+            ``huggingface/`` are left out with a warning if they cannot be saved.
     """
     inner = unwrap_model(model)
     config = inner.config
@@ -69,15 +95,22 @@ def write_metadata(folder: Path, model: Any, processing_class: Any, *, world_siz
     huggingface.mkdir(exist_ok=True)
     if getattr(config, "auto_map", None) and None in config.auto_map:
         config.auto_map = {key: value for key, value in config.auto_map.items() if key is not None}
-    config.save_pretrained(huggingface)
-    generation = _load_generation_config(inner)
-    if generation is not None:
-        generation.save_pretrained(huggingface)
+    try:
+        config.save_pretrained(huggingface)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"the config of the model cannot be saved, and a Hugging Face model needs it: {error}. "
+            "Correct config.json of the model before training"
+        ) from error
+    save_generation = partial(_save_generation_config, inner)
+    _write_optional(huggingface, "generation_config.json", save_generation)
     if processing_class is not None:
-        processing_class.save_pretrained(huggingface)
+        what = f"the files of the {type(processing_class).__name__}"
+        _write_optional(huggingface, what, processing_class.save_pretrained)
     if hasattr(config, "auto_map"):
         base = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
-        custom_object_save(base, huggingface, config=config)
+        save_code = partial(custom_object_save, base, config=config)
+        _write_optional(huggingface, "the source files of the model", save_code)
     versions = {"FSDP_version": fsdp_version(model), "world_size": world_size}
     (folder / FSDP_CONFIG).write_text(json.dumps(versions, indent=4))
     adapter = _describe_adapter(inner)
@@ -85,15 +118,32 @@ def write_metadata(folder: Path, model: Any, processing_class: Any, *, world_siz
         (folder / LORA_CONFIG).write_text(json.dumps(adapter, indent=4))
 
 
-def _load_generation_config(inner: Any) -> GenerationConfig | None:
-    """Return the generation config of the pretrained model; None if it has none."""
+def _write_optional(folder: Path, what: str, write: Callable[[str], Any]) -> None:
+    """Write files that a step can do without, all of them or none; log why they are left out."""
+    with TemporaryDirectory(dir=folder.parent) as scratch:
+        try:
+            write(scratch)
+        except Exception as error:  # of transformers, or of a user's tokenizer
+            _warn_once(f"checkpoints are saved without {what}, which cannot be saved: {error}")
+        else:
+            shutil.copytree(scratch, folder, dirs_exist_ok=True)
+
+
+@lru_cache(maxsize=100)
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)
+
+
+def _save_generation_config(inner: Any, folder: str) -> None:
+    """Save the generation config of the pretrained model, if it has one."""
     origin = getattr(inner.config, "name_or_path", None)
     if not origin or not inner.can_generate():
-        return None
+        return
     try:
-        return GenerationConfig.from_pretrained(origin)
-    except (OSError, ValueError):  # many models have none
-        return None
+        generation = GenerationConfig.from_pretrained(origin)
+    except OSError:  # many models have none
+        return
+    generation.save_pretrained(folder)
 
 
 def _describe_adapter(inner: Any) -> dict[str, Any] | None:

@@ -1,6 +1,8 @@
 """What the checkpoint manager hands over, what it skips, and what it refuses to load."""
 
+import json
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -341,3 +343,68 @@ def test_no_path_does_nothing(new_run: MakeManager, root: Path) -> None:
     assert manager.save_state_dict(None) is None
     manager.load_checkpoint(None)
     assert not list(root.glob("global_step_*"))
+
+
+@pytest.fixture
+def shipped(tiny: Path, tmp_path: Path, trained: Trained) -> Iterator[Path]:
+    """The folder that the model was loaded from, to change its small files."""
+    folder = tmp_path / "shipped"
+    shutil.copytree(tiny, folder)
+    before, trained.model.config.name_or_path = trained.model.config.name_or_path, str(folder)
+    yield folder
+    trained.model.config.name_or_path = before
+
+
+def test_a_generation_config_that_transformers_does_not_save_is_left_out_and_said_once(
+    new_run: MakeManager, root: Path, shipped: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (shipped / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')
+    manager = new_run()
+    said = "checkpoints are saved without generation_config.json"
+    assert caplog.text.count(said) == 1  # before the first save
+    for step in (1, 2):
+        manager.save_checkpoint(path(root, step), step)
+    manager.wait_on_save_thread()
+    assert caplog.text.count(said) == 1
+    saved = {Path(each.path).name for each in read_manifest(root, 2).files}
+    assert {"config.json", "tokenizer.json", "fsdp_config.json"} <= saved
+    assert "generation_config.json" not in saved
+
+
+def test_a_generation_config_that_can_be_saved_is(
+    new_run: MakeManager, root: Path, shipped: Path
+) -> None:
+    (shipped / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6}')
+    manager = new_run()
+    manager.save_checkpoint(path(root, 1), 1)
+    manager.wait_on_save_thread()
+    saved = step_folder(root, 1) / "actor/huggingface/generation_config.json"
+    assert json.loads(saved.read_text())["temperature"] == 0.6
+
+
+def test_a_tokenizer_that_cannot_be_saved_is_left_out(
+    new_run: MakeManager, root: Path, trained: Trained, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Stateful:
+        def save_pretrained(self, folder: str) -> None:
+            Path(folder, "vocab.txt").write_text("half of it")
+            raise NotImplementedError("no serializer")
+
+    trained.tokenizer, tokenizer = Stateful(), trained.tokenizer
+    manager = new_run()
+    trained.tokenizer = tokenizer
+    manager.save_checkpoint(path(root, 1), 1)
+    manager.wait_on_save_thread()
+    assert "without the files of the Stateful, which cannot be saved: no serializer" in caplog.text
+    assert not (step_folder(root, 1) / "actor/huggingface/vocab.txt").exists()
+
+
+def test_a_config_that_cannot_be_saved_is_refused_before_the_training(
+    new_run: MakeManager, trained: Trained
+) -> None:
+    trained.model.config.temperature = 0.6  # of generation, which transformers refuses here
+    try:
+        with pytest.raises(ConfigError, match=r"(?s)config of the model cannot .* before training"):
+            new_run()
+    finally:
+        del trained.model.config.temperature
