@@ -676,6 +676,7 @@ def test_the_pointer_stays_at_a_newer_step_that_another_system_has_saved(
 ) -> None:
     open_run(job.root, "first", 0)
     (job.root / "global_step_50/actor").mkdir(parents=True)  # by veRL itself
+    (job.root / "global_step_50" / MODEL).touch()
     pointer = job.root / "latest_checkpointed_iteration.txt"
     pointer.write_text("50")
     if resumed:  # from an older step, on purpose and later

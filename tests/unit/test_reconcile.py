@@ -14,6 +14,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tests.unit.answers import server
 from tests.unit.job import Job
+from tests.unit.steps import MODEL
 from trinity_sync.catalog.database import get_catalog_url, open_catalog
 from trinity_sync.catalog.mirror import find_differences
 from trinity_sync.errors import CatalogError
@@ -124,10 +125,15 @@ def test_a_pointer_at_another_systems_checkpoint_is_left_alone(
     job: Job, settings: Settings
 ) -> None:
     save(job, 1)
-    (step_folder(job.root, 9) / "actor").mkdir(parents=True)
+    shard = step_folder(job.root, 9) / MODEL
+    shard.parent.mkdir(parents=True)
+    shard.touch()
     (job.root / "latest_checkpointed_iteration.txt").write_text("9")
     assert run(job, settings) == []
     assert read_latest_pointer(job.root, "checkpoint") == 9
+    shard.rename(step_folder(job.root, 9) / "data.pt")  # what a driver leaves of a lost save
+    assert [each.state for each in run(job, settings)] == ["repaired"]
+    assert read_latest_pointer(job.root, "checkpoint") == 1
 
 
 def test_a_pointer_that_cannot_be_made_good_is_reported(job: Job, settings: Settings) -> None:

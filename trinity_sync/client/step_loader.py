@@ -17,6 +17,7 @@ from trinity_sync.fs.changes import ReadOnChange, lengthen_pauses
 from trinity_sync.layout import Kind, step_folder
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.discovery import find_newest
+from trinity_sync.storage.latest_pointer import warn_of_other_step
 from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.placement import NodeRanks
@@ -64,6 +65,8 @@ class StepLoader:
 
         def find() -> int | None:
             manifest = find_newest(self._root, kind)
+            if manifest and kind == "checkpoint":
+                warn_of_other_step(self._root, manifest.step)
             return manifest.step if manifest else None
 
         if not self._asks_together:

@@ -17,7 +17,7 @@ from trinity_sync.layout import (
     split_role_path,
 )
 from trinity_sync.snapshot.dtensor_shards import compute_own_box
-from trinity_sync.storage.discovery import require_committed
+from trinity_sync.storage.discovery import is_foreign, require_committed
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 
 _SHARD = re.compile(r"(?P<component>\w+)_world_size_(?P<world_size>\d+)_rank_\d+\.pt")
@@ -121,8 +121,9 @@ def _list_committed_files(role_folder: Path) -> list[str] | None:
     revalidate_folder(role_folder.parent)  # another node may have committed it just now
     if not (role_folder.parent / MANIFEST).exists():
         marked = (role_folder.parent / FULL_CHECKPOINT_MARK).exists()  # its manifest was lost
-        is_foreign = not marked and read_latest_pointer(root, "checkpoint") == step
-        if is_foreign or not (root / PRIVATE_FOLDER).exists():
+        is_latest = not marked and read_latest_pointer(root, "checkpoint") == step
+        foreign = is_latest and is_foreign(role_folder.parent)
+        if foreign or not (root / PRIVATE_FOLDER).exists():
             return None  # the pointer moves to a committed step after its manifest and mark exist
     prefix = f"{role}/"
     files = require_committed(root, step, paths=()).files  # the load itself checks them

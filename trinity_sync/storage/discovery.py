@@ -173,9 +173,25 @@ def list_unreadable_records(root: str | Path) -> list[FormatError]:
     return found
 
 
+SHARDS = (
+    "*_world_size_*_rank_*.pt",
+    "*/*_world_size_*_rank_*.pt",
+    "**/*.distcp",
+    "**/*.safetensors",
+    "**/*.bin",
+)
+"""Patterns of shards that other systems save in a step's folder."""
+
+
 def is_foreign(folder: Path) -> bool:
-    """Return whether a step's folder was saved by another system: it has no manifest."""
-    return folder.is_dir() and not (folder / MANIFEST).exists()
+    """Return whether a step's folder was saved by another system: it has shards and no manifest.
+
+    Other files alone, such as the dataloader's position that veRL's driver writes, do not make a
+    step: a save that was lost leaves them.
+    """
+    if not folder.is_dir() or (folder / MANIFEST).exists():
+        return False
+    return any(next(folder.glob(pattern), None) for pattern in SHARDS)
 
 
 def find_newest(root: str | Path, kind: Kind = "checkpoint") -> Manifest | None:

@@ -35,6 +35,24 @@ def read_latest_pointer(root: str | Path, kind: Kind) -> int | None:
     return parse_number(text)
 
 
+def warn_of_other_step(root: str | Path, step: int) -> None:
+    """Log a warning if the latest pointer names another step of the job than the newest commit.
+
+    It does so after somebody has edited it, which has no effect on what is resumed from.
+
+    Args:
+        root: the job's root.
+        step: newest committed checkpoint.
+    """
+    named = read_latest_pointer(root, "checkpoint")
+    if named not in (None, step) and not is_foreign(step_folder(root, named)):
+        logger.warning(
+            "%s in %s names step %d, and the newest commit is step %d, which counts. To go back to "
+            "step %d, run: trinity-sync rewind %s %d",
+            *(ITERATION_FILES["checkpoint"], root, named, step, named, root, named),
+        )
+
+
 def advance_latest_pointer(root: str | Path, kind: Kind, run: int, step: int) -> bool:
     """Update a latest pointer to a committed step, unless it names a newer step already.
 

@@ -1,5 +1,8 @@
 """What veRL's own trainers do around a checkpoint, with ours in its place: their real methods."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -254,6 +257,41 @@ def test_a_checkpoint_that_verl_saved_after_ours_is_resumed_from(
     assert resumed.global_steps == 2
 
 
+def test_a_folder_with_a_dataloaders_position_alone_is_no_checkpoint_of_verl(
+    start: Start, resuming: None, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = start()
+    train_to(trainer, 1)
+    wait(trainer)
+    step_folder(root, 2).mkdir()
+    (step_folder(root, 2) / "data.pt").write_bytes(b"of a save that was lost")
+    (root / "latest_checkpointed_iteration.txt").write_text("2")
+    resumed = start()
+    resumed._load_checkpoint()
+    assert resumed.global_steps == 1
+    assert "names step 2, and the newest commit is step 1" in caplog.text
+    train_to(resumed, 2)
+    wait(resumed)
+    assert find_latest_ckpt_path(str(root)) == str(step_folder(root, 2))
+
+
+def test_an_iteration_file_that_somebody_set_back_is_said_to_have_no_effect(
+    start: Start, resuming: None, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = start()
+    for step in (1, 2):
+        train_to(trainer, step)
+        wait(trainer)
+    start()._load_checkpoint()
+    assert "and the newest commit is" not in caplog.text
+    (root / "latest_checkpointed_iteration.txt").write_text("1\n")
+    resumed = start()
+    resumed._load_checkpoint()
+    assert resumed.global_steps == 2
+    assert "names step 1, and the newest commit is step 2" in caplog.text
+    assert f"run: trinity-sync rewind {root} 1" in caplog.text
+
+
 def test_an_iteration_file_that_somebody_emptied_stops_no_resume(
     start: Start, resuming: None, root: Path
 ) -> None:
@@ -361,3 +399,14 @@ def test_the_root_of_a_launch_is_absolute_and_the_users_if_there_is_one(
     assert launch(config)["env_vars"]["TRINITY_SYNC_ROOT"] == str(tmp_path / "ckpts")
     monkeypatch.setenv("TRINITY_SYNC_ROOT", "mine")
     assert launch(config)["env_vars"]["TRINITY_SYNC_ROOT"] == str(tmp_path / "mine")
+
+
+def test_the_fully_async_trainer_is_refused_at_its_launch() -> None:
+    launched = subprocess.run(
+        [sys.executable, "-m", "verl.experimental.fully_async_policy.fully_async_main"],
+        env={**os.environ, "VERL_USE_EXTERNAL_MODULES": "trinity_sync.integrations.verl.switch"},
+        capture_output=True,
+        text=True,
+    )
+    assert launched.returncode
+    assert "ConfigError: verl.experimental.fully_async_policy does not work" in launched.stderr

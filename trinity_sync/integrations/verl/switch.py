@@ -61,6 +61,14 @@ def _turbo(module: ModuleType) -> None:
     module.FSDPTurboEngineWithLMHead._init_device_mesh = refuse
 
 
+def _fully_async(module: ModuleType) -> None:
+    raise ConfigError(
+        "verl.experimental.fully_async_policy does not work with trinity_sync: its trainer would "
+        "name a step before its commit; train with verl.trainer.main_ppo and "
+        "trainer.v1.trainer_mode=separate_async, or unset VERL_USE_EXTERNAL_MODULES"
+    )
+
+
 def _launch(module: ModuleType) -> None:
     from trinity_sync.integrations.verl.driver import wrap_get_ppo_ray_runtime_env
 
@@ -113,6 +121,7 @@ PATCHES: dict[str, Patch] = {
     "verl.workers.engine.fsdp.fsdp_turbo_impl": _turbo,
     "verl.workers.engine.megatron.transformer_impl": _save_megatron,
     "verl.workers.engine.veomni.transformer_impl": _save,
+    "verl.experimental.fully_async_policy": _fully_async,
     "verl.trainer.constants_ppo": _launch,
     "verl.workers.engine_workers": _workers,
     "verl.trainer.ppo.ray_trainer": _trainer,
