@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.conftest import environment
 from tests.unit.job import Job
 from tests.unit.steps import MODEL
+from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import (
     CommitError,
     EvictedError,
@@ -29,12 +31,14 @@ from trinity_sync.errors import (
 )
 from trinity_sync.fs.direct_io import digest_cached_file
 from trinity_sync.layout import KINDS, Kind
+from trinity_sync.orchestration.on_node.save import commit_step
 from trinity_sync.retention.step_infos import list_step_infos
 from trinity_sync.snapshot.callable_status import CallableStatus
 from trinity_sync.snapshot.ticket import ticket_path
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.gc import remove_replaced
+from trinity_sync.storage.job_settings import write_job_settings
 from trinity_sync.storage.late_images import free_committed_slots
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import is_committed, read_manifest
@@ -431,6 +435,23 @@ def test_a_retry_of_a_save_that_was_committed_and_removed_says_so_at_once(job: J
     waited = iter([0.0, 0.0])  # no third look at the clock, so it has not waited
     with pytest.raises(SaveError, match=r"step 3 .* was committed at \d.* has been removed"):
         persist(job.share, job.save(3), "model", WriteOptions(), clock=lambda: next(waited))
+
+
+def test_a_retry_of_save_functions_whose_step_was_committed_and_removed_says_so(
+    job: Job, tmp_path: Path
+) -> None:
+    write_job_settings(job.root, {"rank_timeout_s": 0.1})
+    folder(job, 3).mkdir()
+    (folder(job, 3) / "lora.bin").write_bytes(b"adapter")
+    status = CallableStatus("lora", 1, 3, "checkpoint", 0, "1/1", "finished", files=("lora.bin",))
+    commit(job.save(3), [], [status])
+    shutil.rmtree(folder(job, 3))
+    request = SaveRequest(**vars(job.save(3)), components=(), expected=1)
+    with (
+        environment({"TRINITY_SYNC_HOME": str(tmp_path)}),
+        pytest.raises(SaveError, match="has been removed"),
+    ):
+        commit_step(request, [], job.share, 0.0, 0.0)
 
 
 def test_a_flow_that_is_retried_after_the_images_were_named_commits(job: Job) -> None:
