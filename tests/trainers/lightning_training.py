@@ -28,7 +28,14 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.integration.fsdp.commits import CommitsHere
 from tests.states import copied, differences
-from tests.trainers.local_saves import TOKENS, Fails, Taken, commit_here, commit_taken
+from tests.trainers.local_saves import (
+    TOKENS,
+    Fails,
+    Taken,
+    commit_here,
+    commit_taken,
+    replace_files,
+)
 from tests.trainers.ranks import kill_all_ranks, killed_ranks, on_ranks, require_same
 from trinity_sync import ConfigError, SaveFailedError
 from trinity_sync.integrations.lightning import TrinitySyncCallback
@@ -294,6 +301,18 @@ class KillAt(Callback):
             kill_all_ranks()
 
 
+class Replaced(ModelParallelStrategy):
+    """Loads a step whose files have been compared, and have other files' names since."""
+
+    step: Path
+
+    def load_checkpoint(self, *arguments: Any, **named: Any) -> Any:
+        if dist.get_rank() == 0:
+            replace_files(self.step, "actor/*", "attachments/meta.pt")
+        dist.barrier()
+        return super().load_checkpoint(*arguments, **named)
+
+
 def train(folder: Path, spool: Path, kind: str, root: str, fate: str) -> dict[str, Any]:
     """Train from the newest step, if there is one; killed, or to the end."""
     trigger = Taken(KILLED_AT, folder) if fate == "killed" else None
@@ -303,7 +322,8 @@ def train(folder: Path, spool: Path, kind: str, root: str, fate: str) -> dict[st
     module, strategy = Small(), DDPStrategy()
     if kind == "fsdp":
         module = Sharded()
-        strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+        strategy = Replaced(data_parallel_size=2, tensor_parallel_size=1)
+        strategy.step = folder / root / f"global_step_{KILLED_AT}"
     torch.manual_seed(7)
 
     class OwnDropout(Callback):

@@ -22,7 +22,7 @@ from transformers import (
 
 from tests.integration.fsdp.commits import CommitsHere
 from tests.states import copied, differences
-from tests.trainers.local_saves import TOKENS, Fails, commit_here
+from tests.trainers.local_saves import TOKENS, Fails, commit_here, replace_files
 from trinity_sync import CommitError, ConfigError, SaveFailedError, WeightReader
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.integrations import huggingface_state, trainer_saves
@@ -127,6 +127,30 @@ def test_a_hugging_face_trainer_resumes_bit_equal_in_mid_epoch(
     resumed.train(resume_from_checkpoint=saves.latest())
     assert resumed.state.global_step == 12
     assert differences(state_of(whole), state_of(resumed)) == []
+
+
+class Begun(TrainerCallback):
+    """Keeps the weights that a training begins with."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        self.weights = copied(dict(parts["model"].state_dict()))
+
+
+def test_a_hugging_face_trainer_loads_the_files_that_were_compared(
+    tmp_path: Path, spool_folder: Path
+) -> None:
+    root = tmp_path / "ckpts"
+    saves = TrinitySyncCallback(root, **commit_here(tmp_path, spool_folder))
+    first = hugging_face(tmp_path / "out", saves, stop=4)
+    first.train()
+    newest, begun = saves.latest(), Begun()
+    assert newest
+    replace_files(root / "global_step_4", "actor/*", "attachments/*")
+    resumed = hugging_face(tmp_path / "out", saves, stop=5)
+    resumed.add_callback(begun)
+    resumed.train(resume_from_checkpoint=newest)
+    assert differences(dict(first.model.state_dict()), begun.weights) == []
+    assert not Path(newest).exists()  # nothing keeps the space of a step that is removed
 
 
 def test_a_hugging_face_trainer_that_has_nothing_to_resume_starts_afresh(

@@ -456,3 +456,69 @@ def test_what_a_user_can_get_wrong_is_named(saves: CheckpointCoordinator, messag
 def test_a_coordinator_of_other_ranks_is_refused(coordinator_of: Open) -> None:
     with pytest.raises(ConfigError, match="rank 0 of 2, and this is rank 0 of 1"):
         DcpSaver(coordinator_of(world_size=2))
+
+
+class Meanwhile(dcp.DefaultLoadPlanner):
+    """Does something between the comparison of the files and the first read."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        super().__init__()
+        self.work = work
+
+    def finish_plan(self, central_plan: Any) -> Any:
+        self.work()
+        return super().finish_plan(central_plan)
+
+
+def test_a_step_that_is_committed_again_while_it_is_loaded_is_not_what_is_loaded(
+    saves: CheckpointCoordinator, coordinator_of: Open
+) -> None:
+    save(DcpSaver(saves), 7, {"w": torch.ones(3)}).result(30)
+
+    def commit_again() -> None:
+        later = coordinator_of(trigger=CommitsHere(), run_key="later")
+        save(DcpSaver(later), 7, {"w": torch.full((3,), 2.0)}).result(30)
+
+    found, reader = {"w": torch.zeros(3)}, StepReader(saves.root, 7)
+    with pytest.raises(CheckpointException, match="run 2 has replaced it"):
+        dcp.load(found, storage_reader=reader, planner=Meanwhile(commit_again), no_dist=True)
+    assert found["w"].tolist() == [1.0] * 3
+    dcp.load(found, storage_reader=reader, no_dist=True)
+    assert found["w"].tolist() == [2.0] * 3
+
+
+class Runs:
+    """A pickle that makes a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_a_file_that_others_put_in_the_place_of_a_compared_one_runs_nothing(
+    saves: CheckpointCoordinator, tmp_path: Path
+) -> None:
+    state = {"w": torch.ones(3), "text": "mine" * 1000}
+    save(DcpSaver(saves), 7, state).result(30)
+    role, ran = step_folder(saves.root, 7) / "actor", tmp_path / "ran"
+    index = parse_index((role / ".metadata").read_bytes(), role / ".metadata")
+    stored = next(info for at, info in index.storage_data.items() if at.fqn == "text")
+    theirs = bytearray((role / stored.relative_path).read_bytes())
+    code = pickle.dumps(Runs(ran))
+    theirs[stored.offset : stored.offset + len(code)] = code
+
+    def put_theirs() -> None:
+        (role / "theirs").write_bytes(theirs)
+        (role / "theirs").rename(role / stored.relative_path)
+
+    found = zeros(state)
+    dcp.load(
+        found,
+        storage_reader=StepReader(saves.root, 7),
+        planner=Meanwhile(put_theirs),
+        no_dist=True,
+    )
+    assert not ran.exists()
+    assert same(found, state)

@@ -4,7 +4,7 @@ If only the rank that reads a corrupted file raised, the others would hang in th
 So the ranks exchange their errors, and all of them raise or none does.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar, cast
@@ -14,8 +14,11 @@ import torch.distributed as dist
 from trinity_sync.errors import CommitError, TrinitySyncError
 from trinity_sync.fs.atomic import revalidate_folder
 from trinity_sync.layout import step_folder
+from trinity_sync.storage.discovery import require_unreplaced
 from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import Manifest
+from trinity_sync.storage.manifest_files import FileRecord
+from trinity_sync.storage.open_files import OpenFiles
 
 T = TypeVar("T")
 
@@ -94,3 +97,42 @@ def lease_on_rank_0(root: Path, step: int) -> Iterator[Manifest]:
         revalidate_folder(root)  # another node may have committed the step just now
         revalidate_folder(folder)
         yield manifest
+
+
+def open_on_all_ranks(
+    root: Path, manifest: Manifest, records: Sequence[FileRecord], *, unpickled: bool
+) -> OpenFiles:
+    """Open files of a leased step on every rank, and compare them with their digests.
+
+    Each rank compares a part of the files, for all ranks: then the step is still that of the
+    manifest, so every rank has the same files open. A collective call if there is a process group.
+
+    Args:
+        root: the job's root.
+        manifest: manifest of the step.
+        records: records of the files in it.
+        unpickled: as in `OpenFiles.open`.
+
+    Raises:
+        CommitError: on all ranks: a file is corrupted, cannot be read, or may be another user's and
+            would be unpickled; or the step was replaced.
+    """
+    grouped = dist.is_available() and dist.is_initialized()
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+    folder, files = step_folder(root, manifest.step), OpenFiles(root, manifest)
+
+    def check() -> None:
+        files.open(records, unpickled=unpickled)
+        files.compare(sorted(records, key=lambda record: record.nbytes)[rank::world_size])
+
+    def check_step() -> None:
+        if rank == 0:
+            require_unreplaced(root, manifest)
+
+    try:
+        for work in (check, check_step):
+            run_on_all_ranks(folder, work) if grouped else work()
+    except BaseException:
+        files.close()
+        raise
+    return files

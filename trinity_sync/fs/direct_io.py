@@ -161,6 +161,17 @@ def digest_file(path: Path, nbytes: int, on_read: Callable[[int], object] = no_p
         nbytes: number of bytes.
         on_read: called with the bytes of each piece.
     """
+    with open_direct(path) as fd:
+        return digest_fd(fd, nbytes, on_read)
+
+
+def digest_fd(fd: int, nbytes: int, on_read: Callable[[int], object] = no_progress) -> str:
+    """Return the digest of an open file as `digest_file` does.
+
+    Args:
+        fd: descriptor of the file.
+        nbytes, on_read: as in `digest_file`.
+    """
     digest = xxhash.xxh3_128()
     waiting: deque[tuple[Future[None], memoryview, int]] = deque()
 
@@ -171,7 +182,7 @@ def digest_file(path: Path, nbytes: int, on_read: Callable[[int], object] = no_p
         on_read(size)
         return piece
 
-    with open_direct(path) as fd, ThreadPoolExecutor(READERS, thread_name_prefix="reader") as pool:
+    with ThreadPoolExecutor(READERS, thread_name_prefix="reader") as pool:
         for at in range(0, nbytes, PIECE):
             full = len(waiting) == 2 * READERS
             piece = digest_next() if full else _allocate(min(PIECE, nbytes))

@@ -2,8 +2,8 @@
 
 It replaces the saves of `Trainer`, at the same steps (``save_strategy``, ``save_steps``), keeps
 ``save_total_limit`` steps, and makes `train` raise if a save failed. `Trainer` resumes by itself:
-`TrinitySyncCallback.latest` makes the folder that it expects, with links to the committed files, so
-nothing large is written again.
+`TrinitySyncCallback.latest` makes the folder that it expects, with links to the committed files,
+which stay open, so nothing large is written again.
 
 A callback is not called where `Trainer` saves, after the evaluation of the step, and knows nothing
 of its trainer. So this module wraps the methods of `Trainer` that save and load, for trainers that
@@ -37,6 +37,7 @@ from trinity_sync.integrations.huggingface_state import (
 )
 from trinity_sync.integrations.trainer_saves import TrainerSaves, list_attachments
 from trinity_sync.layout import PRIVATE_FOLDER
+from trinity_sync.storage.open_files import OpenFiles
 
 with from_extra("hf"):
     from accelerate.state import AcceleratorState, is_initialized
@@ -74,12 +75,16 @@ class TrinitySyncCallback(TrainerCallback):
         """Whether embeddings are saved with an adapter; None until a training has begun."""
         self._loaded: int | None = None
         """Step that `Trainer` has loaded for the training that begins next."""
+        self._opened: tuple[OpenFiles, Path] | None = None
+        """The files in the folder that was made last, and that folder."""
 
     def latest(self, *, settle_s: float = 0.0) -> str | None:
         """Return a folder to resume from the newest committed step; None if there is none.
 
         The run begins at the step when `Trainer` loads the folder. So another process may call it
-        as well, to read the newest weights while a training saves.
+        as well, to read the newest weights while a training saves. The folder has the files that
+        were compared, even if the step is removed or committed again. It exists in this process,
+        until the next call or training step, or as long as the callback.
 
         With several processes a collective call, which all of them make once their `Trainer` is
         created.
@@ -157,9 +162,8 @@ class TrinitySyncCallback(TrainerCallback):
         Args:
             folder: absolute path, such as `Trainer`'s ``state.best_model_checkpoint``.
         """
-        if folder and Path(folder).parent == self._folder_of(0).parent:
-            return _step_of(folder)
-        return None
+        own = {self._folder_of(0).parent, *([self._opened[1].parent] if self._opened else [])}
+        return _step_of(folder) if folder and Path(folder).parent in own else None
 
     def load_best(self, trainer: Any) -> bool:
         """Make the folder that `Trainer._load_best_model` loads, once all saves are committed.
@@ -278,6 +282,17 @@ class TrinitySyncCallback(TrainerCallback):
         if self._saves is not None:  # an evaluation may follow the save
             self._saves.record_metrics(*self._logged)
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """Close the files that `Trainer` has loaded, which keep a removed step's space.
+
+        Args:
+            args: not used.
+            state: not used.
+            control: not used.
+            parts: not used.
+        """
+        self._close_files()
+
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Wait until all saves are committed.
 
@@ -305,8 +320,18 @@ class TrinitySyncCallback(TrainerCallback):
                     f"step {step} in {self._root} has no {TRAINER_STATE_NAME}, so it was not saved "
                     f"by {type(self).__name__}; use another root"
                 )
-            saves.compare_files(manifest)
-            return saves.link(_FOLDER, manifest, name_files(manifest, attached))
+            names = name_files(manifest, attached)
+            names |= {Path(path).name: path for path in list_attachments(manifest)}
+            files = saves.open_files(manifest, names.values())
+        self._close_files()
+        folder = files.make_folder(str(self._folder_of(step).relative_to(self._root)), names)
+        self._opened = files, folder
+        return folder
+
+    def _close_files(self) -> None:
+        if self._opened:
+            self._opened[0].close()
+            self._opened = None
 
     def _folder_of(self, step: int) -> Path:
         return self._root / PRIVATE_FOLDER / _FOLDER / f"checkpoint-{step}"
@@ -388,7 +413,7 @@ def _wrap_load(original: Callable[..., None]) -> Callable[..., None]:
         # the names of the parameters are the original's
         trainer, checkpoint = list(signature.bind(*args, **kwargs).arguments.values())[:2]
         callback = _find_callback(trainer)
-        ours = callback and checkpoint and Path(checkpoint).is_relative_to(callback.root)
+        ours = callback and callback.find_own_step(checkpoint) is not None
         with load_shards(trainer) if ours else nullcontext():
             original(*args, **kwargs)
         if callback and checkpoint:

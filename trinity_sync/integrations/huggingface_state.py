@@ -140,7 +140,13 @@ def name_files(manifest: Manifest, attached: set[str]) -> dict[str, str]:
         attached: names of its attachments, which have the same names.
     """
     if any(record.component == "dcp" for record in manifest.files):
-        return {f"{FSDP_MODEL_NAME}_0": "actor", f"{Path(OPTIMIZER_NAME).stem}_0": "actor"}
+        folders = f"{FSDP_MODEL_NAME}_0", f"{Path(OPTIMIZER_NAME).stem}_0"
+        return {
+            f"{folder}/{Path(record.path).name}": record.path
+            for folder in folders
+            for record in manifest.files
+            if record.role == "actor"
+        }
     weights = ADAPTER_WEIGHTS_NAME if ADAPTER_CONFIG_NAME in attached else WEIGHTS_NAME
     return {
         weights: f"actor/{shard_file('model', 1, 0)}",

@@ -7,15 +7,22 @@ before the first batch after a resume.
 """
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trinity_sync.errors import ConfigError, from_extra
-from trinity_sync.integrations.trainer_saves import TrainerSaves, get_rng_state, set_rng_state
+from trinity_sync.integrations.trainer_saves import (
+    TrainerSaves,
+    get_rng_state,
+    list_attachments,
+    set_rng_state,
+)
 from trinity_sync.layout import step_folder, step_of_folder
+from trinity_sync.storage.discovery import require_unreplaced
 from trinity_sync.storage.manifest import Manifest
 
 with from_extra("lightning"):
@@ -310,7 +317,7 @@ class TrinitySyncCallback(ModelCheckpoint):
                 return None
             rank_zero_info(f"Loading {step_folder(self._root, step)}")
             with saves.lease(step) as manifest:
-                loaded = self._load(saves, manifest, original, *arguments, **named)
+                loaded = self._load(trainer, saves, manifest, original, *arguments, **named)
                 if fits:
                     self._rng = saves.load_attachment(manifest, _name_rng(saves.rank))
                     saves.begin_at(step)
@@ -322,6 +329,7 @@ class TrinitySyncCallback(ModelCheckpoint):
 
     def _load(
         self,
+        trainer: Any,
         saves: TrainerSaves,
         manifest: Manifest,
         original: Callable[..., Any],
@@ -333,10 +341,15 @@ class TrinitySyncCallback(ModelCheckpoint):
             states = saves.load_replicated(manifest)
             rest = saves.load_attachment(manifest, _REST) or {}
             return {**rest, _WEIGHTS: states["model"], _OPTIMIZERS: states["optim"]}
-        saves.compare_files(manifest)
-        paths = [record.path for record in manifest.files if record.path.startswith("actor/")]
-        folder = saves.link("lightning", manifest, {Path(path).name: path for path in paths})
-        return original(folder, *arguments, **named)
+        names = {
+            Path(record.path).name: record.path
+            for record in manifest.files
+            if record.path.startswith("actor/")
+        } | {Path(path).name: path for path in list_attachments(manifest)}
+        with saves.open_files(manifest, names.values()) as files, _on_own_path(trainer.strategy):
+            loaded = original(files.make_folder("checkpoint", names), *arguments, **named)
+            saves.run_on_rank_0(lambda: require_unreplaced(self._root, manifest))
+            return loaded
 
     def _get_saves(self, strategy: Any) -> TrainerSaves:
         if self._saves is None:
@@ -362,6 +375,16 @@ def _find_other(trainer: Any) -> str | None:
     files = {path: get_filesystem(path) for path in found}
     times = {path: files[path].modified(path) for path in found if files[path].exists(path)}
     return max(times, key=lambda path: times[path], default=None)
+
+
+@contextmanager
+def _on_own_path(strategy: Any) -> Iterator[None]:
+    """Let each rank load from a path of its own: the strategy would load from that of rank 0."""
+    strategy.broadcast = lambda value, src=0: value
+    try:
+        yield
+    finally:
+        del strategy.broadcast
 
 
 class _NothingToLoad(dict[str, Any]):

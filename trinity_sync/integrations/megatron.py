@@ -27,7 +27,7 @@ import torch.distributed as dist
 from trinity_sync.client.collective import (
     broadcast_from_rank_0,
     lease_on_rank_0,
-    run_on_all_ranks,
+    open_on_all_ranks,
 )
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.state_saver import DcpFolders
@@ -41,8 +41,6 @@ from trinity_sync.layout import check_name, step_folder
 from trinity_sync.snapshot.image import LaidOut
 from trinity_sync.snapshot.stager import Staged
 from trinity_sync.storage.discovery import require_unreplaced
-from trinity_sync.storage.manifest import Manifest
-from trinity_sync.storage.restore import check_file
 
 with from_extra("megatron"):
     from megatron.core.dist_checkpointing.core import (
@@ -317,11 +315,11 @@ class _Folder:
 
 
 @contextmanager
-def lease_checked(root: Path, step: int, role: str) -> Iterator[Manifest]:
-    """Lease a committed step whose files Megatron itself reads within the block.
+def open_checked(root: Path, step: int, role: str) -> Iterator[Path]:
+    """Make a folder with a role's files of a committed step, which Megatron reads in the block.
 
-    The ranks compare the files of the role with their digests, each a part of them, before any rank
-    enters the block. Beginning and end are collective calls.
+    The ranks open the files and compare them with their digests, each a part of them, before any
+    rank enters the block. Beginning and end are collective calls.
 
     Args:
         root: the job's root.
@@ -332,18 +330,10 @@ def lease_checked(root: Path, step: int, role: str) -> Iterator[Manifest]:
         CommitError: on all ranks: the step is not committed, is replaced meanwhile, is corrupted,
             or has files of another user, which Megatron would unpickle.
     """
-    folder = step_folder(root, step)
     with lease_on_rank_0(root, step) as manifest:
-        records = sorted(
-            (record for record in manifest.files if record.role == role),
-            key=lambda record: record.nbytes,
-        )
-        mine = records[dist.get_rank() :: dist.get_world_size()]
-
-        def check() -> None:
-            for record in mine:
-                check_file(folder / record.path, record, unpickled=True)
-
-        run_on_all_ranks(folder, check)
-        yield manifest
-        broadcast_from_rank_0(folder, lambda: require_unreplaced(root, manifest))
+        records = [record for record in manifest.files if record.role == role]
+        with open_on_all_ranks(root, manifest, records, unpickled=True) as files:
+            yield files.make_folder(
+                role, {record.path.removeprefix(f"{role}/"): record.path for record in records}
+            )
+        broadcast_from_rank_0(step_folder(root, step), lambda: require_unreplaced(root, manifest))

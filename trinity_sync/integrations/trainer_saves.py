@@ -13,7 +13,7 @@ All else is small files, such as the RNG states of each rank, which are attached
 import logging
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -25,20 +25,19 @@ import torch.distributed as dist
 from trinity_sync.client.collective import (
     broadcast_from_rank_0,
     lease_on_rank_0,
+    open_on_all_ranks,
     run_on_all_ranks,
 )
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import CommitError, ConfigError, SaveTimeoutError, TrinitySyncError
-from trinity_sync.fs.direct_io import open_direct
 from trinity_sync.integrations.dcp import DcpSaver
-from trinity_sync.layout import PRIVATE_FOLDER, step_folder
-from trinity_sync.snapshot.deserialize import load_image
-from trinity_sync.snapshot.safe_load import is_trusted
+from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.snapshot.stager import ATTACHMENTS
 from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import Manifest, read_manifest
+from trinity_sync.storage.open_files import OpenFiles
 from trinity_sync.storage.pins import list_pins, pin_ahead, unpin
-from trinity_sync.storage.restore import check_file, load_bytes, load_states
+from trinity_sync.storage.restore import load_shards, load_states
 
 logger = logging.getLogger(__name__)
 
@@ -272,20 +271,21 @@ class TrainerSaves:
                 )
             yield manifest
 
-    def compare_files(self, manifest: Manifest) -> None:
-        """Compare all files of a leased step with their digests; each rank reads its share.
+    def open_files(self, manifest: Manifest, paths: Iterable[str]) -> OpenFiles:
+        """Open files of a leased step on each rank, compared with their digests.
+
+        Args:
+            manifest: manifest of the step.
+            paths: paths of the files below the step's folder, the same on all ranks.
 
         Raises:
             CommitError: a file is corrupted, cannot be read, or may be another user's and would be
-                unpickled.
+                unpickled; or the step was replaced.
         """
-
-        def compare() -> None:
-            for record in manifest.files[self.rank :: self.world_size]:
-                path = step_folder(self.root, manifest.step) / record.path
-                check_file(path, record, unpickled=self.is_sharded)  # DCP's index is a pickle
-
-        self.run_on_all_ranks(compare)
+        wanted = set(paths)
+        records = [record for record in manifest.files if record.path in wanted]
+        # DCP's index is a pickle
+        return open_on_all_ranks(self.root, manifest, records, unpickled=self.is_sharded)
 
     def load_replicated(self, manifest: Manifest) -> dict[str, Any]:
         """Return the replicated state of a leased step, from this node's memory if it is there."""
@@ -308,11 +308,8 @@ class TrainerSaves:
         def load() -> Any:
             for path in list_attachments(manifest):
                 if Path(path).name == name:
-                    content = load_bytes(self.root, manifest.step, path, manifest=manifest)
-                    whole = step_folder(self.root, manifest.step) / path
-                    with open_direct(whole) as fd:
-                        trusted = is_trusted(fd)
-                    return load_image(memoryview(bytearray(content)), whole, trusted=trusted)
+                    shards = load_shards(self.root, manifest.step, [path], manifest=manifest)
+                    return next(shards).state
             return None
 
         return self.run_on_all_ranks(load)
@@ -331,36 +328,6 @@ class TrainerSaves:
             self.coordinator.resumed_from(step)
         else:
             self.run_on_rank_0(lambda: self.coordinator.resumed_from(step))
-
-    def link(self, trainer: str, manifest: Manifest, names: Mapping[str, str]) -> Path:
-        """Make a folder of links to the files of a step, under the names that a trainer expects.
-
-        Args:
-            trainer: name of the trainer, which the folder is below.
-            manifest: manifest of the step.
-            names: path below the step's folder, by name. Attachments have links of their names.
-
-        Returns:
-            The folder. Links that are there already stay, so that another process may read them.
-        """
-        step = manifest.step
-        folder = self.root / PRIVATE_FOLDER / trainer / f"checkpoint-{step}"
-        links = {Path(path).name: path for path in list_attachments(manifest)} | dict(names)
-
-        def make() -> None:
-            folder.mkdir(parents=True, exist_ok=True)
-            wanted = {name: step_folder(self.root, step) / path for name, path in links.items()}
-            for old in folder.iterdir():
-                if old.is_symlink() and old.readlink() == wanted.get(old.name):
-                    del wanted[old.name]
-                else:
-                    old.unlink(missing_ok=True)
-            for name, target in wanted.items():
-                with suppress(FileExistsError):  # another process has made it just now
-                    (folder / name).symlink_to(target)
-
-        self.run_on_rank_0(make)
-        return folder
 
     # ------------------------------------------------------------ ranks
 

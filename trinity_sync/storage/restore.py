@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trinity_sync.errors import CommitError, LockTimeoutError
-from trinity_sync.fs.direct_io import READERS, digest_file, map_fd, open_direct, read_fd
+from trinity_sync.fs.direct_io import READERS, map_fd, open_direct, read_fd
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.deserialize import load_image
 from trinity_sync.snapshot.safe_load import is_trusted
@@ -218,17 +218,41 @@ def _read_from_disk(path: Path, record: FileRecord) -> Read:
             trusted, nbytes = is_trusted(fd), os.fstat(fd).st_size
             image, digest = read_fd(fd, record.nbytes)
     except OSError as error:
-        raise CommitError(
-            f"{path} cannot be read: {error.strerror}. Repair that, or load another step "
-            "(trinity-sync ls lists them)."
-        ) from error
+        raise make_read_error(path, error) from error
     require_digest(path, record, digest)
-    if nbytes != record.nbytes:  # no digest tells of bytes beyond the end
+    require_size(path, record, nbytes)
+    return image, trusted
+
+
+def make_read_error(path: Path, error: OSError) -> CommitError:
+    """Return the error of a file of a step that cannot be read.
+
+    Args:
+        path: path of the file.
+        error: what the system says.
+    """
+    return CommitError(
+        f"{path} cannot be read: {error.strerror}. Repair that, or load another step "
+        "(trinity-sync ls lists them)."
+    )
+
+
+def require_size(path: Path, record: FileRecord, nbytes: int) -> None:
+    """Require that a file has the size of its record: no digest tells of bytes beyond the end.
+
+    Args:
+        path: path of the file, for the message.
+        record: record of the file.
+        nbytes: size in bytes that was found.
+
+    Raises:
+        CommitError: the sizes differ.
+    """
+    if nbytes != record.nbytes:
         raise CommitError(
             f"{path} is corrupted: it has {nbytes:,} bytes, the manifest says {record.nbytes:,}. "
             "Restore the file from a copy, or load another step (trinity-sync ls lists them)."
         )
-    return image, trusted
 
 
 def require_digest(path: Path, record: FileRecord, found: str) -> None:
@@ -246,32 +270,4 @@ def require_digest(path: Path, record: FileRecord, found: str) -> None:
         raise CommitError(
             f"{path} is corrupted: its digest is {found}, the manifest says {record.digest}. "
             "Restore the file from a copy, or load another step (trinity-sync ls lists them)."
-        )
-
-
-def check_file(path: Path, record: FileRecord, *, unpickled: bool) -> None:
-    """Check a file of a committed step that other code reads afterwards.
-
-    Args:
-        path: path of the file.
-        record: its record in the manifest.
-        unpickled: whether that code unpickles anything, so that the file has to be this user's.
-
-    Raises:
-        CommitError: the file cannot be read, has another digest, or may be another user's.
-    """
-    try:
-        with open_direct(path) as fd:
-            trusted = is_trusted(fd)
-        found = digest_file(path, record.nbytes)
-    except OSError as error:
-        raise CommitError(
-            f"{path} cannot be read: {error.strerror}. Repair that, or load another step "
-            "(trinity-sync ls lists them)."
-        ) from error
-    require_digest(path, record, found)
-    if unpickled and not trusted:
-        raise CommitError(
-            f"{path} may have been written by another user, and its values besides tensors "
-            "were not unpickled; see docs/operations/security.md"
         )

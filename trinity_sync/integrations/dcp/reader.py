@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.futures import Future
@@ -13,18 +13,21 @@ from torch.futures import Future
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.formats.dcp_source import parse_index
 from trinity_sync.layout import check_name, check_number, step_folder
+from trinity_sync.storage.discovery import require_unreplaced
 from trinity_sync.storage.leases import lease_to_read
+from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.manifest_files import FileRecord
-from trinity_sync.storage.restore import check_file, load_bytes
+from trinity_sync.storage.open_files import OpenFiles
+from trinity_sync.storage.restore import load_bytes
 
 
 class StepReader(FileSystemReader):
     """DCP's storage reader of a step that `StepWriter` saved, for any mesh and number of ranks.
 
-    Each rank leases the step until it has read, and compares the files that it reads from with
-    their digests before any rank loads a byte. Errors are DCP's ``CheckpointException``, on all
-    ranks, with the errors below by rank. After an error, the lease may last until the reader is
-    used again or deleted.
+    Each rank leases the step until it has read. It opens the files that it reads from, and compares
+    them with their digests before any rank loads a byte; what is read is what was compared. Errors
+    are DCP's ``CheckpointException``, on all ranks, with the errors below by rank. After an error,
+    the lease may last until the reader is used again or deleted.
 
     Args:
         root: the job's root.
@@ -33,8 +36,8 @@ class StepReader(FileSystemReader):
 
     Raises:
         ConfigError: the step or the role is invalid.
-        CommitError: in ``dcp.load``: the step is not committed, is corrupted, was not saved with
-            DCP, or has pickles of another user.
+        CommitError: in ``dcp.load``: the step is not committed, is corrupted or replaced meanwhile,
+            was not saved with DCP, or has pickles of another user.
 
     Example::
 
@@ -47,6 +50,7 @@ class StepReader(FileSystemReader):
         self._role = check_name("role", role)
         super().__init__(step_folder(root, step) / role)
         self._leased = ExitStack()
+        self._manifest: Manifest | None = None
         self._records: dict[str, FileRecord] = {}
         self._failure: Exception | None = None
 
@@ -102,22 +106,33 @@ class StepReader(FileSystemReader):
             name = self.storage_data[item.storage_index].relative_path
             is_pickle = item.type == LoadItemType.BYTE_IO
             pickles[name] = pickles.get(name, False) or is_pickle
+        assert self._manifest
         try:
+            files = self._leased.enter_context(OpenFiles(self._root, self._manifest))
             for name, has_pickles in sorted(pickles.items()):
-                check_file(Path(self.path) / name, self._records[name], unpickled=has_pickles)
+                files.open([self._records[name]], unpickled=has_pickles)
+            files.compare(self._records[name] for name in pickles)
         except BaseException:
             self._leased.close()
             raise
+        self.fs = _Opened({name: files.get_path(self._records[name].path) for name in pickles})
         return plan
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the plan's slices into the tensors of the state, and release the step."""
+        """Read the plan's slices into the tensors of the state, and release the step.
+
+        Raises:
+            CommitError: another run has replaced the step meanwhile; what was read is the old one.
+        """
+        assert self._manifest
         with self._leased.pop_all():
-            return super().read_data(plan, planner)
+            read = super().read_data(plan, planner)
+        require_unreplaced(self._root, self._manifest)
+        return read
 
     def _read_index(self) -> Metadata:
         lease = lease_to_read(self._root, self._step, f"dcp.load of {self._role}")
-        manifest = self._leased.enter_context(lease)
+        manifest = self._manifest = self._leased.enter_context(lease)
         self._records = {
             PurePosixPath(record.path).name: record
             for record in manifest.files
@@ -132,7 +147,7 @@ class StepReader(FileSystemReader):
                 "converted by: trinity-sync export dcp"
             )
         content = load_bytes(self._root, self._step, path, manifest=manifest)
-        metadata = parse_index(content, step_folder(self._root, self._step) / path)
+        metadata = parse_index(content, Path(self.path) / ".metadata")
         named = {stored.relative_path for stored in (metadata.storage_data or {}).values()}
         if lacking := named - self._records.keys():
             raise CommitError(
@@ -140,3 +155,18 @@ class StepReader(FileSystemReader):
                 "part of the step; load another step"
             )
         return metadata
+
+
+class _Opened(FileSystem):
+    """Files that are open already.
+
+    Args:
+        paths: paths of the open files, by their names in the index.
+    """
+
+    def __init__(self, paths: dict[str, Path]) -> None:
+        self._paths = paths
+
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> Path:
+        """Return the path of an open file, wherever DCP looks for its name."""
+        return self._paths[suffix]

@@ -29,7 +29,7 @@ from trinity_sync.client.collective import broadcast_from_rank_0, run_on_all_ran
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.manager_of_paths import ManagerOfPaths
 from trinity_sync.errors import ConfigError
-from trinity_sync.integrations.megatron import DistCheckpointSaver, lease_checked
+from trinity_sync.integrations.megatron import DistCheckpointSaver, open_checked
 from trinity_sync.integrations.verl.positions import CommitsPositions
 from trinity_sync.layout import MANIFEST, split_role_path
 from trinity_sync.snapshot.stager import Staged
@@ -178,8 +178,8 @@ class MegatronCheckpointManager(ManagerOfPaths, VerlMegatronCheckpointManager):
             coordinator, step = resumed
             run_on_all_ranks(folder, lambda: coordinator.check_resume(step))
         if committed:
-            with lease_checked(*split_role_path(folder)), self._saving_shards():
-                super().load_checkpoint(str(folder), None, False)
+            with open_checked(*split_role_path(folder)) as opened, self._saving_shards():
+                super().load_checkpoint(str(opened), None, False)
         else:
             super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
         if resumed:  # only now: after a failed load, another step can be loaded
