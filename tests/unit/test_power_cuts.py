@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,9 @@ from trinity_sync.fs.atomic import replace_file
 from trinity_sync.fs.direct_io import digest_cached_file
 from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.layout import KINDS, Kind, step_folder
+from trinity_sync.remote import download, remote_root
+from trinity_sync.remote.download import fetch
+from trinity_sync.remote.upload import replicate
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import remove_steps
@@ -249,7 +253,7 @@ class Checker:
         if commit:
             ranks = max(record.world_size for record in require_committed(root, commit[1]).files)
             load_states(root, commit[1], "actor", world_size=ranks)
-        commit_files(root, 99, run=mended.run or 1)
+        commit_files(root, 99, run=max(mended.run, commit[0] if commit else 1))
         assert find_newest(root).step == read_latest_pointer(root, "checkpoint") == 99
 
 
@@ -297,6 +301,50 @@ def steps_in_parts(job: Job) -> Iterator[str]:
         yield "run 2 replaced step 1"
 
 
+@contextmanager
+def another_job(job: Job) -> Iterator[Job]:
+    """A job whose root is not recorded, with no step of its own."""
+    root = job.root.parent / "other"
+    root.mkdir()
+    made = Job(root, open_job_spool(job.root.parent / "spool", root))
+    yield made
+    for stager in made.stagers.values():
+        stager.close()
+
+
+def an_upload(job: Job) -> Iterator[str]:
+    """Of another job's steps, into the folder that is recorded."""
+    url = f"file://{job.root}"
+    with another_job(job) as source:
+        save(source, 1, 1.0)
+        replicate(source.root, url, 1, parallel=1)
+        yield "step 1 was copied"
+        save(source, 1, 2.0, run=2)
+        replicate(source.root, url, 1, parallel=1)
+        yield "step 1 of run 2 was copied"
+        save(source, 2, 3.0, run=2)
+        replicate(source.root, url, 2, keep_last=1, parallel=1)
+        yield "step 2 was copied, step 1 removed"
+
+
+def a_download(job: Job) -> Iterator[str]:
+    """From the copies of another job, into the root that is recorded."""
+    url = f"file://{job.root.parent}/copies"
+    with another_job(job) as source:
+        for run, value in ((1, 1.0), (2, 2.0)):
+            save(source, 1, value, run=run)
+            replicate(source.root, url, 1)
+            fetch(url, 1, job.root, replace=True, parallel=1)
+            yield f"step 1 of run {run} was fetched"
+
+
+@pytest.mark.parametrize("life", [an_upload, a_download])
+def test_copies_are_durable_before_their_manifest(
+    spool_folder: Path, life: Callable[[Job], Iterator[str]]
+) -> None:
+    assert not problems_of(spool_folder, life)
+
+
 def test_parts_of_a_manifest_are_durable_before_it_names_them(spool_folder: Path) -> None:
     assert not problems_of(spool_folder, steps_in_parts)
 
@@ -326,8 +374,15 @@ REPLACE_UNSYNCED = partial(replace_file, sync=False)
         (a_save, create, "sync_folder", lambda folder: None, "the newest run is 0"),
         (a_pin, pins, "sync_folder", lambda folder: None, r"pinned: \[\(1, ''\)\]"),
         (steps_in_parts, manifest_files, "replace_file", REPLACE_UNSYNCED, "lost: .*1, 1"),
+        (an_upload, remote_root, "sync_file", lambda path: None, "read as good: .*model_world"),
+        (an_upload, remote_root, "sync_folder", lambda folder: None, "read as good: .*model_world"),
+        (a_download, download, "os", UNSYNCED, "read as good: .*model_world"),
+        (a_download, download, "sync_folder", lambda folder: None, "lost: .*1, 1"),
     ],
-    ids=["bytes", "names", "run", "unpin", "parts"],
+    ids=[
+        *("bytes", "names", "run", "unpin", "parts"),
+        *("uploaded", "manifest removed", "downloaded", "downloaded names"),
+    ],
 )
 def test_a_sync_that_is_left_out_is_noticed(
     spool_folder: Path,

@@ -61,8 +61,7 @@ def link_or_copy(path: Path, name: Path) -> None:
         if error.errno not in NO_LINKS:
             raise
         shutil.copy2(path, name)
-        with name.open("rb") as file:
-            os.fsync(file.fileno())
+        _sync(name, os.O_RDONLY)
 
 
 def exchange_names(one: Path, other: Path) -> bool:
@@ -88,7 +87,17 @@ def exchange_names(one: Path, other: Path) -> bool:
 
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def sync_file(path: Path) -> None:
+    """Make a file durable: its content, and its name."""
+    _sync(path, os.O_RDONLY)
+    sync_folder(path.parent)
+
+
+def _sync(path: Path, flags: int) -> None:
+    fd = os.open(path, flags)
     try:
         os.fsync(fd)
     finally:

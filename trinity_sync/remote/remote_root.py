@@ -34,7 +34,7 @@ from trinity_sync.errors import (
     RemoteError,
     TrinitySyncError,
 )
-from trinity_sync.fs.atomic import make_folder
+from trinity_sync.fs.atomic import make_folder, replace_file, sync_file, sync_folder
 from trinity_sync.fs.create import create_file
 from trinity_sync.fs.direct_io import DIGEST
 from trinity_sync.fs.records import Count, Record, decode_record, encode_record
@@ -217,8 +217,11 @@ class Remote:
 
     def remove_manifest(self, step: int) -> None:
         """Remove the manifest of a step."""
+        path = self._path(step, MANIFEST)
         with self._translate_errors(f"remove the manifest of step {step} from"):
-            self._fs.rm_file(self._path(step, MANIFEST))
+            self._fs.rm_file(path)
+            if self.folder:  # files are replaced next
+                sync_folder(Path(path).parent)
 
     # ---------------------------------------------------------------- runs
 
@@ -280,15 +283,20 @@ class Remote:
         return content
 
     def write_file(self, step: int, name: str, content: bytes) -> None:
-        """Write a small file in one request.
+        """Write a small file in one request; in a local folder, durably.
 
         Args:
             step: step number.
             name: path below the step's folder.
             content: all bytes of the file.
         """
+        path = self._path(step, name)
         with self._translate_errors(f"write {name} of step {step} to"):
-            self._fs.pipe_file(self._path(step, name), content)
+            if self.folder:
+                make_folder(Path(path).parent)
+                replace_file(Path(path), content)
+            else:
+                self._fs.pipe_file(path, content)
 
     def create_file(self, step: int, name: str, content: bytes) -> bool:
         """Create a small file in one request; return False if it exists.
@@ -336,7 +344,7 @@ class Remote:
         return "" if f"{DIGEST}:{digest.hexdigest()}" == record.digest else "has other bytes"
 
     def upload_file(self, step: int, name: str, chunks: Iterator[bytes], nbytes: int) -> None:
-        """Write a file in chunks; if that fails, discard the parts.
+        """Write a file in chunks, in a local folder durably; if that fails, discard the parts.
 
         Args:
             step: step number.
@@ -350,6 +358,8 @@ class Remote:
         path = self._path(step, name)
         part = max(CHUNK, nbytes // _MOST_PARTS)
         with self._translate_errors(f"write {name} of step {step} to"):
+            if self.folder:
+                make_folder(Path(path).parent)
             file = self._fs.open(path, "wb", block_size=part)
             try:
                 for chunk in chunks:
@@ -360,6 +370,8 @@ class Remote:
                     file.discard()
                 raise
             file.close()
+            if self.folder:
+                sync_file(Path(path))
             found = self._fs.info(path)["size"]
         if found != nbytes:
             raise RemoteError(
@@ -414,7 +426,7 @@ class Remote:
         """Create a file; a remote without exclusive creation is checked for it first."""
         path = f"{self._base}/{name}"
         with self._translate_errors(f"write {name} to"):
-            if isinstance(self._fs, LocalFileSystem):  # complete or absent, as in an object store
+            if self.folder:  # complete or absent, as in an object store
                 make_folder(Path(path).parent)
                 return create_file(Path(path), content)
             try:
