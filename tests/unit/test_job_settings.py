@@ -1,16 +1,23 @@
 """The settings of a job, which every process reads in the root."""
 
 import json
+import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trinity_sync import CheckpointCoordinator, CommitError, ConfigError, FormatError, Settings
+from tests.integration.fsdp.commits import CommitsHere
+from tests.unit.conftest import Open
+from tests.unit.job import Job
+from trinity_sync import CheckpointCoordinator, ConfigError, FormatError, Settings
 from trinity_sync.client.job_settings import set_job_settings
 from trinity_sync.fs.records import encode_body
 from trinity_sync.layout import ROOT_FORMAT, job_id
+from trinity_sync.snapshot.safe_load import TRUSTED
 from trinity_sync.storage.job_settings import (
     JobSettings,
     read_job_settings,
@@ -93,15 +100,93 @@ def test_the_remote_is_written_in_full(root: Path) -> None:
     assert set_job_settings(root, {"remote_required": "false"}).required_remote == ""
 
 
-def test_a_torn_file_and_one_of_another_release_are_not_taken_for_defaults(root: Path) -> None:
-    set_job_settings(root, {"keep_weights": "all"})
-    file_of(root).write_text(file_of(root).read_text()[:-9])
-    for refused in (read_job_settings, lambda root: set_job_settings(root, {"keep": "all"})):
-        with pytest.raises(CommitError, match="is torn"):
-            refused(root)
+REMOTE = {"keep": "last=3", "remote": "file:///copies/job", "remote_required": True}
+
+
+def edit(file: Path) -> None:
+    file.write_text(file.read_text().replace("last=3", "last=1"))
+
+
+def lead_elsewhere(file: Path) -> None:
+    file.symlink_to(file.rename(file.with_name("other")))
+
+
+@pytest.mark.parametrize(
+    "tear",
+    [
+        edit,
+        lead_elsewhere,
+        lambda file: file.write_text(file.read_text()[:-9]),
+        lambda file: file.write_text(""),
+        lambda file: file.write_text(encode_body({"keep": 3}, ROOT_FORMAT)),
+    ],
+    ids=["edited", "link", "torn", "empty", "type"],
+)
+def test_of_a_torn_file_nothing_is_removed_or_copied_and_the_settings_can_be_set_again(
+    root: Path, tear: Callable[[Path], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    set_job_settings(root, REMOTE)
+    tear(file_of(root))
+    keeps_all = JobSettings(keep="all", keep_weights="all", keep_quarantine="all")
+    for _ in range(2):
+        assert read_job_settings(root) == keeps_all
+    assert caplog.text.count("is torn or was edited") == 1
+    set_job_settings(root, {"rank_timeout_s": 9.0})
+    assert read_job_settings(root) == replace(keeps_all, rank_timeout_s=9.0)
+
+
+def test_a_training_saves_with_a_torn_file(job: Job, coordinator_of: Open) -> None:
+    set_job_settings(job.root, REMOTE)
+    edit(file_of(job.root))
+    saves = coordinator_of(trigger=CommitsHere())
+    for step in (1, 2):
+        saves.save(step, {"model": {"w": step}}, keep=1)
+    saves.wait_all(30)
+    assert saves.latest_step() == 2
+
+
+def test_a_file_of_another_release_is_not_taken_for_defaults(root: Path) -> None:
+    write_job_settings(root, {"keep": "all"})
     file_of(root).write_text(encode_body({"keep": "all"}, ROOT_FORMAT + 1))
     with pytest.raises(FormatError):
         read_job_settings(root)
+
+
+def give_away(file: Path) -> None:
+    if os.getuid():
+        pytest.skip("only root can give files away")
+    os.chown(file, 12345, 12345)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [give_away, lambda file: file.chmod(0o664), lambda file: file.chmod(0o646)],
+    ids=["owner", "group", "others"],
+)
+def test_a_remote_counts_only_from_a_file_that_nobody_else_may_write(
+    root: Path,
+    given: Callable[[Path], object],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert set_job_settings(root, REMOTE).required_remote
+    given(file_of(root))
+    assert read_job_settings(root) == JobSettings(keep="last=3")
+    assert "ignoring remote and remote_required in" in caplog.text
+    with monkeypatch.context() as patch:
+        patch.setenv(TRUSTED, str(root))
+        assert read_job_settings(root).required_remote == REMOTE["remote"]
+    set_job_settings(root, {"keep": "last=5"})  # the file is this user's then
+    assert read_job_settings(root) == JobSettings(keep="last=5")
+
+
+def test_the_file_is_this_users_whatever_the_umask(root: Path) -> None:
+    before = os.umask(0)
+    try:
+        set_job_settings(root, REMOTE)
+    finally:
+        os.umask(before)
+    assert read_job_settings(root).required_remote
 
 
 def test_changes_at_the_same_time_are_all_kept(root: Path) -> None:

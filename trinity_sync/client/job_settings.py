@@ -24,7 +24,6 @@ def set_job_settings(root: str | Path, changes: Mapping[str, Any]) -> JobSetting
 
     Raises:
         ConfigError: a name is unknown, or a value is invalid; nothing was changed.
-        CommitError: the file with the settings is torn.
         FormatError: another release has written it.
     """
     for name in POLICIES:

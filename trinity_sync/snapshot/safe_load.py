@@ -1,10 +1,10 @@
 """The unpickling policy: which files are unpickled in full, and which as plain values only.
 
 Unpickling runs code that the bytes name, and a job must be able to load its own checkpoints with
-objects of a user's classes. A file is trusted if this user owns it and no other user may write it,
-or if it lies below a folder that ``TRINITY_SYNC_TRUSTED_PATHS`` names (several are separated by
-``:``). Other files are loaded with ``weights_only``, plus NumPy's arrays, which veRL's random state
-consists of.
+objects of a user's classes. A file is trusted if this user or root owns it and no other user may
+write it, or if it lies below a folder that ``TRINITY_SYNC_TRUSTED_PATHS`` names (several are
+separated by ``:``). Other files are loaded with ``weights_only``, plus NumPy's arrays, which veRL's
+random state consists of.
 
 Other users may be able to write a folder on the path, and to give the file's name to another file
 at any moment. So the open file is checked, and the bytes are read from it.
@@ -33,12 +33,12 @@ def open_no_follow(path: Path) -> BinaryIO:
 
 
 def is_own(fd: int) -> bool:
-    """Return whether this user owns an open file and no other user may write it.
+    """Return whether this user, or root, owns an open file and no other user may write it.
 
     Call it before the first byte is read: another writer may change the file during the read.
     """
     found = os.fstat(fd)
-    return found.st_uid == os.getuid() and not found.st_mode & 0o022
+    return found.st_uid in (os.geteuid(), 0) and not found.st_mode & 0o022
 
 
 def is_trusted(fd: int) -> bool:

@@ -26,6 +26,7 @@ from trinity_sync.storage.discovery import (
     list_unreadable_records,
     read_step_state,
 )
+from trinity_sync.storage.job_settings import find_settings_problem
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.placement import read_placement
 from trinity_sync.storage.required_remote import needs_replication, read_required_remote
@@ -134,8 +135,10 @@ def _check_capabilities(found: Capabilities, stack: StackSettings) -> Iterator[C
 
 
 def _check_required_remote(root: Path) -> Iterator[Check]:
-    """Check that the required remote, if there is one, can be reached and has all steps."""
+    """Check that the settings count, and that the required remote, if any, has all steps."""
     try:
+        if problem := find_settings_problem(root):
+            yield Check("settings", "fail", problem, "set them again; saves go on until then")
         if not (url := read_required_remote(root)):
             return
         from trinity_sync.remote.remote_root import Remote

@@ -5,9 +5,16 @@
     root/.trinity_sync/job.json       the settings that were set; all others have their defaults
 
 So the trainer, the scheduled flows, the flow of a save and the command line agree, on every node.
+
+Other users may be able to write into the root. What acts outside of it counts only from a file that
+this user or root owns and nobody else may write (or in a folder of ``TRINITY_SYNC_TRUSTED_PATHS``).
+A torn file fails no save: then all steps are kept, and nothing is copied.
 """
 
 import difflib
+import errno
+import functools
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,11 +22,14 @@ from typing import Annotated, Any
 
 import msgspec
 
-from trinity_sync.errors import CommitError, ConfigError
-from trinity_sync.fs.atomic import make_folder, read_uncached, replace_file
+from trinity_sync.errors import ConfigError
+from trinity_sync.fs.atomic import make_folder, replace_file, revalidate_folder
 from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.fs.records import Record, decode_body, encode_body
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, WriteConcurrency, job_id
+from trinity_sync.snapshot.safe_load import TRUSTED, is_trusted, open_no_follow
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -63,29 +73,70 @@ class JobSettings(Record, format=ROOT_FORMAT):
 NAMES = tuple(field.name for field in fields(JobSettings))
 """Names of all settings of a job."""
 
+_OUTSIDE = "remote", "remote_required", "remote_keep"
+"""Settings that act outside of the root."""
+_KEEPS_ALL = {"keep": "all", "keep_weights": "all", "keep_quarantine": "all"}
+"""Settings that count while the file is torn, so that nothing is removed."""
+
 
 def read_job_settings(root: str | Path) -> JobSettings:
-    """Read the settings of a job.
+    """Read the settings of a job; while the file is torn, those that keep all steps.
 
     Args:
         root: the job's root.
 
     Raises:
-        CommitError: the file is torn, so it is unknown which steps to keep.
-        FormatError: another release has written it.
+        FormatError: another release has written the file.
     """
-    return _to_settings(root, read_set_job_settings(root))
+    return msgspec.convert(read_set_job_settings(root), JobSettings)
 
 
 def read_set_job_settings(root: str | Path) -> dict[str, Any]:
-    """Return the settings of a job that were set, by name; errors as `read_job_settings`."""
-    path = _path(root)
+    """Return the settings of a job that were set and count, by name; as `read_job_settings`."""
+    found, problem = _read(_path(root))
+    if problem:
+        _warn_once(problem)
+    return found
+
+
+def find_settings_problem(root: str | Path) -> str:
+    """Return why settings of a job do not count, and what to do; empty if all do.
+
+    Raises:
+        FormatError: as `read_job_settings`.
+    """
+    return _read(_path(root))[1]
+
+
+def _read(path: Path) -> tuple[dict[str, Any], str]:
+    for folder in (path.parent.parent, path.parent):  # another node may have replaced it
+        revalidate_folder(folder)
     try:
-        return decode_body(read_uncached(path), path, JobSettings.FORMAT, JobSettings.WRITER)
+        with open_no_follow(path) as file:
+            trusted, content = is_trusted(file.fileno()), file.read()
+        found = decode_body(content, path, JobSettings.FORMAT, JobSettings.WRITER)
+        msgspec.convert(found, JobSettings)
     except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise _torn(path) from error
+        return {}, ""
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ELOOP:  # it is a link
+            raise
+        return dict(_KEEPS_ALL), (
+            f"{path} is torn or was edited, so the settings of the job are unknown: no step is "
+            "removed or copied to a remote. Set them again: trinity-sync jobs set"
+        )
+    if not trusted and (ignored := [name for name in _OUTSIDE if name in found]):
+        return {name: value for name, value in found.items() if name not in _OUTSIDE}, (
+            f"ignoring {' and '.join(ignored)} in {path}, which other users may have written. Set "
+            "them again as this user (trinity-sync jobs set), or set "
+            f"{TRUSTED}={path.parent.parent}"
+        )
+    return found, ""
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    logger.warning("%s", text)
 
 
 def write_job_settings(root: str | Path, changes: Mapping[str, Any]) -> JobSettings:
@@ -101,7 +152,7 @@ def write_job_settings(root: str | Path, changes: Mapping[str, Any]) -> JobSetti
 
     Raises:
         ConfigError: a name is unknown, or a value has a wrong type.
-        CommitError, FormatError: as in `read_job_settings`.
+        FormatError: as in `read_job_settings`.
     """
     for name in changes:
         if name not in NAMES:
@@ -127,22 +178,8 @@ def _write(root: str | Path, changes: Mapping[str, Any]) -> JobSettings:
         raise ConfigError("remote_required needs a remote; set remote as well")
     after = {name: value for name, value in msgspec.to_builtins(settings).items() if name in after}
     if after != before:
-        replace_file(_path(root), encode_body(after, JobSettings.FORMAT, indent=1))
-    return settings
-
-
-def _to_settings(root: str | Path, values: Mapping[str, Any]) -> JobSettings:
-    try:
-        return msgspec.convert(values, JobSettings)
-    except msgspec.ValidationError as error:
-        raise _torn(_path(root)) from error
-
-
-def _torn(path: Path) -> CommitError:
-    return CommitError(
-        f"{path} is torn, so the settings of the job are unknown, and nothing is removed or "
-        "replicated by them. Remove the file and set them again: trinity-sync jobs set"
-    )
+        replace_file(_path(root), encode_body(after, JobSettings.FORMAT, indent=1), mode=0o644)
+    return read_job_settings(root)  # which warns of what does not count on this file system
 
 
 def _path(root: str | Path) -> Path:

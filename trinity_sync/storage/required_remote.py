@@ -30,8 +30,7 @@ def read_required_remote(root: str | Path) -> str:
     """Return the URL of the remote that a root requires; empty if it requires none.
 
     Raises:
-        CommitError: the file with the job's settings is torn.
-        FormatError: another release has written it.
+        FormatError: another release has written the file with the job's settings.
     """
     return read_job_settings(root).required_remote
 
@@ -57,7 +56,6 @@ def is_replicated(root: str | Path, manifest: Manifest) -> bool:
         manifest: manifest of the step.
 
     Raises:
-        CommitError: as `read_required_remote`.
         FormatError: another release has written the URL or the record of the step.
     """
     url = read_required_remote(root)
