@@ -10,8 +10,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -226,6 +226,30 @@ def root(tmp_path: Path) -> Path:
     made = tmp_path / "ckpts"
     made.mkdir()
     return made
+
+
+@pytest.fixture
+def read_only() -> Iterator[Callable[[Path], Callable[[], None]]]:
+    """Lets a folder be read and not written, until the test ends or calls what this returns."""
+    with ExitStack() as all_of_them:
+
+        def make(folder: Path) -> Callable[[], None]:
+            undo = all_of_them.enter_context(ExitStack())
+            if os.getuid():
+                for path in [folder, *folder.rglob("*")]:
+                    mode = path.stat().st_mode
+                    path.chmod(mode & ~0o222)
+                    undo.callback(path.chmod, mode)
+                return undo.close
+            for options in (["--bind", str(folder)], ["-o", "remount,ro,bind"]):
+                made = subprocess.run(["mount", *options, str(folder)], capture_output=True)
+                if made.returncode:
+                    pytest.skip(f"cannot mount a folder: {made.stderr.decode().strip()}")
+                if "--bind" in options:
+                    undo.callback(subprocess.run, ["umount", str(folder)], check=True)
+            return undo.close
+
+        yield make
 
 
 @pytest.fixture

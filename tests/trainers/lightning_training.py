@@ -128,6 +128,21 @@ def resume_bit_equal_in_mid_epoch(tmp_path: Path, spool: Path) -> None:
     assert differences(dict(whole.state_dict()), dict(read.state_dict())) == []
 
 
+def train_two_steps(tmp_path: Path, spool: Path) -> list[float]:
+    module = Small()
+    saves = TrinitySyncCallback(tmp_path / "ckpts", every_n_steps=2, **commit_here(tmp_path, spool))
+    fit(module, [saves], steps=2)
+    return module.layers[2].weight.flatten().tolist()  # type: ignore[union-attr,no-any-return]
+
+
+def validate_the_newest_step(tmp_path: Path, spool: Path) -> list[float]:
+    module = Small()
+    saves = TrinitySyncCallback(tmp_path / "ckpts", every_n_steps=2, **commit_here(tmp_path, spool))
+    trainer = LightningTrainer(callbacks=[saves], accelerator="cpu", devices=1, logger=False)
+    trainer.validate(module, TOKENS, ckpt_path=str(tmp_path / "ckpts/global_step_2"), verbose=False)
+    return module.layers[2].weight.flatten().tolist()  # type: ignore[union-attr,no-any-return]
+
+
 def save_nothing_with_fast_dev_run(tmp_path: Path, spool: Path) -> None:
     root = tmp_path / "ckpts"
     arguments = commit_here(tmp_path, spool)

@@ -23,7 +23,7 @@ from transformers import (
 from tests.integration.fsdp.commits import CommitsHere
 from tests.states import copied, differences
 from tests.trainers.local_saves import TOKENS, Fails, commit_here, replace_files
-from trinity_sync import CommitError, ConfigError, SaveFailedError, WeightReader
+from trinity_sync import CommitError, ConfigError, RootError, SaveFailedError, WeightReader
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.integrations import huggingface_state, trainer_saves
 from trinity_sync.integrations.huggingface import TrinitySyncCallback
@@ -151,6 +151,23 @@ def test_a_hugging_face_trainer_loads_the_files_that_were_compared(
     resumed.train(resume_from_checkpoint=newest)
     assert differences(dict(first.model.state_dict()), begun.weights) == []
     assert not Path(newest).exists()  # nothing keeps the space of a step that is removed
+
+
+def test_a_step_in_a_root_that_cannot_be_written_is_loaded_and_the_first_save_fails(
+    tmp_path: Path, spool_folder: Path, read_only: Callable[[Path], object]
+) -> None:
+    root = tmp_path / "ckpts"
+    saves = TrinitySyncCallback(root, **commit_here(tmp_path, spool_folder))
+    first = hugging_face(tmp_path / "out", saves, stop=2)
+    first.train()
+    read_only(root)
+    saves, begun = TrinitySyncCallback(root, **commit_here(tmp_path, spool_folder)), Begun()
+    resumed = hugging_face(tmp_path / "out", saves)
+    resumed.add_callback(begun)
+    with pytest.raises(RootError, match="mount it for writing"):
+        resumed.train(resume_from_checkpoint=saves.latest())
+    assert resumed.state.global_step == 4
+    assert differences(dict(first.model.state_dict()), begun.weights) == []
 
 
 def test_a_hugging_face_trainer_that_has_nothing_to_resume_starts_afresh(

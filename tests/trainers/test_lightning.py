@@ -107,3 +107,14 @@ def test_a_callback_can_be_pickled_after_a_fit(
     call: Callable[..., Any], tmp_path: Path, spool_folder: Path
 ) -> None:
     call("resume_with_a_pickled_callback", tmp_path, spool_folder)
+
+
+def test_a_step_in_a_root_that_cannot_be_written_is_validated(
+    call: Callable[..., Any],
+    tmp_path: Path,
+    spool_folder: Path,
+    read_only: Callable[[Path], object],
+) -> None:
+    weights = call("train_two_steps", tmp_path, spool_folder)
+    read_only(tmp_path / "ckpts")
+    assert call("validate_the_newest_step", tmp_path, spool_folder) == weights

@@ -3,8 +3,10 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.unit.job import Job
@@ -31,8 +33,13 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.parametrize("writable", [True, False])
 def test_a_step_that_one_rank_cannot_load_is_loaded_by_none(
-    job: Job, tmp_path: Path, spool_folder: Path
+    job: Job,
+    tmp_path: Path,
+    spool_folder: Path,
+    read_only: Callable[[Path], object],
+    writable: bool,
 ) -> None:
     job.world_size = 2
     for step in (2, 4):
@@ -43,6 +50,8 @@ def test_a_step_that_one_rank_cannot_load_is_loaded_by_none(
     content = bytearray(torn.read_bytes())
     content[-9000] ^= 1
     torn.write_bytes(content)
+    if not writable:
+        read_only(job.root)
     given = [tmp_path / "rendezvous", spool_folder / "of_the_ranks", job.root]
     ranks = [
         subprocess.Popen(

@@ -19,13 +19,14 @@ import torch.distributed as dist
 
 from trinity_sync.client.job_settings import set_job_settings
 from trinity_sync.errors import ConfigError, RootError, TrinitySyncError
-from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, revalidate_folder
+from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, UNWRITABLE, revalidate_folder
 from trinity_sync.fs.capabilities import require_capabilities
 from trinity_sync.fs.locks import acquire_file_lock, try_acquire_file_lock
 from trinity_sync.fs.mounts import find_mount
-from trinity_sync.layout import job_id, refuse_url
+from trinity_sync.layout import job_id, refuse_url, steps_on_disk
 from trinity_sync.settings import Settings
 from trinity_sync.storage.job_settings import read_job_settings
+from trinity_sync.storage.leases import warn_unwritable
 from trinity_sync.storage.placement import NodeRanks, group_by_node
 
 VISIBLE_S = 30.0
@@ -68,7 +69,8 @@ def resolve_root(root: str | Path) -> Path:
 def open_root(root: str | Path, job: Mapping[str, Any] | None = None) -> Path:
     """Create and check a job's root; one process of the job calls it.
 
-    With a required remote, the remote's newest step is in the root afterwards.
+    With a required remote, the remote's newest step is in the root afterwards. A root with steps
+    that cannot be written can be loaded from; a warning says so, and nothing else is done.
 
     Args:
         root: the job's root.
@@ -79,12 +81,19 @@ def open_root(root: str | Path, job: Mapping[str, Any] | None = None) -> Path:
 
     Raises:
         ConfigError: the root is a URL or cannot be created, or a setting of the job is invalid.
-        RootError: the file system lacks an operation that a commit needs.
+        RootError: the file system lacks an operation that a commit needs, or the root has no steps
+            and cannot be written.
         RemoteError: the remote cannot be read or written.
         CommitError: the root has another step of the number of the remote's newest.
     """
     folder = resolve_root(root)
-    require_capabilities(folder)
+    try:
+        require_capabilities(folder)
+    except RootError as error:
+        if not _is_unwritable(error.__cause__) or not steps_on_disk(folder):
+            raise
+        warn_unwritable(folder)
+        return folder
     settings = set_job_settings(folder, job) if job else read_job_settings(folder)
     if url := settings.required_remote:
         from trinity_sync.remote.required import init_required_remote  # imports fsspec
@@ -172,14 +181,25 @@ def _introduction(
 
 
 @contextmanager
-def _proof(root: Path) -> Iterator[Path]:
-    """Yield the path of a file that exists and is locked within the block."""
+def _proof(root: Path) -> Iterator[Path | None]:
+    """Yield the path of a file that exists and is locked within the block; None in a root that
+    cannot be written.
+    """
     path = root / f".meeting.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
-    try:
-        with acquire_file_lock(path):
-            yield path
-    finally:
-        path.unlink(missing_ok=True)
+    with ExitStack() as held:
+        try:
+            held.enter_context(acquire_file_lock(path))
+        except OSError as error:
+            if not _is_unwritable(error):
+                raise
+            yield None
+            return
+        held.callback(path.unlink, missing_ok=True)
+        yield path
+
+
+def _is_unwritable(error: BaseException | None) -> bool:
+    return isinstance(error, OSError) and error.errno in UNWRITABLE
 
 
 def _why_another(proof: Path, theirs: str, mine: str) -> str:

@@ -9,10 +9,13 @@ an error.
 import logging
 import threading
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import ConfigError, RootError
+from trinity_sync.fs.atomic import UNWRITABLE
 from trinity_sync.layout import Kind, steps_on_disk
 from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.latest_pointer import read_latest_pointer
@@ -39,31 +42,40 @@ class RunContext:
         self._opening = threading.Lock()
         self._saved: dict[tuple[str, Kind], int] = {}
         """Newest step that this process has saved, by role and kind."""
+        self._unwritable: OSError | None = None
 
     def get(self) -> Run:
-        """Return the run; open it at step 0 if none of its processes has opened it yet."""
+        """Return the run; open it at step 0 if none of its processes has opened it yet.
+
+        Raises:
+            RootError: the root cannot be written.
+        """
         with self._opening:  # threads that stage call it as well
             if self._run is None:
-                self._run, before = join_run(self._root, self._key, 0)
+                with self._require_writable():
+                    self._run, before = join_run(self._root, self._key, 0)
                 if before:  # this process alone has begun the run
                     self._warn_of_earlier_steps(self._run)
             return self._run
 
-    def begin_at(self, step: int) -> Run:
+    def begin_at(self, step: int) -> Run | None:
         """Begin the run at a step that was loaded, and return the run.
+
+        A root that cannot be written is only loaded from: it gets no run, and the first save fails.
 
         Raises:
             ConfigError: as in `require_can_begin_at`.
         """
         self.require_can_begin_at(step)
         if self._run is None:
-            run = open_run(self._root, self._key, step)
-            if run.resumed_from != step:  # the process that opened it had nothing to load
-                run = record_resume(self._root, run, step)
-            self._run = run
+            with suppress(RootError), self._require_writable():
+                run = open_run(self._root, self._key, step)
+                if run.resumed_from != step:  # the process that opened it had nothing to load
+                    run = record_resume(self._root, run, step)
+                self._run = run
         return self._run
 
-    def join(self, run: Run) -> None:
+    def join(self, run: Run | None) -> None:
         """Be part of a run that another process with the same key has begun at a step."""
         self._run = run
 
@@ -142,6 +154,26 @@ class RunContext:
                     f"same key {run.key!r}, has committed step {each}; give TRINITY_SYNC_RUN_KEY a "
                     "new value at each start"
                 )
+
+    @contextmanager
+    def _require_writable(self) -> Iterator[None]:
+        """Require that the root can be written in the block, and that it could be before.
+
+        A root that is writable only after a step was loaded has no run that began at the step.
+        """
+        try:
+            if self._unwritable is not None:
+                raise self._unwritable
+            yield
+        except OSError as error:
+            if error.errno not in UNWRITABLE:
+                raise
+            self._unwritable = error
+            raise RootError(
+                f"{self._root} cannot be written ({error.strerror}): its steps can be loaded, and "
+                "none can be saved. Change its owner or mode, or mount it for writing, and start "
+                "again; or choose another root."
+            ) from error
 
     def _warn_of_earlier_steps(self, run: Run) -> None:
         if found := find_newest(self._root):

@@ -4,12 +4,12 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from trinity_sync.errors import ConfigError, ExportError
 from trinity_sync.formats.safetensors import read_progress
-from trinity_sync.fs.atomic import sync_folder
+from trinity_sync.fs.atomic import UNWRITABLE, sync_folder
 from trinity_sync.fs.locks import try_acquire_file_lock
 from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.storage.export_requests import exports_folder
@@ -45,7 +45,7 @@ def check_target(to: Path, root: Path) -> Path:
 
 @contextmanager
 def lock_export(root: Path, scratch: Path) -> Iterator[None]:
-    """Hold the lock of an export target within the block.
+    """Hold the lock of an export target within the block; a root that cannot be written has none.
 
     Args:
         root: the job's root.
@@ -57,7 +57,13 @@ def lock_export(root: Path, scratch: Path) -> Iterator[None]:
     exports = exports_folder(root)
     name = hashlib.sha256(os.fsencode(scratch)).hexdigest()[:16]
     lock = exports / f"{scratch.name if scratch.parent == exports else name}.lock"
-    with try_acquire_file_lock(lock) as acquired:
+    with ExitStack() as held:
+        try:
+            acquired = held.enter_context(try_acquire_file_lock(lock))
+        except OSError as error:
+            if error.errno not in UNWRITABLE:
+                raise
+            acquired = True
         if not acquired:
             raise ExportError(
                 f"another export to the same folder is in flight ({scratch}); wait until it ends"

@@ -11,6 +11,8 @@ from pathlib import Path
 TEMPORARY_SUFFIX = ".tmp"
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV}
 """Error numbers of file systems without hard links, and of a link between two file systems."""
+UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM}
+"""Error numbers of a folder that this user may read and not write."""
 REMOVED_PREFIX = ".nfs"
 """Prefix of the names that NFS gives to removed files which a process on this node has open."""
 _NO_EXCHANGE = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}

@@ -9,11 +9,13 @@
 A lease is a file, so it needs no server, and works for every node that sees the root. It is
 acquired under the shared lock, and only for a committed step; steps are removed under the exclusive
 lock, and only when they are not in use (`pins.list_steps_in_use`). So a reader gets its step or an
-error, never a folder that vanishes while it is read. The lease of a reader that died blocks its
+error, never a folder that vanishes while it is read. A root that this user cannot write is read
+without a lease, and a warning says so. The lease of a reader that died blocks its
 step until the lease ends, or until this node sees that the process is gone. A lease of another
 release keeps its step, and is not removed here.
 """
 
+import functools
 import logging
 import os
 import uuid
@@ -25,7 +27,7 @@ from pathlib import Path
 import msgspec
 
 from trinity_sync.errors import CommitError, ConfigError, FormatError
-from trinity_sync.fs.atomic import list_uncached, make_folder, replace_file
+from trinity_sync.fs.atomic import UNWRITABLE, list_uncached, make_folder, replace_file
 from trinity_sync.fs.clock import read_file_system_time
 from trinity_sync.fs.lock_file import LockFile
 from trinity_sync.fs.locks import acquire_file_lock, try_acquire_file_lock
@@ -106,8 +108,21 @@ class Lease(_LeaseRecord):
             logger.warning("cannot remove %s, which ends by itself: %s", self.path, error)
 
 
+class _NoLease(Lease):
+    """What a reader has of a step in a root that it cannot write: nothing keeps the step."""
+
+    def renew(self) -> None:
+        """Do nothing."""
+
+    def release(self) -> None:
+        """Do nothing."""
+
+
 def acquire_lease(root: str | Path, step: int, holder: str, *, ttl_s: float = LEASE_S) -> Lease:
     """Acquire a lease of a committed step; a context manager that releases it.
+
+    A root that cannot be written, such as a read-only mount or another user's, allows no lease; a
+    warning says so.
 
     Args:
         root: the job's root.
@@ -133,13 +148,30 @@ def _acquire(
             f"step {step} of {root}: {ttl_s!r} is not a duration in seconds for the lease of "
             f"{holder}; pass a number, or pin the step to keep it without an end"
         ) from error
-    with prevent_removal(root, step, paths=paths) as manifest:
-        path = _folder(root) / f"{step}.{uuid.uuid4().hex}.json"
-        lease = _LeaseRecord(
-            step, holder, read_process_namespace(), read_process_identity(os.getpid()), ttl_s
-        )
-        replace_file(path, encode_record(lease))
-        return Lease(**vars(lease), path=path), manifest
+    path = Path(root) / PRIVATE_FOLDER / "leases" / f"{step}.{uuid.uuid4().hex}.json"
+    lease = _LeaseRecord(
+        step, holder, read_process_namespace(), read_process_identity(os.getpid()), ttl_s
+    )
+    try:
+        with prevent_removal(root, step, paths=paths) as manifest:
+            make_folder(path.parent)
+            replace_file(path, encode_record(lease))
+            return Lease(**vars(lease), path=path), manifest
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        warn_unwritable(root)
+        return _NoLease(**vars(lease), path=path), require_committed(root, step, paths=paths)
+
+
+@functools.cache
+def warn_unwritable(root: str | Path) -> None:
+    """Log, once a process, that a root can be read and not written."""
+    logger.warning(
+        "%s cannot be written by this process: its steps are read without a lease, so do not "
+        "remove them meanwhile, and none can be saved",
+        root,
+    )
 
 
 @contextmanager
@@ -148,8 +180,8 @@ def lease_to_read(
 ) -> Iterator[Manifest]:
     """Lease a committed step within the block, for a day at most, and yield its manifest.
 
-    The step is checked once, under the lock under which it is leased. A root that is read-only,
-    such as another job's, allows no lease; a warning says so.
+    The step is checked once, under the lock under which it is leased. If it cannot be leased, for
+    example on a full disk or in a root that cannot be written, a warning says so.
 
     Args:
         root: the job's root.
@@ -267,9 +299,3 @@ def _read_valid_lease(path: Path, now: float) -> Lease | None:
 
 def _parse_step(path: Path) -> int | None:
     return parse_number(path.name.partition(".")[0])
-
-
-def _folder(root: str | Path) -> Path:
-    folder = Path(root) / PRIVATE_FOLDER / "leases"
-    make_folder(folder)
-    return folder

@@ -11,6 +11,7 @@ the next verification or reconcile moves. A step that is valid again loses its m
 
 import errno
 import hashlib
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from trinity_sync.errors import CommitError, ConfigError, FormatError, ManifestError
+from trinity_sync.fs.atomic import UNWRITABLE
 from trinity_sync.fs.direct_io import digest_file
 from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.fs.progress import OnProgress, no_progress
@@ -39,6 +41,8 @@ from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
 from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.manifest_files import FileRecord
 from trinity_sync.storage.persist import lower_thread_priority
+
+logger = logging.getLogger(__name__)
 
 BROKEN = {errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN}
 """Error numbers for a file whose bytes are lost; others are problems of the reader."""
@@ -204,7 +208,14 @@ def _judge_step(root: str, step: int, checked: list[CheckedFile], now: float) ->
     before = read_corruption(root, step)
     if before is None and not any(each.wrong for each in checked):
         return result(state="valid")
-    with acquire_commit_lock(root):
+    with ExitStack() as held:
+        try:
+            held.enter_context(acquire_commit_lock(root))
+            is_writable = True
+        except OSError as error:
+            if error.errno not in UNWRITABLE:
+                raise
+            is_writable = False
         manifest, before = _manifest(root, step), read_corruption(root, step)
         if manifest is None or any(_is_stale(each.file, manifest) for each in checked):
             return result(state="replaced")
@@ -217,16 +228,18 @@ def _judge_step(root: str, step: int, checked: list[CheckedFile], now: float) ->
         named = {record.path for record in manifest.files}
         old = {name: wrong for name, wrong in known.items() if name in named - seen.keys()}
         wrong = {**old, **{name: what for name, what in seen.items() if what}}
-        if wrong:
-            corruption = Corruption(wrong, now)
+        corruption = Corruption(wrong, now)
+        if not is_writable:
+            logger.warning("%s cannot be written: step %d keeps the mark that it has", root, step)
+        elif wrong:
             mark_corrupted(root, step, corruption)
         else:
             remove_mark(step_folder(root, step))
-        for kind in KINDS:
+        for kind in KINDS if is_writable else ():
             repair_latest_pointer(root, kind)
     if wrong:
         return result(state="corrupted", wrong=str(corruption))
-    return result(state="restored")
+    return result(state="restored" if is_writable else "valid")
 
 
 def _find_corruption(file: ChosenFile, on_read: Callable[[int], object]) -> str:
