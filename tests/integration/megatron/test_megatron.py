@@ -9,7 +9,8 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -262,6 +263,27 @@ def test_ranks_plan_again_when_the_structure_changes_and_refuse_missing_shards(
     run(save_what_changes, tmp_path / "ckpts")
 
 
+@contextmanager
+def replaced_before_megatron_reads(folder: Path) -> Iterator[None]:
+    """Give the names of compared files to others, of the same sizes, before Megatron's loader."""
+    from trinity_sync.integrations.verl.megatron import VerlMegatronCheckpointManager
+
+    load = VerlMegatronCheckpointManager.load_checkpoint
+
+    def load_later(*arguments: Any) -> None:
+        for path in folder.rglob("*.*") if dist.get_rank() == 0 else ():
+            if path.is_file():
+                other = path.with_name("other")
+                other.write_bytes(bytes(path.stat().st_size))
+                other.rename(path)
+        dist.barrier()
+        load(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VerlMegatronCheckpointManager, "load_checkpoint", load_later)
+        yield
+
+
 def load_corrupted(root: Path) -> None:
     from tests.integration.megatron.training import Trained
 
@@ -288,6 +310,8 @@ def load_corrupted(root: Path) -> None:
         for read in (partial(to_dcp, root, 1, root.parent / "dcp"), partial(export_step, root, 1)):
             with pytest.raises(CommitError, match="Face model of it: python -m verl"):
                 read()
+        with replaced_before_megatron_reads(Path(actor(root, 1))):
+            manager.load_checkpoint(actor(root, 1))
     if os.getuid() == 0:
         if dist.get_rank() == 0:
             os.chown(Path(actor(root, 1), "extra", "dist_ckpt", "common.pt"), 12345, 12345)
