@@ -62,6 +62,7 @@ def test_a_coordinator_loads_and_its_first_save_says_what_to_do(
     assert saves.latest_step() == 2
     for _ in range(2):
         assert saves.load(2)["optim"] == {"lr": 0.2}
+    acquire_lease(str(root), 2, "a reader")
     assert caplog.text.count("cannot be written by this process") == 1
     with pytest.raises(RootError, match=r"cannot be written \(.*mount it for writing"):
         saves.save(3, {"model": {"w": torch.ones(3)}})

@@ -164,9 +164,13 @@ def _acquire(
         return _NoLease(**vars(lease), path=path), require_committed(root, step, paths=paths)
 
 
-@functools.cache
 def warn_unwritable(root: str | Path) -> None:
     """Log, once a process, that a root can be read and not written."""
+    _warn_unwritable(Path(root).resolve())
+
+
+@functools.cache
+def _warn_unwritable(root: Path) -> None:
     logger.warning(
         "%s cannot be written by this process: its steps are read without a lease, so do not "
         "remove them meanwhile, and none can be saved",
