@@ -545,28 +545,30 @@ def test_what_is_logged_at_a_step_decides_what_a_policy_keeps(
 def test_an_adapter_is_saved_alone_resumed_bit_equal_and_read_by_peft(
     one_thread: None, tmp_path: Path, spool_folder: Path
 ) -> None:
-    def train(root: str, stop: int = 99, resume: bool = False) -> tuple[Trainer, str | None]:
+    def train(
+        root: str, stop: int = 99, resume: bool = False
+    ) -> tuple[Trainer, TrinitySyncCallback]:
         saves = TrinitySyncCallback(tmp_path / root, **commit_here(tmp_path, spool_folder))
         adapter = LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True)
         trainer = hugging_face(tmp_path / "out", saves, stop, adapter)
-        newest = saves.latest() if resume else None
-        trainer.train(resume_from_checkpoint=newest)
-        return trainer, newest
+        trainer.train(resume_from_checkpoint=saves.latest() if resume else None)
+        return trainer, saves
 
     whole, _ = train("whole")
     train("ckpts", stop=10)
     saved = tmp_path / "ckpts/global_step_10/actor"
     weights = torch.load(next(saved.glob("model*")), weights_only=True)
     assert {name.split(".")[-2] for name in weights} == {"lora_A", "lora_B"}
-    resumed, newest = train("ckpts", resume=True)
+    resumed, saves = train("ckpts", resume=True)
     assert resumed.state.global_step == 12
     assert differences(state_of(whole), state_of(resumed)) == []
 
     plain = hugging_face(
         tmp_path / "out", TrinitySyncCallback(tmp_path / "none"), stop=1
     ).model  # the base of the same seed
-    read = PeftModel.from_pretrained(plain, newest)
-    assert differences(dict(get_peft_model_state_dict(read)), weights) == []
+    read = PeftModel.from_pretrained(plain, saves.latest())
+    trained = dict(get_peft_model_state_dict(resumed.model))
+    assert differences(dict(get_peft_model_state_dict(read)), trained) == []
 
 
 def test_the_hub_is_not_asked_about_the_base_model_at_a_save(
