@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from tests.unit.conftest import Open
 from tests.unit.job import Job
@@ -116,6 +117,21 @@ def test_a_child_ends_although_somebodys_handler_passes_the_signal_on(
     assert end_of(ask_to_end) == -signal.SIGUSR1
     ask_to_end()
     assert saves.preempted
+
+
+def test_a_loaders_worker_ends_at_the_signal_of_its_trainer_alone(coordinator_of: Open) -> None:
+    saves = coordinator_of()
+    saves.on_preemption()
+    batches: Any = iter(DataLoader([3, 4], num_workers=1))
+    (worker,) = batches._workers
+    assert end_of(lambda: os.kill(worker.pid, signal.SIGTERM)) == 0
+    assert [int(batch) for batch in batches] == [3, 4]
+    batches = iter(DataLoader([3], num_workers=1))
+    (worker,) = batches._workers
+    assert end_of(lambda: os.kill(worker.pid, signal.SIGTERM)) == 0
+    worker.terminate()
+    worker.join()
+    assert worker.exitcode == 0  # not killed by the signal before
 
 
 def test_a_child_that_leaves_the_block_leaves_the_saves_of_its_parent(

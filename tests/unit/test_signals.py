@@ -1,7 +1,10 @@
 """Which signals a coordinator takes for itself, and for how long."""
 
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 from tests.unit.conftest import Open
 from tests.unit.job import Job
 from tests.unit.test_overlap import BIG
+from trinity_sync.snapshot.ticket import ticket_path
 
 
 @pytest.fixture
@@ -113,3 +117,101 @@ def test_coordinators_that_are_closed_in_any_order_give_the_signal_back(
     second.close(timeout=0)
     signal.raise_signal(signal.SIGUSR1)
     assert others == [signal.SIGUSR1]
+
+
+class Interrupted(Exception):
+    """What a handler raises."""
+
+
+@pytest.fixture
+def raising() -> Iterator[Callable[..., None]]:
+    """A handler of SIGUSR1 that raises `Interrupted`."""
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    yield interrupt
+    signal.signal(signal.SIGUSR1, before)
+
+
+@contextmanager
+def signal_at(call: int) -> Iterator[Callable[[], bool]]:
+    """Send SIGUSR1 as a function is called for the ``call``-th time; yield whether it was sent."""
+    left = call
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal left
+        left -= event == "call"
+        if not left:
+            left = -1
+            signal.raise_signal(signal.SIGUSR1)
+
+    sys.setprofile(count)
+    try:
+        yield lambda: left < 0
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_wherever_a_handler_raises_a_save_is_submitted_completely_or_not_at_all(
+    coordinator_of: Open, job: Job, raising: Callable[..., None], overlap: bool
+) -> None:
+    saves = coordinator_of()
+    saves.prewarm({"model": 5000, "optim": 5000})
+    step, call, sent, submitted = 0, 0, True, 0
+    while sent:
+        step, call = step + 1, call + 1
+        states = {name: {"w": torch.full((1000,), float(step))} for name in ("model", "optim")}
+        try:
+            with signal_at(call) as was_sent:
+                saves.save(step, states, overlap=overlap)
+                saves.wait_staged()
+        except Interrupted:
+            pass
+        sent = was_sent()
+        assert signal.getsignal(signal.SIGUSR1) is raising
+        saves.wait_staged()
+        sealed = job.spool.read_step(1, step)[0]
+        assert sorted(each.ticket.component for each in sealed) in ([], ["model", "optim"])
+        followed = [save.request.step for save in saves._watcher._pending.values()]
+        assert followed.count(step) == bool(sealed)
+        for each in sealed:  # as after a commit
+            ticket_path(each.slot).unlink()
+        submitted += bool(sealed)
+    assert 0 < submitted < step
+    assert len([*job.spool.folder.glob("*.slot")]) == 4  # none was lost
+
+
+def test_a_handler_that_raises_ends_the_wait_for_a_slot(
+    coordinator_of: Open, job: Job, raising: Callable[..., None]
+) -> None:
+    saves = coordinator_of()
+    for step in (1, 2):
+        saves.save(step, {"model": {"w": torch.ones(3)}})
+    before = signal.signal(signal.SIGALRM, raising)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(Interrupted):
+            saves.save(3, {"optim": {"w": torch.ones(3)}, "model": {"w": torch.ones(3)}})
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    job.commit(1)
+    saves.save(3, {"optim": {"w": torch.ones(3)}, "model": {"w": torch.ones(3)}})
+    job.commit(3, "model", "optim")
+
+
+def test_a_handler_that_raises_ends_no_emergency_save(
+    coordinator_of: Open, job: Job, raising: Callable[..., None]
+) -> None:
+    class Signals:
+        def __reduce__(self) -> Any:
+            signal.raise_signal(signal.SIGUSR1)
+            return list, ()
+
+    states = {"model": {"w": torch.ones(3)}, "optim": {"odd": Signals()}}
+    done = coordinator_of().emergency_save(4, states, deadline_s=0.5)
+    assert done.submitted == ("model", "optim")
+    sealed = job.spool.read_step(1, 4)[0]
+    assert {each.ticket.component for each in sealed} == {"model", "optim"}

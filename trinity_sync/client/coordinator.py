@@ -28,6 +28,7 @@ from trinity_sync.client.state_saver import DcpFolders, StateSaver
 from trinity_sync.client.step_loader import StepLoader
 from trinity_sync.errors import ConfigError, SaveFailedError
 from trinity_sync.fs.process import read_process_identity
+from trinity_sync.fs.signals import hold_handlers
 from trinity_sync.layout import (
     KINDS,
     Kind,
@@ -338,7 +339,8 @@ class CheckpointCoordinator:
         self._require_own_process()
         self.require_room(sum(nbytes.values()))
         for component, size in nbytes.items():
-            self._stager.prewarm(role, component, self.rank, size)
+            with hold_handlers():
+                self._stager.prewarm(role, component, self.rank, size)
 
     def require_room(self, nbytes: int) -> None:
         """Check that all slots of this node's ranks fit into the spool.
@@ -371,7 +373,8 @@ class CheckpointCoordinator:
 
         Every rank calls it, for every role, with the same ``step`` and ``kind``. A component that
         was submitted at this step before (the model, for a sync) is not copied again, unless it has
-        changed since; then the save fails, which `wait_all` raises.
+        changed since; then the save fails, which `wait_all` raises. Handlers of signals that come
+        meanwhile are called once the save is submitted, or while it waits for a slot.
 
         Args:
             step: training step, from 0 on, of any integral type.
@@ -688,8 +691,10 @@ class CheckpointCoordinator:
     def on_preemption(self, signum: int = signal.SIGTERM, *, grace_s: float = 30.0) -> None:
         """Treat a signal as the notice that this process ends soon, instead of ending at it.
 
-        The handler records the time; check `preempted` or `any_preempted` between two steps. Forked
-        children, such as a DataLoader's workers, handle the signal as before.
+        The handler records the time; check `preempted` or `any_preempted` between two steps.
+        Workers that a DataLoader starts afterwards outlive the signal, unless this process sends
+        it; other forked children handle it as before. Once it has come, a child that is killed is
+        logged, and PyTorch's handler of SIGCHLD raises nothing.
 
         Args:
             signum: signal of the scheduler: SIGTERM in Kubernetes, that of ``--signal`` in Slurm.
@@ -790,17 +795,18 @@ class CheckpointCoordinator:
             self._submitter.write_placement(role)
         attached = None
         self._run.require_next_step(step, role, kind)
-        if kind == "checkpoint":
-            self.wait_staged()  # the save in flight may still fail and leave its attachments
-            attached = self._attachments.take(step)
-        return self._states.save(
-            origin,
-            components,
-            metadata=metadata,
-            attachments=attached,
-            overlap=overlap,
-            began=began,
-        )
+        self.wait_staged()  # the save in flight may still fail and leave its attachments
+        with hold_handlers():
+            if kind == "checkpoint":
+                attached = self._attachments.take(step)
+            return self._states.save(
+                origin,
+                components,
+                metadata=metadata,
+                attachments=attached,
+                overlap=overlap,
+                began=began,
+            )
 
     @property
     def _is_own(self) -> bool:

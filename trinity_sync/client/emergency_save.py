@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trinity_sync.errors import SaveTimeoutError, TrinitySyncError
+from trinity_sync.fs.signals import hold_handlers
 from trinity_sync.layout import Kind
 
 logger = logging.getLogger(__name__)
@@ -61,17 +62,23 @@ def run_emergency_save(
     ]
     sealed: list[str] = []
     undone: list[str] = []
-    for kind, states in saves:
-        new = [name for name in states if name not in sealed]
-        if time.monotonic() >= deadline:
-            undone.append(f"{', '.join(new)}: not submitted, the {deadline_s:g} s were over")
-            break
-        try:
-            found = save(kind, states)
-        except Exception as error:
-            undone.append(f"{', '.join(new)}: not submitted, {_text_of(error)}")
-            break
-        sealed += [name for name in found if name not in sealed]
+    try:
+        with hold_handlers():
+            for kind, states in saves:
+                new = [name for name in states if name not in sealed]
+                if time.monotonic() >= deadline:
+                    undone.append(
+                        f"{', '.join(new)}: not submitted, the {deadline_s:g} s were over"
+                    )
+                    break
+                try:
+                    found = save(kind, states)
+                except Exception as error:
+                    undone.append(f"{', '.join(new)}: not submitted, {_text_of(error)}")
+                    break
+                sealed += [name for name in found if name not in sealed]
+    except Exception as error:
+        logger.warning("A signal's handler raised an error in an emergency save: %s", error)
     try:
         wait(max(0.0, deadline - time.monotonic()))
     except SaveTimeoutError as error:

@@ -1,8 +1,11 @@
 """Handle the signal by which a scheduler announces the end of a trainer's process.
 
-The handler only records the time; the training loop checks it between two steps.
+The handler only records the time; the training loop checks it between two steps. Where the signal
+reaches the workers of a DataLoader as well, they stay alive, and the death of others that PyTorch's
+handler of SIGCHLD would raise is logged.
 """
 
+import logging
 import os
 import signal
 import threading
@@ -15,7 +18,10 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from trinity_sync.client.worker_signals import keep_workers_alive
 from trinity_sync.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 class Preemption:
@@ -25,6 +31,7 @@ class Preemption:
         self._noticed_at: float | None = None
         self._grace_s = 30.0
         self._handlers: list[_Handler] = []
+        self._release_workers: list[Callable[[], None]] = []
 
     @property
     def noticed(self) -> bool:
@@ -40,7 +47,8 @@ class Preemption:
     def notice(self, signum: int, grace_s: float) -> None:
         """Install a handler that records a signal, in the place of the earlier handler.
 
-        In forked children, the earlier handler is called.
+        In forked children, the earlier handler is called. Workers of a DataLoader that start
+        afterwards outlive the signal.
 
         Args:
             signum: number of the signal.
@@ -51,7 +59,9 @@ class Preemption:
         """
 
         def record() -> None:
-            self._noticed_at = self._noticed_at or time.monotonic()
+            if self._noticed_at is None:
+                self._noticed_at = time.monotonic()
+                self._log_dead_children()
 
         try:
             handler = _Handler(signum, record)
@@ -62,9 +72,31 @@ class Preemption:
             ) from error
         self._grace_s = grace_s
         self._handlers.append(handler)
+        self._release_workers.append(keep_workers_alive(signum))
+
+    def _log_dead_children(self) -> None:
+        """Log what handlers of SIGCHLD raise from now on: children end at the signal, too."""
+
+        def call_earlier() -> None:
+            if callable(earlier := _Handler.first_alive(handler.before)):
+                try:
+                    earlier(signal.SIGCHLD, None)
+                except Exception as error:
+                    _log_dead_child(error)
+
+        while True:
+            try:
+                handler = _Handler(signal.SIGCHLD, call_earlier)
+            except Exception as error:  # of the earlier handler, which was about to be called
+                _log_dead_child(error)
+            else:
+                self._handlers.append(handler)
+                return
 
     def restore_handlers(self) -> None:
         """Restore the earlier handlers of signals that still have this one's."""
+        while self._release_workers:
+            self._release_workers.pop()()
         while self._handlers:
             handler = self._handlers.pop()
             handler.ended = True
@@ -100,6 +132,8 @@ class _Handler:
         """Whether it handles the signal: it has not ended, and this is not a forked child."""
         return not self.ended and self._process == os.getpid()
 
+    is_harmless = alive  # see `hold_handlers`
+
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         if self.alive:
             self._on_signal()
@@ -116,6 +150,11 @@ class _Handler:
         while isinstance(handler, _Handler) and not handler.alive:
             handler = handler.before
         return signal.SIG_DFL if handler is None else handler
+
+
+def _log_dead_child(error: Exception) -> None:
+    with suppress(RuntimeError):  # the handler has interrupted a write to the same stream
+        logger.warning("A child process died after the signal of the preemption: %s", error)
 
 
 def _restore(signum: int) -> None:

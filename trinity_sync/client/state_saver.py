@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trinity_sync.errors import ConfigError, ImageError, TrinitySyncError
+from trinity_sync.fs.signals import hold_handlers
 from trinity_sync.layout import Component, Kind
 from trinity_sync.snapshot.image import LaidOut
 from trinity_sync.snapshot.save_id import Origin
@@ -175,11 +176,12 @@ class StateSaver:
         if overlapping is None:
             return 0.0
         start = time.perf_counter()
-        self._stager.wait_copied()
-        wait([overlapping])  # before it is reset: another thread may wait as well
-        if self._overlapping is overlapping:
-            self._overlapping = None
-            overlapping.result()
+        with hold_handlers():
+            self._stager.wait_copied()
+            wait([overlapping])  # before it is reset: another thread may wait as well
+            if self._overlapping is overlapping:
+                self._overlapping = None
+                overlapping.result()
         return time.perf_counter() - start
 
     def take_failures(self) -> list[str]:

@@ -23,6 +23,7 @@ from trinity_sync.errors import (
     SpoolFullError,
     TicketError,
 )
+from trinity_sync.fs.signals import call_held_handlers
 from trinity_sync.snapshot.evictions import Eviction, record_eviction
 from trinity_sync.snapshot.save_id import Origin
 from trinity_sync.snapshot.slot import Slot
@@ -196,6 +197,7 @@ class SlotPool:
                     f"not saved, because every slot is still being written out, or read, after "
                     f"{waited:.0f} s. Is the storage hanging? Later saves try again."
                 )
+            call_held_handlers()
             time.sleep(0.002)
 
     def _add_slot(self, origin: Origin, component: str, nbytes: int) -> Slot | None:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 
 from trinity_sync.errors import ImageError, SpoolError
+from trinity_sync.fs.signals import call_held_handlers
 from trinity_sync.layout import Component, shard_file
 from trinity_sync.snapshot.image import LaidOut, Layout, Storages, fill, lay_out
 from trinity_sync.snapshot.memcpy import ComputedEvents, equal_bytes, record_computed, use_device
@@ -33,6 +34,8 @@ from trinity_sync.snapshot.version_tag import VersionTag, write_version_tag
 
 logger = logging.getLogger(__name__)
 
+HELD_S = 0.1
+"""Seconds for which a wait for an overlapped copy holds back handlers of signals."""
 METADATA: Component = "metadata"
 ATTACHMENTS: Component = "attachments"
 
@@ -397,7 +400,8 @@ class Stager:
         """Wait until an overlapped copy has ended; its tickets count the wait as a stall."""
         if self._overlapping is not None and not self._overlapping.done():
             self._waiting_since = time.perf_counter()
-            wait([self._overlapping])
+            while wait([self._overlapping], HELD_S).not_done:
+                call_held_handlers()
 
     def wait_at_most(self, seconds: float) -> None:
         """Lower the time in seconds to wait for a slot: the process is about to end."""
