@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.unit.conftest import Open
 from tests.unit.job import Job
 from tests.unit.weights import digest, first, train, upload
 from tests.unit.without_ray import follower
@@ -296,3 +297,31 @@ for call in (lambda: Synchronizer.get_actor(root="x"), lambda: Publisher(None, "
     said = done.stdout.splitlines()
     assert len(said) == 2
     assert all("pip install ray" in line for line in said)
+
+
+def test_weights_that_readers_would_not_get_are_not_uploaded(
+    coordinator_of: Open, job: Job, settings: Settings
+) -> None:
+    saves = coordinator_of(run_key="first")
+    published, _ = saves.upload(5, lambda: weights(5))
+    assert saves.upload(5, lambda: weights(5))[0] == published  # the same again
+    with pytest.raises(ConfigError, match=r"step 5, .* with other weights"):
+        saves.upload(5, lambda: weights(6))
+    with pytest.raises(ConfigError, match=r"step 4, .* is uploaded after step 5"):
+        saves.upload(4, lambda: weights(4))
+    registry = FileRegistry(job.root, settings=settings)
+    with WeightReader(registry, name="reader") as reader:
+        assert torch.equal(dict(reader.iter_weights())["w"], weights(5)["w"])
+        saves.upload(6, lambda: weights(6))
+        assert torch.equal(dict(reader.iter_weights())["w"], weights(6)["w"])
+
+
+def test_an_upload_whose_image_is_gone_is_made_again(coordinator_of: Open, job: Job) -> None:
+    saves = coordinator_of(run_key="first")
+    published, _ = saves.upload(5, lambda: weights(5))
+    for slot in job.spool.folder.glob("*.slot*"):
+        slot.unlink()
+    again, _ = saves.upload(5, lambda: weights(5))
+    assert published
+    assert again
+    assert again.image != published.image

@@ -516,7 +516,8 @@ class CheckpointCoordinator:
 
         Args:
             step: training step, which is the version of the weights.
-            collect: returns the model's state dict; called only if it has to be staged.
+            collect: returns the model's state dict; called only if it has to be staged, or compared
+                with an earlier upload of this step.
             role: role whose weights these are.
 
         Returns:
@@ -524,7 +525,8 @@ class CheckpointCoordinator:
             why); and what staging cost the caller.
 
         Raises:
-            ConfigError: an argument is invalid.
+            ConfigError: an argument is invalid; or a later step was uploaded before, or this one
+                with other weights: readers would keep what they have.
             SpoolError, ImageError: as in `save`, for the first image of this process.
         """
         self._require_own_process()

@@ -57,7 +57,8 @@ class StateSaver:
         self._check_overlap = check_overlap
         self._staged: dict[tuple[str, int], list[str]] = {}
         self._submitted: set[tuple[str, int, Kind]] = set()
-        self._uploaded = False
+        self._uploaded: dict[str, int] = {}
+        """Newest step that was published, by role."""
         self._packed: dict[Path, bytes] = {}
         self._failures: list[str] = []
         self._overlapping: Future[Staged] | None = None
@@ -142,29 +143,50 @@ class StateSaver:
 
         Args:
             origin: step, role and rank of the weights.
-            collect: returns the model's state; called only if it has to be staged.
+            collect: returns the model's state; called only if it has to be staged, or compared with
+                an earlier upload of the step.
 
         Returns:
             The tag of the published version, None if it could not be staged; and what staging cost.
 
         Raises:
+            ConfigError: a later step was uploaded before, or this one with other weights, so that
+                readers would keep what they have.
             SpoolError, ImageError: as in `save`; also any error of ``collect``.
         """
         self.wait_staged()
         began = time.perf_counter()
+        newest = self._uploaded.get(origin.role, -1)
+        if origin.step < newest:
+            raise ConfigError(
+                f"step {origin.step}, role {origin.role}: it is uploaded after step {newest}, "
+                "which readers keep; versions of a run never go back. Pass a later step, or start "
+                "a new run to publish earlier weights"
+            )
+        state = collect() if origin.step == newest else None
         try:
-            if published := self._stager.publish(origin, MODEL):
-                return published, replace(NOTHING_STAGED, stall_s=time.perf_counter() - began)
+            with hold_handlers():
+                published = self._publish(origin)
+                is_other = state is not None and not self._stager.holds(
+                    origin, MODEL, state, on_device=True
+                )
         except Exception as error:
             return None, self.fail(origin, error)
-        state = collect()
+        if published and is_other:
+            raise ConfigError(
+                f"step {origin.step}, role {origin.role}, rank {origin.rank}: it is uploaded again "
+                "with other weights, and readers keep the first; pass a later step with changed "
+                "weights"
+            )
+        if published:
+            return published, replace(NOTHING_STAGED, stall_s=time.perf_counter() - began)
+        state = collect() if state is None else state
         try:
-            staged = self._stager.stage(origin, {MODEL: state}, seals=False).result()
-            published = self._stager.publish(origin, MODEL)
+            with hold_handlers():
+                staged = self._stager.stage(origin, {MODEL: state}, seals=False).result()
+                return self._publish(origin), staged
         except Exception as error:
             return None, self.fail(origin, error)
-        self._uploaded = True
-        return published, staged
 
     def wait_staged(self) -> float:
         """Wait until an overlapped save is submitted; return the seconds that it took.
@@ -225,6 +247,12 @@ class StateSaver:
         packed = self._packed.get(Path(metadata)) or pack_folder(Path(metadata))
         self._packed = {Path(metadata): packed} if packed else {}
         return packed
+
+    def _publish(self, origin: Origin) -> VersionTag | None:
+        published = self._stager.publish(origin, MODEL)
+        if published:
+            self._uploaded[origin.role] = origin.step
+        return published
 
     def _is_staged(self, origin: Origin, component: str, state: Any, overlap: bool) -> bool:
         """Return whether a state is staged at this step and has not changed since."""

@@ -314,16 +314,23 @@ class Stager:
                 ticket_path(slot.path).unlink(missing_ok=True)
             raise
 
-    def holds(self, origin: Origin, component: str, state: Any, *, overlap: bool = False) -> bool:
+    def holds(
+        self,
+        origin: Origin,
+        component: str,
+        state: Any,
+        *,
+        overlap: bool = False,
+        on_device: bool = False,
+    ) -> bool:
         """Return whether this process still has the image of a component at this step, unchanged.
-
-        Tensors on a GPU are not compared.
 
         Args:
             origin: step, role and rank of the image.
             component: name of the component.
             state: state to compare the image with.
             overlap: compare only a sample of each large tensor, as an overlapped save does.
+            on_device: also compare tensors on a GPU, which copies them to the CPU.
 
         Raises:
             ImageError: the state cannot be laid out.
@@ -333,7 +340,10 @@ class Stager:
             return False
         try:
             key = (origin.role, component, origin.rank)
-            return _has(slot, *lay_out(state, self._layouts.get(key)), overlap)
+            layout, storages = lay_out(state, self._layouts.get(key))
+            if on_device:
+                storages = [storage.cpu() for storage in storages]
+            return _has(slot, layout, storages, overlap)
         finally:
             slot.unlock()
 
