@@ -182,11 +182,24 @@ def test_each_version_has_its_own_folder_and_the_last_two_stay(tmp_path: Path, m
         assert published == folder.latest() == read_latest(tmp_path / "out")
     assert versions_in(tmp_path / "out") == ["weight_v000002", "weight_v000003"]
     again = WeightFolder(tmp_path / "out", model).publish(StateView(30, weights(30)))
-    older = folder.publish(StateView(20, weights(20)))
-    assert again == older == published
+    assert again == published
     resumed = folder.publish(StateView(20, weights(99), run=2))
     assert resumed.folder.name == "weight_v000004"
     assert same(load_file(resumed.folder / "model.safetensors"), weights(99))
+
+
+@pytest.mark.parametrize("deltas", [0, 9])
+def test_weights_that_engines_would_not_load_are_not_published(
+    tmp_path: Path, model: Path, deltas: int
+) -> None:
+    folder = WeightFolder(tmp_path / "out", model, deltas=deltas)
+    for step in (2, 3):
+        published = folder.publish(StateView(step, small(step)))
+    with pytest.raises(ConfigError, match=r"step 3 of run 1 .* its weights differ from .* step 3"):
+        folder.publish(StateView(3, small(4)))
+    with pytest.raises(ConfigError, match=r"step 2 of run 1 .* it comes before step 3"):
+        folder.publish(StateView(2, small(2)))
+    assert folder.publish(StateView(3, small(3))) == folder.latest() == published
 
 
 @pytest.mark.parametrize("deltas", [0, 2])

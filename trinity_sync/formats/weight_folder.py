@@ -154,12 +154,14 @@ class WeightFolder:
             source: a `WeightReader`, a `FolderReader`, or what their ``open`` returned.
 
         Returns:
-            The version that the marker names now, with its folder. If that is this step or a later
-            one already, nothing is written.
+            The version that the marker names now, with its folder. If that is this step already,
+            its weights are compared, and nothing is written.
 
         Raises:
             WeightSyncError: no version can be read, or another process publishes into the folder.
-            ConfigError: the tensors are not those of an adapter, and ``model`` is one.
+            ConfigError: the folder has a later step, or other weights of this step, so that engines
+                would not load these; or the tensors are not those of an adapter, and ``model`` is
+                one.
             ExportError: transformers cannot build the model of the config.
             OSError: the disk is full or broken. The marker names a complete version.
         """
@@ -181,12 +183,12 @@ class WeightFolder:
                 )
             latest, version = self.latest(), view.version
             self._remove_leftovers(latest)
-            if (
-                latest
-                and latest.root == str(version.root)
-                and (version.run, version.step) <= (latest.run, latest.step)
-            ):
-                return latest
+            if latest and latest.root == str(version.root):
+                if (version.run, version.step) < (latest.run, latest.step):
+                    raise self._explain_hidden(version, latest, "it comes before")
+                if (version.run, version.step) == (latest.run, latest.step):
+                    self._require_same(view, latest)
+                    return latest
             published = self._write(view, latest)
             replace_file(self.out / MARKER, _encode(published))
             self._remove_old(published)
@@ -194,6 +196,19 @@ class WeightFolder:
                 "published step %d of run %d in %s", version.step, version.run, published.folder
             )
             return published
+
+    def _require_same(self, view: View, latest: PublishedVersion) -> None:
+        """Require that a view has the weights that were published."""
+        lines = [describe_tensor(*item) for item in self._iter_named(view)]
+        if summarize(lines) != latest.checksum:
+            raise self._explain_hidden(view.version, latest, "its weights differ from those of")
+
+    def _explain_hidden(self, version: Any, latest: PublishedVersion, how: str) -> ConfigError:
+        return ConfigError(
+            f"step {version.step} of run {version.run} in {version.root} is not published: {how} "
+            f"step {latest.step} of run {latest.run} in {latest.folder}, which engines keep. "
+            "Publish a later step, or into a new folder"
+        )
 
     def _write(self, view: View, latest: PublishedVersion | None) -> PublishedVersion:
         """Write a version under a temporary name, and rename it."""
