@@ -5,6 +5,10 @@ updater names, as a worker does. ``tests/vllm`` has the same with the real engin
 """
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler
@@ -18,6 +22,7 @@ import torch
 from tests.unit.answers import serving
 from trinity_sync import CheckpointCoordinator, ConfigError, WeightReader, WeightSyncError
 from trinity_sync.integrations.vllm import VLLMUpdater
+from trinity_sync.integrations.vllm.claim import make_claim, require_free
 from trinity_sync.integrations.vllm.pinned_version import Wanted, pin_version, select_version
 
 
@@ -29,6 +34,8 @@ class Engine:
         self.version = "default"
         self.weights: dict[str, torch.Tensor] = {}
         self.root = ""
+        self.is_updating = False
+        self.claim: dict[str, Any] = {}
         self.failing: list[str] = []
         """Calls that fail once."""
         self.before_loading: Callable[[], None] = lambda: None
@@ -39,11 +46,18 @@ class Engine:
             self.failing.remove(path)
             raise WeightSyncError("not now")
         if path == "/init_weight_transfer_engine":
-            self.root = body["init_info"]["root"]
+            require_free(self.claim, body["init_info"]["claim"])
+            self.root, self.claim = body["init_info"]["root"], body["init_info"]["claim"]
+        elif path == "/start_weight_update":
+            if self.is_updating:
+                raise WeightSyncError("an update is in progress")
+            self.is_updating = True
         elif path == "/update_weights":
             self.load(Wanted(**body["update_info"]))
-        elif path == "/finish_weight_update" and body.get("weight_version"):
-            self.version = body["weight_version"]
+        elif path == "/finish_weight_update":
+            self.is_updating, self.claim = False, {}
+        elif path == "/update_weight_version":
+            self.version = body["new_version"]
         return {"weight_version": self.version}
 
     def load(self, wanted: Wanted) -> None:
@@ -98,13 +112,14 @@ def test_an_update_pauses_the_engine_and_names_the_version(
         assert {name: t.tolist() for name, t in engine.weights.items()} == {
             name: t.tolist() for name, t in state.items()
         }
-        assert engine.calls[-6:] == [
+        assert engine.calls[-7:] == [
             "/init_weight_transfer_engine",
-            "/pause?mode=wait",
             "/start_weight_update",
+            "/pause?mode=wait",
             "/update_weights",
-            "/finish_weight_update",
+            "/update_weight_version",
             "/resume",
+            "/finish_weight_update",
         ]
         assert updater.get_served_step() == 7
         engine.calls.clear()
@@ -144,7 +159,7 @@ def test_a_refusal_ends_the_update_and_the_engine_goes_on(
     with VLLMUpdater(url, root) as updater:
         with pytest.raises(WeightSyncError, match=r"500.*q_proj does not fit"):
             updater.update(pause="keep")
-        assert engine.calls[-3:] == ["/update_weights", "/finish_weight_update", "/resume"]
+        assert engine.calls[-3:] == ["/update_weights", "/resume", "/finish_weight_update"]
         assert updater.get_served_step() is None
 
 
@@ -195,12 +210,75 @@ def test_a_step_is_selected_exactly(root: Path, saves: CheckpointCoordinator) ->
 def test_an_update_that_a_killed_updater_left_open_is_ended(
     engine: Engine, url: str, root: Path, saves: CheckpointCoordinator
 ) -> None:
+    script = "import sys; from trinity_sync.integrations.vllm import VLLMUpdater as Updater; "
+    script += "Updater(*sys.argv[1:]).update()"
     publish(saves, 1)
-    engine.failing = ["/start_weight_update"]
+    killed = subprocess.Popen([sys.executable, "-c", script, url, str(root)])
+
+    def kill() -> None:
+        engine.before_loading = lambda: None
+        killed.kill()
+        killed.wait()
+
+    engine.before_loading = kill
+    assert killed.wait() == -signal.SIGKILL
+    publish(saves, 2)
     with VLLMUpdater(url, root) as updater:
+        assert updater.update() == updater.get_served_step() == 2
+    assert engine.weights["w"].unique().tolist() == [2]
+
+
+def test_of_two_updaters_the_one_that_comes_second_is_refused(
+    engine: Engine, url: str, root: Path, saves: CheckpointCoordinator
+) -> None:
+    def update_meanwhile() -> None:
+        engine.before_loading = lambda: None
+        publish(saves, 2)
+        with pytest.raises(WeightSyncError, match=r"process \d+/\d+ .*use one updater"):
+            second.update()
+
+    publish(saves, 1)
+    engine.before_loading = update_meanwhile
+    with VLLMUpdater(url, root) as first, VLLMUpdater(url, root) as second:
+        assert first.update() == first.get_served_step() == 1
+        assert engine.weights["w"].unique().tolist() == [1]
+        assert [call for call in engine.calls if "/pause" in call or call == "/resume"] == [
+            "/pause?mode=wait",
+            "/resume",
+        ]
+        assert second.update() == first.get_served_step() == 2
+        assert engine.weights["w"].unique().tolist() == [2]
+
+
+def test_an_updater_on_another_host_is_waited_for_until_its_calls_have_timed_out(
+    engine: Engine, url: str, root: Path, saves: CheckpointCoordinator
+) -> None:
+    publish(saves, 1)
+    engine.is_updating = True
+    engine.claim = {**make_claim(60), "namespace": "elsewhere"}
+    with VLLMUpdater(url, root) as updater:
+        with pytest.raises(WeightSyncError, match="use one updater"):
+            updater.update()
+        engine.claim["until"] = time.time() - 1
         assert updater.update() == 1
-    starts = [call for call in engine.calls if "weight_update" in call]
-    assert starts[:3] == ["/start_weight_update", "/finish_weight_update", "/start_weight_update"]
+
+
+def test_an_engine_that_was_started_again_gets_the_newest_version_again(
+    engine: Engine,
+    url: str,
+    root: Path,
+    saves: CheckpointCoordinator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trinity_sync.integrations.vllm.updater.CHECK_S", 0.01)
+    publish(saves, 1)
+    with VLLMUpdater(url, root) as updater:
+        steps = updater.follow()
+        assert next(steps) == 1
+        engine.version, engine.weights = "default", {}
+        engine.failing = ["/weight_info"]  # as it does before it is up
+        assert next(steps) == updater.get_served_step() == 1
+        assert engine.weights["w"].unique().tolist() == [1]
 
 
 def test_a_pause_that_fails_is_ended(
@@ -210,7 +288,7 @@ def test_a_pause_that_fails_is_ended(
     engine.failing = ["/pause"]
     with VLLMUpdater(url, root) as updater, pytest.raises(WeightSyncError, match="/pause answered"):
         updater.update()
-    assert engine.calls[-1] == "/resume"
+    assert engine.calls[-2:] == ["/resume", "/finish_weight_update"]
 
 
 def test_a_resumed_run_below_the_least_step_is_waited_for(

@@ -91,6 +91,27 @@ def test_updates_while_requests_are_in_flight(server: Server, root: Path, pause:
             assert tokens[start:end] == expect_one(model, before, end - start)
 
 
+def test_of_two_updaters_one_is_refused_and_the_step_is_that_of_the_weights(
+    server: Server, root: Path
+) -> None:
+    model, refused = make_model(0), 0
+    with (
+        CheckpointCoordinator(root) as saves,
+        VLLMUpdater(server.url, root) as first,
+        VLLMUpdater(server.url, root) as second,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        for step in range(1, 9):
+            saves.upload(step, randomize(model, step).state_dict)
+            for done in [threads.submit(each.update) for each in (first, second)]:
+                if error := done.exception():
+                    assert "use one updater" in str(error)
+                    refused += 1
+            assert first.get_served_step() == step
+            assert server.ask_all() == expect(make_model(step))
+    assert refused
+
+
 def test_weights_that_do_not_fit_are_refused_and_the_server_serves_on(
     server: Server, root: Path
 ) -> None:

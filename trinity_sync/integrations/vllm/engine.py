@@ -14,7 +14,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -30,6 +30,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from trinity_sync.errors import TrinitySyncError, WeightSyncError
+from trinity_sync.integrations.vllm.claim import require_free
 from trinity_sync.integrations.vllm.model_fit import (
     Outline,
     quiet_loaders,
@@ -75,6 +76,8 @@ class TrinitySyncInitInfo(WeightTransferInitInfo):
     """The trainer's rank 0 and all workers."""
     timeout_s: float = 600.0
     """Seconds for a broadcast."""
+    claim: dict[str, Any] = field(default_factory=dict)
+    """The updater that calls next, see `claim`; others are refused until the update has ended."""
 
 
 @dataclass
@@ -91,6 +94,7 @@ class TrinitySyncEngine(WeightTransferEngine):
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         self._info: TrinitySyncInitInfo | None = None
+        self._claim: dict[str, Any] = {}
         self._reader: WeightReader | None = None
         self._group: WeightGroup | None = None
         self._fitting: tuple[torch.nn.Module, list[Outline]] | None = None
@@ -103,7 +107,15 @@ class TrinitySyncEngine(WeightTransferEngine):
 
         Raises:
             ValueError: the job's root is missing.
+            WeightSyncError: another updater is in an update. Only the last worker raises it, as in
+                `receive_weights`.
         """
+        held = self._claim
+        _, problem = _do_on_first(lambda: require_free(held, init_info.claim))
+        if problem:
+            self._raise_in_last(problem)
+            return
+        self._claim, init_info = init_info.claim, replace(init_info, claim={})
         if init_info == self._info and not (self._group and self._group.broken):
             return
         if not init_info.root and not init_info.address:
@@ -133,7 +145,8 @@ class TrinitySyncEngine(WeightTransferEngine):
         """Do nothing: the model is not touched before the version is open, and fits."""
 
     def finish_weight_update(self) -> None:
-        """Do nothing: the update has ended the layerwise reload."""
+        """Let other updaters update; the update has ended the layerwise reload."""
+        self._claim = {}
 
     def receive_weights(self, update_info: TrinitySyncUpdateInfo) -> None:
         """Load a version into the model.
@@ -149,8 +162,12 @@ class TrinitySyncEngine(WeightTransferEngine):
             tensors, problem = self._open(update_info, opened)
             if tensors is not None:
                 self._load(tensors)
-            elif (1 + get_world_group().rank) % self.parallel_config.world_size == 0:
-                raise WeightSyncError(problem)
+            else:
+                self._raise_in_last(problem)
+
+    def _raise_in_last(self, problem: str) -> None:
+        if (1 + get_world_group().rank) % self.parallel_config.world_size == 0:
+            raise WeightSyncError(problem)
 
     def shutdown(self) -> None:
         """Close the reader, or leave the group."""

@@ -14,6 +14,9 @@ vLLM need not be installed for an engine behind a URL. Its server takes these ca
 """
 
 import logging
+import math
+import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -21,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trinity_sync.errors import ConfigError, WeightSyncError
+from trinity_sync.integrations.vllm.claim import make_claim
 from trinity_sync.integrations.vllm.pinned_version import wait_for, wait_newer
 from trinity_sync.integrations.vllm.server_api import RefusedError, ServerApi
 from trinity_sync.weights.reader import WeightReader, make_reader_name
@@ -30,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 UNKNOWN = "unknown"
 """Version of the weights of an engine that did not answer to an update."""
+CHECK_S = 5.0
+"""Seconds after which `VLLMUpdater.follow` looks whether the engine was started again."""
 
 Pause = Literal["wait", "abort", "keep"]
 """What becomes of requests in flight: they end first; they are aborted; or they are frozen, and go
@@ -73,6 +79,8 @@ class VLLMUpdater:
     ) -> None:
         root = Path(root).resolve()
         self._engine = _make_control(engine, api_key, timeout_s)
+        self._timeout_s = timeout_s
+        self._name = uuid.uuid4().hex
         self._init_info = {
             "root": str(root),
             "role": role,
@@ -106,9 +114,10 @@ class VLLMUpdater:
             The step that the engine serves now.
 
         Raises:
-            WeightSyncError: there is no such version in time, or the engine refused it and serves
-                the version that it had. If the engine has not answered, it may have loaded it:
-                `get_served_step` is None then, and the next update loads the newest.
+            WeightSyncError: there is no such version in time, another updater updates the engine,
+                or the engine refused the version; it serves the one that it had. If the engine has
+                not answered, it may have loaded it: `get_served_step` is None then, and the next
+                update loads the newest.
         """
         newest = wait_for(self._reader, min_step or 0, timeout_s)
         if self._serves(newest):
@@ -122,6 +131,8 @@ class VLLMUpdater:
     def follow(self, *, timeout_s: float | None = None, pause: Pause = "wait") -> Iterator[int]:
         """Update the engine at each new version, and yield the step that it serves then.
 
+        An engine that was started again gets the newest version again.
+
         Args:
             timeout_s: seconds without a new version after which it ends; None follows for ever.
             pause: see `update`.
@@ -129,7 +140,13 @@ class VLLMUpdater:
         Raises:
             WeightSyncError: the engine did not load a version.
         """
-        while wait_newer(self._reader, None, timeout_s) is not None:
+        while True:
+            deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+            while self._wait_newer(deadline - time.monotonic()) is None:
+                if self._has_lost_version():
+                    break
+                if time.monotonic() >= deadline:
+                    return
             yield self.update(pause=pause)
 
     def close(self) -> None:
@@ -150,16 +167,28 @@ class VLLMUpdater:
             and self.get_served_step() == version.step  # it was not started again
         )
 
+    def _wait_newer(self, left_s: float) -> Version | None:
+        return wait_newer(self._reader, None, max(0.0, min(left_s, CHECK_S)))
+
+    def _has_lost_version(self) -> bool:
+        """Return whether the engine answers, and no longer serves what this updater loaded."""
+        with suppress(WeightSyncError):  # it is not up yet
+            served = self.get_served_step()
+            return self.version is not None and served != self.version.step
+        return False
+
     def _load(self, version: Version, pause: Pause) -> None:
         engine, self.version = self._engine, None
-        engine.init_weight_transfer_engine(self._init_info)
-        with _paused(engine, pause):
+        claim = make_claim(8 * self._timeout_s, self._name)  # an update has as many calls
+        engine.init_weight_transfer_engine({**self._init_info, "claim": claim})
+        try:
             try:
                 engine.start_weight_update()
             except WeightSyncError:  # an updater that was killed has not ended its update
                 _end_update(engine)
+                engine.init_weight_transfer_engine({**self._init_info, "claim": claim})
                 engine.start_weight_update()
-            try:
+            with _paused(engine, pause):
                 engine.update_weights(
                     {
                         "step": version.step,
@@ -167,13 +196,14 @@ class VLLMUpdater:
                         "images": [asdict(image) for image in version.images],
                     }
                 )
-                engine.finish_weight_update(str(version.step))
-            except BaseException as error:
-                _end_update(engine)
-                if not isinstance(error, RefusedError):
-                    with suppress(WeightSyncError):  # it may have loaded it
-                        engine.update_weight_version(UNKNOWN)
-                raise
+                engine.update_weight_version(str(version.step))
+            engine.finish_weight_update(None)  # then another updater may pause the engine
+        except BaseException as error:
+            _end_update(engine)
+            if not isinstance(error, RefusedError):
+                with suppress(WeightSyncError):  # it may have loaded it
+                    engine.update_weight_version(UNKNOWN)
+            raise
         logger.info("the engine serves version %d (run %d)", version.step, version.run)
 
 
