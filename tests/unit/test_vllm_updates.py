@@ -46,8 +46,9 @@ class Engine:
             self.failing.remove(path)
             raise WeightSyncError("not now")
         if path == "/init_weight_transfer_engine":
-            require_free(self.claim, body["init_info"]["claim"])
-            self.root, self.claim = body["init_info"]["root"], body["init_info"]["claim"]
+            info = body["init_info"]
+            require_free(self.claim, info.get("claim", {}))
+            self.root, self.claim = info["root"], info.get("claim", {})
         elif path == "/start_weight_update":
             if self.is_updating:
                 raise WeightSyncError("an update is in progress")
