@@ -102,7 +102,6 @@ def _serve(
     import torch
 
     from benchmarks.scale import CALLS
-    from trinity_sync.layout import job_id
     from trinity_sync.snapshot import slot
 
     slot._ROUND_TO = SLOT_BYTES
@@ -110,7 +109,7 @@ def _serve(
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     torch.set_num_threads(1)
     places = place_ranks(memory, ranks, nodes)
-    coordinators = _make_coordinators(root, places, job_id(root), block)
+    coordinators = _make_coordinators(root, places, root.name, block)
     first = coordinators.pop(0) if block[0] == 0 else None
     configuration = memory / "configuration"
     configuration.mkdir(exist_ok=True)
@@ -154,6 +153,7 @@ def _serve(
 def _get_request(root: Path, step: int) -> Any:
     """What rank 0 asks for."""
     from trinity_sync.client.save_request import SaveRequest
+    from trinity_sync.snapshot.job_identity import read_identity
     from trinity_sync.storage.runs import find_newest_run
 
     run = find_newest_run(root)
@@ -163,6 +163,7 @@ def _get_request(root: Path, step: int) -> Any:
         step=step,
         run=run.number,
         run_key=run.key,
+        identity=read_identity(root),
         components=(*COMPONENTS, "metadata"),
     )
 
@@ -171,13 +172,13 @@ def _make_coordinators(
     root: Path, places: dict[str, tuple[Path, tuple[int, ...]]], run_key: str, block: range
 ) -> list[Any]:
     from trinity_sync.client.coordinator import CheckpointCoordinator
-    from trinity_sync.layout import job_id
     from trinity_sync.settings import Settings
+    from trinity_sync.snapshot.job_identity import job_id, open_identity
     from trinity_sync.storage.placement import NodeRanks
 
-    world = [
-        NodeRanks(node, str(spool / job_id(root)), ranks) for node, (spool, ranks) in places.items()
-    ]
+    open_identity(root)
+    job = job_id(root)
+    world = [NodeRanks(node, str(spool / job), ranks) for node, (spool, ranks) in places.items()]
     size = sum(len(place.ranks) for place in world)
     made = []
     for node, (spool, ranks) in places.items():

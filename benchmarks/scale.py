@@ -360,7 +360,7 @@ def _catalog(root: Path, step: int, settings: Any) -> tuple[int, float]:
 
 def root_job(root: Path) -> str:
     """By which the catalog knows the job."""
-    from trinity_sync.layout import job_id
+    from trinity_sync.snapshot.job_identity import job_id
 
     return job_id(root)
 

@@ -93,7 +93,13 @@ def report_step(outcome: StepOutcome, request: SaveRequest, **payload: Any) -> N
         payload: More values of the event.
     """
     emit_step_event(
-        outcome, request.root, request.step, run=request.run, kind=request.kind, **payload
+        outcome,
+        request.root,
+        request.step,
+        job=request.job,
+        run=request.run,
+        kind=request.kind,
+        **payload,
     )
 
 

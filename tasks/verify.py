@@ -12,6 +12,7 @@ from trinity_sync.orchestration.on_node import verify as on_node
 from trinity_sync.orchestration.prefect_queries import VERIFIED
 from trinity_sync.orchestration.quantities import format_bytes, format_rate, make_artifact_key
 from trinity_sync.orchestration.step_events import emit_step_event
+from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.storage.verify import CheckedFile, ChosenFile, VerifiedStep, judge_steps
 
 
@@ -47,7 +48,8 @@ async def mark_steps(checked: Sequence[CheckedFile]) -> None:
     verified = await run_here(judge_steps, checked)
     for each in verified:
         if each.state == "corrupted":
-            emit_step_event("corrupted", each.root, each.step, message=each.wrong)
+            job = await run_here(job_id, each.root)
+            emit_step_event("corrupted", each.root, each.step, job=job, message=each.wrong)
     await create_verification_artifacts(verified)
     if corrupted := [each for each in verified if each.state == "corrupted"]:
         reasons = "; ".join(f"step {each.step} in {each.root}: {each.wrong}" for each in corrupted)

@@ -19,6 +19,7 @@
         critic/...
         attachments/dataloader.json           what rank 0 attached
         attachments/rank_1/...                what other ranks attached
+      .trinity_sync/identity.json                 distinguishes the job from others at this path
       .trinity_sync/runs/3.json                   one small file for each run of the job
 """
 
@@ -214,22 +215,16 @@ def check_name(what: str, value: str) -> str:
     return value
 
 
-def job_id(root: str | Path) -> str:
-    """Return the identifier of the job at a root: the folder's name and a digest of its path.
-
-    It asks the root's file system for the real path, which may hang: see `job_id_of`.
-    """
-    return job_id_of(Path(root).resolve())
-
-
-def job_id_of(real: Path) -> str:
-    """Return the `job_id` of a root by its real path; it asks no file system.
+def job_id_of(real: Path, identity: str = "") -> str:
+    """Return the identifier of a job; it asks no file system.
 
     Args:
         real: full path of the root, without symbolic links.
+        identity: identity of the job; empty for an identifier of the path alone.
     """
     readable = re.sub(r"[^A-Za-z0-9_-]+", "-", real.name)[:_READABLE].strip("-") or "job"
-    return f"{readable}-{hashlib.sha256(os.fsencode(real)).hexdigest()[:8]}"
+    digest = hashlib.sha256(b"\0".join([os.fsencode(real), identity.encode()]))
+    return f"{readable}-{digest.hexdigest()[:8]}"
 
 
 def _is_utf8(path: Path) -> bool:

@@ -25,8 +25,8 @@ from trinity_sync.catalog.database import SCHEMA, get_catalog_url, open_catalog
 from trinity_sync.catalog.mirror import add_versions, find_differences, mirror, rebuild
 from trinity_sync.catalog.models import Base, Job, Step
 from trinity_sync.catalog.queries import list_jobs
-from trinity_sync.layout import job_id
 from trinity_sync.orchestration.job_registry import register_job
+from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.leases import acquire_lease

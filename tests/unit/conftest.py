@@ -11,6 +11,7 @@ import pytest
 from tests.unit.job import Job
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.settings import Settings
+from trinity_sync.snapshot.job_identity import open_identity
 from trinity_sync.snapshot.spool import open_job_spool
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ Open = Callable[..., CheckpointCoordinator]
 def job(tmp_path: Path, spool_folder: Path) -> Iterator[Job]:
     root = tmp_path / "ckpts"
     root.mkdir()
+    open_identity(root)
     made = Job(root, open_job_spool(spool_folder, root))
     yield made
     for stager in made.stagers.values():

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.save_id import Origin, SaveId
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.stager import Staged, Stager, pack_folder
@@ -18,6 +20,7 @@ from trinity_sync.storage.late_images import free_committed_slots
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.placement import NodeShards, group_by_node, write_placement
+from trinity_sync.storage.runs import list_runs
 from trinity_sync.storage.save import Written
 
 
@@ -52,7 +55,8 @@ class Job:
         fields: dict[str, Any] = {
             "root": str(self.root),
             "run": run,
-            "run_key": "",
+            "run_key": self.key_of(run),
+            "identity": read_identity(self.root),
             "step": step,
             "kind": "checkpoint",
             "role": "actor",
@@ -84,7 +88,19 @@ class Job:
         return self.stager(rank).stage(origin, states, also=also, metadata=packed).result()
 
     def save(self, step: int, *, run: int = 1, kind: Any = "checkpoint") -> SaveId:
-        return SaveId(str(self.root), run, "", step, kind, self.roles)
+        identity = read_identity(self.root)
+        return SaveId(
+            str(self.root), run, self.key_of(run), step, kind, self.roles, identity=identity
+        )
+
+    def request(self, step: int, *, run: int = 1, **other: Any) -> SaveRequest:
+        """What a trainer asks the server for."""
+        fields = {"run_key": self.key_of(run), "identity": read_identity(self.root)}
+        return SaveRequest(**{"root": str(self.root), "step": step, "run": run, **fields, **other})
+
+    def key_of(self, run: int) -> str:
+        """Key of a run that a coordinator has begun."""
+        return next((each.key for each in list_runs(self.root) if each.number == run), "")
 
     @property
     def share(self) -> NodeShards:

@@ -36,6 +36,7 @@ from trinity_sync.retention.policies import All, LastN
 from trinity_sync.retention.prune import remove_steps
 from trinity_sync.retention.step_infos import list_step_infos
 from trinity_sync.settings import Settings
+from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.placement import group_by_node, write_placement
@@ -52,7 +53,7 @@ def test_an_error_of_the_file_system_ends_no_watcher(
     pointer.rename(job.root / "aside")
     pointer.mkdir()  # to read it is an OSError that is no FileNotFoundError
     watcher = CommitWatcher(SaveTrigger(Settings(), "http://127.0.0.1:9/api"), job.spool)
-    request = SaveRequest(root=str(job.root), step=4, run=1)
+    request = job.request(4)
     with caplog.at_level(logging.WARNING):
         watcher.follow(request)
         with pytest.raises(SaveTimeoutError, match="step4"):
@@ -77,7 +78,7 @@ def test_images_that_join_a_save_in_the_instant_it_is_settled_are_followed(job: 
     joined = threading.Event()
     job.stage(4, {"model": {"w": torch.zeros(3)}})
     job.commit(4)
-    request = SaveRequest(root=str(job.root), step=4, run=1)
+    request = job.request(4)
     watcher = Joined(SaveTrigger(Settings(), "http://127.0.0.1:9/api"), job.spool)
     watcher.follow(request)
     assert joined.wait(30)
@@ -104,8 +105,9 @@ def test_a_process_that_ran_out_of_files_goes_on_to_follow_its_saves(job: Job) -
     job.stage(4, {"model": {"w": torch.zeros(3)}})
     job.commit(4)
     watcher = CommitWatcher(SaveTrigger(Settings(), "http://127.0.0.1:9/api"), job.spool)
+    request = job.request(4)
     with no_more_files():
-        watcher.follow(SaveRequest(root=str(job.root), step=4, run=1))
+        watcher.follow(request)
         with pytest.raises(SaveTimeoutError):
             watcher.wait(time.monotonic() + 0.5)
     assert watcher.wait(time.monotonic() + 30) == []
@@ -116,7 +118,7 @@ def test_a_process_that_ran_out_of_files_goes_on_to_follow_its_saves(job: Job) -
 def test_nobody_waits_for_a_watcher_that_is_closed(job: Job) -> None:
     job.stage(4, {"model": {"w": torch.zeros(3)}})
     watcher = CommitWatcher(SaveTrigger(Settings(), "http://127.0.0.1:9/api"), job.spool)
-    watcher.follow(SaveRequest(root=str(job.root), step=4, run=1))
+    watcher.follow(job.request(4))
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(watcher.wait, None)
         while not watcher._waiting:
@@ -135,7 +137,7 @@ def test_who_waits_for_long_is_told_once_what_for(
     monkeypatch.setattr("trinity_sync.client.commit_watcher.SAY_S", 0.1)
     job.stage(4, {"model": {"w": torch.zeros(3)}})
     watcher = CommitWatcher(SaveTrigger(Settings(), "http://127.0.0.1:9/api"), job.spool)
-    watcher.follow(SaveRequest(root=str(job.root), step=4, run=1))
+    watcher.follow(job.request(4))
     with caplog.at_level(logging.WARNING), pytest.raises(SaveTimeoutError):
         watcher.wait(time.monotonic() + 0.5)
     watcher.close()
@@ -144,7 +146,10 @@ def test_who_waits_for_long_is_told_once_what_for(
 
 
 def requests_in(root: Path, steps: Iterable[int], **other: Any) -> list[SaveRequest]:
-    return [SaveRequest(root=str(root), step=step, run=1, **other) for step in steps]
+    identity = read_identity(root)
+    return [
+        SaveRequest(root=str(root), step=step, run=1, identity=identity, **other) for step in steps
+    ]
 
 
 def keys_in(question: tuple[str, str]) -> set[str]:

@@ -53,6 +53,7 @@ def half(job: Job) -> Job:
 def test_a_wait_reads_unchanged_tickets_and_an_unchanged_manifest_once(half: Job) -> None:
     rest(commit_files(half.root, 3, run=9) / MANIFEST)  # of another run
     read: Counter[str] = Counter()
+    save = half.save(3)
 
     def count(kind: str, path: str) -> None:
         if kind == "open":
@@ -62,7 +63,7 @@ def test_a_wait_reads_unchanged_tickets_and_an_unchanged_manifest_once(half: Job
         watch_path_calls(count, half.root, half.spool.folder),
         pytest.raises(MissingShardsError, match="rank 1"),
     ):
-        gather_images(half.share, half.save(3), "model", 1.0, looks())
+        gather_images(half.share, save, "model", 1.0, looks())
     assert read[".ticket"] == read[".json"] == 1
 
 

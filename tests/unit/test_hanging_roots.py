@@ -239,13 +239,10 @@ def test_many_saves_of_jobs_that_hang_use_up_no_threads_of_others(job: Job, othe
     other.stage(2, MODEL)
 
     async def flows() -> None:
-        hung = [
-            asyncio.create_task(find_nodes(SaveRequest(root=str(job.root), step=step, run=1)))
-            for step in range(50)
-        ]
+        hung = [asyncio.create_task(find_nodes(job.request(step))) for step in range(50)]
         await asyncio.sleep(0.1)
         assert not any(each.done() for each in hung)
-        request = SaveRequest(root=str(other.root), step=2, run=1)
+        request = other.request(2)
         (found,) = await asyncio.wait_for(find_nodes(request), 10)
         assert found.shards.spool == str(other.spool.folder)
         await asyncio.wait_for(asyncio.to_thread(time.time), 10)  # as Prefect's own calls
@@ -260,13 +257,13 @@ def test_a_request_and_its_events_need_no_file_system(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are made in the event loop of the worker, which serves all jobs."""
-    save = SaveRequest(root=str(job.root), step=2, run=1)
+    save = job.request(2)
     sent: list[str] = []
     monkeypatch.setattr(step_events, "emit_event", lambda event, **_: sent.append(event))
 
     def make() -> tuple[str, str]:
         request = SaveRequest.model_validate(save.model_dump(mode="json"))
-        emit_step_event("committed", request.root, request.step)
+        emit_step_event("committed", request.root, request.step, job=request.job)
         make_artifact_key("save", request.root)
         return request.key, request.job
 
@@ -281,7 +278,7 @@ def test_a_cancelled_run_whose_task_hangs_with_its_image_holds_up_no_event_loop(
 ) -> None:
     monkeypatch.setattr(images, "MARK_S", 0.2)
     staged = job.stage(2, MODEL)
-    request = SaveRequest(root=str(job.root), step=2, run=1, components=("model",))
+    request = job.request(2, components=("model",))
     slot = job.spool.read_step(1, 2)[0][0].slot
 
     async def cancel() -> None:

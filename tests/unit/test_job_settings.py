@@ -16,7 +16,7 @@ from tests.unit.job import Job
 from trinity_sync import CheckpointCoordinator, ConfigError, FormatError, Settings
 from trinity_sync.client.job_settings import set_job_settings
 from trinity_sync.fs.records import encode_body
-from trinity_sync.layout import ROOT_FORMAT, job_id
+from trinity_sync.layout import ROOT_FORMAT, job_id_of
 from trinity_sync.snapshot.safe_load import TRUSTED
 from trinity_sync.storage.job_settings import (
     JobSettings,
@@ -95,7 +95,7 @@ def test_a_wrong_name_or_value_is_refused_and_changes_nothing(
 
 def test_the_remote_is_written_in_full(root: Path) -> None:
     found = set_job_settings(root, {"remote": "s3://bucket/{job}/", "remote_required": True})
-    assert found.remote == f"s3://bucket/{job_id(root)}"
+    assert found.remote == f"s3://bucket/{job_id_of(root)}"
     assert found.required_remote == found.remote
     assert set_job_settings(root, {"remote_required": "false"}).required_remote == ""
 

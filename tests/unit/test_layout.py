@@ -14,7 +14,7 @@ from trinity_sync.layout import (
     is_below,
     is_path,
     is_step_folder,
-    job_id,
+    job_id_of,
     refuse_url,
     split_role_path,
     step_folder,
@@ -96,7 +96,7 @@ def test_a_root_of_any_name_saves_and_is_known(
     job.stager().close()
     assert find_newest(root).step == 4
     assert job.spool.root == root
-    assert get_job_spool(job.spool.folder, root) == job.spool
+    assert get_job_spool(job.spool.folder, job.save(4)) == job.spool
     settings = Settings(home=tmp_path / "home")
     register_job(settings, root)
     assert list_known_roots(settings) == [root]
@@ -107,4 +107,4 @@ def test_a_root_whose_name_is_no_text_is_refused_and_has_a_job_of_its_own(tmp_pa
     for root in (*roots, tmp_path / "ck\0pts"):
         with pytest.raises(ConfigError, match="not valid UTF-8"):
             refuse_url(root)
-    assert len({job_id(root) for root in roots}) == 2
+    assert len({job_id_of(root) for root in roots}) == 2

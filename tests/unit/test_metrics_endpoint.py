@@ -55,7 +55,7 @@ def at(port: int) -> StackSettings:
 
 
 def request(job: Job, step: int, run: int = 1, run_key: str = "") -> SaveRequest:
-    return SaveRequest(root=str(job.root), step=step, run=run, run_key=run_key)
+    return job.request(step, run=run, run_key=run_key)
 
 
 def test_saves_seconds_bytes_and_the_newest_step_can_be_scraped(job: Job, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def commit_and_die_after_the_manifest(job: Job, step: int) -> None:
         from trinity_sync.snapshot.save_id import SaveId
         from trinity_sync.storage.persist import WriteOptions, persist
         from trinity_sync.storage.placement import NodeShards
-        save = SaveId({str(job.root)!r}, 1, "", {step}, "checkpoint", ("actor",))
+        save = SaveId(**{vars(job.save(step))!r})
         spool = JobSpool(Path({str(job.spool.folder)!r}))
         share = NodeShards("here", str(spool.folder), {{"actor": (0,)}})
         written = persist(share, save, "model", WriteOptions())

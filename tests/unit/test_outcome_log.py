@@ -104,7 +104,7 @@ def pair(job: Job) -> Job:
 
 
 def request_of(job: Job, step: int = 4, run: int = 1) -> SaveRequest:
-    return SaveRequest(root=str(job.root), step=step, run=run, components=("model",))
+    return job.request(step, run=run, components=("model",))
 
 
 def images_of(job: Job, rank: int) -> list[str]:

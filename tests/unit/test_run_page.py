@@ -44,7 +44,7 @@ from trinity_sync.storage.save import mark_failed
 
 
 def request_of(job: Job, step: int) -> SaveRequest:
-    return SaveRequest(root=str(job.root), step=step, run=1)
+    return job.request(step)
 
 
 def test_the_page_of_a_commit_says_first_how_it_went(job: Job) -> None:
@@ -227,7 +227,7 @@ def test_an_eviction_is_an_event_of_a_checkpoint_only(
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
         for outcome in ("evicted", "failed"):
             for kind in KINDS:
-                step_events.emit_step_event(outcome, tmp_path, 1, run=1, kind=kind)
+                step_events.emit_step_event(outcome, tmp_path, 1, job="ckpts", run=1, kind=kind)
     found = [(each["event"].rpartition(".")[2], each["payload"]["kind"]) for each in sent]
     assert ("evicted", "checkpoint") in found
     assert ("evicted", "state_dict") not in found

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -257,8 +258,7 @@ def test_a_manifest_that_leads_elsewhere_or_is_none_is_refused(tmp_path: Path, c
 
 
 def request(job: Job, **other: Any) -> SaveRequest:
-    fields = {"root": str(job.root), "step": 1, "run": 1}
-    return SaveRequest(**{**fields, **other})
+    return job.request(**{"step": 1, **other})
 
 
 @pytest.mark.parametrize(
@@ -268,6 +268,7 @@ def request(job: Job, **other: Any) -> SaveRequest:
         {"components": ["../model"]},
         {"step": -1},
         {"root": "ckpts"},
+        {"identity": "../.."},
     ],
 )
 def test_a_request_that_names_no_role_component_or_path_is_refused(
@@ -278,12 +279,12 @@ def test_a_request_that_names_no_role_component_or_path_is_refused(
 
 
 def test_images_are_taken_from_the_jobs_own_spool_alone(job: Job, tmp_path: Path) -> None:
-    assert get_job_spool(job.spool.folder, job.root) == job.spool
+    assert get_job_spool(job.spool.folder, job.save(1)) == job.spool
     with pytest.raises(SpoolError, match="not of"):
-        get_job_spool(job.spool.folder, tmp_path / "other")
+        get_job_spool(job.spool.folder, replace(job.save(1), root=str(tmp_path / "other")))
     job.spool.folder.chmod(0o777)
     with pytest.raises(SpoolError, match="open to other users"):
-        get_job_spool(job.spool.folder, job.root)
+        get_job_spool(job.spool.folder, job.save(1))
     job.spool.folder.chmod(0o700)
 
 

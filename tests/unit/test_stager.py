@@ -27,7 +27,7 @@ from trinity_sync.layout import SPOOL_FORMAT
 from trinity_sync.snapshot import slot_pool
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.slot_lock import lock_slot
-from trinity_sync.snapshot.spool import get_job_spool, open_job_spool
+from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.stager import Stager
 from trinity_sync.snapshot.ticket import failure_path, seal, ticket_path
 from trinity_sync.storage.save import mark_failed
@@ -451,7 +451,7 @@ def test_a_folder_that_another_process_removed_names_its_job_again(tmp_path: Pat
     assert not spool.folder.exists()
     stager = Stager(spool)
     stager.prewarm("actor", "model", 0, 4096)
-    assert get_job_spool(spool.folder, tmp_path / "ckpts").root == tmp_path / "ckpts"
+    assert spool.root == tmp_path / "ckpts"
     stager.close()
 
 

@@ -25,8 +25,9 @@ from trinity_sync.catalog.database import (
 from trinity_sync.catalog.models import Job, Step, WeightVersion
 from trinity_sync.errors import FormatError, ManifestError
 from trinity_sync.fs.progress import OnProgress, no_progress
-from trinity_sync.layout import job_id, steps_on_disk
+from trinity_sync.layout import steps_on_disk
 from trinity_sync.settings import Settings, StackSettings
+from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.storage.discovery import read_manifest_state
 from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.manifest import Manifest, read_manifest

@@ -96,7 +96,7 @@ def show_job(root: RootToRead, keep: Keep = "", output: Output = OutputFormat.TA
     """Show a job in the catalog: its steps and versions of the weights."""
     from trinity_sync.catalog.database import get_catalog_url, open_catalog
     from trinity_sync.catalog.queries import list_jobs
-    from trinity_sync.layout import job_id
+    from trinity_sync.snapshot.job_identity import job_id
 
     with open_catalog(get_catalog_url(read_settings())) as engine:
         found = list_jobs(engine, job_id(root))
@@ -267,8 +267,8 @@ def forget(
     from trinity_sync.catalog.database import get_catalog_url, open_catalog
     from trinity_sync.catalog.mirror import remove_job
     from trinity_sync.catalog.queries import list_jobs
-    from trinity_sync.layout import job_id
     from trinity_sync.orchestration.job_registry import is_registered, unregister_job
+    from trinity_sync.snapshot.job_identity import job_id
 
     settings = read_settings()
     with open_catalog(get_catalog_url(settings)) as engine:

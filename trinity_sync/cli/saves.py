@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from trinity_sync.client.prefect_api import ANSWER_S, PrefectApi, SaveRun
 from trinity_sync.errors import FormatError, PrefectApiError
-from trinity_sync.layout import job_id
 from trinity_sync.settings import Settings
+from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.storage.runs import Run, find_superseding_run
 
 T = TypeVar("T")

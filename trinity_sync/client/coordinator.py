@@ -38,8 +38,9 @@ from trinity_sync.layout import (
 )
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.callable_status import CallableStatus
+from trinity_sync.snapshot.job_identity import open_identity
 from trinity_sync.snapshot.save_id import Export
-from trinity_sync.snapshot.spool import JobSpool, open_job_spool
+from trinity_sync.snapshot.spool import JobSpool, open_job_spool, remove_replaced_spools
 from trinity_sync.snapshot.stager import Staged, Stager
 from trinity_sync.snapshot.version_tag import VersionTag
 from trinity_sync.storage.job_settings import read_job_settings
@@ -131,6 +132,7 @@ class CheckpointCoordinator:
         if opens and require_stack:
             requests.require_stack()
         self.root = open_root(root, job) if opens else resolve_root(root)
+        identity = open_identity(self.root)
         self.spool: JobSpool = open_job_spool(self.settings.spool, self.root)
         if rank == 0 and trigger is None and not require_stack:
             requests.warn_without_stack(self.root, self.spool.folder)
@@ -139,6 +141,8 @@ class CheckpointCoordinator:
         concurrency = concurrency or read_job_settings(self.root).write_concurrency
         here = (self.settings.node, str(self.spool.folder.absolute()))
         self._places = tuple(places) or group_by_node([here] * world_size)
+        if any(place.ranks[0] == rank for place in self._places):  # one rank of each node
+            remove_replaced_spools(self.settings.spool, self.root)
         self._run = RunContext(self.root, run_key or self.settings.run_key or make_run_key())
         self._attachments = Attachments(self.root, rank)
         self._watcher = CommitWatcher(requests, self.spool, rank=rank, world_size=world_size)
@@ -156,6 +160,7 @@ class CheckpointCoordinator:
             self._run,
             self._watcher,
             self._attachments,
+            identity=identity,
             rank=rank,
             world_size=world_size,
             roles=self.roles,

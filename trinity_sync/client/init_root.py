@@ -23,8 +23,9 @@ from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, UNWRITABLE, revalidate_fold
 from trinity_sync.fs.capabilities import require_capabilities
 from trinity_sync.fs.locks import acquire_file_lock, try_acquire_file_lock
 from trinity_sync.fs.mounts import find_mount
-from trinity_sync.layout import job_id, refuse_url, steps_on_disk
+from trinity_sync.layout import refuse_url, steps_on_disk
 from trinity_sync.settings import Settings
+from trinity_sync.snapshot.job_identity import job_id, open_identity
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.leases import warn_unwritable
 from trinity_sync.storage.placement import NodeRanks, group_by_node
@@ -46,7 +47,10 @@ class _Rank:
     root: str
     node: str
     spool: str
+    """The node's spool."""
     key: str
+    job: str
+    """Identifier of the job; empty on other ranks than 0, which may not see it yet."""
     proof: Path | None
     """The file of rank 0 that the other nodes look for; None on other ranks."""
 
@@ -99,6 +103,7 @@ def open_root(root: str | Path, job: Mapping[str, Any] | None = None) -> Path:
         from trinity_sync.remote.required import init_required_remote  # imports fsspec
 
         init_required_remote(folder, url)
+    open_identity(folder)
     return folder
 
 
@@ -148,7 +153,7 @@ def open_together(
                     f"rank {other} on node {each.node} has the root {each.root}, and rank 0 has "
                     f"{first.root}; pass the same full path on all ranks"
                 )
-        places = group_by_node([(each.node, each.spool) for each in everyone])
+        places = group_by_node([(each.node, f"{each.spool}/{first.job}") for each in everyone])
         if len(places) > 1 and first.proof:
             looks = any(place.ranks[0] == rank for place in places[1:])  # one of each node
             why = _why_another(first.proof, first.node, settings.node) if looks else ""
@@ -171,9 +176,10 @@ def _introduction(
     """Return what this rank sends to the others: its error as well, since they wait for it."""
     try:
         refuse_url(root)
-        spool = (settings.spool / job_id(root)).absolute()
+        spool = str(settings.spool.absolute())
+        job = job_id(opened.result()) if opened else ""
         proof = held.enter_context(_proof(opened.result())) if opened else None
-        return _Rank(str(Path(root).resolve()), settings.node, str(spool), key, proof)
+        return _Rank(str(Path(root).resolve()), settings.node, spool, key, job, proof)
     except TrinitySyncError as error:
         return error
     except Exception as error:

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from trinity_sync.errors import FormatError
-from trinity_sync.layout import SPOOL_FORMAT, Component, Kind, check_name, job_id_of
+from trinity_sync.layout import SPOOL_FORMAT, Component, Kind, check_name
 from trinity_sync.snapshot.save_id import SaveId
 
 SAVE_DEPLOYMENT = "save-step/save-step"
@@ -36,8 +36,12 @@ class SaveRequest(BaseModel):
     )
     step: int = Field(ge=0, description="Training step.")
     run: int = Field(ge=1, description="Number of the run: 1 for the first, a resume adds one.")
-    run_key: str = Field(
-        default="", description="Distinguishes the run from one of the same number in an old root."
+    run_key: str = Field(default="", description="Key that all processes of the run share.")
+    identity: str = Field(
+        default="",
+        pattern="^[0-9a-f]*$",
+        max_length=64,
+        description="Distinguishes the job from an older or a later one at the same path.",
     )
     kind: Kind = Field(
         default="checkpoint",
@@ -93,12 +97,20 @@ class SaveRequest(BaseModel):
     @property
     def save(self) -> SaveId:
         """The save, as tickets and commits name it."""
-        return SaveId(self.root, self.run, self.run_key, self.step, self.kind, self.roles)
+        return SaveId(
+            self.root,
+            self.run,
+            self.run_key,
+            self.step,
+            self.kind,
+            self.roles,
+            identity=self.identity,
+        )
 
     @property
     def job(self) -> str:
-        """Identifier of the job, derived from its root."""
-        return job_id_of(Path(self.root))
+        """Identifier of the job; its root is not asked."""
+        return self.save.job
 
     @property
     def key(self) -> str:

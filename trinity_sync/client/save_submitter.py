@@ -34,6 +34,7 @@ class SaveSubmitter:
         run: this process's run of the job.
         watcher: requests and follows the flow runs.
         attachments: this rank's attachments, deleted once their step is submitted.
+        identity: identity of the job.
         rank: rank of this process.
         world_size: number of ranks that save together.
         roles: roles that make one checkpoint together.
@@ -49,6 +50,7 @@ class SaveSubmitter:
         watcher: CommitWatcher,
         attachments: Attachments,
         *,
+        identity: str,
         rank: int,
         world_size: int,
         roles: Sequence[str],
@@ -56,6 +58,7 @@ class SaveSubmitter:
         write_concurrency: WriteConcurrency,
     ) -> None:
         self._root = root
+        self._identity = identity
         self._spool = spool
         self._run = run
         self._watcher = watcher
@@ -194,7 +197,8 @@ class SaveSubmitter:
 
     def _save_id(self, step: int, kind: Kind, roles: tuple[str, ...]) -> SaveId:
         run = self._run.get()
-        return SaveId(str(self._root), run.number, run.key, step, kind, roles)
+        root, identity = str(self._root), self._identity
+        return SaveId(root, run.number, run.key, step, kind, roles, identity=identity)
 
 
 def _request(

@@ -195,10 +195,7 @@ class SaveTrigger:
                     jobs[request.job] = spool.tickets()
                 sealed, unreadable = jobs[request.job]
                 tickets = [image.ticket for image in sealed]
-                waits = any(
-                    (each.run, each.step) == (save.run, save.step) and save.owns(each)
-                    for each in tickets
-                )
+                waits = any(save.owns(each) for each in tickets)
                 if waits or unreadable or not request.components or _on_several_nodes(request):
                     continue
                 # read after the spool: a commit frees its slots once the manifest is there

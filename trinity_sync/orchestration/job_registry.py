@@ -11,7 +11,7 @@ from pathlib import Path
 from trinity_sync.errors import ConfigError
 from trinity_sync.fs.atomic import make_folder
 from trinity_sync.fs.create import create_file
-from trinity_sync.layout import job_id
+from trinity_sync.layout import job_id_of
 from trinity_sync.orchestration.root_threads import RootVisits
 from trinity_sync.settings import Settings, StackSettings
 
@@ -31,7 +31,7 @@ def register_job(settings: Settings, root: str | Path) -> None:
     Raises:
         OSError: ``TRINITY_SYNC_HOME`` cannot be written.
     """
-    entry = _registry_folder(settings) / f"{job_id(root)}.json"
+    entry = _entry(settings, root)
     if not entry.exists():
         make_folder(entry.parent)
         create_file(entry, json.dumps({"root": str(Path(root).resolve())}))
@@ -79,7 +79,7 @@ def is_registered(settings: Settings, root: str | Path) -> bool:
         settings: ``home`` is the folder of the registry.
         root: Root of the job.
     """
-    return (_registry_folder(settings) / f"{job_id(root)}.json").exists()
+    return _entry(settings, root).exists()
 
 
 def unregister_job(settings: Settings, root: str | Path) -> bool:
@@ -93,7 +93,7 @@ def unregister_job(settings: Settings, root: str | Path) -> bool:
         Whether it was registered.
     """
     try:
-        (_registry_folder(settings) / f"{job_id(root)}.json").unlink()
+        _entry(settings, root).unlink()
     except FileNotFoundError:
         return False
     return True
@@ -181,6 +181,11 @@ def is_allowed(stack: StackSettings, path: str | Path) -> bool:
     real = Path(path).resolve()
     allowed = stack.worker.allowed_paths
     return not allowed or any(real.is_relative_to(each.resolve()) for each in allowed)
+
+
+def _entry(settings: Settings, root: str | Path) -> Path:
+    """Return the path of a root's entry: the root may be gone, so its path alone names it."""
+    return _registry_folder(settings) / f"{job_id_of(Path(root).resolve())}.json"
 
 
 def _registry_folder(settings: Settings) -> Path:

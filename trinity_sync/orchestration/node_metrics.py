@@ -22,7 +22,6 @@ from trinity_sync.layout import (
     KINDS,
     MANIFEST,
     Kind,
-    job_id,
     step_folder,
     steps_on_disk,
 )
@@ -30,6 +29,7 @@ from trinity_sync.orchestration.job_registry import ANSWER_S, is_allowed, list_r
 from trinity_sync.orchestration.root_threads import RootVisits
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.evictions import count_evictions
+from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.snapshot.spool import list_job_spools
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import Manifest, read_manifest

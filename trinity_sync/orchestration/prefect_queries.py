@@ -51,9 +51,9 @@ from prefect.states import Scheduled
 
 from trinity_sync.client.prefect_api import hide_password, read_local_stack
 from trinity_sync.errors import PrefectApiError, RequestRefusedError, TrinitySyncError
-from trinity_sync.layout import job_id
 from trinity_sync.orchestration.quantities import make_artifact_key
 from trinity_sync.settings import Settings
+from trinity_sync.snapshot.job_identity import job_id
 
 RETENTION = "retention"
 VERIFIED = "verified"

@@ -12,7 +12,7 @@ from uuid import NAMESPACE_URL, uuid4, uuid5
 from prefect.events import emit_event
 from prefect.settings import PREFECT_API_URL
 
-from trinity_sync.layout import Kind, job_id_of
+from trinity_sync.layout import Kind
 from trinity_sync.orchestration.run_page import StepOutcome
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,7 @@ def emit_step_event(
     root: str | Path,
     step: int,
     *,
+    job: str,
     run: int | None = None,
     kind: Kind | None = None,
     **payload: Any,
@@ -38,6 +39,7 @@ def emit_step_event(
         outcome: What became of the step.
         root: Real path of the job's root.
         step: Step number.
+        job: Identifier of the job.
         run: Number of the run; None if it is unknown.
         kind: Kind of the save; None for the whole step.
         payload: More values, which JSON can represent.
@@ -46,7 +48,6 @@ def emit_step_event(
         return
     if outcome == "evicted" and kind != "checkpoint":
         return
-    job = job_id_of(Path(root))
     # the worker that sees an eviction and the flow run that fails for it report it once
     name = f"trinity-sync/{job}/{run}/{step}/{kind}"
     event_id = uuid5(NAMESPACE_URL, name) if outcome == "evicted" else uuid4()

@@ -21,7 +21,7 @@ from trinity_sync.errors import (
 )
 from trinity_sync.fs.atomic import make_folder, sync_folder
 from trinity_sync.fs.locks import LONG_S, TRASH_LOCK, acquire_commit_lock, acquire_file_lock
-from trinity_sync.layout import PRIVATE_FOLDER, job_id, step_folder
+from trinity_sync.layout import PRIVATE_FOLDER, step_folder
 from trinity_sync.retention.planner import (
     Removal,
     RemovalPlan,
@@ -32,6 +32,7 @@ from trinity_sync.retention.planner import (
 )
 from trinity_sync.retention.quarantine import prune_quarantine
 from trinity_sync.retention.step_infos import find_reason_to_keep, list_step_infos
+from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.block_reuse import can_reuse_blocks, remove_folder
 from trinity_sync.storage.export_requests import remove_export_files

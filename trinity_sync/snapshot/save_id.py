@@ -4,12 +4,12 @@ Tickets, requests of flow runs and commits all name a save by the same `SaveId`.
 """
 
 import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
 from trinity_sync.fs.records import Count
-from trinity_sync.layout import Kind, WriteConcurrency, step_folder
+from trinity_sync.layout import Kind, WriteConcurrency, job_id_of, step_folder
 
 Export = Literal["", "hf_model", "hf_model with remote code"]
 """Whether a role's model is exported once the step is committed."""
@@ -23,11 +23,18 @@ class SaveId:
     """Absolute path of the job's root."""
     run: Count
     run_key: str
-    """Distinguishes the run from one of the same number in an older root of that path."""
+    """Key of the run, which all of its processes share."""
     step: Count
     kind: Kind
     roles: tuple[str, ...]
     """Roles that the save is made of."""
+    identity: str = field(default="", kw_only=True)
+    """Identity of the job, see `job_identity`; empty for a root that no coordinator has opened."""
+
+    @property
+    def job(self) -> str:
+        """Identifier of the job; its root is not asked."""
+        return job_id_of(Path(self.root), self.identity)
 
     @property
     def folder(self) -> Path:
@@ -39,9 +46,16 @@ class SaveId:
         """Number of the run and digest of its key, which no other start of the job has."""
         return f"run{self.run}-{hashlib.sha256(self.run_key.encode()).hexdigest()[:8]}"
 
+    def is_of_step(self, origin: "Origin") -> bool:
+        """Return whether an image is of the same step of the same run of the same job."""
+        mine = (self.root, self.identity, self.run, self.run_key, self.step)
+        theirs = (origin.root, origin.identity, origin.run, origin.run_key, origin.step)
+        return mine == theirs
+
     def owns(self, origin: "Origin") -> bool:
-        """Return whether an image of the same run and step was submitted with this save."""
-        return origin.kind == self.kind and origin.role in self.roles
+        """Return whether an image was submitted with this save."""
+        is_mine = origin.kind == self.kind and origin.role in self.roles
+        return is_mine and self.is_of_step(origin)
 
     def __str__(self) -> str:
         return f"{self.kind} of step {self.step} (run {self.run}) in {self.root}"
@@ -63,4 +77,4 @@ class Origin(SaveId):
     @property
     def save(self) -> SaveId:
         """The save that the images belong to."""
-        return SaveId(**{field.name: getattr(self, field.name) for field in fields(SaveId)})
+        return SaveId(**{each.name: getattr(self, each.name) for each in fields(SaveId)})

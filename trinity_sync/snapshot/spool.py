@@ -25,7 +25,9 @@ from pathlib import Path
 
 from trinity_sync.errors import FormatError, SpoolError, SpoolFullError, TicketError
 from trinity_sync.fs.atomic import replace_file
-from trinity_sync.layout import check_name, job_id
+from trinity_sync.layout import check_name, job_id_of
+from trinity_sync.snapshot.job_identity import job_id, read_identity
+from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.slot_cache import KEPT_SUFFIX, read_cached_file
 from trinity_sync.snapshot.ticket import (
     TICKET_SUFFIX,
@@ -260,6 +262,43 @@ def open_job_spool(spool: Path, root: str | Path) -> JobSpool:
     return job
 
 
+def remove_replaced_spools(spool: Path, root: Path) -> None:
+    """Remove the folders of earlier jobs of a root, which was removed or moved since.
+
+    Their images can no longer be committed: another job is there.
+
+    Args:
+        spool: the node's spool.
+        root: real path of the root.
+    """
+    identity = read_identity(root)
+    for job in list_job_spools(spool):
+        of, name = job.root, job.folder.name
+        if of is None or name == job_id_of(root, identity):
+            continue
+        pending = sorted({image.ticket.step for image in job.tickets()[0]})
+        if of == root:
+            shutil.rmtree(job.folder, ignore_errors=True)
+            if pending:
+                logger.warning(
+                    "steps %s of %s are lost: they were not committed before the root was removed "
+                    "or moved, and another job begins there. Their images are removed from %s.",
+                    pending,
+                    root,
+                    job.folder,
+                )
+        elif pending and job_id_of(of, identity) == name != job_id(of):
+            logger.warning(
+                "steps %s were not committed before the root was moved from %s to %s, and are not "
+                "committed here. To commit them, end this training and move the root back; to free "
+                "their memory, remove %s.",
+                pending,
+                of,
+                root,
+                job.folder,
+            )
+
+
 def list_job_spools(spool: Path) -> Iterator[JobSpool]:
     """Yield the folders of all jobs on this node."""
     if spool.is_dir():
@@ -267,12 +306,12 @@ def list_job_spools(spool: Path) -> Iterator[JobSpool]:
         yield from (JobSpool(entry) for entry in sorted(spool.iterdir()) if entry.is_dir())
 
 
-def get_job_spool(folder: str | Path, root: str | Path) -> JobSpool:
-    """Return the folder of the job at ``root``, named by a flow parameter that is not trusted.
+def get_job_spool(folder: str | Path, save: SaveId) -> JobSpool:
+    """Return the folder of a save's job, named by a flow parameter that is not trusted.
 
     Args:
         folder: the job's folder in the spool, as named.
-        root: the job's root.
+        save: the save.
 
     Raises:
         SpoolError: the folder is another job's, or not of this user alone, so others may have put
@@ -282,10 +321,10 @@ def get_job_spool(folder: str | Path, root: str | Path) -> JobSpool:
     if spool.folder.exists():
         for each in (spool.folder.parent, spool.folder):
             require_own_folder(each)
-        if spool.root != Path(root):
+        if spool.folder.name != save.job:
             raise SpoolError(
-                f"spool folder {folder} is that of the job at {spool.root}, not of {root}; start "
-                "the save from its trainer"
+                f"spool folder {folder} is that of a job at {spool.root}, not of job {save.job} at "
+                f"{save.root}; start the save from its trainer"
             )
     return spool
 

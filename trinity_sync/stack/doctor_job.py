@@ -16,8 +16,9 @@ from trinity_sync.errors import FormatError, RootError, TrinitySyncError
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX
 from trinity_sync.fs.capabilities import Capabilities, probe_capabilities
 from trinity_sync.fs.direct_io import write_file
-from trinity_sync.layout import KINDS, ROOT_FORMAT, job_id, steps_on_disk
+from trinity_sync.layout import KINDS, ROOT_FORMAT, steps_on_disk
 from trinity_sync.settings import Settings, StackSettings
+from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.block_reuse import can_reuse_blocks
 from trinity_sync.storage.discovery import (

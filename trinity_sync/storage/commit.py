@@ -22,7 +22,6 @@ from trinity_sync.layout import (
     FULL_CHECKPOINT_MARK,
     SERVES_AS,
     Kind,
-    job_id,
     step_folder,
 )
 from trinity_sync.snapshot.callable_status import CallableStatus
@@ -47,7 +46,7 @@ from trinity_sync.storage.replace import (
     replace_step,
     sync_folders,
 )
-from trinity_sync.storage.runs import refuse_superseded
+from trinity_sync.storage.runs import refuse_other_job, refuse_superseded
 from trinity_sync.storage.save import Written, discard, remove_files
 from trinity_sync.storage.save_log import append_save
 from trinity_sync.storage.save_timing import measure_save
@@ -83,13 +82,14 @@ def commit(
 
     Raises:
         MissingShardsError: ranks or components are missing, or shards of two world sizes are mixed.
-        SupersededError: a later run of the job has superseded the step.
+        SupersededError: a later run of the job has superseded the step, or the root was recreated.
         SaveError: a file is missing or has changed since it was written; this run has committed
             other content of the step; or the newest step of a kind would be lost.
         FormatError: another release has committed the step, or has begun a run of the job.
         CommitError: this node lost the commit lock of the root to another node.
     """
     with acquire_commit_lock(save.root) as lock:
+        refuse_other_job(save)
         refuse_superseded(save.root, save.run, save.run_key, save.step)
         earlier = _earlier(save)
         roles = {file.record.role for file in written}
@@ -101,7 +101,7 @@ def commit(
         named = {file.record.path for file in written} | committed.keys()
         files = (*(file.record for file in written), *list_callable_files(save, statuses, named))
         manifest = Manifest(
-            job=job_id(save.root),
+            job=save.job,
             run=save.run,
             step=save.step,
             kinds=list_served_kinds(save.kind, files, statuses),
@@ -170,8 +170,9 @@ def finish_interrupted(save: SaveId) -> None:
         if manifest is None or manifest.run != save.run:
             return
         try:
+            refuse_other_job(save)
             refuse_superseded(save.root, save.run, save.run_key, save.step)
-        except SupersededError as error:
+        except SaveError as error:
             logger.info("%s", error)
         else:
             lock.require_held()

@@ -64,7 +64,7 @@ def gather_images(
         for error in bad:
             if isinstance(error, FormatError) and (error.run, error.step) == (save.run, save.step):
                 raise error
-        sealed = [i for i in waiting if (i.ticket.run, i.ticket.step) == (save.run, save.step)]
+        sealed = [i for i in waiting if save.is_of_step(i.ticket)]
         manifest = read_run_manifest(
             save.root, save.run, save.step, read=lambda *_: manifests.get()
         )
@@ -144,7 +144,7 @@ def _find_ranks_past(save: SaveId, tickets: Sequence[Ticket]) -> set[tuple[str, 
 
     Images of an earlier start of the same run are older than this save and prove nothing.
     """
-    run = [ticket for ticket in tickets if ticket.run == save.run]
+    run = [t for t in tickets if (t.run, t.run_key) == (save.run, save.run_key)]
     own = [t.sealed_at for t in run if (t.step, t.kind) == (save.step, save.kind)]
     begun = min(own, default=math.inf)
     return {(t.role, t.rank) for t in run if t.step > save.step and t.sealed_at > begun}

@@ -26,7 +26,7 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.fs.atomic import make_folder, replace_file, revalidate_folder
 from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.fs.records import Record, decode_body, encode_body
-from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, WriteConcurrency, job_id
+from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, WriteConcurrency, job_id_of
 from trinity_sync.snapshot.safe_load import TRUSTED, is_trusted, open_no_follow
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,8 @@ class JobSettings(Record, format=ROOT_FORMAT):
 
     remote: str = ""
     """URL of the remote to which checkpoints are copied, such as ``s3://bucket/{job}``, where
-    ``{job}`` stands for the job's identifier; empty for none. No credentials, one job for each URL.
+    ``{job}`` stands for the root's name and a digest of its path; empty for none. No credentials,
+    one job for each URL.
     """
 
     remote_required: bool = False
@@ -168,7 +169,7 @@ def _write(root: str | Path, changes: Mapping[str, Any]) -> JobSettings:
     before = read_set_job_settings(root)
     after = {name: value for name, value in {**before, **changes}.items() if value is not None}
     if remote := after.get("remote"):  # in full, so that it is the same on every node
-        after["remote"] = str(remote).rstrip("/").replace("{job}", job_id(root))
+        after["remote"] = str(remote).rstrip("/").replace("{job}", job_id_of(Path(root).resolve()))
     try:
         settings = msgspec.convert(after, JobSettings, strict=False)
     except msgspec.ValidationError as error:

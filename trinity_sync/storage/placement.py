@@ -21,6 +21,7 @@ from trinity_sync.fs.changes import lengthen_pauses
 from trinity_sync.fs.records import TRAINER, Record, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, is_path
 from trinity_sync.snapshot.save_id import SaveId
+from trinity_sync.storage.runs import refuse_other_job
 
 _MOST_RANKS = 1 << 20
 
@@ -150,13 +151,14 @@ def await_node_shards(
 
     Raises:
         MissingShardsError: a role has not written its placement within ``rank_timeout_s``.
-        SaveError: the root is missing.
+        SaveError: the root is missing, or another job is there.
         CommitError, FormatError: as `read_placement`.
     """
     deadline = clock() + rank_timeout_s
     if not Path(save.root).is_dir():
         raise SaveError(f"the job's root {save.root} is missing; create it and retry the flow run")
     nodes: dict[tuple[str, str], dict[str, tuple[int, ...]]] = defaultdict(dict)
+    refuse_other_job(save)
     for role in save.roles:
         pauses = lengthen_pauses()
         while (places := read_placement(save.root, save.run, save.run_key, role)) is None:

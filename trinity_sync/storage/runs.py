@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trinity_sync.errors import CommitError, SupersededError
+from trinity_sync.errors import CommitError, SaveError, SupersededError
 from trinity_sync.fs.atomic import list_uncached, make_folder, replace_file
 from trinity_sync.fs.create import create_file
 from trinity_sync.fs.records import Count, Record, decode_record, encode_record
-from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, parse_number
+from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, job_id_of, parse_number
+from trinity_sync.snapshot.job_identity import IDENTITY_FILE, read_identity
+from trinity_sync.snapshot.save_id import SaveId
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,29 @@ def refuse_superseded(root: str | Path, run: int, run_key: str, step: int) -> No
             f"step {later.resumed_from}. If that was a mistake, end that run and start this one "
             "again; otherwise no action is needed."
         )
+
+
+def refuse_other_job(save: SaveId) -> None:
+    """Refuse to save a step whose root was removed, moved or recreated since.
+
+    Raises:
+        SupersededError: another job is at that path now.
+        SaveError: no job is there; its file system may not be mounted.
+        CommitError, FormatError: as `read_identity`.
+    """
+    there = read_identity(save.root)
+    if there == save.identity:
+        return
+    if there:
+        raise SupersededError(
+            f"{save} is superseded: it was submitted by job {save.job}, whose root was removed or "
+            f"moved, and job {job_id_of(Path(save.root), there)} is there now. No action is needed."
+        )
+    raise SaveError(
+        f"{save} is not committed: {Path(save.root, IDENTITY_FILE)} is missing, so the root was "
+        "removed or moved, or is not mounted. Mount it or move it back and retry the flow run; if "
+        "it was removed, no action is needed."
+    )
 
 
 def find_superseding_run(runs: Iterable[Run], run: int, step: int) -> Run | None:

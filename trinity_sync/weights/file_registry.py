@@ -19,8 +19,8 @@ from pathlib import Path
 
 from trinity_sync.fs.clock import read_file_system_time
 from trinity_sync.fs.mounts import find_mount
-from trinity_sync.layout import job_id
 from trinity_sync.settings import Settings
+from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.snapshot.spool import JobSpool, require_own_folder
 from trinity_sync.snapshot.version_tag import version_tag_path
 from trinity_sync.storage.runs import Run, list_runs, run_began_after
@@ -63,7 +63,6 @@ class FileRegistry:
     ) -> None:
         self._settings = settings or Settings()
         self._root, self._role = Path(root).resolve(), role
-        self._spool = JobSpool(self._settings.spool / job_id(root))
         self._commits = CommitNotification(self._root, role)
         self._behind_s: float | None = None
         """Seconds by which this node's clock may be behind that of the root's files."""
@@ -147,6 +146,11 @@ class FileRegistry:
             compute_delta(base, version, image.rank, each)
             for image, each in zip(version.images, spans, strict=True)
         ]
+
+    @property
+    def _spool(self) -> JobSpool:
+        """The job's folder; another one once the root was recreated."""
+        return JobSpool(self._settings.spool / job_id(self._root))
 
     def _find_newer(self, than: int, run: int | None, scan: bool = False) -> Version | None:
         return self._read_versions(scan).newer(than, run, readable=True)

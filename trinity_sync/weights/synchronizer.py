@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trinity_sync.errors import ConfigError, StackError
-from trinity_sync.layout import job_id
+from trinity_sync.layout import job_id_of
 from trinity_sync.weights.object_store import ObjectRefs
 from trinity_sync.weights.ray_cluster import require_ray
 from trinity_sync.weights.registry.event_loop import AsyncVersionRegistry, resolve_root
@@ -112,7 +112,7 @@ class Synchronizer(TrinityMethods):
     @classmethod
     def name_for(cls, root: str) -> str:
         """Return the name of the Ray actor of the job at ``root``."""
-        return f"synchronizer-{job_id(root)}"
+        return f"synchronizer-{job_id_of(Path(root).resolve())}"
 
     def __init__(self, root: str, name: str, namespace: str, settings: SyncSettings) -> None:
         self._root, self._name = root, name

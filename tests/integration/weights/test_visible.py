@@ -21,7 +21,7 @@ import sys, time, ray, torch
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from trinity_sync import CheckpointCoordinator, Synchronizer
-from trinity_sync.layout import job_id
+from trinity_sync.snapshot.job_identity import job_id
 
 root = sys.argv[1]
 ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)  # not the stack's

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from trinity_sync.errors import WeightSyncError
-from trinity_sync.layout import job_id
 from trinity_sync.settings import Settings
+from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.weights.committed import find_committed_version
 from trinity_sync.weights.reader import WeightReader
 from trinity_sync.weights.version import ImageRef, Version

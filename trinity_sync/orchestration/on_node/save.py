@@ -30,6 +30,7 @@ from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import read_run_manifest
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.placement import NodeShards
+from trinity_sync.storage.runs import refuse_other_job
 from trinity_sync.storage.save import Persisted, Written, discard, mark_failed
 from trinity_sync.storage.save_log import refuse_removed
 
@@ -95,7 +96,8 @@ def persist_component(
         with_callables: Also wait for the callable saves of this node, and sync their files.
     """
     (_, stack), save = read_settings(), make_save(request)
-    spool = get_job_spool(shards.spool, save.root)  # refuses another job's, before anything is read
+    refuse_other_job(save)
+    spool = get_job_spool(shards.spool, save)  # refuses another job's, before anything is read
     rate = stack.io.max_mb_per_s * 1e6
     options = WriteOptions(
         limit=RateLimit(spool.folder.parent / ".write_rate", rate) if rate else None,
@@ -146,7 +148,8 @@ def commit_step(
         flow_run: Id of the flow run, for the catalog.
     """
     (settings, stack), save = read_settings(), make_save(request)
-    spool = get_job_spool(shards.spool, save.root)
+    refuse_other_job(save)
+    spool = get_job_spool(shards.spool, save)
     written = [file for result in persisted for file in result.written]
     statuses = [status for result in persisted for status in result.statuses]
     if not (written or statuses or read_run_manifest(save.root, save.run, save.step)):
@@ -222,7 +225,7 @@ def free_slots(request: SaveRequest, persisted: Sequence[Persisted], shards: Nod
     """
     written = [file for result in persisted for file in result.written]
     save = make_save(request)
-    free_committed_slots(get_job_spool(shards.spool, save.root), save, written)
+    free_committed_slots(get_job_spool(shards.spool, save), save, written)
 
 
 def mark_images_failed(
@@ -244,7 +247,7 @@ def mark_images_failed(
     save = make_save(request)
     for result in persisted:
         discard(result.written)
-    spool = get_job_spool(shards.spool, save.root)
+    spool = get_job_spool(shards.spool, save)
     mark_failed(spool, save, reason)
     return sum(save.owns(each.ticket) for each in spool.read_step(save.run, save.step)[0])
 

@@ -53,6 +53,7 @@ class EvictionReporter:
                     "evicted",
                     root or "",
                     each.step,
+                    job=job.folder.name,
                     run=each.run,
                     kind=each.kind,
                     for_step=each.for_step,

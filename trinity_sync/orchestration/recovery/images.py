@@ -17,7 +17,7 @@ import anyio
 from pydantic import ValidationError
 
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.errors import FormatError, TrinitySyncError
+from trinity_sync.errors import FormatError, SaveError, SupersededError, TrinitySyncError
 from trinity_sync.orchestration.job_registry import ANSWER_S
 from trinity_sync.orchestration.root_threads import RootVisits, run_in_thread
 from trinity_sync.snapshot.save_id import SaveId
@@ -27,7 +27,8 @@ from trinity_sync.snapshot.ticket import list_components
 from trinity_sync.storage.commit import finish_interrupted
 from trinity_sync.storage.late_images import resolve_late_image
 from trinity_sync.storage.manifest import Manifest, read_run_manifest
-from trinity_sync.storage.save import mark_failed
+from trinity_sync.storage.runs import refuse_other_job
+from trinity_sync.storage.save import mark_failed, mark_image_failed
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +54,16 @@ def find_orphaned_saves(
             itself, and of a commit, in which its process may release the slots itself.
         clock: The current time in seconds since the epoch.
     """
-    jobs = {job.root or job.folder: job for job in list_job_spools(spool)}
+    jobs = defaultdict(list)  # an earlier job of a root may have a folder as well
+    for job in list_job_spools(spool):
+        jobs[job.root or job.folder].append(job)
     found = _visits.visit(
         jobs,
-        lambda root: find_orphaned_saves_of(jobs[root], grace_s=grace_s, clock=clock),
+        lambda root: [
+            request
+            for job in jobs[root]
+            for request in find_orphaned_saves_of(job, grace_s=grace_s, clock=clock)
+        ],
         limit_s=ANSWER_S,
     )
     return [request for requests in found.values() for request in requests]
@@ -93,6 +100,15 @@ def _find_in_job(job: JobSpool, grace_s: float, before: float) -> Iterator[SaveR
     for image in sealed:
         saves[image.ticket.save].append(image)
     for save, images in saves.items():
+        try:
+            refuse_other_job(save)
+        except SupersededError as error:
+            for image in images:
+                if not image.failed:
+                    mark_image_failed(image, str(error))
+            continue
+        except SaveError:
+            pass  # there is no manifest, and the flow run says what is wrong with the root
         try:
             manifest = read_run_manifest(save.root, save.run, save.step)
         except FormatError as error:
@@ -152,6 +168,7 @@ def compare_late_images(spool: Path, request: SaveRequest) -> None:
     """
     save = request.save
     try:
+        refuse_other_job(save)
         for sealed in JobSpool(spool / request.job).read_step(save.run, save.step)[0]:
             if save.owns(sealed.ticket):
                 resolve_late_image(save, sealed)

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import quote
 
 from trinity_sync.errors import FormatError, StackError, TrinitySyncError
-from trinity_sync.layout import KINDS, PRIVATE_FOLDER, job_id, steps_on_disk
+from trinity_sync.layout import KINDS, PRIVATE_FOLDER, steps_on_disk
 from trinity_sync.orchestration.prefect_queries import (
     ANSWER_S,
     PAGE,
@@ -39,6 +39,7 @@ from trinity_sync.retention.planner import Rules
 from trinity_sync.retention.step_infos import list_step_infos
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.evictions import read_evictions
+from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.block_reuse import list_spares
 from trinity_sync.storage.discovery import list_known_runs, read_step_state

@@ -1,0 +1,214 @@
+"""A job is not its path: its root is removed, moved or copied, and trained in again."""
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit import prefect_stand_in
+from tests.unit.prefect_stand_in import Server, Trigger
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.errors import CommitError
+from trinity_sync.settings import Settings
+from trinity_sync.snapshot.job_identity import (
+    IDENTITY_FILE,
+    job_id,
+    open_identity,
+    read_identity,
+)
+from trinity_sync.snapshot.spool import list_job_spools
+from trinity_sync.storage.discovery import find_newest
+from trinity_sync.storage.save import mark_failed
+
+KEY = "the same at each start"
+
+
+@pytest.fixture
+def settings(tmp_path: Path, spool_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    prefect_stand_in.without_catalog_and_pages(monkeypatch)
+    for name, value in (("HOME", tmp_path / "home"), ("SPOOL", spool_folder)):
+        monkeypatch.setenv(f"TRINITY_SYNC_{name}", str(value))
+    return Settings()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "ckpts"
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+def begin(root: Path, server: Server) -> CheckpointCoordinator:
+    return CheckpointCoordinator(root, run_key=KEY, trigger=Trigger(server))
+
+
+def save(saves: CheckpointCoordinator, step: int, value: float) -> None:
+    """Submit a step of all components, which hold ``value``."""
+    states = {name: {"w": torch.full((3,), value)} for name in ("model", "optim", "extra_state")}
+    saves.save(step, states)
+
+
+def train(root: Path, server: Server, step: int, value: float) -> None:
+    """Submit a step and end, without waiting for its commit."""
+    saves = begin(root, server)
+    save(saves, step, value)
+    saves.close(timeout=0)
+
+
+def work(server: Server, settings: Settings) -> list[str]:
+    """Do what the worker does: request the runs of images, and execute those that have not ended.
+
+    Returns:
+        How each of them ended.
+    """
+    server.recover_images(settings.spool)
+    ends = []
+    for run in [each for each in server.runs.values() if each.state == "pending"]:
+        attempt = server.begin(run)
+        while attempt in run.attempts:
+            end = run.advance(attempt)
+        ends.append(end)
+    return ends
+
+
+def load(root: Path, step: int) -> dict[str, float]:
+    """Return the value of each component of a committed step."""
+    with CheckpointCoordinator(root, trigger=Trigger(Server())) as saves:
+        return {name: float(state["w"][0]) for name, state in saves.load(step).items()}
+
+
+def leave(root: Path, how: str) -> None:
+    shutil.rmtree(root) if how == "removed" else root.rename(root.with_name("moved"))
+
+
+@pytest.mark.parametrize("how", ["removed", "moved"])
+@pytest.mark.parametrize("state", ["pending", "failed", "refused"])
+def test_a_training_that_begins_where_another_was_commits_its_own_states(
+    root: Path, server: Server, settings: Settings, how: str, state: str
+) -> None:
+    train(root, server, 20, 1.0)
+    if state == "failed":
+        for spool in list_job_spools(settings.spool):
+            mark_failed(spool, spool.tickets()[0][0].ticket.save, "the disk was full")
+    if state == "pending":
+        server.runs.clear()
+    leave(root, how)
+    if state == "refused":
+        assert "is missing" in work(server, settings)[0]
+    train(root, server, 20, 2.0)
+    assert work(server, settings)[-1] == "completed"
+    assert load(root, 20) == dict.fromkeys(("model", "optim", "extra_state"), 2.0)
+
+
+def test_an_old_run_that_is_retried_in_a_new_root_commits_nothing_and_fails_no_new_save(
+    root: Path, server: Server, settings: Settings
+) -> None:
+    train(root, server, 20, 1.0)
+    (old,) = server.runs.values()
+    attempt = server.begin(old)
+    assert old.advance(attempt) == "began"
+    shutil.rmtree(root)
+    train(root, server, 20, 2.0)
+    while attempt in old.attempts:
+        end = old.advance(attempt)
+    assert "SupersededError" in old.message, end
+    assert work(server, settings) == ["completed"]
+    assert load(root, 20)["model"] == 2.0
+
+
+def test_the_request_of_an_old_root_does_not_answer_for_the_new_one(
+    root: Path, server: Server, settings: Settings
+) -> None:
+    train(root, server, 20, 1.0)
+    assert work(server, settings) == ["completed"]
+    shutil.rmtree(root)
+    train(root, server, 20, 2.0)
+    assert work(server, settings) == ["completed"]
+    assert len(server.runs) == 2
+    assert load(root, 20)["model"] == 2.0
+
+
+def test_images_of_a_removed_root_are_freed_and_named_once(
+    root: Path, server: Server, settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(root, server, 20, 1.0)
+    train(root, server, 30, 1.0)
+    (old,) = list_job_spools(settings.spool)
+    shutil.rmtree(root)
+    with caplog.at_level(logging.WARNING):
+        begin(root, server).close()
+        begin(root, server).close()
+    assert not old.folder.exists()
+    assert caplog.text.count("steps [20, 30] of") == 1
+
+
+def test_images_of_a_moved_root_wait_for_its_return_and_are_committed_nowhere_else(
+    root: Path, server: Server, settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(root, server, 20, 1.0)
+    identity, moved = read_identity(root), root.with_name("moved")
+    leave(root, "moved")
+    with caplog.at_level(logging.WARNING):
+        begin(moved, server).close()
+    assert f"moved from {root} to {moved}" in caplog.text
+    assert read_identity(moved) == identity
+    assert "is missing" in work(server, settings)[0]
+    assert find_newest(moved) is None
+    assert not root.exists()
+
+
+def test_a_copy_is_a_job_of_its_own_and_a_moved_root_is_not(
+    root: Path, server: Server, settings: Settings
+) -> None:
+    train(root, server, 20, 1.0)
+    copy = root.with_name("copy")
+    shutil.copytree(root, copy)
+    assert read_identity(copy) == read_identity(root)
+    train(copy, server, 30, 3.0)
+    assert read_identity(copy) != read_identity(root)
+    assert work(server, settings) == ["completed", "completed"]
+    assert (find_newest(root).step, find_newest(copy).step) == (20, 30)
+    assert load(root, 20)["model"] == 1.0
+
+
+def test_a_root_that_is_mounted_at_two_paths_is_one_job(root: Path, tmp_path: Path) -> None:
+    root.mkdir()
+    identity, link = open_identity(root), tmp_path / "link"
+    link.symlink_to(root)
+    assert open_identity(link) == identity  # as by another mount, this path is not resolved
+    assert open_identity(root) == identity
+
+
+def test_a_root_that_is_only_read_gets_no_identity(root: Path) -> None:
+    root.mkdir()
+    assert read_identity(root) == ""
+    assert job_id(root).startswith("ckpts-")
+    assert list(root.iterdir()) == []
+
+
+def test_a_save_waits_for_a_root_that_is_not_mounted(
+    root: Path, server: Server, settings: Settings
+) -> None:
+    train(root, server, 20, 1.0)
+    away = root.rename(root.with_name("away"))
+    root.mkdir()  # the mount point
+    (end,) = work(server, settings)
+    assert "is not mounted" in end
+    root.rmdir()
+    away.rename(root)
+    for run in server.runs.values():
+        run.state = "pending"  # it is retried
+    assert work(server, settings) == ["completed"]
+
+
+def test_a_torn_identity_is_an_error_that_names_its_file(root: Path) -> None:
+    root.mkdir()
+    open_identity(root)
+    (root / IDENTITY_FILE).write_text("{")
+    with pytest.raises(CommitError, match=r"identity\.json"):
+        job_id(root)

@@ -1,0 +1,112 @@
+"""The identity of a job, which its path alone is not: a root may be removed, moved or copied.
+
+::
+
+    root/.trinity_sync/identity.json        random, made once with the root
+
+The identifier of a job (`job_id`) is a digest of its root's path and this identity. It names the
+job's folder in the spool, its flow runs and its events, so nothing that a removed root has left in
+them is taken for that of a new one. A moved root keeps its identity. A copy gets a new one when it
+is opened, because both may train on.
+
+Only `open_identity` writes. A root without an identity, such as another system's, has an identifier
+by its path.
+"""
+
+import uuid
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trinity_sync.errors import CommitError
+from trinity_sync.fs.atomic import make_folder, make_temporary_path, read_uncached, replace_file
+from trinity_sync.fs.create import create_file
+from trinity_sync.fs.locks import acquire_file_lock
+from trinity_sync.fs.records import Record, decode_record, encode_record
+from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, job_id_of
+
+IDENTITY_FILE = f"{PRIVATE_FOLDER}/identity.json"
+
+
+@dataclass(frozen=True)
+class JobIdentity(Record, format=ROOT_FORMAT):
+    """Content of the identity file."""
+
+    identity: str
+    root: str
+    """Real path of the root that was opened last with this file: tells a copy from the original."""
+
+
+def job_id(root: str | Path) -> str:
+    """Return the identifier of the job at a root: the folder's name and a digest.
+
+    It asks the root's file system, which may hang; `SaveId.job` does not.
+
+    Raises:
+        CommitError, FormatError: as `read_identity`.
+    """
+    return job_id_of(Path(root).resolve(), read_identity(root))
+
+
+def read_identity(root: str | Path) -> str:
+    """Return the identity of the job at a root; empty if no process has opened the root yet.
+
+    Raises:
+        CommitError: the file is torn.
+        FormatError: another release has written it.
+    """
+    found = _read(root)
+    return found.identity if found else ""
+
+
+def open_identity(root: Path, *, adopted: str = "") -> str:
+    """Return the identity of the job at a root; create it if the root has none or is a copy.
+
+    Args:
+        root: real path of the root, which exists.
+        adopted: identity of the job that this root, which is new, continues; empty for none.
+
+    Raises:
+        CommitError, FormatError: as `read_identity`.
+    """
+    found = _read(root)
+    if found and found.root == str(root) and adopted in ("", found.identity):
+        return found.identity
+    path = root / IDENTITY_FILE
+    make_folder(path.parent)
+    made = JobIdentity(adopted or uuid.uuid4().hex, str(root))
+    if found is None and create_file(path, encode_record(made)):
+        return made.identity
+    with acquire_file_lock(path.with_suffix(".lock")):
+        found = _read(root)
+        if found and not adopted and (found.root == str(root) or not _is_copy(root, found)):
+            made = replace(found, root=str(root))
+        if made != found:
+            replace_file(path, encode_record(made))
+    return made.identity
+
+
+def _is_copy(root: Path, found: JobIdentity) -> bool:
+    """Return whether the root that an identity file names is another folder of this identity."""
+    original = Path(found.root)
+    proof = make_temporary_path(root / IDENTITY_FILE)
+    proof.touch()
+    try:
+        is_same = (original / PRIVATE_FOLDER / proof.name).exists()  # mounted at two paths
+        return not is_same and read_identity(original) == found.identity
+    except OSError:  # it was moved, or is on another machine
+        return False
+    finally:
+        proof.unlink()
+
+
+def _read(root: str | Path) -> JobIdentity | None:
+    path = Path(root) / IDENTITY_FILE
+    try:
+        return decode_record(JobIdentity, read_uncached(path), path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError as error:
+        raise CommitError(
+            f"{path}, which identifies the job, is torn or edited; restore it from a copy of the "
+            "root or of its remote, or remove it: saves in flight are then not committed"
+        ) from error
