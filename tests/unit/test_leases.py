@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,28 @@ def test_a_reader_in_another_container_is_not_taken_for_dead(committed: Job) -> 
         pytest.skip("a process may have no PID namespace of its own here")
     done.check_returncode()
     assert [lease.holder for lease in list_leases(committed.root)] == ["unseen"]
+    assert list_leases(committed.root, clock=lambda: time.time() + 601) == []
+
+
+def test_a_reader_on_another_machine_of_the_same_name_is_not_taken_for_dead(
+    committed: Job, tmp_path: Path
+) -> None:
+    """The first PID namespace has the same number on all machines; their boots differ."""
+    boot = tmp_path / "boot_id"
+    boot.write_text(f"{uuid.uuid4()}\n")
+    script = (
+        "from trinity_sync.storage.leases import acquire_lease\n"
+        f"acquire_lease({str(committed.root)!r}, 4, 'elsewhere')\n"
+    )
+    elsewhere = "mount --bind $0 /proc/sys/kernel/random/boot_id && exec $1 -c \"$2\""
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", elsewhere, str(boot), sys.executable, script],
+        capture_output=True,
+    )
+    if b"unshare" in done.stderr or b"mount" in done.stderr:
+        pytest.skip("a process may have no mounts of its own here")
+    done.check_returncode()
+    assert [lease.holder for lease in list_leases(committed.root)] == ["elsewhere"]
     assert list_leases(committed.root, clock=lambda: time.time() + 601) == []
 
 

@@ -46,12 +46,13 @@ def read_process_start(pid: int) -> int:
 
 
 def read_process_namespace() -> str:
-    """Return the host and pid namespace in which this process's identity is valid.
+    """Return the machine and pid namespace in which this process's identity is valid.
 
-    It is ``host/pid:[namespace]``, because containers may share a host name and see only their own
-    processes.
+    It is ``host/boot/pid:[namespace]``: machines may share a host name, and the first namespace has
+    the same number on each of them; containers of a machine see only their own processes.
     """
-    return f"{socket.gethostname()}/{Path('/proc/self/ns/pid').readlink()}"
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()}/{boot}/{Path('/proc/self/ns/pid').readlink()}"
 
 
 def is_process_alive(name: str) -> bool:
