@@ -50,13 +50,24 @@ class Job:
     world_size: int = 1
     roles: tuple[str, ...] = ("actor",)
     stagers: dict[int, Stager] = field(default_factory=dict)
+    _identities: dict[Path, str] = field(default_factory=dict)
+
+    @property
+    def identity(self) -> str:
+        """Identity of the root, also of one that has been removed."""
+        if self.root not in self._identities:
+            self._identities[self.root] = read_identity(self.root)
+        return self._identities[self.root]
+
+    def __post_init__(self) -> None:
+        assert self.identity is not None  # read before the root hangs or is removed
 
     def origin(self, step: int, *, rank: int = 0, run: int = 1, **other: Any) -> Origin:
         fields: dict[str, Any] = {
             "root": str(self.root),
             "run": run,
             "run_key": self.key_of(run),
-            "identity": read_identity(self.root),
+            "identity": self.identity,
             "step": step,
             "kind": "checkpoint",
             "role": "actor",
@@ -88,14 +99,12 @@ class Job:
         return self.stager(rank).stage(origin, states, also=also, metadata=packed).result()
 
     def save(self, step: int, *, run: int = 1, kind: Any = "checkpoint") -> SaveId:
-        identity = read_identity(self.root)
-        return SaveId(
-            str(self.root), run, self.key_of(run), step, kind, self.roles, identity=identity
-        )
+        where = str(self.root), run, self.key_of(run)
+        return SaveId(*where, step, kind, self.roles, identity=self.identity)
 
     def request(self, step: int, *, run: int = 1, **other: Any) -> SaveRequest:
         """What a trainer asks the server for."""
-        fields = {"run_key": self.key_of(run), "identity": read_identity(self.root)}
+        fields = {"run_key": self.key_of(run), "identity": self.identity}
         return SaveRequest(**{"root": str(self.root), "step": step, "run": run, **fields, **other})
 
     def key_of(self, run: int) -> str:

@@ -34,6 +34,7 @@ from trinity_sync.layout import KINDS, Kind
 from trinity_sync.orchestration.on_node.save import commit_step
 from trinity_sync.retention.step_infos import list_step_infos
 from trinity_sync.snapshot.callable_status import CallableStatus
+from trinity_sync.snapshot.job_identity import open_identity
 from trinity_sync.snapshot.ticket import ticket_path
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.discovery import find_newest, require_committed
@@ -796,16 +797,17 @@ def test_paths_in_metadata_cannot_leave_the_steps_folder(job: Job) -> None:
 def test_an_image_of_a_removed_root_is_not_committed_into_the_recreated_one(
     job: Job,
 ) -> None:
-    import shutil
-
-    earlier = open_run(job.root, "earlier", 0)
-    job.stage(4, {"model": state(1)}, run_key=earlier.key)
+    earlier = open_run(job.root, "the same", 0)
+    job.stage(4, {"model": state(1)})
     shutil.rmtree(job.root)
     job.root.mkdir()
-    assert open_run(job.root, "later", 0).number == earlier.number
+    open_identity(job.root)
+    assert open_run(job.root, "the same", 0) == earlier
     written = job.persist(4)
-    with pytest.raises(SupersededError, match="recreated"):
-        commit(replace(job.save(4), run_key=earlier.key), written)
+    with pytest.raises(SupersededError, match="removed or moved"):
+        job.commit(4)
+    with pytest.raises(SupersededError, match="removed or moved"):
+        commit(job.save(4), written)
     assert find_newest(job.root) is None
 
 

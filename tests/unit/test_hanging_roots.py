@@ -237,9 +237,10 @@ def test_orphaned_saves_of_other_jobs_are_requested_at_every_poll(job: Job, othe
 def test_many_saves_of_jobs_that_hang_use_up_no_threads_of_others(job: Job, other: Job) -> None:
     """The event loop of the worker runs all of them."""
     other.stage(2, MODEL)
+    requests = [job.request(step) for step in range(50)]
 
     async def flows() -> None:
-        hung = [asyncio.create_task(find_nodes(job.request(step))) for step in range(50)]
+        hung = [asyncio.create_task(find_nodes(request)) for request in requests]
         await asyncio.sleep(0.1)
         assert not any(each.done() for each in hung)
         request = other.request(2)

@@ -191,7 +191,7 @@ def test_a_reader_on_another_machine_of_the_same_name_is_not_taken_for_dead(
         "from trinity_sync.storage.leases import acquire_lease\n"
         f"acquire_lease({str(committed.root)!r}, 4, 'elsewhere')\n"
     )
-    elsewhere = "mount --bind $0 /proc/sys/kernel/random/boot_id && exec $1 -c \"$2\""
+    elsewhere = 'mount --bind $0 /proc/sys/kernel/random/boot_id && exec $1 -c "$2"'
     done = subprocess.run(
         ["unshare", "--mount", "sh", "-c", elsewhere, str(boot), sys.executable, script],
         capture_output=True,

@@ -5,7 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import boto3
@@ -21,6 +21,8 @@ from trinity_sync.remote.download import fetch
 from trinity_sync.remote.remote_root import UPLOADED, Remote
 from trinity_sync.remote.required import prune_remote
 from trinity_sync.remote.upload import replicate
+from trinity_sync.snapshot.job_identity import open_identity, read_identity
+from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.leases import list_leases
@@ -207,7 +209,7 @@ def test_a_bucket_that_refuses_writes_is_a_sentence(
     policy = {"Version": "2012-10-17", "Statement": [deny]}
     s3.put_bucket_policy(Bucket=bucket, Policy=json.dumps(policy))
     job = commit(4)
-    with pytest.raises(RemoteError, match=r"cannot write .* of step 4 .*") as refused:
+    with pytest.raises(RemoteError, match=r"cannot write .* to s3://") as refused:
         replicate(job.root, f"s3://{bucket}/job", 4)
     assert SECRET not in str(refused.value)
     assert list_leases(job.root) == []
@@ -251,3 +253,70 @@ def test_copies_in_a_remote_that_is_not_required_go_by_its_policy(
     assert prune_remote(job.root, url, "all", 0) == ()
     assert prune_remote(job.root, url, "last=1", 0) == (4,)
     assert [step.step for step in Remote(url).list_steps()] == [5]
+
+
+@pytest.fixture
+def other(job: Job, tmp_path: Path, spool_folder: Path) -> Iterator[Job]:
+    """The job that begins in the root of the first one, which was moved away."""
+    moved = job.root.rename(tmp_path / "moved")
+    job.root = moved
+    root = tmp_path / "ckpts"
+    root.mkdir()
+    open_identity(root)
+    made = Job(root, open_job_spool(spool_folder, root))
+    yield made
+    for stager in made.stagers.values():
+        stager.close()
+
+
+def test_a_recreated_root_neither_adds_to_the_remote_of_the_old_one_nor_removes_its_steps(
+    commit: Callable[..., Job], any_url: str, request: pytest.FixtureRequest
+) -> None:
+    old = commit(20)
+    replicate(old.root, any_url, 20)
+    new = request.getfixturevalue("other")
+    new.stage(10, {"model": state(1)})
+    new.commit(10)
+    with pytest.raises(ConfigError, match=r"another job, whose root is .*remote=URL.*remote pull"):
+        replicate(new.root, any_url, 10, keep_last=1)
+    with pytest.raises(ConfigError, match="another job"):
+        prune_remote(new.root, any_url, "last=1", 0)
+    with pytest.raises(ConfigError, match="another job"):
+        fetch(any_url, 20, new.root)
+    assert [step.step for step in Remote(any_url).list_steps()] == [20]
+
+
+def test_a_moved_root_goes_on_in_its_remote(
+    commit: Callable[..., Job], url: str, request: pytest.FixtureRequest
+) -> None:
+    job = commit(20)
+    replicate(job.root, url, 20)
+    request.getfixturevalue("other")
+    open_identity(job.root)  # at its new path
+    commit(30)
+    replicate(job.root, url, 30)
+    assert [step.step for step in Remote(url).list_steps()] == [20, 30]
+
+
+def test_a_copy_of_a_root_that_trains_on_needs_a_remote_of_its_own(
+    commit: Callable[..., Job], url: str, tmp_path: Path
+) -> None:
+    job = commit(20)
+    replicate(job.root, url, 20)
+    copy = tmp_path / "copy"
+    shutil.copytree(job.root, copy)
+    open_identity(copy)  # as its coordinator does
+    with pytest.raises(ConfigError, match="is a copy"):
+        replicate(copy, url, 20)
+    replicate(copy, f"{url}-2", 20)
+    replicate(job.root, url, 20)
+
+
+def test_a_pulled_step_continues_the_job_of_the_remote(
+    commit: Callable[..., Job], url: str, tmp_path: Path
+) -> None:
+    job = commit(20)
+    replicate(job.root, url, 20)
+    fetch(url, None, tmp_path / "back")
+    assert read_identity(tmp_path / "back") == read_identity(job.root)
+    assert replicate(tmp_path / "back", url, 20).uploaded == 0

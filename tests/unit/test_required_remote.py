@@ -32,6 +32,7 @@ from trinity_sync.retention.policies import All, LastN
 from trinity_sync.retention.prune import remove_steps
 from trinity_sync.retention.step_infos import NOT_REPLICATED, list_step_infos
 from trinity_sync.settings import Settings, StackSettings
+from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.stack.doctor_job import check_root
 from trinity_sync.storage.commit import commit
@@ -133,6 +134,31 @@ def test_a_new_machine_resumes_from_the_newest_step_in_the_remote(
         1,
         2,
     ]
+
+
+def test_a_root_that_was_removed_resumes_the_job_of_its_required_remote(machine: Make) -> None:
+    one = machine("one")
+    saves = one.start("first")
+    one.commit(saves, 1)
+    identity = read_identity(saves.root)
+    shutil.rmtree(saves.root)
+    again = one.start("second")
+    assert (again.latest_step(), read_identity(again.root)) == (1, identity)
+    one.commit(again, 2)
+
+
+def test_a_training_of_its_own_does_not_begin_with_the_required_remote_of_another(
+    machine: Make,
+) -> None:
+    one, two = machine("one"), machine("two")
+    one.commit(one.start("first"), 1)
+    with CheckpointCoordinator(
+        two.folder / "ckpts", settings=Settings(spool=two.spool, home=two.folder), trigger=Asked()
+    ) as own:
+        assert own.run == 1  # it has begun
+    with pytest.raises(ConfigError, match=f"another job, whose root is {one.folder}"):
+        two.start("second")
+    assert [step.step for step in Remote(one.url).list_steps()] == [1]
 
 
 def test_a_root_that_has_the_newest_or_a_newer_one_fetches_nothing(

@@ -20,6 +20,7 @@ from trinity_sync.fs.locks import acquire_commit_lock, acquire_file_lock
 from trinity_sync.fs.progress import OnProgress, no_progress
 from trinity_sync.layout import PRIVATE_FOLDER, step_folder
 from trinity_sync.remote.remote_root import Remote
+from trinity_sync.remote.same_job import join_remote
 from trinity_sync.remote.upload import PARALLEL
 from trinity_sync.storage.commit import update_latest_pointers
 from trinity_sync.storage.discovery import require_committed
@@ -65,9 +66,10 @@ def fetch(
             root has another step of the same number.
         RemoteError: the remote cannot be reached or read.
         CorruptedCopyError: the remote has other bytes than the manifest says.
-        ConfigError: the URL cannot be used.
+        ConfigError: the URL cannot be used, or another job's steps are there.
     """
     base, remote = Path(root).resolve(), Remote(url)
+    join_remote(base, remote)
     manifest = _find_manifest(remote, step)
     if _is_committed_here(base, manifest, replace):
         return manifest, False

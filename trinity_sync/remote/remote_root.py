@@ -5,6 +5,7 @@
     url/global_step_40/manifest.json        its appearance commits the copy
     url/global_step_40/actor/...            the files in the manifest
     url/global_step_40/.uploaded/...        during an upload: records of the complete files
+    url/.trinity_sync/identity.json         whose steps these are: see ``same_job``
     url/.trinity_sync/runs/3.json           for a required remote: see ``required``
 
 Bytes are streamed in chunks, whatever the size of a file. Credentials and the address of the
@@ -39,6 +40,7 @@ from trinity_sync.fs.create import create_file
 from trinity_sync.fs.direct_io import DIGEST
 from trinity_sync.fs.records import Count, Record, decode_record, encode_record
 from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER, ROOT_FORMAT, parse_number, step_of_folder
+from trinity_sync.snapshot.job_identity import IDENTITY_FILE, JobIdentity
 from trinity_sync.storage.discovery import State
 from trinity_sync.storage.manifest import Manifest, parse_manifest
 from trinity_sync.storage.manifest_files import FileRecord
@@ -223,7 +225,34 @@ class Remote:
             if self.folder:  # files are replaced next
                 sync_folder(Path(path).parent)
 
-    # ---------------------------------------------------------------- runs
+    # ---------------------------------------------------------------- job and runs
+
+    def read_identity(self) -> JobIdentity | None:
+        """Return the identity of the job whose steps are here; None if no job has written any.
+
+        Raises:
+            RemoteError: the file is torn.
+            FormatError: another release has written it.
+        """
+        where = f"{self.url}/{IDENTITY_FILE}"
+        with self._translate_errors("read the identity of the job in"):
+            try:
+                content = self._fs.cat_file(f"{self._base}/{IDENTITY_FILE}")
+            except FileNotFoundError:
+                return None
+        try:
+            return decode_record(JobIdentity, content, where)
+        except ValueError as error:
+            raise RemoteError(
+                f"{where}, which identifies the job, is torn or edited; replace it by "
+                f"{IDENTITY_FILE} of the job's root"
+            ) from error
+
+    def create_identity(self, mine: JobIdentity) -> JobIdentity | None:
+        """Write the identity of a job, unless there is one; return what is there afterwards."""
+        if self._create(IDENTITY_FILE, encode_record(mine).encode()):
+            return mine
+        return self.read_identity()
 
     def list_runs(self) -> list[Run]:
         """Return the runs that have sent steps, by number; skip torn records.

@@ -31,9 +31,11 @@ from trinity_sync.fs.progress import OnProgress, no_progress
 from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.remote_root import Remote
+from trinity_sync.remote.same_job import claim_remote, join_remote
 from trinity_sync.remote.upload import Replicated, replicate
 from trinity_sync.retention.planner import Rules, make_step_info, plan_removals
 from trinity_sync.retention.policies import All, parse_policy
+from trinity_sync.snapshot.job_identity import open_identity
 from trinity_sync.storage.discovery import find_newest, iter_committed_steps, require_committed
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.pins import list_steps_in_use
@@ -59,10 +61,14 @@ def init_required_remote(root: Path, url: str) -> Manifest | None:
 
     Raises:
         RemoteError: the remote cannot be read and written.
+        ConfigError: another job's steps are there.
         CommitError: the root has another step of the same number.
         FormatError: another release has begun a run or sent a newer step there.
     """
     remote = Remote(url)
+    join_remote(root, remote)
+    open_identity(root)
+    claim_remote(root, remote)
     if not remote.supports_exclusive_create():
         logger.warning(
             "%s does not support exclusive creation (If-None-Match): two trainings that write "
@@ -120,6 +126,7 @@ def replicate_required(
     """
     remote = Remote(url)
     manifest = require_committed(root, step)
+    claim_remote(root, remote)
     _claim_run(root, remote, manifest)
     done = replicate(root, url, step, on_progress=on_progress)
     record_replicated(root, remote.url, manifest)
@@ -161,12 +168,13 @@ def prune_remote(root: Path, url: str, policy: str, now: float) -> tuple[int, ..
         now: seconds since the epoch.
 
     Raises:
-        ConfigError: the policy is invalid.
+        ConfigError: the policy is invalid, or another job's steps are there.
     """
     rules = Rules(parse_policy(policy), All())
     if isinstance(rules.checkpoints, All):
         return ()  # without a request
     remote, held = Remote(url), list_steps_in_use(root)
+    claim_remote(root, remote)
     there = {manifest.step: manifest for manifest in remote.list_committed()}
     lineage = build_lineage(list_runs(root), lambda step: there[step].run if step in there else 0)
     infos = [

@@ -19,6 +19,7 @@ from trinity_sync.fs.direct_io import DIGEST
 from trinity_sync.fs.progress import OnProgress, no_progress
 from trinity_sync.layout import MANIFEST, step_folder
 from trinity_sync.remote.remote_root import CHUNK, Remote
+from trinity_sync.remote.same_job import claim_remote
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.leases import Lease, acquire_lease
 from trinity_sync.storage.manifest import Manifest, encode_manifest
@@ -70,10 +71,11 @@ def replicate(
     Raises:
         CommitError: the step is not committed, or corrupted here.
         RemoteError: the remote cannot be reached or written.
-        ConfigError: the URL cannot be used.
+        ConfigError: the URL cannot be used, or another job's steps are there.
     """
     remote = Remote(url)
     start = time.perf_counter()
+    claim_remote(Path(root), remote)
     with acquire_lease(root, step, f"replicate to {remote.url}") as lease:
         manifest = require_committed(root, step, paths=())
         missing = _list_missing(remote, manifest)
