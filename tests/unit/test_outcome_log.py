@@ -33,12 +33,14 @@ from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.settings import Settings
+from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.spool import JobSpool
 
 rank, root, spool, url, images = json.loads(sys.argv[1])
 trigger = SaveTrigger(Settings(spool=Path(spool).parent), url)
 watcher = CommitWatcher(trigger, JobSpool(Path(spool)), rank=rank, world_size=2)
-request = SaveRequest(root=root, step=4, run=1, components=["model"])
+save = {"root": root, "step": 4, "run": 1, "identity": read_identity(root)}
+request = SaveRequest(**save, components=["model"])
 watcher.follow(request, images=images)
 print("follows", flush=True)
 for line in sys.stdin:

@@ -5,6 +5,7 @@ updater names, as a worker does. ``tests/vllm`` has the same with the real engin
 """
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -129,6 +130,23 @@ def test_an_update_pauses_the_engine_and_names_the_version(
         engine.version = "default"  # the engine was started again
         assert updater.update() == 7
         assert engine.calls.count("/update_weights") == 1
+
+
+def test_an_updater_that_runs_on_follows_the_training_that_begins_again_in_the_root(
+    engine: Engine, url: str, root: Path, saves: CheckpointCoordinator
+) -> None:
+    publish(saves, 7)
+    with VLLMUpdater(url, root) as updater:
+        assert updater.update() == 7
+        saves.close()
+        for step, value in ((7, 3.0), (2, 4.0)):  # the same step, and an earlier one
+            shutil.rmtree(root)
+            with CheckpointCoordinator(root) as again:
+                state = {"w": torch.full((3000,), value)}
+                again.upload(step, lambda: state)  # noqa: B023
+                again.wait_staged()
+                assert updater.update() == step
+                assert engine.weights["w"].unique().tolist() == [value]
 
 
 def test_the_version_stays_until_the_engine_has_it(

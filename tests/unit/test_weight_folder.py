@@ -70,10 +70,12 @@ class StateView:
     step: int
     tensors: State
     run: int = 1
+    identity: str = "one"
 
     @property
     def version(self) -> Any:
-        return SimpleNamespace(step=self.step, run=self.run, root="ckpts")
+        names = {"step": self.step, "run": self.run, "identity": self.identity}
+        return SimpleNamespace(root="ckpts", **names)
 
     @property
     def names(self) -> list[str]:
@@ -200,6 +202,19 @@ def test_weights_that_engines_would_not_load_are_not_published(
     with pytest.raises(ConfigError, match=r"step 2 of run 1 .* it comes before step 3"):
         folder.publish(StateView(2, small(2)))
     assert folder.publish(StateView(3, small(3))) == folder.latest() == published
+
+
+def test_a_training_that_begins_again_in_the_root_is_published_from_its_first_step(
+    tmp_path: Path, model: Path
+) -> None:
+    folder, follower = WeightFolder(tmp_path / "out", model), FolderReader(tmp_path / "out")
+    folder.publish(StateView(30, weights(30)))
+    follower.load()
+    published = folder.publish(StateView(30, weights(1), identity="other"))
+    assert published.folder.name == "weight_v000002"
+    assert asyncio.run(follower.wait_newer(timeout_s=5)) == published
+    assert same(follower.load(), weights(1))
+    assert folder.publish(StateView(1, weights(2), identity="third")).step == 1
 
 
 @pytest.mark.parametrize("deltas", [0, 2])

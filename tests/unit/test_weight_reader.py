@@ -267,11 +267,13 @@ def test_readers_read_on_after_the_trainer_was_killed(
         """
         import os, signal, sys, torch
         from pathlib import Path
+        from trinity_sync.snapshot.job_identity import read_identity
         from trinity_sync.snapshot.spool import open_job_spool
         from trinity_sync.snapshot.save_id import Origin
         from trinity_sync.snapshot.stager import Stager
         spool, root = Path(sys.argv[1]), sys.argv[2]
-        origin = Origin(root, 1, "", 5, "state_dict", ("actor",), "actor", 0, 1)
+        save = root, 1, "", 5, "state_dict", ("actor",), "actor", 0, 1
+        origin = Origin(*save, identity=read_identity(root))
         stager = Stager(open_job_spool(spool, root))
         state = {"w": torch.full((5000,), 5.0), "b": torch.full((3,), 5.0)}
         stager.stage(origin, {"model": state}, seals=False).result()

@@ -19,8 +19,8 @@ from tests.unit.weights import digest, first, train, upload
 from tests.unit.without_ray import follower
 from trinity_sync.errors import ConfigError
 from trinity_sync.settings import Settings
+from trinity_sync.snapshot.job_identity import open_identity
 from trinity_sync.snapshot.spool import open_job_spool
-from trinity_sync.snapshot.version_tag import version_tag_path
 from trinity_sync.storage.runs import open_run
 from trinity_sync.weights.commit_notification import CommitNotification
 from trinity_sync.weights.file_registry import FileRegistry
@@ -171,17 +171,70 @@ def test_a_superseded_version_is_not_read(job: Job, registry: FileRegistry) -> N
     assert newest(registry) == (2, 5, "memory")
 
 
-def test_images_that_outlived_their_root_are_not_read(job: Job, registry: FileRegistry) -> None:
-    """A trainer was killed, its root removed, and the job begun again with the same run number."""
-    (image,) = upload(job, 11, weights(11)).images
+def begin_again(job: Job, settings: Settings) -> Job:
+    """The job of a training that begins with the same run key where another one was."""
     shutil.rmtree(job.root)
-    assert newest(registry) is None
     job.root.mkdir()
-    open_run(job.root, "again", 0)
-    os.utime(version_tag_path(Path(image.slot)), (0, 0))
+    open_identity(job.root)
+    open_run(job.root, "first", 0)
+    return Job(job.root, open_job_spool(settings.spool, job.root))
+
+
+def test_images_that_outlived_their_root_are_not_read(
+    job: Job, registry: FileRegistry, settings: Settings
+) -> None:
+    """A trainer was killed, its root removed, and the job begun again with the same run number."""
+    upload(job, 11, weights(11))
+    again = begin_again(job, settings)
     assert newest(registry) is None
-    upload(job, 1, weights(1))
+    upload(again, 1, weights(1))
     assert newest(registry) == (1, 1, "memory")
+    again.stager().close()
+
+
+@pytest.mark.parametrize("source", ["memory", "checkpoint"])
+def test_a_reader_that_runs_on_follows_the_training_that_begins_again_whatever_its_step(
+    job: Job, registry: FileRegistry, settings: Settings, source: str
+) -> None:
+    def make(job: Job, step: int) -> None:
+        if source == "memory":
+            upload(job, step, weights(step))
+        else:
+            save(job, step, weights(step))
+
+    reader, target = WeightReader(registry, name="explorer"), weights(0)
+    make(job, 11)
+    assert reader.load_into(target) == 11
+
+    async def story() -> tuple[Job, Version | None]:
+        waits = asyncio.create_task(reader.wait_newer(timeout_s=60))
+        await asyncio.sleep(0)
+        again = await asyncio.to_thread(begin_again, job, settings)
+        await asyncio.to_thread(make, again, 1)
+        return again, await waits
+
+    again, version = asyncio.run(story())
+    assert found(version) == (1, 1, source)
+    assert (reader.load_into(target, version), float(target["w"][0])) == (1, 1.0)
+    assert asyncio.run(reader.wait_newer(timeout_s=0)) is None
+    make(again, 2)
+    assert reader.load_into(target) == 2
+    again.stager().close()
+    reader.close()
+
+
+def test_a_reader_that_opens_without_a_wait_goes_to_the_training_that_began_again(
+    job: Job, registry: FileRegistry, settings: Settings
+) -> None:
+    reader, target = WeightReader(registry, name="explorer", timeout_s=5), weights(0)
+    save(job, 11, weights(11))
+    old = registry.latest()
+    assert reader.load_into(target) == 11
+    again = begin_again(job, settings)
+    save(again, 11, weights(-11))
+    assert (reader.load_into(target, old), float(target["w"][0])) == (11, -11.0)
+    again.stager().close()
+    reader.close()
 
 
 def test_a_version_removed_with_its_trainer_is_read_from_its_commit(

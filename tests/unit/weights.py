@@ -42,7 +42,7 @@ class VersionFile:
         return Version(**body)
 
     async def wait_newer(
-        self, than: int, timeout_s: float | None, run: int | None
+        self, than: int, timeout_s: float | None, run: int | None, identity: str = ""
     ) -> Version | None:
         deadline = time.monotonic() + (timeout_s or 60)
         while time.monotonic() < deadline:

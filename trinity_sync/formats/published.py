@@ -47,6 +47,8 @@ class VersionRecord(Record, format=ROOT_FORMAT):
     """Of names, dtypes, shapes and bytes of all tensors, with the delta applied."""
     root: str
     """Root of the job that made the weights."""
+    identity: str = ""
+    """Identity of that job."""
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ class View(Protocol):
 
     @property
     def version(self) -> Any:
-        """What has ``step``, ``run`` and ``root``."""
+        """What has ``step``, ``run``, ``root`` and ``identity``."""
 
     @property
     def names(self) -> list[str]:
@@ -183,7 +183,8 @@ class WeightFolder:
                 )
             latest, version = self.latest(), view.version
             self._remove_leftovers(latest)
-            if latest and latest.root == str(version.root):
+            job = str(version.root), version.identity
+            if latest and (latest.root, latest.identity) == job:
                 if (version.run, version.step) < (latest.run, latest.step):
                     raise self._explain_hidden(version, latest, "it comes before")
                 if (version.run, version.step) == (latest.run, latest.step):
@@ -236,6 +237,7 @@ class WeightFolder:
                 base=None if base is None else number - 1,
                 checksum=summarize(lines),
                 root=str(version.root),
+                identity=version.identity,
                 folder=final,
             )
             (scratch / VERSION_FILE).write_text(_encode(published))

@@ -47,7 +47,7 @@ class ActorRegistry:
                 self._switch_actor(error)
 
     async def wait_newer(
-        self, than: int, timeout_s: float | None, run: int | None
+        self, than: int, timeout_s: float | None, run: int | None, identity: str = ""
     ) -> Version | None:
         """Wait for a newer version that can be read; return None at the time-out.
 
@@ -55,6 +55,7 @@ class ActorRegistry:
             than: step that the version has to be beyond.
             timeout_s: seconds to wait; None waits without limit.
             run: number of the run that made step ``than``.
+            identity: identity of the job that made it, if it is known.
 
         Raises:
             WeightSyncError: the Synchronizer was stopped, or lost.
@@ -62,7 +63,9 @@ class ActorRegistry:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            answer = self._actor.wait_newer.remote(than, left_s, run, readable=True)
+            answer = self._actor.wait_newer.remote(
+                than, left_s, run, readable=True, identity=identity
+            )
             try:
                 return self._note_root(await answer)
             except ray.exceptions.RayError as error:

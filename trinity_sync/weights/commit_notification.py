@@ -17,6 +17,7 @@ from trinity_sync.fs.atomic import revalidate_folder
 from trinity_sync.fs.changes import FileSignature, read_signature
 from trinity_sync.fs.mounts import find_mount
 from trinity_sync.layout import ITERATION_FILES, MANIFEST, step_folder
+from trinity_sync.snapshot.job_identity import IDENTITY_FILE
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.runs import Run
 from trinity_sync.weights.committed import find_committed_version, find_newest_version
@@ -29,8 +30,8 @@ SHARED_POLL_S = 1.0
 SCAN_S = 30.0
 """Seconds between two scans of all manifests: a commit may die before it moves the pointer."""
 
-CommitSignature = tuple[FileSignature, FileSignature]
-"""Of the latest pointer, and of the manifest of the step that it names."""
+CommitSignature = tuple[FileSignature, FileSignature, FileSignature]
+"""Of the latest pointer, of the manifest of the step that it names, and of the job's identity."""
 
 
 class CommitNotification:
@@ -54,7 +55,8 @@ class CommitNotification:
         self._cached: tuple[tuple[CommitSignature, frozenset[Run]], Version | None] | None = None
 
     def read_signature(self) -> CommitSignature:
-        """Return a signature that changes with every commit of weights."""
+        """Return a signature that changes with every commit of weights, and with the job."""
+        identity = self._read_file_signature(self._root / IDENTITY_FILE)
         pointer = self._read_file_signature(self._pointer)
         known, step = self._pointed
         if pointer != known:
@@ -63,8 +65,9 @@ class CommitNotification:
                 step = read_latest_pointer(self._root, "state_dict")
             self._pointed = pointer, step
         if step is None:
-            return pointer, None
-        return pointer, self._read_file_signature(step_folder(self._root, step) / MANIFEST)
+            return pointer, None, identity
+        manifest = step_folder(self._root, step) / MANIFEST
+        return pointer, self._read_file_signature(manifest), identity
 
     def find_newest(self, runs: Iterable[Run], *, scan: bool = False) -> Version | None:
         """Return the newest committed version that no later run has superseded.

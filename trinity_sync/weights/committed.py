@@ -6,6 +6,7 @@ from pathlib import Path
 
 from trinity_sync.errors import CommitError, FormatError, SupersededError
 from trinity_sync.layout import step_folder
+from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.storage.discovery import (
     iter_committed_steps,
     read_manifest_state,
@@ -50,9 +51,10 @@ def find_newest_version(root: str | Path, role: str) -> Version | None:
         root: the job's root.
         role: role of the weights.
     """
+    identity = read_identity(root)  # first: the root may be recreated meanwhile
     return next(
         (
-            Version(manifest.step, manifest.run, "checkpoint", str(root), role)
+            Version(manifest.step, manifest.run, "checkpoint", str(root), role, identity=identity)
             for manifest in iter_committed_weights(root, role)
         ),
         None,
@@ -70,6 +72,7 @@ def find_committed_version(root: str | Path, role: str, step: int) -> Version | 
     Returns:
         None if the step is not committed, corrupted, superseded or without weights of the role.
     """
+    identity = read_identity(root)
     try:
         manifest = _require_weights(root, step, role)
         refuse_superseded(root, manifest.run, "", step)
@@ -77,7 +80,7 @@ def find_committed_version(root: str | Path, role: str, step: int) -> Version | 
         return None
     if "state_dict" not in manifest.kinds or not _has_model(manifest, role):
         return None
-    return Version(step, manifest.run, "checkpoint", str(root), role)
+    return Version(step, manifest.run, "checkpoint", str(root), role, identity=identity)
 
 
 def find_model_path(root: str | Path, role: str, *, use_huggingface: bool = False) -> Path | None:

@@ -13,17 +13,16 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
-from trinity_sync.fs.clock import read_file_system_time
-from trinity_sync.fs.mounts import find_mount
+from trinity_sync.layout import job_id_of
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.job_identity import job_id
+from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.spool import JobSpool, require_own_folder
-from trinity_sync.snapshot.version_tag import version_tag_path
-from trinity_sync.storage.runs import Run, list_runs, run_began_after
+from trinity_sync.storage.runs import Run, list_runs
 from trinity_sync.weights.commit_notification import SCAN_S, CommitNotification, CommitSignature
 from trinity_sync.weights.delta import Array
 from trinity_sync.weights.object_store import ImageCopy, compute_delta
@@ -64,8 +63,7 @@ class FileRegistry:
         self._settings = settings or Settings()
         self._root, self._role = Path(root).resolve(), role
         self._commits = CommitNotification(self._root, role)
-        self._behind_s: float | None = None
-        """Seconds by which this node's clock may be behind that of the root's files."""
+        self._spool = self._make_spool(read_identity(root))
         if not self._root.is_dir():
             logger.warning("root %s does not exist yet; waiting for its job", self._root)
 
@@ -79,7 +77,7 @@ class FileRegistry:
         return self._read_versions().newest(readable=True)
 
     async def wait_newer(
-        self, than: int, timeout_s: float | None, run: int | None
+        self, than: int, timeout_s: float | None, run: int | None, identity: str = ""
     ) -> Version | None:
         """Wait for a newer version that can be read; return None at the time-out.
 
@@ -89,14 +87,16 @@ class FileRegistry:
             than: step that the version has to be beyond.
             timeout_s: seconds to wait; None waits without limit.
             run: number of the run that made step ``than``.
+            identity: identity of the job that made it, if it is known.
 
         Raises:
             CommitError, SpoolError: as `latest`.
         """
-        found = await asyncio.to_thread(self._find_newer, than, run)
+        find = partial(self._find_newer, than, run, identity)
+        found = await asyncio.to_thread(find)
         if found is None:
             with suppress(asyncio.TimeoutError):
-                return await asyncio.wait_for(self._wait_next(than, run), timeout_s)
+                return await asyncio.wait_for(self._wait_next(find), timeout_s)
         return found
 
     def set_serving(self, reader: str, step: int, run: int) -> None:
@@ -147,21 +147,18 @@ class FileRegistry:
             for image, each in zip(version.images, spans, strict=True)
         ]
 
-    @property
-    def _spool(self) -> JobSpool:
-        """The job's folder; another one once the root was recreated."""
-        return JobSpool(self._settings.spool / job_id(self._root))
+    def _find_newer(
+        self, than: int, run: int | None, identity: str, scan: bool = False
+    ) -> Version | None:
+        return self._read_versions(scan).newer(than, run, readable=True, identity=identity)
 
-    def _find_newer(self, than: int, run: int | None, scan: bool = False) -> Version | None:
-        return self._read_versions(scan).newer(than, run, readable=True)
-
-    async def _wait_next(self, than: int, run: int | None) -> Version:
+    async def _wait_next(self, find: Callable[..., Version | None]) -> Version:
         seen: Signature | None = None
         scan = False
         while True:
             signature = self._read_spool_signature(), await self._commits.poll()
             try:
-                if found := await asyncio.to_thread(self._find_newer, than, run, scan):
+                if found := await asyncio.to_thread(find, scan=scan):
                     return found
             except OSError as error:
                 logger.warning("cannot read versions of %s, will retry: %s", self._root, error)
@@ -199,15 +196,20 @@ class FileRegistry:
         return found.st_ino, found.st_mtime_ns
 
     def _read_versions(self, scan: bool = False) -> VersionRegistry:
+        identity = read_identity(self._root)
+        self._spool = self._make_spool(identity)  # another one once the root was recreated
         runs, versions = list_runs(self._root), VersionRegistry()
         versions.add_runs(runs)
-        for version in self._iter_in_memory(runs):
+        for version in self._iter_in_memory(runs, identity):
             versions.record(version, 0.0)
         if committed := self._commits.find_newest(runs, scan=scan):
             versions.record(committed, 0.0)
         return versions
 
-    def _iter_in_memory(self, runs: Sequence[Run]) -> Iterator[Version]:
+    def _make_spool(self, identity: str) -> JobSpool:
+        return JobSpool(self._settings.spool / job_id_of(self._root, identity))
+
+    def _iter_in_memory(self, runs: Sequence[Run], identity: str) -> Iterator[Version]:
         """Yield the versions of which this node has the images of all ranks."""
         with suppress(FileNotFoundError):
             for folder in (self._spool.folder.parent, self._spool.folder):
@@ -215,19 +217,11 @@ class FileRegistry:
         known = {run.number for run in runs}
         found: dict[tuple[int, int, int], dict[int, ImageRef]] = defaultdict(dict)
         for slot, tag in self._spool.list_versions(self._role):
-            if tag.run in known and not self._is_of_older_root(slot, tag.run):
+            if tag.run in known:
                 image = ImageRef("", str(slot), tag.image, tag.rank, tag.nbytes)
                 found[tag.run, tag.step, tag.world_size][tag.rank] = image
         for (run, step, world_size), images in found.items():
             if images.keys() == set(range(world_size)):
                 refs = tuple(images[rank] for rank in range(world_size))
-                yield Version(step, run, "memory", str(self._root), self._role, refs)
-
-    def _is_of_older_root(self, slot: Path, run: int) -> bool:
-        """Return whether the root was recreated since, so that its run only has the same number."""
-        if self._behind_s is None:
-            is_shared = find_mount(self._root).shared  # its server has a clock of its own
-            self._behind_s = (
-                read_file_system_time(self._root) - time.time() + 1.0 if is_shared else 0.0
-            )
-        return run_began_after(self._root, run, version_tag_path(slot), behind_s=self._behind_s)
+                root, role = str(self._root), self._role
+                yield Version(step, run, "memory", root, role, refs, identity=identity)

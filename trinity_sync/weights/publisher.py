@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trinity_sync.errors import WeightSyncError
+from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.version_tag import VersionTag
 from trinity_sync.weights.ray_cluster import require_ray
@@ -37,7 +38,7 @@ class Publisher:
         self, synchronizer: Any, root: str | Path, spool: JobSpool, *, gather_s: float = 60.0
     ) -> None:
         self._synchronizer = synchronizer
-        self._root = str(root)
+        self._root, self._identity = str(root), read_identity(root)
         self._spool = spool
         self._gather_s = gather_s
         ray = require_ray("versions are published through a Ray actor")
@@ -53,7 +54,15 @@ class Publisher:
             logger.info("skipping %s: a newer version is in its slot", description)
             return
         image = ImageRef(self._node, slot, tag.image, tag.rank, tag.nbytes)
-        version = Version(tag.step, tag.run, "memory", self._root, tag.role, (image,))
+        version = Version(
+            tag.step,
+            tag.run,
+            "memory",
+            self._root,
+            tag.role,
+            (image,),
+            identity=self._identity,
+        )
         call = self._synchronizer.add_images.remote(version, tag.world_size, self._gather_s)
         answer: Future[None] = call.future()
         answer.add_done_callback(lambda done: _log_failure(description, done))

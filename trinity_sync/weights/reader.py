@@ -105,15 +105,24 @@ class WeightReader:
         return self._cache.delta_bytes if self._cache else None
 
     async def wait_newer(
-        self, than: int | None = None, timeout_s: float | None = None, *, run: int | None = None
+        self,
+        than: int | None = None,
+        timeout_s: float | None = None,
+        *,
+        run: int | None = None,
+        identity: str | None = None,
     ) -> Version | None:
         """Wait for a version that can be read and is newer than the one read last.
+
+        Once the root was removed and another training has begun there, its versions are newer,
+        whatever their steps.
 
         Args:
             than: step that the version has to be beyond, instead of that of the version read last.
             timeout_s: seconds to wait; None waits without limit.
             run: number of the run that made step ``than``; by default that of the version read
                 last.
+            identity: identity of the job that made it, as in a version; by default likewise.
 
         Returns:
             The newest version; None at the time-out.
@@ -125,7 +134,9 @@ class WeightReader:
         beyond = than if than is not None else last.step if last else -1
         if run is None and last:
             run = last.run
-        return await self._registry.wait_newer(beyond, timeout_s, run)
+        if identity is None:
+            identity = last.identity if last else ""
+        return await self._registry.wait_newer(beyond, timeout_s, run, identity)
 
     @contextmanager
     def open(self, version: Version | None = None) -> Iterator[VersionView]:
@@ -235,15 +246,15 @@ class WeightReader:
     def _iter_candidates(self, wanted: Version | None) -> Iterator[Version]:
         """Yield versions to try, best first; each is looked up once the one before has failed."""
         last = self.version
-        if wanted and (last is None or _order(wanted) >= _order(last)):
+        if wanted and not (last and wanted.is_older_than(last)):
             yield wanted
         latest = self._registry.latest()
-        least = max((_order(v) for v in (wanted, last) if v), default=(0, 0))
-        if latest and latest != wanted and _order(latest) >= least:
+        had = [version for version in (wanted, last) if version]
+        if latest and latest != wanted and not any(map(latest.is_older_than, had)):
             yield latest
         if known := latest or wanted or last:
             committed = find_newest_version(known.root, known.role)
-            if committed and _order(committed) >= least:
+            if committed and not any(map(committed.is_older_than, had)):
                 yield committed
 
     def _open(self, version: Version, deadline: float) -> AbstractContextManager[VersionView]:
@@ -301,7 +312,3 @@ def _make_registry(name: str, synchronizer: Any, root: str | Path | None, role: 
         return ActorRegistry(synchronizer, root)
     registry: Registry = synchronizer
     return registry
-
-
-def _order(version: Version) -> tuple[int, int]:
-    return (version.run, version.step)

@@ -34,6 +34,8 @@ class Address(Record, format=ROOT_FORMAT):
     """Host or container, as `read_process_namespace` names it."""
     process: str
     """pid and start time, as `read_process_identity` returns them."""
+    root: str
+    """Real path of the job's root: a root that was copied or moved has no Synchronizer yet."""
 
     @property
     def is_running(self) -> bool | None:
@@ -64,7 +66,8 @@ def write_address(root: str | Path, name: str, namespace: str) -> None:
         name: name of the Ray actor.
         namespace: its Ray namespace.
     """
-    address = Address(name, namespace, read_process_namespace(), read_process_identity(os.getpid()))
+    here = read_process_namespace(), read_process_identity(os.getpid())
+    address = Address(name, namespace, *here, str(Path(root).resolve()))
     make_folder(address_path(root).parent)
     replace_file(address_path(root), encode_record(address), sync=False)
 
@@ -75,7 +78,8 @@ def read_address(root: str | Path) -> Address | None:
     Raises:
         FormatError: another release has written it.
     """
-    return _read(Address, address_path(root))
+    found = _read(Address, address_path(root))
+    return found if found and found.root == str(Path(root).resolve()) else None
 
 
 def write_state(root: str | Path, state: Mapping[str, Any]) -> None:

@@ -246,6 +246,7 @@ class Synchronizer(TrinityMethods):
         run: int | None = None,
         *,
         readable: bool = False,
+        identity: str = "",
     ) -> Version | None:
         """Wait for a newer version.
 
@@ -255,12 +256,15 @@ class Synchronizer(TrinityMethods):
             run: number of the run that made step ``than``; with it, the same step of a later run
                 counts as newer.
             readable: wait for a version that a reader can open, from memory or a commit.
+            identity: identity of the job that made step ``than``, if it is known; a version of
+                another job, which is in the root now, is newer.
 
         Returns:
             The newest version; None at the time-out.
         """
         return await self._registry.until(
-            lambda: self._registry.versions.newer(than, run, readable=readable), timeout_s
+            lambda: self._registry.versions.newer(than, run, readable=readable, identity=identity),
+            timeout_s,
         )
 
     async def set_serving(self, reader: str, step: int | None, run: int | None = None) -> None:

@@ -63,7 +63,10 @@ class TrinityMethods(BroadcastRendezvous):
                 self._registry.versions.set_serving(
                     explorer, trainer_step, self._registry.now(), run
                 )
-        version = Version(trainer_step, run, source, self._registry.root, self._settings.role)
+        registry, role = self._registry, self._settings.role
+        version = Version(
+            trainer_step, run, source, registry.root, role, identity=registry.identity
+        )
         if await self._registry.record(version):
             self._state = (trainer_step, state)
 

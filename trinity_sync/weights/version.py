@@ -41,11 +41,22 @@ class Version:
     role: str = "actor"
     images: tuple[ImageRef, ...] = ()
     """The images of all ranks, by rank, if the source is memory."""
+    identity: str = ""
+    """Identity of the job, see `snapshot.job_identity`; empty if it is unknown."""
 
     @property
     def readable(self) -> bool:
         """Whether a reader can open it: not a broadcast, nor a dict given to the Synchronizer."""
         return self.source == "checkpoint" or bool(self.images)
+
+    def is_of_other_job(self, other: "Version") -> bool:
+        """Return whether the root was recreated between two versions, so that steps say nothing."""
+        return "" not in (self.identity, other.identity) and self.identity != other.identity
+
+    def is_older_than(self, other: "Version") -> bool:
+        """Return whether another version of the same job is newer."""
+        is_less = (self.run, self.step) < (other.run, other.step)
+        return is_less and not self.is_of_other_job(other)
 
     def name_image(self, image: ImageRef) -> str:
         """Return the name by which deltas refer to one rank's image."""

@@ -19,6 +19,7 @@ from torch import nn
 from trinity_sync.errors import CommitError, WeightSyncError
 from trinity_sync.fs.direct_io import digest_bytes
 from trinity_sync.layout import step_folder
+from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.slot_reader import SlotReader, view_read_only
 from trinity_sync.snapshot.version_tag import VersionTag
 from trinity_sync.storage.discovery import require_unreplaced
@@ -205,6 +206,10 @@ class VersionOpener:
                 )
             except CommitError as error:
                 raise VersionUnavailableError(f"{_describe(version)}: {error}") from error
+            if version.identity and read_identity(root) != version.identity:
+                raise VersionUnavailableError(
+                    f"{_describe(version)}: the root was removed, and has the steps of another job"
+                )
             if manifest.run != version.run:
                 raise VersionUnavailableError(
                     f"{_describe(version)}: run {manifest.run} has replaced the step"

@@ -35,6 +35,8 @@ class Wanted:
     min_step: int = 0
     """Wait for a version of at least this step."""
     timeout_s: float = 30.0
+    identity: str = ""
+    """Identity of the job that made it; empty for any."""
 
 
 def select_version(reader: WeightReader, root: str, role: str, wanted: Wanted) -> Version:
@@ -52,9 +54,10 @@ def select_version(reader: WeightReader, root: str, role: str, wanted: Wanted) -
     if wanted.step is not None and wanted.run is not None and wanted.images:
         images = tuple(ImageRef(**image) for image in wanted.images)
         if _are_here(images, root):
-            return Version(wanted.step, wanted.run, "memory", root, role, images)
+            step, run, identity = wanted.step, wanted.run, wanted.identity
+            return Version(step, run, "memory", root, role, images, identity=identity)
         committed = find_committed_version(root, role, wanted.step)
-        if committed is None:
+        if committed is None or wanted.identity not in ("", committed.identity):
             raise WeightSyncError(
                 f"version {wanted.step} is in shared memory of another node or another spool, and "
                 "not committed; run the updater on the engine's node, with its TRINITY_SYNC_SPOOL"
@@ -70,6 +73,11 @@ def select_version(reader: WeightReader, root: str, role: str, wanted: Wanted) -
                 f"{wanted.step} is not committed; load the newest"
             )
         found = committed
+    if wanted.identity not in ("", found.identity):
+        raise WeightSyncError(
+            f"the root {root} has the steps of another job than that of version {wanted.step}; "
+            "load the newest"
+        )
     if wanted.run is not None and found.run != wanted.run:
         raise WeightSyncError(
             f"version {found.step} was made by run {found.run}, not {wanted.run}; load the newest"
@@ -87,7 +95,7 @@ def wait_for(reader: WeightReader, least: int, timeout_s: float) -> Version:
     found = wait_newer(reader, least - 1, timeout_s)
     while found and found.step < least:  # of a run that resumed from an earlier step
         left_s = max(0.0, deadline - time.monotonic())
-        found = wait_newer(reader, found.step, left_s, run=found.run)
+        found = wait_newer(reader, found.step, left_s, run=found.run, identity=found.identity)
     if found is None:
         raise WeightSyncError(
             f"no version of step {least} or later can be read after {timeout_s:g} s; does the "
@@ -97,12 +105,17 @@ def wait_for(reader: WeightReader, least: int, timeout_s: float) -> Version:
 
 
 def wait_newer(
-    reader: WeightReader, than: int | None, timeout_s: float | None, *, run: int | None = None
+    reader: WeightReader,
+    than: int | None,
+    timeout_s: float | None,
+    *,
+    run: int | None = None,
+    identity: str | None = None,
 ) -> Version | None:
     """`WeightReader.wait_newer` for a caller that blocks, also in a thread with an event loop."""
 
     def wait() -> Version | None:
-        return asyncio.run(reader.wait_newer(than, timeout_s, run=run))
+        return asyncio.run(reader.wait_newer(than, timeout_s, run=run, identity=identity))
 
     try:
         asyncio.get_running_loop()
@@ -121,7 +134,8 @@ def pin_version(reader: WeightReader, version: Version) -> Iterator[VersionView]
     """
     with reader.open(version) as view:
         found = view.version
-        if (found.run, found.step) != (version.run, version.step):
+        is_same = (found.run, found.step) == (version.run, version.step)
+        if not is_same or found.is_of_other_job(version):
             raise WeightSyncError(
                 f"version {version.step} of run {version.run} is gone; load the newest, "
                 f"{found.step} of run {found.run}"

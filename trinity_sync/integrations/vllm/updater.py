@@ -164,6 +164,7 @@ class VLLMUpdater:
         return (
             served is not None
             and (served.run, served.step) == (version.run, version.step)
+            and not served.is_of_other_job(version)
             and self.get_served_step() == version.step  # it was not started again
         )
 
@@ -193,6 +194,7 @@ class VLLMUpdater:
                     {
                         "step": version.step,
                         "run": version.run,
+                        "identity": version.identity,
                         "images": [asdict(image) for image in version.images],
                     }
                 )

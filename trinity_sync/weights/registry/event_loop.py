@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from trinity_sync.errors import TrinitySyncError, WeightSyncError
+from trinity_sync.layout import job_id_of
+from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.storage.runs import Run, list_runs
 from trinity_sync.weights.commit_notification import CommitNotification
 from trinity_sync.weights.registry.versions import VersionRegistry
@@ -47,9 +49,11 @@ class AsyncVersionRegistry:
         self._images: dict[tuple[int, int], dict[int, ImageRef]] = {}
         """(run, step) -> images by rank, of versions that are incomplete."""
         self.versions, self.barrier = VersionRegistry(), SyncBarrier()
+        self.identity = read_identity(root)
+        """Identity of the job whose versions these are."""
         self._restore()
         runs = self._runs()
-        self._add_runs(runs)
+        self.versions.add_runs(runs)
         self._record_committed(self._notification.find_newest(runs))
 
     @property
@@ -62,6 +66,7 @@ class AsyncVersionRegistry:
         """Drop all versions, because the root was recreated; callers continue to wait."""
         logger.warning("%s was recreated: dropping the versions of the old root", self.root)
         self.versions, self._written = VersionRegistry(), (-1, -1)
+        self._images = {}
 
     def now(self) -> float:
         """Return seconds since the epoch."""
@@ -77,8 +82,13 @@ class AsyncVersionRegistry:
         Returns:
             Whether there is a newer commit than before.
         """
+        identity = await asyncio.to_thread(read_identity, self.root)
+        if identity and self.identity not in ("", identity):
+            self.reset()
+            read_commits = True
+        self.identity = identity or self.identity
         runs = await asyncio.to_thread(self._runs)
-        if not self._add_runs(runs) and not read_commits and not scan:
+        if not self.versions.add_runs(runs) and not read_commits and not scan:
             return False
         found = await asyncio.to_thread(self._notification.find_newest, runs, scan=scan)
         is_newer = self._record_committed(found)
@@ -102,7 +112,8 @@ class AsyncVersionRegistry:
 
     async def record(self, version: Version) -> bool:
         """Record a version, wake waits, write the state file; return whether it is the newest."""
-        is_newest = self.versions.record(version, self.now())
+        is_ours = "" in (self.identity, version.identity) or self.identity == version.identity
+        is_newest = is_ours and self.versions.record(version, self.now())
         if not is_newest:
             logger.info("version %d of run %d is not the newest", version.step, version.run)
         await self.notify()
@@ -179,6 +190,7 @@ class AsyncVersionRegistry:
                 return
             state = {
                 "written_at": self.now(),
+                "job": job_id_of(Path(self.root), self.identity),
                 "registry": self.versions.to_json(),
                 "barrier": self.barrier.to_json(),
             }
@@ -196,8 +208,8 @@ class AsyncVersionRegistry:
 
     def _restore(self) -> None:
         state = read_state(self.root)
-        if state is None:
-            return
+        if state is None or state.get("job") != job_id_of(Path(self.root), self.identity):
+            return  # also that of the root of which this is a copy
         try:
             self.versions = VersionRegistry.from_json(state["registry"])
             self.barrier = SyncBarrier.from_json(state["barrier"])
@@ -211,13 +223,6 @@ class AsyncVersionRegistry:
         except (TrinitySyncError, OSError) as error:
             logger.warning("%s", error)
             return []
-
-    def _add_runs(self, runs: list[Run]) -> bool:
-        known = self.versions.runs
-        recreated = any(known.get(run.number, run).key != run.key for run in runs)
-        if recreated:
-            self.reset()
-        return self.versions.add_runs(runs) or recreated
 
     def _record_committed(self, version: Version | None) -> bool:
         newest = self.versions.newest("checkpoint")

@@ -19,7 +19,7 @@ class Registry(Protocol):
         """Return the newest version that can be read; None if there is none."""
 
     async def wait_newer(
-        self, than: int, timeout_s: float | None, run: int | None
+        self, than: int, timeout_s: float | None, run: int | None, identity: str = ""
     ) -> Version | None:
         """Wait for a newer version that can be read; return None at the time-out.
 
@@ -27,6 +27,8 @@ class Registry(Protocol):
             than: step that the version has to be beyond.
             timeout_s: seconds to wait; None waits without limit.
             run: number of the run that made step ``than``.
+            identity: identity of the job that made it, if it is known. A version of another job,
+                which is in the root now, is newer.
         """
 
     def set_serving(self, reader: str, step: int, run: int) -> None:

@@ -133,7 +133,14 @@ class VersionRegistry:
         keys = [key for key, found in self._versions.items() if key[1] == step and source in found]
         return self._versions[max(keys)][source] if keys else None
 
-    def newer(self, than: int, run: int | None = None, *, readable: bool = False) -> Version | None:
+    def newer(
+        self,
+        than: int,
+        run: int | None = None,
+        *,
+        readable: bool = False,
+        identity: str = "",
+    ) -> Version | None:
         """Return the newest version if it is newer than a step, otherwise None.
 
         Without ``run``, a step beyond the newest version counts as older if the newest run made
@@ -144,10 +151,14 @@ class VersionRegistry:
             than: step to compare with.
             run: number of the run that made that step.
             readable: as in `newest`.
+            identity: identity of the job that made that step, if it is known. A version of another
+                job, which is in the root now, is newer whatever its step.
         """
         newest = self.newest(readable=readable)
         if newest is None:
             return None
+        if "" not in (identity, newest.identity) and identity != newest.identity:
+            return newest
         if run is not None:
             return newest if (newest.run, newest.step) > (run, than) else None
         resumed = newest.run == self.run > 1
