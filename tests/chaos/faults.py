@@ -18,6 +18,7 @@ import psutil
 
 from tests.chaos.world import Hang, World
 from trinity_sync.client.save_request import SAVE_DEPLOYMENT, SaveRequest
+from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.storage.runs import find_newest_run
 
 Fault = Callable[[World, Random], None]
@@ -244,6 +245,7 @@ def duplicate_trigger(world: World, random: Random) -> None:
         step=step,
         run=run.number,
         run_key=run.key,
+        identity=read_identity(world.root),
         components=("model", "optim", "extra_state"),
         keep=6,
     )

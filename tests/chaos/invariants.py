@@ -19,6 +19,7 @@ from tests.integration.prefect_api import Api
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import CommitError, ManifestError
 from trinity_sync.layout import shard_file, step_folder
+from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.storage.corruption import read_corruption
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.manifest import Manifest, read_manifest
@@ -169,7 +170,8 @@ def fates(world: World, ledger: Ledger, handed_over: set[Commit]) -> Fates:
         if find_superseding_run(runs.values(), run, step):
             refused += 1
             continue
-        request = SaveRequest(root=str(world.root), run=run, run_key=runs[run].key, step=step)
+        fields = {"run_key": runs[run].key, "identity": read_identity(world.root)}
+        request = SaveRequest(root=str(world.root), run=run, step=step, **fields)
         states = [each.state_name for each in Api().runs_of(request.key)]
         newer = [each for each in ledger.committed if each > (run, step)]
         if "Completed" in states and len(newer) >= KEEP:  # and removed, between two looks

@@ -19,13 +19,15 @@ from tests.waiting import until
 from trinity_sync.client.save_request import SAVE_DEPLOYMENT, SaveRequest
 from trinity_sync.layout import Kind
 from trinity_sync.orchestration.prefect_queries import get_task_name
+from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.storage.runs import find_newest_run
 
 
 def key_of(root: Path, step: int, kind: Kind = "checkpoint") -> str:
     """By which Prefect knows the flow run of a save of the newest run."""
     run = find_newest_run(root)
-    request = SaveRequest(root=str(root), step=step, run=run.number, run_key=run.key, kind=kind)
+    fields = {"run": run.number, "run_key": run.key, "identity": read_identity(root)}
+    request = SaveRequest(root=str(root), step=step, kind=kind, **fields)
     return request.key
 
 

@@ -3,7 +3,7 @@
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.errors import TrinitySyncError
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.save_id import Origin, SaveId
 from trinity_sync.snapshot.spool import JobSpool
@@ -109,7 +110,9 @@ class Job:
 
     def key_of(self, run: int) -> str:
         """Key of a run that a coordinator has begun."""
-        return next((each.key for each in list_runs(self.root) if each.number == run), "")
+        with suppress(TrinitySyncError):  # a run file that cannot be read
+            return next((each.key for each in list_runs(self.root) if each.number == run), "")
+        return ""
 
     @property
     def share(self) -> NodeShards:

@@ -9,6 +9,10 @@ import torch
 
 from tests.unit import prefect_stand_in
 from tests.unit.prefect_stand_in import Server, Trigger
+from tests.unit.steps import commit_files
+from trinity_sync.catalog.database import open_catalog
+from trinity_sync.catalog.mirror import rebuild, remove_job
+from trinity_sync.catalog.queries import list_jobs_at
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import CommitError
 from trinity_sync.settings import Settings
@@ -212,3 +216,21 @@ def test_a_torn_identity_is_an_error_that_names_its_file(root: Path) -> None:
     (root / IDENTITY_FILE).write_text("{")
     with pytest.raises(CommitError, match=r"identity\.json"):
         job_id(root)
+
+
+def test_a_removed_job_leaves_the_catalog_also_if_another_is_in_its_root(
+    root: Path, tmp_path: Path
+) -> None:
+    with open_catalog(f"sqlite:///{tmp_path}/catalog.db") as engine:
+        for value in (1, 2):
+            root.mkdir()
+            open_identity(root)
+            commit_files(root, value)
+            rebuild(engine, root)
+            if value == 1:
+                shutil.rmtree(root)
+        steps = [[step.step for step in job.steps] for job in list_jobs_at(engine, root)]
+        assert steps == [[2], [1]]
+        shutil.rmtree(root)
+        assert remove_job(engine, root)
+        assert list_jobs_at(engine, root) == []

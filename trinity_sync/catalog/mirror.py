@@ -140,7 +140,7 @@ def rebuild(
 
 
 def remove_job(engine: sa.Engine, root: str | Path) -> bool:
-    """Remove all rows of a job; its files stay.
+    """Remove all rows of a job, and of earlier jobs at its root; its files stay.
 
     Args:
         engine: The catalog, see `database.open_catalog`.
@@ -150,7 +150,8 @@ def remove_job(engine: sa.Engine, root: str | Path) -> bool:
         Whether there were any.
     """
     with engine.begin() as connection:
-        return bool(connection.execute(sa.delete(Job).where(Job.id == job_id(root))).rowcount)
+        at_root = Job.root == str(Path(root).resolve())
+        return bool(connection.execute(sa.delete(Job).where(at_root)).rowcount)
 
 
 def find_differences(engine: sa.Engine, root: str | Path, *, claims: bool = True) -> list[str]:

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import sqlalchemy as sa
 
@@ -10,6 +11,7 @@ from trinity_sync.catalog.database import make_corruption_error, read_consistent
 from trinity_sync.catalog.models import Job, Step, WeightVersion
 from trinity_sync.layout import KINDS
 from trinity_sync.retention.policies import StepInfo
+from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.storage.runs import Run, build_lineage
 
 STEP_COLUMNS = [column for column in Step.__table__.columns if column.name != "files"]
@@ -42,6 +44,18 @@ class JobSteps:
     def nbytes(self) -> int:
         """Bytes of all steps."""
         return sum(each.nbytes for each in self.steps)
+
+
+def list_jobs_at(engine: sa.Engine, root: str | Path) -> list[JobSteps]:
+    """Read the jobs at a root, which may be gone: the one that is there now comes first.
+
+    Args:
+        engine: The catalog, see `database.open_catalog`.
+        root: The root.
+    """
+    real, now = str(Path(root).resolve()), job_id(root)
+    found = [each for each in list_jobs(engine) if each.root == real]
+    return sorted(found, key=lambda each: each.job != now)
 
 
 def list_jobs(engine: sa.Engine, job: str | None = None) -> list[JobSteps]:

@@ -95,16 +95,15 @@ def list_jobs(keep: Keep = "", output: Output = OutputFormat.TABLE) -> None:
 def show_job(root: RootToRead, keep: Keep = "", output: Output = OutputFormat.TABLE) -> None:
     """Show a job in the catalog: its steps and versions of the weights."""
     from trinity_sync.catalog.database import get_catalog_url, open_catalog
-    from trinity_sync.catalog.queries import list_jobs
-    from trinity_sync.snapshot.job_identity import job_id
+    from trinity_sync.catalog.queries import list_jobs_at
 
     with open_catalog(get_catalog_url(read_settings())) as engine:
-        found = list_jobs(engine, job_id(root))
+        found = list_jobs_at(engine, root)
     if not found:
         raise with_hint(
             ConfigError(f"no job at {root} is known"), f"trinity-sync jobs reindex {root}"
         )
-    (job,) = found
+    job = found[0]
     steps = [
         CatalogStep(
             step=each.step,
@@ -266,13 +265,12 @@ def forget(
     """Remove a finished job from the catalog and from the scheduled flows of this node."""
     from trinity_sync.catalog.database import get_catalog_url, open_catalog
     from trinity_sync.catalog.mirror import remove_job
-    from trinity_sync.catalog.queries import list_jobs
+    from trinity_sync.catalog.queries import list_jobs_at
     from trinity_sync.orchestration.job_registry import is_registered, unregister_job
-    from trinity_sync.snapshot.job_identity import job_id
 
     settings = read_settings()
     with open_catalog(get_catalog_url(settings)) as engine:
-        if not list_jobs(engine, job_id(root)) and not is_registered(settings, root):
+        if not list_jobs_at(engine, root) and not is_registered(settings, root):
             raise with_hint(ConfigError(f"no job at {root} is known"), "trinity-sync jobs ls")
         confirm(
             f"remove {root} from the catalog and stop its scheduled verification and retention",

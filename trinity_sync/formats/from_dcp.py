@@ -20,6 +20,7 @@ from trinity_sync.fs.atomic import make_folder, sync_folder
 from trinity_sync.fs.direct_io import digest_cached_file
 from trinity_sync.fs.progress import OnProgress, no_progress
 from trinity_sync.layout import check_name, shard_file, step_folder
+from trinity_sync.snapshot.job_identity import open_identity
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.manifest import Manifest, read_run_manifest
@@ -93,8 +94,10 @@ def from_dcp(
             "another root"
         )
     make_folder(base)
+    identity = open_identity(base)
     run = find_newest_run(base) or open_run(base, f"from-dcp-{uuid.uuid4().hex}", 0)
-    save = SaveId(str(base), run.number, run.key, step, "checkpoint", (role,))
+    where = str(base), run.number, run.key
+    save = SaveId(*where, step, "checkpoint", (role,), identity=identity)
     shards = [(name, rank) for name in parts for rank in range(world_size)]
     small = _read_metadata_files(Path(metadata)) if metadata else {}
     components = (*parts, *(["metadata"] if small else []))

@@ -13,6 +13,7 @@ import psutil
 from tests.waiting import until
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.settings import StackSettings
+from trinity_sync.snapshot.job_identity import open_identity
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.stack import daemon, services
 from trinity_sync.stack.daemon import Daemon
@@ -64,6 +65,7 @@ def kill(node: Daemon) -> None:
 @contextmanager
 def a_rank_on_each(root: Path, nodes: Sequence[Settings]) -> Iterator[list[CheckpointCoordinator]]:
     """Coordinators of a job, all in this process."""
+    open_identity(root)
     where = [(node.node, str(open_job_spool(node.spool, root).folder)) for node in nodes]
     places, world_size = group_by_node(where), len(nodes)
     with ExitStack() as closing:
