@@ -39,6 +39,7 @@ from trinity_sync.fs.records import (
 )
 from trinity_sync.layout import ITERATION_FILES, step_folder
 from trinity_sync.snapshot.callable_status import CallableStatus, read_statuses, write_status
+from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.slot_cache import read_cached_file
 from trinity_sync.snapshot.ticket import read_ticket
 from trinity_sync.storage.corruption import Corruption, mark_corrupted, read_corruption
@@ -119,9 +120,12 @@ def records(job: Job) -> Iterator[dict[str, Kind]]:
                 (SpoolError,),
             ),
             "note": Kind(note, lambda: read_cached_file(slots[note])),
+            "identity": Kind(
+                private / "identity.json", lambda: read_identity(root), (CommitError,)
+            ),
             "placement": Kind(
                 private / "placements/1.actor.json",
-                lambda: read_placement(root, 1, "", "actor"),
+                lambda: read_placement(root, 1, "first", "actor"),
                 (CommitError,),
             ),
             "corruption": Kind(

@@ -21,7 +21,7 @@ import sys, time, ray, torch
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from trinity_sync import CheckpointCoordinator, Synchronizer
-from trinity_sync.snapshot.job_identity import job_id
+from trinity_sync.orchestration.quantities import make_artifact_key
 
 root = sys.argv[1]
 ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)  # not the stack's
@@ -32,7 +32,7 @@ with CheckpointCoordinator(root) as saves:
     saves.save(4, {"model": {"w": torch.ones(3)}})
 found = ray.get(waiting)
 print(found.step, found.run, found.source)
-key = ArtifactFilterKey(like_=f"weights-{job_id(root)}")
+key = ArtifactFilterKey(like_=make_artifact_key("weights", root))
 deadline = time.monotonic() + 60
 with get_client(sync_client=True) as client:  # the tables follow the commit
     while not (shown := client.read_artifacts(artifact_filter=ArtifactFilter(key=key))):
