@@ -2,12 +2,14 @@
 
 import logging
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.unit import prefect_stand_in
+from tests.unit.job import Job
 from tests.unit.prefect_stand_in import Server, Trigger
 from tests.unit.steps import commit_files
 from trinity_sync.catalog.database import open_catalog
@@ -15,6 +17,7 @@ from trinity_sync.catalog.mirror import rebuild, remove_job
 from trinity_sync.catalog.queries import list_jobs_at
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import CommitError
+from trinity_sync.orchestration.recovery.images import find_orphaned_saves
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import (
     IDENTITY_FILE,
@@ -22,8 +25,10 @@ from trinity_sync.snapshot.job_identity import (
     open_identity,
     read_identity,
 )
-from trinity_sync.snapshot.spool import list_job_spools
+from trinity_sync.snapshot.spool import list_job_spools, open_job_spool
 from trinity_sync.storage.discovery import find_newest
+from trinity_sync.storage.late_images import resolve_late_image
+from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.save import mark_failed
 
 KEY = "the same at each start"
@@ -123,6 +128,25 @@ def test_an_old_run_that_is_retried_in_a_new_root_commits_nothing_and_fails_no_n
     assert "SupersededError" in old.message, end
     assert work(server, settings) == ["completed"]
     assert load(root, 20)["model"] == 2.0
+
+
+def test_an_image_that_comes_late_joins_no_commit_of_the_new_root(
+    root: Path, server: Server, settings: Settings
+) -> None:
+    train(root, server, 20, 1.0)
+    (old,) = list_job_spools(settings.spool)
+    late = old.tickets()[0][0]
+    kept = settings.spool.with_name(f"{settings.spool.name}-kept")
+    old.folder.rename(kept)  # it is freed as the next training begins
+    shutil.rmtree(root)
+    server.runs.clear()
+    train(root, server, 20, 1.0)
+    assert work(server, settings) == ["completed"]
+    before = read_manifest(root, 20)
+    kept.rename(old.folder)
+    resolve_late_image(late.ticket.save, late)
+    assert late.failed
+    assert read_manifest(root, 20) == before
 
 
 def test_the_request_of_an_old_root_does_not_answer_for_the_new_one(
@@ -234,3 +258,22 @@ def test_a_removed_job_leaves_the_catalog_also_if_another_is_in_its_root(
         shutil.rmtree(root)
         assert remove_job(engine, root)
         assert list_jobs_at(engine, root) == []
+
+
+def test_images_that_a_node_has_of_both_jobs_are_told_apart_by_its_worker(
+    root: Path, settings: Settings
+) -> None:
+    """The node takes no part in the new training, whose start would free the old images."""
+    jobs = []
+    for step in (20, 10):
+        shutil.rmtree(root, ignore_errors=True)
+        root.mkdir()
+        open_identity(root)
+        jobs.append(Job(root, open_job_spool(settings.spool, root)))
+        jobs[-1].stage(step, {"model": {"w": torch.zeros(3)}})
+    later = time.time() + 60
+    found = find_orphaned_saves(settings.spool, grace_s=0, clock=lambda: later)
+    assert [(each.step, each.identity) for each in found] == [(10, read_identity(root))]
+    assert [[image.failed for image in job.spool.tickets()[0]] for job in jobs] == [[True], [False]]
+    for job in jobs:
+        job.stager().close()

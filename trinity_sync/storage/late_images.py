@@ -8,6 +8,7 @@ from trinity_sync.fs.direct_io import digest_bytes
 from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.layout import SERVES_AS
 from trinity_sync.snapshot.callable_status import remove_statuses
+from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.slot_lock import free_slot, lock_slot
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
@@ -67,7 +68,8 @@ def resolve_late_image(save: SaveId, sealed: SealedImage) -> None:
     except FileNotFoundError:
         return
     with acquire_commit_lock(save.root) as lock:
-        manifest = read_run_manifest(save.root, save.run, save.step)
+        is_there = read_identity(save.root) == save.identity  # and no other job since
+        manifest = read_run_manifest(save.root, save.run, save.step) if is_there else None
         records = [manifest.find_file(path) if manifest else None for path in digests]
         same = [r for r in records if r and r.digest == digests[r.path]]
         if manifest and len(same) == len(digests):
