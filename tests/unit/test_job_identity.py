@@ -2,7 +2,9 @@
 
 import logging
 import shutil
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -277,3 +279,20 @@ def test_images_that_a_node_has_of_both_jobs_are_told_apart_by_its_worker(
     assert [[image.failed for image in job.spool.tickets()[0]] for job in jobs] == [[True], [False]]
     for job in jobs:
         job.stager().close()
+
+
+def test_processes_that_open_a_root_at_once_agree_on_its_identity(root: Path) -> None:
+    root.mkdir()
+    start = threading.Barrier(8)
+
+    def open_together(_: int) -> str:
+        start.wait(30)
+        return open_identity(root)
+
+    with ThreadPoolExecutor(8) as opening:
+        assert {*opening.map(open_together, range(8))} == {read_identity(root)}
+        copy = root.with_name("copy")
+        shutil.copytree(root, copy)
+        root = copy
+        found = {*opening.map(open_together, range(8))}
+    assert found == {read_identity(copy)}

@@ -17,7 +17,7 @@ import uuid
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trinity_sync.errors import CommitError
+from trinity_sync.errors import CommitError, RootError
 from trinity_sync.fs.atomic import make_folder, make_temporary_path, read_uncached, replace_file
 from trinity_sync.fs.create import create_file
 from trinity_sync.fs.locks import acquire_file_lock
@@ -66,6 +66,7 @@ def open_identity(root: Path, *, adopted: str = "") -> str:
         adopted: identity of the job that this root, which is new, continues; empty for none.
 
     Raises:
+        RootError: the file that another process has just created is not visible here.
         CommitError, FormatError: as `read_identity`.
     """
     found = _read(root)
@@ -78,7 +79,11 @@ def open_identity(root: Path, *, adopted: str = "") -> str:
         return made.identity
     with acquire_file_lock(path.with_suffix(".lock")):
         found = _read(root)
-        if found and not adopted and (found.root == str(root) or not _is_copy(root, found)):
+        if found is None:
+            raise RootError(
+                f"{path} exists and cannot be read, or the root was just removed; retry"
+            )
+        if not adopted and (found.root == str(root) or not _is_copy(root, found)):
             made = replace(found, root=str(root))
         if made != found:
             replace_file(path, encode_record(made))
