@@ -1,6 +1,7 @@
 """A root that this user may read and not write: everything reads it, and a save says what to do."""
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.unit.conftest import Open
 from tests.unit.job import Job
 from trinity_sync import WeightReader
 from trinity_sync.cli.commands import app
+from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import RootError
 from trinity_sync.formats.folder_reader import FolderReader
 from trinity_sync.formats.hf_export import export_step
@@ -24,6 +26,8 @@ from trinity_sync.integrations.dcp import DcpSaver, StepReader
 from trinity_sync.layout import step_folder
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.upload import replicate
+from trinity_sync.settings import Settings
+from trinity_sync.snapshot.job_identity import IDENTITY_FILE, read_identity
 from trinity_sync.storage.leases import acquire_lease, list_leases
 from trinity_sync.storage.restore import load_states
 
@@ -67,6 +71,23 @@ def test_a_coordinator_loads_and_its_first_save_says_what_to_do(
     with pytest.raises(RootError, match=r"cannot be written \(.*mount it for writing"):
         saves.save(3, {"model": {"w": torch.ones(3)}})
     coordinator_of(rank=1, world_size=2).latest_step()
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_copy_and_a_root_without_an_identity_are_loaded_as_they_are(
+    job: Job, read_only: Make, tmp_path: Path, copied: bool
+) -> None:
+    job.stage(1, {"model": {"w": torch.ones(3)}})
+    job.commit(1)
+    root = tmp_path / "copy"
+    shutil.copytree(job.root, root)
+    if not copied:
+        (root / IDENTITY_FILE).unlink()
+    read_only(root)
+    settings = Settings(spool=job.spool.folder.parent, home=tmp_path)
+    with CheckpointCoordinator(root, settings=settings, trigger=CommitsHere()) as saves:
+        assert saves.load(1)["model"]["w"].tolist() == [1, 1, 1]
+    assert read_identity(root) == (read_identity(job.root) if copied else "")
 
 
 def test_a_root_without_steps_that_cannot_be_written_is_refused_at_the_start(

@@ -18,7 +18,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trinity_sync.errors import CommitError, RootError
-from trinity_sync.fs.atomic import make_folder, make_temporary_path, read_uncached, replace_file
+from trinity_sync.fs.atomic import (
+    UNWRITABLE,
+    make_folder,
+    make_temporary_path,
+    read_uncached,
+    replace_file,
+)
 from trinity_sync.fs.create import create_file
 from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.fs.records import Record, decode_record, encode_record
@@ -61,6 +67,8 @@ def read_identity(root: str | Path) -> str:
 def open_identity(root: Path, *, adopted: str = "") -> str:
     """Return the identity of the job at a root; create it if the root has none or is a copy.
 
+    A root that cannot be written, and is only read, stays as it is.
+
     Args:
         root: real path of the root, which exists.
         adopted: identity of the job that this root, which is new, continues; empty for none.
@@ -72,9 +80,18 @@ def open_identity(root: Path, *, adopted: str = "") -> str:
     found = _read(root)
     if found and found.root == str(root) and adopted in ("", found.identity):
         return found.identity
+    made = JobIdentity(adopted or uuid.uuid4().hex, str(root))
+    try:
+        return _write(root, found, made, adopted)
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        return found.identity if found else ""
+
+
+def _write(root: Path, found: JobIdentity | None, made: JobIdentity, adopted: str) -> str:
     path = root / IDENTITY_FILE
     make_folder(path.parent)
-    made = JobIdentity(adopted or uuid.uuid4().hex, str(root))
     if found is None and create_file(path, encode_record(made)):
         return made.identity
     with acquire_file_lock(path.with_suffix(".lock")):
