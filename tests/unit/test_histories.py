@@ -52,6 +52,8 @@ class Histories(RuleBasedStateMachine):
         root.mkdir()
         self.job = Job(root, open_job_spool(self.folder / "spool", root))
         self.run, self.step, self.value = 1, 0, 0.0
+        self.fresh = 1
+        """The newest run that began at step 0, which removes no step of earlier runs."""
         self.steps: dict[int, tuple[int, Kind, float]] = {}
         self.crashed: set[int] = set()
         self.pinned: set[int] = set()
@@ -133,6 +135,7 @@ class Histories(RuleBasedStateMachine):
 
     def _begin_run(self) -> None:
         self.run = open_run(self.job.root, f"after run {self.run}", self.step).number
+        self.fresh = self.fresh if self.step else self.run
 
     @precondition(lambda self: self.steps)
     @rule(data=st.data())
@@ -171,7 +174,8 @@ class Histories(RuleBasedStateMachine):
         wanted = self._wanted(last, every, syncs)
         have = {manifest.step for manifest in iter_committed_steps(self.job.root)}
         assert wanted <= have
-        assert have - wanted <= self.crashed | self._resumed_from() | self._pointed_at()
+        earlier = {step for step, (run, _, _) in self.steps.items() if run < self.fresh}
+        assert have - wanted <= self.crashed | self._resumed_from() | self._pointed_at() | earlier
         self.steps = {step: known for step, known in self.steps.items() if step in have}
         assert not any((self.job.root / ".trinity_sync").glob("trash/*"))
 
