@@ -116,6 +116,18 @@ def test_a_training_that_begins_where_another_was_commits_its_own_states(
     assert load(root, 20) == dict.fromkeys(("model", "optim", "extra_state"), 2.0)
 
 
+def test_a_training_in_another_container_keeps_its_images_although_its_root_has_the_same_path(
+    root: Path, server: Server, settings: Settings
+) -> None:
+    living = begin(root, server)
+    save(living, 20, 1.0)
+    root.rename(root.with_name("as the container sees it"))
+    train(root, server, 20, 2.0)
+    folders = [each for each in list_job_spools(settings.spool) if each.tickets()[0]]
+    assert {each.folder.name for each in folders} >= {living.spool.folder.name}
+    living.close(timeout=0)
+
+
 def test_an_old_run_that_is_retried_in_a_new_root_commits_nothing_and_fails_no_new_save(
     root: Path, server: Server, settings: Settings
 ) -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from trinity_sync.errors import FormatError, SpoolError, SpoolFullError, TicketError
 from trinity_sync.fs.atomic import replace_file
+from trinity_sync.fs.file_lease import has_no_other_users
 from trinity_sync.layout import check_name, job_id_of
 from trinity_sync.snapshot.job_identity import job_id, read_identity
 from trinity_sync.snapshot.save_id import SaveId
@@ -265,7 +266,8 @@ def open_job_spool(spool: Path, root: str | Path) -> JobSpool:
 def remove_replaced_spools(spool: Path, root: Path) -> None:
     """Remove the folders of earlier jobs of a root, which was removed or moved since.
 
-    Their images can no longer be committed: another job is there.
+    Their images can no longer be committed: another job is there. A folder whose slots a process
+    still uses stays: that training may be in a container, which has another root of this path.
 
     Args:
         spool: the node's spool.
@@ -277,7 +279,7 @@ def remove_replaced_spools(spool: Path, root: Path) -> None:
         if of is None or name == job_id_of(root, identity):
             continue
         pending = sorted({image.ticket.step for image in job.tickets()[0]})
-        if of == root:
+        if of == root and all(map(has_no_other_users, job.folder.glob(f"*{SLOT_SUFFIX}"))):
             shutil.rmtree(job.folder, ignore_errors=True)
             if pending:
                 logger.warning(
@@ -287,7 +289,7 @@ def remove_replaced_spools(spool: Path, root: Path) -> None:
                     root,
                     job.folder,
                 )
-        elif pending and job_id_of(of, identity) == name != job_id(of):
+        elif of != root and pending and job_id_of(of, identity) == name != job_id(of):
             logger.warning(
                 "steps %s were not committed before the root was moved from %s to %s, and are not "
                 "committed here. To commit them, end this training and move the root back; to free "
