@@ -2,6 +2,8 @@
 
 import io
 import zipfile
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from tests.unit.test_image import (
     states,
 )
 from trinity_sync.errors import ImageError
+from trinity_sync.fs.direct_io import read_file
 from trinity_sync.snapshot.deserialize import deserialize
 
 
@@ -53,6 +56,32 @@ def test_all_tensors_are_the_memory_that_was_given() -> None:
     for tensor in deserialize(memoryview(content)).values():
         assert start <= tensor.data_ptr() < start + len(content)
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def anonymous_memory() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+
+@pytest.mark.parametrize("save", [image_of, saved])
+def test_a_tensor_that_is_kept_keeps_no_memory_of_the_others(
+    save: Callable[[Any], bytes], tmp_path: Path
+) -> None:
+    """An optimizer keeps its tensors, and some of them may be small."""
+    small = {f"step {n}": torch.tensor(float(n)) for n in range(100)}
+    large = {f"moment {n}": torch.full((1 << 18,), float(n)) for n in range(32)}
+    (tmp_path / "state.pt").write_bytes(save({**small, **large}))
+    nbytes = (tmp_path / "state.pt").stat().st_size
+    image, _ = read_file(tmp_path / "state.pt", nbytes)
+    state = deserialize(image)
+    del image
+    loaded = anonymous_memory()
+    kept = {name: state[name] for name in ("step 7", "moment 3", "moment 4")}
+    freed = sum(tensor.nbytes for tensor in large.values()) - 2 * kept["moment 3"].nbytes
+    del state
+    assert loaded - anonymous_memory() > freed * 0.98
+    for name, tensor in kept.items():
+        assert torch.equal(tensor, {**small, **large}[name])
 
 
 def test_memory_lives_as_long_as_a_tensor_in_it() -> None:

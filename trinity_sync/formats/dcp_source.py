@@ -206,7 +206,9 @@ class _PlainPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
         try:
-            self.state_dict[name] = torch.load(value, map_location="cpu", weights_only=True)
+            self.state_dict[name] = torch.load(
+                value, map_location="cpu", mmap=False, weights_only=True
+            )
         except pickle.UnpicklingError as error:
             raise ConfigError(
                 f"{name} of the checkpoint is more than tensors and plain values, and was not "
@@ -221,9 +223,9 @@ def _allocate_part(
     """Allocate a rank's part of a tensor, sharded as `fully_shard` does."""
     size, dtype = meta.size, meta.properties.dtype
     if replicated or not size:
-        return torch.empty(size, dtype=dtype)
+        return torch.empty(size, dtype=dtype, device="cpu")
     _, length = compute_chunk(size[0], mesh.size(), rank)
-    local = torch.empty((length, *size[1:]), dtype=dtype)
+    local = torch.empty((length, *size[1:]), dtype=dtype, device="cpu")
     return make_dtensor(local, mesh, size)
 
 

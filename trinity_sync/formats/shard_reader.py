@@ -85,7 +85,7 @@ class ShardedModel:
             boxes = compute_shard_boxes(first, rank=0)
         except ValueError as error:
             raise self._make_error(name, str(error)) from error
-        full = torch.empty(first.shape, dtype=dtype)
+        full = torch.empty(first.shape, dtype=dtype, device="cpu")
         for rank, box in boxes.items():
             shard = get_shard(self._get_part(name, rank))
             if tuple(shard.shape) != box.sizes:

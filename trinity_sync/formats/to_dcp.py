@@ -154,7 +154,7 @@ class _Planner(DefaultSavePlanner):
             if saved is None or meta is None:
                 rest[key] = value
             elif not meta.chunks:  # a tensor without elements
-                rest[key] = torch.empty(meta.size, dtype=meta.properties.dtype)
+                rest[key] = torch.empty(meta.size, dtype=meta.properties.dtype, device="cpu")
             else:
                 for chunk in meta.chunks:
                     index = MetadataIndex(key, chunk.offsets)
@@ -188,7 +188,9 @@ def _trim_storage(part: torch.Tensor) -> torch.Tensor:
         return part
     start = part.storage_offset() * part.element_size()
     storage = part.untyped_storage()[start : start + part.nbytes]
-    return torch.empty(0, dtype=part.dtype).set_(storage, 0, part.shape, part.stride())
+    return torch.empty(0, dtype=part.dtype, device="cpu").set_(
+        storage, 0, part.shape, part.stride()
+    )
 
 
 def _save(folder: Path, planner: _Planner) -> None:

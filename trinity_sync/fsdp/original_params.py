@@ -107,7 +107,7 @@ def load_pieces(
                 if isinstance(value, DTensor) or value.numel() != end - begin:
                     raise _make_error(folder, saved_by, number, key)
                 if key not in state[number]:
-                    piece = torch.empty(last - first, dtype=value.dtype)
+                    piece = torch.empty(last - first, dtype=value.dtype, device="cpu")
                     state[number][key] = piece.to(params[number].device)
                 target = state[number][key][low - first : high - first]
                 target.copy_(value.reshape(-1)[low - begin : high - begin])

@@ -213,7 +213,7 @@ def _allocate(
     """Return a tensor for this rank's part of an optimizer state, and a view of it for DCP."""
     size, dtype = saved.tensors[name].size, saved.tensors[name].properties.dtype
     if name not in saved.sharded and not (isinstance(param, DTensor) and size == param.shape):
-        full = torch.empty(size, dtype=dtype)
+        full = torch.empty(size, dtype=dtype, device="cpu")
         return full, full
     if flat_length is not None:
         rank, world_size = dist.get_rank(), dist.get_world_size()

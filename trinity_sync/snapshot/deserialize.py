@@ -3,22 +3,29 @@
 ``torch.load`` rebuilds the state as usual, with one difference: where it would read a storage into
 new memory, the unpickler returns the part of the given memory that holds the storage. Nothing is
 copied, and tensors that shared a storage in the file (tied tensors, views) share it in the state.
+
+A tensor that is kept does not keep the memory of the others: the pages of a storage are returned to
+the system when its last tensor is deleted.
 """
 
 import io
 import logging
+import mmap
 import os
 import pickle
 import struct
+import weakref
 import zipfile
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from trinity_sync.errors import ImageError
-from trinity_sync.snapshot.safe_load import restrict_to_plain
+from trinity_sync.snapshot.safe_load import is_plain_forced, restrict_to_plain
 from trinity_sync.snapshot.torch_private import (
     FakeTensorMode,
     get_file_offset,
@@ -38,7 +45,7 @@ def load_image(image: memoryview, path: Path, *, trusted: bool) -> Any:
         CommitError: the file is not trusted, and holds more than tensors and plain values.
         ImageError: as `deserialize`.
     """
-    if trusted:
+    if trusted and not is_plain_forced():
         return deserialize(image)
     with restrict_to_plain(path):
         return deserialize(image, plain=True)
@@ -51,7 +58,8 @@ def deserialize(image: memoryview, *, plain: bool = False) -> Any:
 
     Args:
         image: a whole ``.pt`` file in writable memory that nothing else uses. The tensors of the
-            state, on the CPU, are views of this memory and keep it alive.
+            state, on the CPU, are views of this memory. A private mapping loses the content of
+            each of its pages with the last tensor in it.
         plain: load tensors and plain values only, by a copy; call it within `restrict_to_plain`.
 
     Raises:
@@ -64,15 +72,24 @@ def deserialize(image: memoryview, *, plain: bool = False) -> Any:
             f"these {len(image):,} bytes are no file of torch.save: {error}"
         ) from error
     if plain:
-        return torch.load(_File(image), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
-    memory = torch.frombuffer(image, dtype=torch.uint8).untyped_storage()
-    pickle_module = SimpleNamespace(__name__="pickle", Unpickler=_unpickler(memory, data))
-    return torch.load(
-        _File(image),  # type: ignore[arg-type]
-        map_location="cpu",
-        pickle_module=pickle_module,
-        weights_only=False,
-    )
+        return torch.load(
+            _File(image),  # type: ignore[arg-type]
+            map_location="cpu",
+            mmap=False,
+            weights_only=True,
+        )
+    storages: dict[str, torch.TypedStorage] = {}
+    unpickler = _make_unpickler(image, data, storages)
+    try:
+        return torch.load(
+            _File(image),  # type: ignore[arg-type]
+            map_location="cpu",
+            pickle_module=SimpleNamespace(__name__="pickle", Unpickler=unpickler),
+            mmap=False,
+            weights_only=False,
+        )
+    finally:
+        storages.clear()  # the class is in a cycle of references, and would keep them
 
 
 def deserialize_outline(image: memoryview) -> Any:
@@ -88,7 +105,12 @@ def deserialize_outline(image: memoryview) -> Any:
     meshes.addFilter(_no_warning)  # it warns of process groups, which a reader does not need
     try:
         with FakeTensorMode():
-            return torch.load(_File(image), weights_only=True)  # type: ignore[arg-type]
+            return torch.load(
+                _File(image),  # type: ignore[arg-type]
+                map_location="cpu",
+                mmap=False,
+                weights_only=True,
+            )
     except (pickle.UnpicklingError, RuntimeError, zipfile.BadZipFile) as error:
         raise ImageError(
             f"these {len(image):,} bytes hold no weights that can be read: {error}"
@@ -124,9 +146,12 @@ def _records(image: memoryview) -> dict[str, int]:
     return records
 
 
-def _unpickler(memory: torch.UntypedStorage, records: dict[str, int]) -> type[pickle.Unpickler]:
-    """Return an unpickler class whose storages are parts of ``memory``."""
-    storages: dict[str, torch.TypedStorage] = {}
+def _make_unpickler(
+    image: memoryview, records: dict[str, int], storages: dict[str, torch.TypedStorage]
+) -> type[pickle.Unpickler]:
+    """Return an unpickler class whose storages are parts of ``image``, and in ``storages``."""
+    starts = sorted(records.values())
+    following = dict(pairwise([*starts, 0]))  # after the last one come records that are needed
 
     class ViewingUnpickler(pickle.Unpickler):
         @property
@@ -142,12 +167,35 @@ def _unpickler(memory: torch.UntypedStorage, records: dict[str, int]) -> type[pi
         if key not in storages:
             dtype = torch.uint8 if storage_type is torch.UntypedStorage else storage_type.dtype
             start, nbytes = records[key], numel * dtype.itemsize
-            if start + nbytes > len(memory):
+            if start + nbytes > len(image):
                 raise ImageError(f"storage {key} ends beyond the end of the file")
-            storages[key] = make_typed_storage(memory[start : start + nbytes], dtype)
+            storages[key] = make_typed_storage(_view(image, start, nbytes, following[start]), dtype)
         return storages[key]
 
     return ViewingUnpickler
+
+
+def _view(image: memoryview, start: int, nbytes: int, after: int) -> torch.UntypedStorage:
+    """Return a part of the image, whose pages are freed with the last tensor in it.
+
+    Args:
+        image: a whole file.
+        start: first byte of the storage.
+        nbytes: size of the storage.
+        after: first byte of the next storage; those between the two are not needed.
+    """
+    if not nbytes:
+        return torch.UntypedStorage(0, device="cpu")
+    part = np.frombuffer(image, np.uint8, nbytes, start)
+    if isinstance(image.obj, mmap.mmap):
+        first, end = -(-start // mmap.PAGESIZE), start + nbytes
+        last = -(-end // mmap.PAGESIZE)
+        if last * mmap.PAGESIZE > after:
+            last = end // mmap.PAGESIZE
+        if first < last:
+            pages = first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE
+            weakref.finalize(part, image.obj.madvise, mmap.MADV_DONTNEED, *pages).atexit = False
+    return torch.from_numpy(part).untyped_storage()
 
 
 class _File(io.RawIOBase):

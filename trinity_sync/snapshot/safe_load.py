@@ -48,6 +48,12 @@ def is_trusted(fd: int) -> bool:
     return is_own(fd) or any(real.is_relative_to(Path(folder).resolve()) for folder in named)
 
 
+def is_plain_forced() -> bool:
+    """Return whether the user forbids torch to unpickle more than plain values, in any file."""
+    forced = os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0")
+    return forced.lower() in ("1", "y", "yes", "true")
+
+
 @contextmanager
 def restrict_to_plain(path: Path) -> Iterator[None]:
     """Let ``torch.load(weights_only=True)`` load NumPy's arrays as well within the block.
@@ -66,6 +72,12 @@ def restrict_to_plain(path: Path) -> Iterator[None]:
             yield
         except pickle.UnpicklingError as error:
             reason = str(error).partition("\n")[0]
+            if is_plain_forced():
+                raise CommitError(
+                    f"{path} holds more than tensors and plain values, so it is not unpickled "
+                    f"({reason}): TORCH_FORCE_WEIGHTS_ONLY_LOAD is set. Unset it if you trust who "
+                    "wrote the file"
+                ) from error
             raise CommitError(
                 f"{path} is not this user's alone, and holds more than tensors and plain values, "
                 f"so it is not unpickled ({reason}). If you trust who wrote it, set "
@@ -88,7 +100,7 @@ def load_file(path: Path, *, mmap: bool = False) -> Any:
 
     with open_no_follow(path) as file:
         opened = f"/proc/self/fd/{file.fileno()}"  # torch.load maps files by name only
-        if is_trusted(file.fileno()):
+        if is_trusted(file.fileno()) and not is_plain_forced():
             return torch.load(opened, map_location="cpu", mmap=mmap, weights_only=False)
         with restrict_to_plain(path):
             return torch.load(opened, map_location="cpu", mmap=mmap, weights_only=True)

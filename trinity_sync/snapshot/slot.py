@@ -52,7 +52,7 @@ class Slot:
         """Ticket of the image that this process laid out here; valid under the lock."""
         self._filled = b""
         """Name of the last image of this process, as written to the end of the file."""
-        self._image = torch.empty(0, dtype=torch.uint8)
+        self._image = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._pinned = self._cannot_pin = False
         self._ours = threading.Lock()
         self._file = _kept(path)
@@ -176,7 +176,7 @@ class Slot:
 
     def _unmap(self) -> None:
         self._unpin()
-        self._image = torch.empty(0, dtype=torch.uint8)
+        self._image = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.laid_out = None
 
     def pin(self) -> None:

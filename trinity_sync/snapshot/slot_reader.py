@@ -22,7 +22,7 @@ class SlotReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         """The slot's bytes, ``uint8`` and read-only; those of a version under the lock only."""
         self._file: LockFile | None = None
         self._readings: list[LockFile] = []
@@ -59,7 +59,7 @@ class SlotReader:
 
     def close(self) -> None:
         """Close the file and release its lock; the memory is unmapped with its last view."""
-        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         if self._file:
             self._file.close()
             self._file = None

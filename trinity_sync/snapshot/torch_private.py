@@ -193,7 +193,7 @@ def make_mesh(device_type: str, rank: int, world_size: int) -> DeviceMesh:
         rank: rank that saves the file.
         world_size: number of ranks.
     """
-    ranks = torch.arange(world_size, dtype=torch.int32)
+    ranks = torch.arange(world_size, dtype=torch.int32, device="cpu")
     mesh: Any = DeviceMesh(
         device_type, ranks, mesh_dim_names=("fsdp",), _init_backend=False, _rank=rank
     )
@@ -216,7 +216,7 @@ def get_ranks(mesh: DeviceMesh, rank: int) -> torch.Tensor | None:
 @lru_cache(maxsize=64)  # the tensors of a model share a few meshes
 def _find_submeshes(layout: Any, ranks: tuple[int, ...]) -> dict[int, torch.Tensor]:
     """Return the submesh of each rank; those of one submesh have the same object."""
-    submeshes: torch.Tensor = layout.remap_to_tensor(torch.tensor(ranks))
+    submeshes: torch.Tensor = layout.remap_to_tensor(torch.tensor(ranks, device="cpu"))
     return {int(rank): submesh for submesh in submeshes for rank in submesh.flatten()}
 
 

@@ -41,7 +41,7 @@ class RestoredShard:
     """The state in a shard, and where it was read from."""
 
     state: Any
-    """State as from ``torch.load``, all tensors on the CPU, in one piece of memory a shard."""
+    """State as from ``torch.load``, all tensors on the CPU."""
     source: Source
     nbytes: int
 

@@ -107,7 +107,9 @@ class DeltaCache:
             self._cached = None
             sizes = [len(image) for image in view.images]
             if sizes != [len(memory) for memory in self._memory]:
-                self._memory = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+                self._memory = [
+                    torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes
+                ]
             copy_pieces(
                 (memory.data_ptr(), image.data_ptr(), len(image))
                 for memory, image in zip(self._memory, view.images, strict=True)

@@ -236,7 +236,8 @@ def _are_copies(
 def _combine(
     full: FullTensor, images: Sequence[torch.Tensor], cut: Slice | None, dtype: torch.dtype | None
 ) -> torch.Tensor:
-    tensor = torch.empty(_sliced_shape(full, cut), dtype=target_dtype(full, dtype))
+    shape, wanted = _sliced_shape(full, cut), target_dtype(full, dtype)
+    tensor = torch.empty(shape, dtype=wanted, device="cpu")
     copy_pieces(list(_copy_chunks(full, images, tensor, cut)))
     return tensor
 
@@ -244,7 +245,7 @@ def _combine(
 def _view_chunk(
     dtype: torch.dtype, chunk: TensorChunk, images: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype).set_(
+    return torch.empty(0, dtype=dtype, device="cpu").set_(
         images[chunk.image].untyped_storage(),
         chunk.byte_offset // dtype.itemsize,
         chunk.sizes,

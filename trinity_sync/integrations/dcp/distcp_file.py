@@ -93,7 +93,9 @@ class DistcpLayouter:
             storage = storage[first : first + tensor.nbytes]
         form = (tensor.dtype, tensor.shape, tensor.stride())
         if form not in self._archives:
-            like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            like = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+            )
             self._archives[form] = lay_out(like, alignment=ALIGNMENT)[0]
         return self._archives[form], [storage] if tensor.nbytes else []
 

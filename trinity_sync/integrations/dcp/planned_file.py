@@ -120,7 +120,7 @@ def reduce_flags(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list
     """
     if group is None:
         return list(flags)
-    found = torch.tensor(flags, dtype=torch.int32)
+    found = torch.tensor(flags, dtype=torch.int32, device="cpu")
     dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
     return [bool(flag) for flag in found]
 

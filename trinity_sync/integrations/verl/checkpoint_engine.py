@@ -402,7 +402,7 @@ class _Sender:
 
 def _copy_into(memory: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
     if memory is None or (memory.shape, memory.dtype) != (tensor.shape, tensor.dtype):
-        memory = torch.empty(tensor.shape, dtype=tensor.dtype)
+        memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return memory.copy_(tensor.detach())
 
 

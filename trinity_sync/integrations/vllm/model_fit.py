@@ -220,4 +220,5 @@ class _CopyCounter(TorchDispatchMode):
 def _iter_empty(tensors: Sequence[Outline], counts: _Counts) -> Iterator[tuple[str, torch.Tensor]]:
     for name, shape, dtype in tensors:
         counts.current = name
-        yield name, torch.empty(shape, dtype=dtype)  # pages are taken once they are touched
+        # pages are taken once they are touched
+        yield name, torch.empty(shape, dtype=dtype, device="cpu")
