@@ -6,13 +6,17 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from tests.unit.job import Job
@@ -67,6 +71,80 @@ def test_views_read_the_images_in_place(
         assert all(tensor.data_ptr() in inside for tensor in found.values())
         assert torch.equal(found["whole"], whole)
         assert found["one"].data_ptr() == found["other"].data_ptr()
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    """What torch.compile returns, whose inner module is compiled at its first call."""
+    wrapped: nn.Module = torch.compile(module)  # type: ignore[assignment]
+    return wrapped
+
+
+def checkpointed(module: nn.Module) -> nn.Module:
+    apply_activation_checkpointing(module, check_fn=lambda each: isinstance(each, nn.Linear))
+    return module
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "plain": lambda module: module,
+    "compiled": compiled,
+    "DataParallel": nn.DataParallel,
+    "both": lambda module: nn.DataParallel(compiled(module)),
+    "activation checkpointing": checkpointed,
+}
+
+
+@pytest.mark.parametrize("trained", WRAPPERS)
+@pytest.mark.parametrize("served", WRAPPERS)
+def test_wrappers_of_torch_are_no_part_of_a_name(
+    job: Job, versions: VersionFile, reader: WeightReader, trained: str, served: str
+) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
+
+    plain, target = make(), make()
+    versions.tell(upload(job, 1, WRAPPERS[trained](plain).state_dict()))
+    reader.load_into(WRAPPERS[served](target))
+    expected = {name.replace("_checkpoint_wrapped_module.", "") for name in plain.state_dict()}
+    assert {name for name, _ in reader.iter_weights()} == expected
+    for one, other in zip(plain.parameters(), target.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_names_that_are_one_in_the_plain_model_are_refused(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    versions.tell(upload(job, 1, {"0.weight": torch.ones(2), "_orig_mod.0.weight": torch.ones(3)}))
+    with pytest.raises(WeightSyncError, match=r"0\.weight and _orig_mod\.0\.weight are one"):
+        reader.load_into({"0.weight": torch.ones(2)})
+
+
+@pytest.mark.parametrize("deltas", [False, True])
+@pytest.mark.parametrize("source", ["memory", "checkpoint"])
+def test_a_float32_tensor_of_the_model_is_not_rounded_with_the_others(
+    job: Job, versions: VersionFile, deltas: bool, source: str
+) -> None:
+    """Router biases differ in digits that bfloat16 does not have."""
+    close = torch.tensor([6.900, 6.901, 6.902, 6.903])
+    with WeightReader(versions, name="r", deltas=deltas, dtype=torch.bfloat16) as reader:
+        for step in (1, 2, 3):
+            state = {"w": torch.full((5000,), step / 3), "bias": close * step}
+            if source == "memory":
+                version = upload(job, step, state)
+            else:
+                job.stage(step, {"model": state})
+                job.commit(step)
+                version = Version(step, 1, "checkpoint", str(job.root), "actor", ())
+            versions.tell(version)
+            target = {"w": torch.ones(5000, dtype=torch.bfloat16), "bias": torch.ones(4)}
+            reader.load_into(target)
+            assert torch.equal(target["w"], state["w"].bfloat16())
+            assert torch.equal(target["bias"], close * step)
+            if deltas and source == "memory" and step > 1:
+                assert reader.delta_bytes is not None
+            kept = dict(reader.iter_weights(keep_float32=["bias"]))
+            assert torch.equal(kept["bias"], close * step)
+        rounded = dict(reader.iter_weights())
+        assert torch.equal(rounded["bias"], (close * 3).bfloat16())
 
 
 def overwritten(job: Job, step: int) -> Version:

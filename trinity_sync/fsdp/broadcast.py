@@ -23,10 +23,10 @@ from verl.utils.fsdp_utils import (
 
 from trinity_sync.errors import WeightSyncError
 from trinity_sync.snapshot.torch_private import (
-    WRAPPED,
     get_fsdp1_handle,
     get_non_persistent_buffers,
     get_whole_numel,
+    unwrap_name,
 )
 from trinity_sync.weights.broadcast import BUCKET_BYTES, send_weights
 from trinity_sync.weights.weight_group import WeightGroup
@@ -133,7 +133,7 @@ def _summon_fsdp1(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
             named = [*_iter_unit_parameters(prefix, unit)]
             unique = {id(p): (name, p) for name, p in reversed(named)}
             for name, parameter in reversed(unique.values()):
-                yield _unwrap_name(name), parameter.detach().clone()  # resharding frees the memory
+                yield unwrap_name(name), parameter.detach().clone()  # resharding frees the memory
 
 
 def _iter_unit_parameters(prefix: str, module: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -151,7 +151,7 @@ def _unshard(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, t
             shards = _run_before_gather(functools.partial(_prepare_shards, shards))
         for name, value in batch:
             yield (
-                _unwrap_name(name),
+                unwrap_name(name),
                 shards[name].full_tensor() if name in shards else value.detach(),
             )
 
@@ -204,7 +204,3 @@ def _run_before_gather(prepare: Callable[[], T]) -> T:
         f"trainer rank {rank} could not gather the weights: {reason}. No receiver has this "
         "version; free memory on that rank, and join a new group for the next version"
     )
-
-
-def _unwrap_name(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in WRAPPED)

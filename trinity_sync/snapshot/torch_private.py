@@ -11,7 +11,7 @@ import inspect
 import itertools
 import pkgutil
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import lru_cache
@@ -331,6 +331,32 @@ WRAPPED: tuple[str, ...] = (
     "_orig_mod",  # of torch.compile, which takes half a second to import: not looked up
 )
 """Names of modules inside wrappers; the names of the parameters of the plain model lack them."""
+
+
+def unwrap_name(name: str) -> str:
+    """Return the name that a parameter has in the plain model."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPED)
+
+
+def map_plain_names(names: Iterable[str]) -> dict[str, str]:
+    """Return the given names by those in the plain model, without the names of wrappers.
+
+    These are ``torch.compile``, FSDP1 and activation checkpointing anywhere in a name, and DDP or
+    ``DataParallel`` where all names begin with their ``module``.
+
+    Args:
+        names: names of parameters, as ``state_dict`` returns them.
+
+    Raises:
+        ValueError: two names are one in the plain model; the message names them.
+    """
+    plain: dict[str, str] = {}
+    for name in names:
+        if (first := plain.setdefault(unwrap_name(name), name)) != name:
+            raise ValueError(f"{first} and {name} are one parameter of the plain model")
+    while plain and all(name.startswith("module.") for name in plain):
+        plain = {name.removeprefix("module."): given for name, given in plain.items()}
+    return plain
 
 
 def get_non_persistent_buffers(module: torch.nn.Module) -> Collection[str]:

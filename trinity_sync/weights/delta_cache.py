@@ -6,7 +6,7 @@ pays off for readers on other nodes, and for weights of which few change.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -32,13 +32,13 @@ FetchDeltas = Callable[[Version, Version, Sequence[Spans]], Sequence[Array]]
 class DeltaCache:
     """The images of one version in private memory.
 
-    Args:
-        rounding: round ``float32`` elements to ``bfloat16`` precision, and ask for deltas of the
-            rounded elements.
+    ``float32`` elements that are read as ``bfloat16`` are rounded there, and deltas are of the
+    rounded elements.
     """
 
-    def __init__(self, *, rounding: bool = False) -> None:
-        self._rounding = rounding
+    def __init__(self) -> None:
+        self._kept: frozenset[str] = frozenset()
+        """Names of the tensors that are not rounded."""
         self._spans: Sequence[Spans] = ()
         """For each image, the byte ranges that are rounded."""
         self._cached: VersionView | None = None
@@ -54,6 +54,7 @@ class DeltaCache:
         version: Version,
         full: AbstractContextManager[VersionView],
         fetch_deltas: FetchDeltas,
+        keep_float32: Collection[str] = (),
     ) -> Iterator[VersionView]:
         """Yield a version, made by deltas or, if there are none that fit, read in full.
 
@@ -63,6 +64,7 @@ class DeltaCache:
             version: version to open.
             full: opens the full version, without the cache.
             fetch_deltas: returns the deltas from the cached version.
+            keep_float32: names of tensors that ``full`` does not round.
 
         Raises:
             VersionUnavailableError, WeightSyncError: as ``full``, if it is needed.
@@ -72,6 +74,8 @@ class DeltaCache:
             with full as view:
                 yield view
             return
+        if self._kept != (kept := frozenset(keep_float32)):
+            self._kept, self._cached = kept, None
         view = self._apply_deltas(version, fetch_deltas) or self._copy_full(full)
         self._is_open = True
         try:
@@ -114,10 +118,7 @@ class DeltaCache:
                 (memory.data_ptr(), image.data_ptr(), len(image))
                 for memory, image in zip(self._memory, view.images, strict=True)
             )
-            self._spans = [
-                _find_float32_spans(view.plan, image) if self._rounding else ()
-                for image in range(len(sizes))
-            ]
+            self._spans = [_find_rounded_spans(view.plan, image) for image in range(len(sizes))]
             with ThreadPoolExecutor(torch.get_num_threads(), "rounding") as pool:
                 for memory, spans in zip(self._memory, self._spans, strict=True):
                     round_in_place(memory.numpy(), spans, pool.map)
@@ -125,13 +126,13 @@ class DeltaCache:
         return self._cached
 
 
-def _find_float32_spans(plan: Sequence[FullTensor], image: int) -> Spans:
-    """Return the byte ranges of an image's ``float32`` elements, gaps of strides included."""
+def _find_rounded_spans(plan: Sequence[FullTensor], image: int) -> Spans:
+    """Return the byte ranges of an image's elements to round, gaps of strides included."""
     return merge_spans(
         [
             (chunk.byte_offset, chunk.byte_offset + 4 * (1 + last))
             for full in plan
-            if full.dtype is torch.float32
+            if (full.dtype, full.read_dtype) == (torch.float32, torch.bfloat16)
             for chunk in full.chunks
             if chunk.image == image
             for last in [sum((n - 1) * by for n, by in zip(chunk.sizes, chunk.stride, strict=True))]

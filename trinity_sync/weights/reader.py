@@ -20,7 +20,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from trinity_sync.weights.ray_cluster import in_ray_cluster
 from trinity_sync.weights.registry.protocol import Registry
 from trinity_sync.weights.unshard import Slice
 from trinity_sync.weights.version import Version, VersionUnavailableError
-from trinity_sync.weights.version_view import Target, VersionOpener, VersionView
+from trinity_sync.weights.version_view import Target, VersionOpener, VersionView, list_targets
 
 logger = logging.getLogger(__name__)
 
@@ -67,13 +67,15 @@ class WeightReader:
             is a delta; otherwise the full version. See ``delta_cache``.
         dtype: dtype to which floating-point tensors are rounded as they are copied, e.g.
             ``torch.bfloat16`` for a trainer with ``float32`` master weights; deltas are of the
-            rounded elements. By default tensors keep the trainer's dtypes, and targets have to
-            have them as well.
+            rounded elements. Not rounded is what `load_into` loads into a ``float32`` tensor, what
+            `WeightFolder` finds in the model's ``_keep_in_fp32_modules``, and what ``keep_float32``
+            names. By default tensors keep the trainer's dtypes, and targets have them as well.
         verify: compare the digests of files that are read from a commit, not their sizes alone.
         timeout_s: seconds to look for a version that can be opened before raising.
 
     Attributes:
         version: the version that was read last; None before the first.
+        dtype: as it was passed.
 
     Raises:
         ConfigError: there is neither ``root`` nor a Synchronizer.
@@ -95,8 +97,9 @@ class WeightReader:
         self._role = role
         self._name = name
         self._opener = VersionOpener(name, verify=verify, node=self._registry.node, dtype=dtype)
-        self._cache = DeltaCache(rounding=dtype is torch.bfloat16) if deltas else None
+        self._cache = DeltaCache() if deltas else None
         self._timeout_s = timeout_s
+        self.dtype = dtype
         self.version: Version | None = None
 
     @property
@@ -139,12 +142,15 @@ class WeightReader:
         return await self._registry.wait_newer(beyond, timeout_s, run, identity)
 
     @contextmanager
-    def open(self, version: Version | None = None) -> Iterator[VersionView]:
+    def open(
+        self, version: Version | None = None, *, keep_float32: Collection[str] = ()
+    ) -> Iterator[VersionView]:
         """Open a version, which is neither changed nor removed within the ``with`` block.
 
         Args:
             version: version to open; by default the newest that can be read. If it is no longer
                 available, a newer one is opened.
+            keep_float32: names of tensors that are not rounded to the reader's ``dtype``.
 
         Returns:
             A view of the version (``view.version``), with `VersionView.iter_tensors` and
@@ -161,7 +167,7 @@ class WeightReader:
             for candidate in self._iter_candidates(wanted):
                 with ExitStack() as opened:
                     try:
-                        view = opened.enter_context(self._open(candidate, deadline))
+                        view = opened.enter_context(self._open(candidate, deadline, keep_float32))
                     except VersionUnavailableError as error:
                         problem = str(error)
                         continue
@@ -183,10 +189,12 @@ class WeightReader:
         version: Version | None = None,
         *,
         slices: Mapping[str, Slice] | None = None,
+        keep_float32: Collection[str] = (),
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and full tensors of a version, one at a time.
 
-        Names are those of ``named_parameters()``, as Hugging Face's; tied tensors come once, under
+        Names are those of the plain model, without the names of torch's wrappers
+        (``torch.compile``, DDP, FSDP1, activation checkpointing); tied tensors come once, under
         their first name. Tensors are on the CPU, in memory of their own. After the last one,
         ``reader.version`` is the version that was read.
 
@@ -194,12 +202,13 @@ class WeightReader:
             version: version to read; by default the newest. If it is no longer available, a newer
                 one is read.
             slices: parts of tensors to return, by name: (dimension, start, stop).
+            keep_float32: as for `open`.
 
         Raises:
             WeightSyncError: no version could be opened, see `open`; or a slice is of an unknown
                 tensor, or outside of it.
         """
-        with self.open(version) as view:
+        with self.open(version, keep_float32=keep_float32) as view:
             yield from view.iter_tensors(slices)
         self._registry.set_serving(self._name, view.version.step, view.version.run)
 
@@ -215,8 +224,9 @@ class WeightReader:
         Nothing else may use the target meanwhile.
 
         Args:
-            target: module, or tensors by name; every parameter and buffer is filled. Shapes and
-                dtypes are those of the trainer's full tensors, or of ``slices`` and ``dtype``.
+            target: module, also in a wrapper of torch, or tensors by name; every parameter and
+                buffer is filled. Shapes and dtypes are those of the trainer's full tensors, or of
+                ``slices`` and ``dtype``.
             version: version to load; by default the newest. If it is no longer available, a newer
                 one is loaded.
             slices: parts of tensors to copy, by name: (dimension, start, stop).
@@ -228,7 +238,12 @@ class WeightReader:
             WeightSyncError: no version could be opened, see `open`; or names, shapes or dtypes
                 differ, or a target is a DTensor or on the meta device: nothing was loaded.
         """
-        with self.open(version) as view:
+        kept = (
+            [name for name, tensor in list_targets(target).items() if tensor.dtype is torch.float32]
+            if self.dtype
+            else []
+        )
+        with self.open(version, keep_float32=kept) as view:
             view.load_into(target, slices)
         self._registry.set_serving(self._name, view.version.step, view.version.run)
         return view.version.step
@@ -257,7 +272,9 @@ class WeightReader:
             if committed and not any(map(committed.is_older_than, had)):
                 yield committed
 
-    def _open(self, version: Version, deadline: float) -> AbstractContextManager[VersionView]:
+    def _open(
+        self, version: Version, deadline: float, kept: Collection[str]
+    ) -> AbstractContextManager[VersionView]:
         if self._role not in (None, version.role):
             raise ConfigError(
                 f"reader {self._name} is for weights of role {self._role!r}, and the Synchronizer "
@@ -265,14 +282,14 @@ class WeightReader:
                 "SyncSettings, or read from files, in a process outside of the Ray cluster"
             )
         if version.source == "checkpoint":
-            return self._opener.open_checkpoint(version)
+            return self._opener.open_checkpoint(version, kept)
         if version.source == "memory":
 
             def left_s() -> float:
                 return max(0.0, deadline - time.monotonic())
 
             full = self._opener.open_images(
-                version, lambda ranks: self._registry.fetch_images(version, ranks, left_s())
+                version, lambda ranks: self._registry.fetch_images(version, ranks, left_s()), kept
             )
             if self._cache is None:
                 return full
@@ -280,6 +297,7 @@ class WeightReader:
                 version,
                 full,
                 lambda base, to, spans: self._registry.fetch_deltas(base, to, spans, left_s() / 2),
+                kept,
             )
         raise WeightSyncError(
             f"version {version.step} is broadcast ({version.source}); join the broadcast, or set "

@@ -6,7 +6,7 @@ The plan is the same for all versions of one structure and is made once. Only te
 values are unpickled.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -18,7 +18,7 @@ from trinity_sync.errors import WeightSyncError
 from trinity_sync.snapshot.deserialize import deserialize_outline, get_byte_offset
 from trinity_sync.snapshot.dtensor_shards import ShardBox, compute_own_box, have_equal_bits
 from trinity_sync.snapshot.memcpy import Piece, copy_pieces
-from trinity_sync.snapshot.torch_private import get_shard
+from trinity_sync.snapshot.torch_private import get_shard, map_plain_names
 
 Slice = tuple[int, int, int]
 """Dimension, start and stop: the part of a tensor that a tensor-parallel reader needs."""
@@ -44,10 +44,12 @@ class FullTensor:
     """One tensor of a version, and the chunks that it consists of."""
 
     names: tuple[str, ...]
-    """Its name, as in ``named_parameters()``, and those of the parameters that are tied to it."""
+    """Its name in the plain model, and those of the parameters that are tied to it."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     chunks: tuple[TensorChunk, ...]
+    read_dtype: torch.dtype
+    """dtype to which it is rounded as it is read."""
 
 
 def plan_unshard(images: Sequence[memoryview]) -> tuple[FullTensor, ...]:
@@ -64,7 +66,8 @@ def plan_unshard(images: Sequence[memoryview]) -> tuple[FullTensor, ...]:
             raise WeightSyncError(
                 f"the image of rank {rank} holds a {type(outline).__name__}, not a dict of weights"
             )
-        for name, value in outline.items():
+        for name, given in _map_names(outline).items():
+            value = outline[given]
             if not isinstance(value, torch.Tensor):
                 continue
             shape = tuple(value.shape)
@@ -95,15 +98,32 @@ def plan_unshard(images: Sequence[memoryview]) -> tuple[FullTensor, ...]:
             )
         key = (dtype, shape, chunks) if chunks else name
         names = (*plan[key].names, name) if key in plan else (name,)
-        plan[key] = FullTensor(names, dtype, shape, chunks)
+        plan[key] = FullTensor(names, dtype, shape, chunks, dtype)
     return tuple(plan.values())
+
+
+def round_plan(
+    plan: Sequence[FullTensor], dtype: torch.dtype | None, keep_float32: Collection[str]
+) -> tuple[FullTensor, ...]:
+    """Return a plan by which floating-point tensors are rounded as they are read.
+
+    Args:
+        plan: as `plan_unshard` returned it.
+        dtype: dtype to round to; None rounds nothing.
+        keep_float32: names of tensors that are not rounded.
+    """
+    return tuple(
+        replace(full, read_dtype=dtype)
+        if dtype and full.dtype.is_floating_point and not {*full.names} & {*keep_float32}
+        else full
+        for full in plan
+    )
 
 
 def iter_full_tensors(
     plan: Sequence[FullTensor],
     images: Sequence[torch.Tensor],
     slices: Mapping[str, Slice],
-    dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and tensor of each entry of the plan; tied tensors once, under their first name.
 
@@ -113,29 +133,27 @@ def iter_full_tensors(
         plan: as `plan_unshard` returned it.
         images: the image of each rank, ``uint8`` of shape ``[nbytes]``.
         slices: parts of tensors to return, by name; all others are returned in full.
-        dtype: to round floating-point tensors to; by default they keep theirs.
 
     Raises:
         WeightSyncError: a slice is of an unknown tensor, or outside of it.
     """
     _require_known(slices, plan)
     for full in plan:
-        yield full.names[0], _combine(full, images, _find_slice(full, slices), dtype)
+        yield full.names[0], _combine(full, images, _find_slice(full, slices))
 
 
-def view_full_tensor(
-    full: FullTensor, images: Sequence[torch.Tensor], dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def view_full_tensor(full: FullTensor, images: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a full tensor on the CPU: a view of its image if that holds all of it, or a copy.
+
+    A rounded tensor is a copy.
 
     Args:
         full: an entry of a plan.
         images: the image of each rank, ``uint8`` of shape ``[nbytes]``.
-        dtype: to round floating-point tensors to, which makes a copy; by default they keep theirs.
     """
-    if len(full.chunks) == 1 and target_dtype(full, dtype) == full.dtype:
+    if len(full.chunks) == 1 and full.read_dtype == full.dtype:
         return _view_chunk(full.dtype, full.chunks[0], images)
-    return _combine(full, images, None, dtype)
+    return _combine(full, images, None)
 
 
 def copy_full_tensors(
@@ -143,16 +161,14 @@ def copy_full_tensors(
     images: Sequence[torch.Tensor],
     targets: Mapping[str, torch.Tensor],
     slices: Mapping[str, Slice],
-    dtype: torch.dtype | None = None,
 ) -> None:
     """Copy every tensor of the plan into the target of its name: all of them, or none.
 
     Args:
         plan: as `plan_unshard` returned it.
         images: the image of each rank, ``uint8`` of shape ``[nbytes]``.
-        targets: tensors to fill, by name, on any device.
+        targets: tensors to fill, by name in the plain model, on any device.
         slices: parts of tensors to copy, by name; all others are copied in full.
-        dtype: to round floating-point tensors to; by default they keep theirs.
 
     Raises:
         WeightSyncError: names, shapes or dtypes differ, or a target is a DTensor, has no memory, or
@@ -169,7 +185,7 @@ def copy_full_tensors(
         cut = _find_slice(full, slices)
         for name in named:
             target = targets[name]
-            wanted = target_dtype(full, dtype)
+            wanted = full.read_dtype
             if target.dtype != wanted or tuple(target.shape) != _sliced_shape(full, cut):
                 problems.append(
                     f"{name} is {wanted} of shape {list(_sliced_shape(full, cut))}, to be loaded "
@@ -233,11 +249,8 @@ def _are_copies(
     return have_equal_bits(first, second)
 
 
-def _combine(
-    full: FullTensor, images: Sequence[torch.Tensor], cut: Slice | None, dtype: torch.dtype | None
-) -> torch.Tensor:
-    shape, wanted = _sliced_shape(full, cut), target_dtype(full, dtype)
-    tensor = torch.empty(shape, dtype=wanted, device="cpu")
+def _combine(full: FullTensor, images: Sequence[torch.Tensor], cut: Slice | None) -> torch.Tensor:
+    tensor = torch.empty(_sliced_shape(full, cut), dtype=full.read_dtype, device="cpu")
     copy_pieces(list(_copy_chunks(full, images, tensor, cut)))
     return tensor
 
@@ -288,9 +301,20 @@ def _find_problem(target: torch.Tensor) -> str | None:
     return None
 
 
-def target_dtype(full: FullTensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of a tensor of which floating-point ones are rounded to ``dtype``."""
-    return dtype if dtype and full.dtype.is_floating_point else full.dtype
+def map_targets(targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors to load into by their names in the plain model, without those of wrappers.
+
+    Raises:
+        WeightSyncError: two of them have one name there.
+    """
+    return {name: targets[given] for name, given in _map_names(targets).items()}
+
+
+def _map_names(state: Mapping[str, Any]) -> dict[str, str]:
+    try:
+        return map_plain_names(state)
+    except ValueError as error:
+        raise WeightSyncError(f"{error}; save and load the state of the plain model") from error
 
 
 def _find_slice(full: FullTensor, slices: Mapping[str, Slice]) -> Slice | None:

@@ -8,7 +8,7 @@ version that cannot be pinned completely is not opened, so a reader never has pa
 import mmap
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +31,9 @@ from trinity_sync.weights.unshard import (
     Slice,
     copy_full_tensors,
     iter_full_tensors,
+    map_targets,
     plan_unshard,
-    target_dtype,
+    round_plan,
     view_full_tensor,
 )
 from trinity_sync.weights.version import Version, VersionUnavailableError
@@ -53,13 +54,16 @@ class VersionView:
     plan: tuple[FullTensor, ...]
     images: Sequence[torch.Tensor]
     """The image of each rank, ``uint8`` of shape ``[nbytes]``."""
-    dtype: torch.dtype | None = None
-    """dtype to which floating-point tensors are rounded; None keeps theirs."""
 
     @property
     def names(self) -> list[str]:
         """Names of the tensors, in the order of `iter_tensors`."""
         return [full.names[0] for full in self.plan]
+
+    @property
+    def rounded(self) -> set[str]:
+        """Names of the tensors that are rounded as they are read."""
+        return {n for full in self.plan if full.read_dtype != full.dtype for n in full.names}
 
     def iter_tensors(
         self, slices: Mapping[str, Slice] | None = None
@@ -74,26 +78,22 @@ class VersionView:
         Raises:
             WeightSyncError: a slice is of an unknown tensor, or outside of it.
         """
-        return iter_full_tensors(self.plan, self.images, slices or {}, self.dtype)
+        return iter_full_tensors(self.plan, self.images, slices or {})
 
     def list_outlines(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         """Return name, full shape and dtype of each tensor, in the order of `iter_views`."""
-        return [
-            (name, full.shape, target_dtype(full, self.dtype))
-            for full in self.plan
-            for name in full.names
-        ]
+        return [(name, full.shape, full.read_dtype) for full in self.plan for name in full.names]
 
     def iter_views(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield all names, those of tied tensors as well, and full tensors to read from in place.
 
         A tensor that one image holds is a view of it: only those of its bytes are read that the
         caller copies, such as the part of a tensor-parallel worker. It must not be written to,
-        which ends the process, nor be used once the version is closed. Others, and those to round
-        to ``dtype``, are combined in memory of their own.
+        which ends the process, nor be used once the version is closed. Others, and those to round,
+        are combined in memory of their own.
         """
         for full in self.plan:
-            tensor = view_full_tensor(full, self.images, self.dtype)
+            tensor = view_full_tensor(full, self.images)
             for name in full.names:
                 yield name, tensor
 
@@ -108,8 +108,19 @@ class VersionView:
             WeightSyncError: names, shapes or dtypes differ, or a target is a DTensor or on the meta
                 device; nothing was loaded.
         """
-        targets = target.state_dict() if isinstance(target, nn.Module) else target
-        copy_full_tensors(self.plan, self.images, targets, slices or {}, self.dtype)
+        copy_full_tensors(self.plan, self.images, list_targets(target), slices or {})
+
+
+def list_targets(target: Target) -> dict[str, torch.Tensor]:
+    """Return what to load into, by name in the plain model.
+
+    Args:
+        target: a module, in any of torch's wrappers, or tensors by name.
+
+    Raises:
+        WeightSyncError: two tensors have one name.
+    """
+    return map_targets(target.state_dict() if isinstance(target, nn.Module) else target)
 
 
 class VersionOpener:
@@ -138,12 +149,15 @@ class VersionOpener:
         self._plans: OrderedDict[tuple[str, ...], tuple[FullTensor, ...]] = OrderedDict()
 
     @contextmanager
-    def open_images(self, version: Version, fetch_images: FetchImages) -> Iterator[VersionView]:
+    def open_images(
+        self, version: Version, fetch_images: FetchImages, keep_float32: Collection[str] = ()
+    ) -> Iterator[VersionView]:
         """Yield a version in shared memory: images of this node in place, others as copies.
 
         Args:
             version: version whose source is memory.
             fetch_images: returns the images that are on other nodes.
+            keep_float32: names of tensors that are not rounded.
 
         Raises:
             VersionUnavailableError: an image was overwritten or removed, or cannot be fetched.
@@ -188,11 +202,18 @@ class VersionOpener:
                     )
             images = [memories[rank] for rank in range(len(refs))]
             layouts = [tags[rank].layout for rank in range(len(refs))]
-            yield VersionView(version, self._plan(images, layouts), images, self._dtype)
+            plan = round_plan(self._plan(images, layouts), self._dtype, keep_float32)
+            yield VersionView(version, plan, images)
 
     @contextmanager
-    def open_checkpoint(self, version: Version) -> Iterator[VersionView]:
+    def open_checkpoint(
+        self, version: Version, keep_float32: Collection[str] = ()
+    ) -> Iterator[VersionView]:
         """Yield a committed step, mapped from its files.
+
+        Args:
+            version: version whose source is a checkpoint.
+            keep_float32: names of tensors that are not rounded.
 
         Raises:
             VersionUnavailableError: the step is corrupted, or no longer committed by that run.
@@ -235,7 +256,8 @@ class VersionOpener:
                 for content, record in zip(mapped, records, strict=True):
                     _verify_digest(content, step_folder(root, step) / record.path, record)
             memories = [view_read_only(content) for content in mapped]
-            yield VersionView(version, self._plan(memories, None), memories, self._dtype)
+            plan = round_plan(self._plan(memories, None), self._dtype, keep_float32)
+            yield VersionView(version, plan, memories)
 
     def close(self) -> None:
         """Unmap the slots."""
