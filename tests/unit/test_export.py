@@ -92,15 +92,15 @@ Commit = Callable[..., None]
 def commit(job: Job, tmp_path: Path) -> Commit:
     """Commits step 1 with the shards of a model, its config and a tokenizer's file."""
 
-    def save(ranks: list[State], config: Any, **lora: Any) -> None:
+    def save(ranks: list[State], config: Any, adapter: Any = None) -> None:
         job.world_size = len(ranks)
         metadata = tmp_path / "metadata"
         shutil.rmtree(metadata, ignore_errors=True)
         (metadata / "huggingface").mkdir(parents=True)
         config.save_pretrained(metadata / "huggingface")
         (metadata / "huggingface/tokenizer.json").write_text('{"a": 1}')
-        if lora:
-            (metadata / "lora_train_meta.json").write_text(json.dumps(lora))
+        if adapter:
+            adapter.save_pretrained(metadata / "lora_adapter")
         for rank, state in enumerate(ranks):
             job.stage(1, {"model": state}, rank=rank, metadata=metadata if rank == 0 else None)
         job.commit(1, "model", "metadata")
@@ -250,7 +250,10 @@ def test_an_adapter_is_a_folder_that_peft_loads(job: Job, commit: Commit, tmp_pa
     for name, value in model.state_dict().items():
         if "lora_B" in name:
             value.normal_()
-    commit(shards(model.state_dict(), (2,)), base.config, r=4, lora_alpha=8, task_type="CAUSAL_LM")
+    commit(shards(model.state_dict(), (2,)), base.config)
+    with pytest.raises(ExportError, match=r"the step has no lora_adapter/adapter_config\.json"):
+        export_step(job.root, 1, to=tmp_path / "out")
+    commit(shards(model.state_dict(), (2,)), base.config, lora)
     export_step(job.root, 1, to=tmp_path / "out")
     assert same(weights(tmp_path / "out"), expected)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
@@ -320,8 +323,8 @@ def test_memory_holds_one_file_of_the_result_at_a_time(
         safetensors.open_progress(tmp_path / "out", {}),
         model,
         {name: name for name in model.names},
-        Naming(None, frozenset(), fuses=False),
-        convert_dtype=lambda dtype: dtype,
+        Naming(None, frozenset(), fuses=False, config=b""),
+        convert_dtype=lambda name, dtype: dtype,
         max_bytes=20 << 20,
     )
     assert len(seen) == 10

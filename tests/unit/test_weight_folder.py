@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -27,7 +28,7 @@ from tests.unit.job import Job
 from tests.unit.powercut import Recording, after, cuts
 from tests.unit.weights import VersionFile, upload
 from trinity_sync import FolderReader, WeightFolder, WeightReader
-from trinity_sync.errors import ConfigError, DeltaError, WeightSyncError
+from trinity_sync.errors import ConfigError, DeltaError, ExportError, WeightSyncError
 from trinity_sync.formats import weight_folder
 from trinity_sync.formats.disk_delta import apply_delta
 from trinity_sync.formats.published import PublishedVersion, iter_version_folders, read_latest
@@ -37,10 +38,10 @@ State = dict[str, torch.Tensor]
 Read = tuple[PublishedVersion, State]
 
 
-def tiny(*, tied: bool = False, seed: int = 0) -> Any:
+def tiny(*, tied: bool = False, seed: int = 0, vocabulary: int = 40) -> Any:
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=40,
+        vocab_size=vocabulary,
         hidden_size=16,
         intermediate_size=24,
         num_hidden_layers=2,
@@ -77,9 +78,11 @@ class StateView:
         names = {"step": self.step, "run": self.run, "identity": self.identity}
         return SimpleNamespace(root="ckpts", **names)
 
-    @property
-    def names(self) -> list[str]:
-        return list(self.tensors)
+    def list_named(self) -> list[tuple[tuple[str, ...], torch.Size, torch.dtype]]:
+        return [((name,), tensor.shape, tensor.dtype) for name, tensor in self.tensors.items()]
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
 
     def iter_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self.tensors.items():
@@ -95,8 +98,17 @@ def weights(step: int) -> State:
     return found
 
 
+@cache
+def first() -> State:
+    return dict(tiny().state_dict())
+
+
+NORM = "model.norm.weight"
+
+
 def small(step: int) -> State:
-    return {"w": torch.full((300,), float(step), dtype=torch.bfloat16), "b": torch.arange(5)}
+    """Weights of a step, of which one small tensor differs from those of another one."""
+    return {**first(), NORM: torch.full((16,), float(step), dtype=torch.bfloat16)}
 
 
 def same(one: State, other: State) -> bool:
@@ -240,24 +252,27 @@ def test_a_reader_on_another_host_gets_every_version_bit_equal(
     )
 
 
-def test_a_delta_is_a_small_part_of_the_model(tmp_path: Path, model: Path) -> None:
-    folder = WeightFolder(tmp_path / "out", model, deltas=1)
-    large = {"w": torch.randn(1_000_000).bfloat16()}
+def test_a_delta_is_a_small_part_of_the_model(tmp_path: Path) -> None:
+    trained = tiny(vocabulary=50_000)
+    trained.save_pretrained(tmp_path / "model")
+    folder = WeightFolder(tmp_path / "out", tmp_path / "model", deltas=1)
+    large = dict(trained.state_dict())
     sizes = []
     for step in (1, 2):
-        large["w"].view(torch.int16)[step::1000] ^= 1
+        large["model.embed_tokens.weight"].view(-1).view(torch.int16)[step::1000] ^= 1
         published = folder.publish(StateView(step, large))
         sizes.append(sum(path.stat().st_size for path in published.folder.glob("*.safetensors")))
     assert sizes[1] < sizes[0] / 100
     assert same(FolderReader(tmp_path / "out").load(), large)
 
 
-def test_other_tensors_than_before_are_published_complete(tmp_path: Path, model: Path) -> None:
+def test_tensors_of_another_dtype_than_before_are_published_complete(
+    tmp_path: Path, model: Path
+) -> None:
     folder = WeightFolder(tmp_path / "out", model, deltas=9)
     reader = FolderReader(tmp_path / "out")
-    for step, state in enumerate(
-        [small(1), {**small(2), "new": torch.ones(3)}, {**small(3), "new": torch.ones(3, 1)}], 1
-    ):
+    for step, dtype in enumerate([torch.bfloat16, torch.float16, torch.float32], 1):
+        state = {name: tensor.to(dtype) for name, tensor in small(step).items()}
         assert folder.publish(StateView(step, state)).base is None
         assert same(reader.load(), state)
 
@@ -338,7 +353,8 @@ def test_deltas_in_a_wrong_order_are_refused(chain: Path) -> None:
 
 def test_a_delta_of_slime_is_applied(tmp_path: Path) -> None:
     """As slime's trainer writes it, with its other encoding, in its order of bytes."""
-    old, new = small(1), small(2)
+    old = {"w": torch.zeros(300), "b": torch.arange(5)}
+    new = {"w": torch.ones(300), "b": old["b"]}
     before, now = (state["w"].view(torch.uint8).numpy() for state in (old, new))
     positions = np.flatnonzero(before != now).astype("<u4")
     content = np.array([positions.size], "<u4").tobytes() + positions.tobytes()
@@ -470,7 +486,7 @@ def test_an_adapter_is_published_alone(tmp_path: Path) -> None:
             if "lora_B" in name:
                 parameter.normal_()
     folder = WeightFolder(tmp_path / "out", tmp_path / "adapter")
-    with pytest.raises(ConfigError, match=r"no tensor of an adapter.*get_peft_model_state_dict"):
+    with pytest.raises(ExportError, match=r"PEFT does not load.*get_peft_model_state_dict"):
         folder.publish(StateView(1, trained.state_dict()))
     assert folder.latest() is None
     published = folder.publish(StateView(1, peft.get_peft_model_state_dict(trained)))
@@ -610,11 +626,11 @@ def test_the_metadata_of_a_delta_is_that_of_slime(chain: Path) -> None:
             "compression_format": "zstd",
             "checksum_format": "xxh3-128",
         },
-        "weight_map": {"w": "model-00000-of-00001.safetensors"},
+        "weight_map": {NORM: "model-00000-of-00001.safetensors"},
     }
     with safe_open(chain / "weight_v000002/model-00000-of-00001.safetensors", "np") as file:
-        xor = zstandard.ZstdDecompressor().decompress(file.get_tensor("w").data)
-        checksum = file.metadata()["w"]
-    old, new = (small(step)["w"].view(torch.uint8).numpy() for step in (1, 2))
+        xor = zstandard.ZstdDecompressor().decompress(file.get_tensor(NORM).data)
+        checksum = file.metadata()[NORM]
+    old, new = (small(step)[NORM].view(torch.uint8).numpy() for step in (1, 2))
     assert xor == (old ^ new).tobytes()
     assert checksum == xxhash.xxh3_128_hexdigest(new.tobytes())

@@ -40,10 +40,13 @@ class PublishedView:
     version: PublishedVersion
     tensors: Tensors
 
-    @property
-    def names(self) -> list[str]:
-        """Names of the tensors."""
-        return list(self.tensors)
+    def list_named(self) -> list[tuple[tuple[str, ...], torch.Size, torch.dtype]]:
+        """Return name, shape and dtype of each tensor."""
+        return [((name,), tensor.shape, tensor.dtype) for name, tensor in self.tensors.items()]
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return one tensor on the CPU; do not change it."""
+        return self.tensors[name]
 
     def iter_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and full tensors on the CPU; do not change them."""

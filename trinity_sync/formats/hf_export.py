@@ -5,23 +5,22 @@ Into the step, the weights are written next to it, renamed into
 complete folder appears by one rename, which ``from_pretrained`` loads.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from trinity_sync.errors import CommitError, ConfigError, ExportError
-from trinity_sync.formats.hf_naming import build_adapter_config, find_naming, split_adapter
+from trinity_sync.formats.hf_adapter import ADAPTER_CONFIG, ADAPTER_FILE, SplitModel, split_adapter
+from trinity_sync.formats.hf_naming import Architecture, set_in_config
 from trinity_sync.formats.hf_target import check_target, lock_export, replace_target
 from trinity_sync.formats.safetensors import (
     ExportProgress,
     open_progress,
     read_metas,
     read_progress,
-    save_tensors,
+    save_compared,
     write_model,
 )
 from trinity_sync.formats.shard_reader import ShardedModel
@@ -30,6 +29,7 @@ from trinity_sync.fs.direct_io import digest_file
 from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.fs.progress import OnProgress, no_progress
 from trinity_sync.layout import check_name, shard_file, step_folder
+from trinity_sync.snapshot.stager import ATTACHMENTS
 from trinity_sync.storage.discovery import require_committed, require_unreplaced
 from trinity_sync.storage.export_requests import (
     COMPONENT,
@@ -44,6 +44,7 @@ from trinity_sync.storage.manifest_files import FileRecord
 
 HUGGINGFACE = "huggingface"
 ADAPTER = "lora_adapter"
+"""Folder of an adapter, in a role's folder in the step and in an export."""
 
 _TORCH: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -142,6 +143,7 @@ def export_step(
                 progress,
                 model,
                 folder / role,
+                _find_adapter_config(folder, manifest, role),
                 max_bytes=max_shard_bytes,
                 trust_remote_code=trust_remote_code,
                 small=[] if to is None else _list_metadata_files(manifest, role),
@@ -191,54 +193,89 @@ def _write_files(
     progress: ExportProgress,
     model: ShardedModel,
     role_folder: Path,
+    adapter_config: Path | None,
     *,
     max_bytes: int,
     trust_remote_code: bool,
     small: list[str],
     on_progress: OnProgress,
 ) -> None:
+    huggingface, names = role_folder / HUGGINGFACE, model.names
+    metas = read_metas(model, {name: name for name in names})
+    base: Architecture | None = None
+    if adapter_config is None or (huggingface / "config.json").is_file():
+        base = Architecture(huggingface, trust_remote_code=trust_remote_code)
+    if adapter_config:
+        split = split_adapter(base, adapter_config, metas)
+    elif any(name.startswith("base_model.") for name in names):
+        raise ExportError(
+            f"{names[0]} in {role_folder} is of a model with an adapter, and the step has no "
+            f"{ADAPTER}/{ADAPTER_CONFIG}: save with metadata=FOLDER that contains it, as "
+            "peft_config.save_pretrained writes it"
+        )
+    else:
+        split = SplitModel({name: name for name in names}, {}, b"")
     wanted = _TORCH.get(progress.source["dtype"])
 
-    def convert_dtype(trained: torch.dtype) -> torch.dtype:
-        return wanted if wanted and trained.is_floating_point else trained
+    def convert_dtype(name: str, trained: torch.dtype) -> torch.dtype:
+        kept = wanted and naming and naming.keeps_float32(name, wanted)
+        return wanted if wanted and trained.is_floating_point and not kept else trained
 
-    base, adapter = split_adapter(model.names)
-    huggingface = role_folder / HUGGINGFACE
-    if base:
-        naming = find_naming(huggingface, list(base), trust_remote_code=trust_remote_code)
+    naming = None
+    if split.base:
+        if base is None:
+            raise ExportError(f"no {HUGGINGFACE}/config.json in {role_folder}")
+        naming = base.find_naming(
+            {name: metas[saved] for name, saved in split.base.items()},
+            lambda one, other: model.are_equal(split.base[one], split.base[other]),
+        )
+        if naming.config != base.config and not small:
+            raise ExportError(
+                f"the config of the step ties weights of {role_folder} that are not equal, and an "
+                "export into the step does not change it; export to a FOLDER"
+            )
         write_model(
             progress,
             model,
-            base,
+            split.base,
             naming,
             convert_dtype=convert_dtype,
             max_bytes=max_bytes,
             on_progress=on_progress,
         )
-    if adapter:
-        shapes = {name: shape for name, (shape, _) in read_metas(model, adapter).items()}
-        config = json.dumps(build_adapter_config(shapes, role_folder), indent=2)
+    if split.adapter:
         progress.write_file(
-            f"{ADAPTER}/adapter_model.safetensors",
-            lambda path: save_tensors(
+            f"{ADAPTER}/{ADAPTER_FILE}",
+            lambda path: save_compared(
                 path,
                 {
-                    n: model.read_tensor(o, convert_dtype(model.read_meta(o)[1]))
-                    for n, o in adapter.items()
+                    name: model.read_tensor(saved, convert_dtype(name, metas[saved][1]))
+                    for name, saved in split.adapter.items()
                 },
             ),
         )
-        progress.write_file(f"{ADAPTER}/adapter_config.json", lambda path: path.write_text(config))
+        progress.write_file(
+            f"{ADAPTER}/{ADAPTER_CONFIG}", lambda path: path.write_bytes(split.config)
+        )
     kinds = [
-        convert_dtype(d)
-        for _, d in read_metas(model, base or adapter).values()
-        if d.is_floating_point
+        convert_dtype(name, metas[saved][1])
+        for name, saved in (split.base or split.adapter).items()
+        if metas[saved][1].is_floating_point
     ]
     for name in small:
         content = (huggingface / name).read_bytes()
         if name == "config.json" and kinds:
+            content = naming.config if naming else content
             content = set_dtype(content, max(set(kinds), key=kinds.count))
         progress.write_file(name, lambda path, content=content: path.write_bytes(content))  # type: ignore[misc]
+
+
+def _find_adapter_config(folder: Path, manifest: Manifest, role: str) -> Path | None:
+    """Return PEFT's own config, which the FSDP manager or the callback of `Trainer` commits."""
+    for path in (f"{role}/{ADAPTER}/{ADAPTER_CONFIG}", f"{ATTACHMENTS}/{ADAPTER_CONFIG}"):
+        if manifest.find_file(path):
+            return folder / path
+    return None
 
 
 def set_dtype(config: bytes, dtype: torch.dtype) -> bytes:
@@ -248,10 +285,8 @@ def set_dtype(config: bytes, dtype: torch.dtype) -> bytes:
         config: content of ``config.json``.
         dtype: dtype of the weights.
     """
-    body: dict[str, Any] = json.loads(config)
-    key = "torch_dtype" if "torch_dtype" in body else "dtype"
-    body[key] = str(dtype).removeprefix("torch.")
-    return json.dumps(body, indent=2).encode() + b"\n"
+    key = "torch_dtype" if b'"torch_dtype"' in config else "dtype"
+    return set_in_config(config, **{key: str(dtype).removeprefix("torch.")})
 
 
 def _add_to_step(root: Path, manifest: Manifest, role: str, progress: ExportProgress) -> None:

@@ -2,12 +2,14 @@
 
 transformers' own ``save_pretrained`` omits tied weights and splits what it fused while loading
 (e.g. the experts of a mixture) into the tensors of the published files. This module does the same,
-one layer at a time, with a model on the meta device.
+one layer at a time, with a model on the meta device. Before anything is written, transformers loads
+the names and shapes into such a model: what it would leave at random, or ignore, is refused.
 """
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,10 +18,13 @@ from typing import Any
 import torch
 
 from trinity_sync.errors import ConfigError, ExportError
+from trinity_sync.formats.shard_reader import Meta
 from trinity_sync.snapshot.safe_load import TRUSTED, is_trusted, open_no_follow
 
 Tensors = dict[str, torch.Tensor]
 
+SHOWN = 5
+"""Tensors that a message names."""
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 
 
@@ -33,6 +38,8 @@ class Naming:
     """Names of tensors that are not written: tied, or computed when the model is loaded."""
     fuses: bool
     """Whether transformers fuses tensors of a layer when it loads this model."""
+    config: bytes
+    """Content of ``config.json``, with which transformers loads what is written."""
 
     def find_group(self, name: str) -> str:
         """Return the group of a tensor, whose tensors must be written together."""
@@ -47,13 +54,34 @@ class Naming:
 
         return dict(revert_weight_conversion(self.shell, group))
 
+    def keeps_float32(self, name: str, dtype: torch.dtype) -> bool:
+        """Return whether transformers keeps a tensor in ``float32`` in a model of another dtype."""
+        return find_kept([name], self.shell, dtype) != []
 
-def find_naming(folder: Path, names: list[str], *, trust_remote_code: bool = False) -> Naming:
-    """Return the naming of the model whose config is in ``folder``.
+
+def find_kept(names: Iterable[str], shell: Any, dtype: torch.dtype | None) -> list[str]:
+    """Return the names of the tensors that transformers keeps in ``float32``.
+
+    Args:
+        names: names of a model's tensors.
+        shell: the transformers model.
+        dtype: dtype of the model; None if it is not rounded.
+    """
+    kept = ["strict"] if dtype in (torch.float16, torch.bfloat16) else []
+    if dtype is torch.float16:
+        kept.append("")
+    lists = (f"_keep_in_fp32_modules_{each}".rstrip("_") for each in kept)
+    patterns = [
+        each.replace("*", ".*") for one in lists for each in getattr(shell, one, None) or ()
+    ]
+    return [name for name in names if any(re.search(each, name) for each in patterns)]
+
+
+class Architecture:
+    """The transformers model of a folder's config, without its weights.
 
     Args:
         folder: folder with ``config.json``.
-        names: names of the model's tensors, without adapters.
         trust_remote_code: whether source files of the model in that folder may be imported.
 
     Raises:
@@ -61,44 +89,115 @@ def find_naming(folder: Path, names: list[str], *, trust_remote_code: bool = Fal
         ConfigError: the model has source files of its own, and they are not trusted, or other users
             may write them.
     """
-    if not (
-        folder / "config.json"
-    ).is_file():  # transformers would treat the path as a name on the hub
-        raise ExportError(
-            f"no {folder.name}/config.json in the step ({folder}), which an export needs: save "
-            "with metadata=FOLDER that contains huggingface/config.json, as the FSDP manager does"
-        )
-    if trust_remote_code:
-        with TemporaryDirectory(prefix="trinity-code-") as private:
-            copy = Path(private, folder.name)
-            _copy_code(folder, copy)
-            shell = _build_shell(folder, copy, trust_remote_code=True)
-    else:
-        shell = _build_shell(folder, folder, trust_remote_code=False)
-    shell.tie_weights()
-    ignored = set(getattr(shell, "_keys_to_ignore_on_save", None) or ())
-    return Naming(shell, frozenset(ignored | _find_tied(shell, names)), _has_fusion(shell))
 
-
-def _build_shell(folder: Path, copy: Path, *, trust_remote_code: bool) -> Any:
-    """Build the model of ``folder`` on the meta device, from the files in ``copy``."""
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(copy, trust_remote_code=trust_remote_code)
-        if getattr(config, "auto_map", None) and not trust_remote_code:
-            raise ConfigError(
-                f"the model of {folder} has source files of its own; if you trust them, export "
-                "with --trust-remote-code"
+    def __init__(self, folder: Path, *, trust_remote_code: bool = False) -> None:
+        if not (folder / "config.json").is_file():  # transformers would look for it on the hub
+            raise ExportError(
+                f"no {folder.name}/config.json in the step ({folder}), which an export needs: save "
+                "with metadata=FOLDER that contains huggingface/config.json, as the FSDP manager "
+                "does"
             )
-        with torch.device("meta"):
-            return find_auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ExportError(
-            f"transformers cannot build the model of {folder}/config.json: {error}"
-        ) from error
+        self.folder = folder
+        self._trust_remote_code = trust_remote_code
+        self.config = (folder / "config.json").read_bytes()
+        self.shell = self._build_shell(self.config)
+        self._found: tuple[object, Naming] | None = None
+
+    def find_naming(
+        self,
+        metas: Mapping[str, Meta],
+        are_equal: Callable[[str, str], bool],
+        *,
+        as_published: bool = False,
+    ) -> Naming:
+        """Return how tensors are written, once transformers has loaded their names and shapes.
+
+        Args:
+            metas: shape and dtype by name, without adapters.
+            are_equal: compares the bits of two tensors. Of those that the config says are tied, an
+                equal one is not written; others are, with a config that does not tie them.
+            as_published: whether the tensors are those of published files already.
+
+        Raises:
+            ExportError: the tensors are not those of the model; the message names them.
+        """
+        untied = [
+            name for name, first in _find_tied(self.shell, metas) if not are_equal(first, name)
+        ]
+        key = (dict(metas), untied, as_published)
+        if self._found and self._found[0] == key:
+            return self._found[1]
+        shell, config = self.shell, self.config
+        if untied:
+            config = _untie(config)
+            shell = self._build_shell(config)
+        tied = {name for name, _ in _find_tied(shell, metas)}
+        if still := tied.intersection(untied):
+            raise ExportError(
+                f"{min(still)} is tied in every model of {self.folder}/config.json, and is not "
+                "equal to what it is tied to; transformers cannot load such a model"
+            )
+        ignored = set(getattr(shell, "_keys_to_ignore_on_save", None) or ())
+        fuses = not as_published and _has_fusion(shell)
+        naming = Naming(shell, frozenset(ignored | tied), fuses, config)
+        self._require_loaded(shell, _list_written(naming, metas, self.folder))
+        self._found = key, naming
+        return naming
+
+    def _require_loaded(self, shell: Any, written: Tensors) -> None:
+        """Require that transformers fills the model with tensors, and knows all of them."""
+        with _quiet():
+            _, found = type(shell).from_pretrained(
+                None,
+                config=shell.config,
+                state_dict=dict(written),
+                device_map="meta",
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        problems = [f"{name} is missing" for name in sorted(found["missing_keys"])]
+        problems += [f"{name} is unknown" for name in sorted(found["unexpected_keys"])]
+        problems += [
+            f"{name} is {[*saved]}, not {[*wanted]}"
+            for name, saved, wanted in sorted(found["mismatched_keys"])
+        ]
+        problems += map(str, found["error_msgs"])
+        if problems:
+            raise ExportError(
+                f"the weights are not those of the {type(shell).__name__} of {self.folder}: "
+                f"{'; '.join(problems[:SHOWN])}"
+                f"{f' and {len(problems) - SHOWN} more' if problems[SHOWN:] else ''}. Save all "
+                "weights of the model whose config.json is there"
+            )
+
+    def _build_shell(self, config: bytes) -> Any:
+        """Build the model of a config on the meta device."""
+        from transformers import AutoConfig
+
+        trusts = self._trust_remote_code
+        with TemporaryDirectory(prefix="trinity-code-") as private:
+            copy = Path(private, self.folder.name or "model")
+            copy.mkdir()
+            if trusts:
+                _copy_code(self.folder, copy)
+            (copy / "config.json").write_bytes(config)
+            try:
+                loaded = AutoConfig.from_pretrained(copy, trust_remote_code=trusts)
+                if getattr(loaded, "auto_map", None) and not trusts:
+                    raise ConfigError(
+                        f"the model of {self.folder} has source files of its own; if you trust "
+                        "them, export with --trust-remote-code"
+                    )
+                with torch.device("meta"):
+                    shell = find_auto_class(loaded).from_config(loaded, trust_remote_code=trusts)
+            except (OSError, ValueError, KeyError) as error:
+                if isinstance(error, ConfigError):
+                    raise
+                raise ExportError(
+                    f"transformers cannot build the model of {self.folder}/config.json: {error}"
+                ) from error
+        shell.tie_weights()
+        return shell
 
 
 def _copy_code(folder: Path, to: Path) -> None:
@@ -139,53 +238,47 @@ def find_auto_class(config: Any) -> Any:
     raise ExportError(f"models of architecture {architecture} cannot be exported")
 
 
-def split_adapter(names: list[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Split the tensors of a model with LoRA adapters into base model and adapter.
-
-    Returns:
-        Saved name by name in the exported model, and by name in the adapter's file.
-    """
-    adapter = {name.replace(".default.weight", ".weight"): name for name in names if _LORA in name}
-    base = {
-        name.removeprefix("base_model.model.").replace(".base_layer.", "."): name
-        for name in names
-        if _LORA not in name
-    }
-    return base, adapter
-
-
-def build_adapter_config(shapes: Mapping[str, torch.Size], role_folder: Path) -> dict[str, Any]:
-    """Return the content of peft's ``adapter_config.json``, from ``lora_train_meta.json``.
+def set_in_config(config: bytes, **values: Any) -> bytes:
+    """Return a model's config with other values.
 
     Args:
-        shapes: shapes of the adapter's tensors, by name in its file.
-        role_folder: role's folder in the step; without that file, alpha is the rank.
+        config: content of ``config.json``.
+        values: values by key.
     """
+    return json.dumps({**json.loads(config), **values}, indent=2).encode() + b"\n"
+
+
+def _untie(config: bytes) -> bytes:
+    """Return a config that does not tie the head to the embeddings, for each library's reading."""
+    text = json.loads(config).get("text_config")
+    values: dict[str, Any] = {"tie_word_embeddings": False}
+    if isinstance(text, dict):
+        values["text_config"] = {**text, **values}
+    return set_in_config(config, **values)
+
+
+def _list_written(naming: Naming, metas: Mapping[str, Meta], folder: Path) -> Tensors:
+    """Return what is written, on the meta device."""
+    groups: dict[str, Tensors] = {}
+    for name, (shape, dtype) in metas.items():
+        if name not in naming.dropped:
+            group = groups.setdefault(naming.find_group(name), {})
+            group[name] = torch.empty(shape, dtype=dtype, device="meta")
     try:
-        trained = json.loads((role_folder / "lora_train_meta.json").read_text())
-    except (OSError, ValueError):
-        trained = {}
-    rank = next((shape[0] for name, shape in shapes.items() if "lora_A" in name), 0)
-    return {
-        "peft_type": "LORA",
-        "task_type": trained.get("task_type", "CAUSAL_LM"),
-        "r": trained.get("r", rank),
-        "lora_alpha": trained.get("lora_alpha", rank),
-        "target_modules": sorted({name.split(".")[-3] for name in shapes}),
-        "base_model_name_or_path": None,
-        "inference_mode": True,
-    }
+        return {n: t for group in groups.values() for n, t in naming.revert_fusion(group).items()}
+    except Exception as error:  # a group that is not complete, or of other shapes
+        raise ExportError(
+            f"the weights are not those of the {type(naming.shell).__name__} of {folder}, which "
+            f"cannot be split as published: {error!r}"
+        ) from error
 
 
-_LORA = "lora_"
-
-
-def _find_tied(shell: Any, names: list[str]) -> set[str]:
-    """Return the names of tensors that are tied to an earlier tensor, which is written."""
-    have, first, tied = set(names), dict[int, str](), set()
+def _find_tied(shell: Any, names: Iterable[str]) -> list[tuple[str, str]]:
+    """Return the tensors that the config ties to an earlier tensor, which is written, and that."""
+    have, first, tied = {*names}, dict[int, str](), []
     for name, parameter in shell.named_parameters(remove_duplicate=False):
-        if name in have and first.setdefault(id(parameter), name) != name:
-            tied.add(name)
+        if name in have and (earlier := first.setdefault(id(parameter), name)) != name:
+            tied.append((name, earlier))
     return tied
 
 
@@ -195,3 +288,19 @@ def _has_fusion(shell: Any) -> bool:
     except ImportError:  # transformers 4 loads tensors as they are
         return False
     return bool(get_model_conversion_mapping(shell, add_legacy=False))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from a report of what it loads."""
+    from transformers.utils import logging
+
+    verbosity, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bar:
+            logging.enable_progress_bar()

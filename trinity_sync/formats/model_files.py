@@ -8,13 +8,12 @@ from pathlib import Path
 
 import torch
 
+from trinity_sync.formats.hf_adapter import ADAPTER_CONFIG, ADAPTER_FILE
 from trinity_sync.formats.hf_export import set_dtype
 from trinity_sync.formats.published import VERSION_FILE, describe_tensor
 from trinity_sync.formats.safetensors import INDEX, PROGRESS, save_tensors
 from trinity_sync.fs.atomic import sync_folder
 
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_FILE = "adapter_model.safetensors"
 _SMALL_FILES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
 """Suffixes of the files of a model that are copied: its config, tokenizer and source files."""
 
@@ -30,6 +29,7 @@ def write_complete(
     model: Path,
     *,
     max_shard_bytes: int,
+    config: bytes | None = None,
 ) -> list[str]:
     """Write a complete model or adapter, with one file of weights in memory at a time.
 
@@ -39,6 +39,7 @@ def write_complete(
         model: folder with config and tokenizer, or with the adapter's config.
         max_shard_bytes: maximum bytes of a file of weights; a larger tensor gets a file of its own.
             An adapter has one file.
+        config: content of ``config.json``; by default that of ``model``.
 
     Returns:
         The line of each tensor, of which the version's checksum is made.
@@ -69,7 +70,7 @@ def write_complete(
             "weight_map": {name: names[part] for name, part in weight_map.items()},
         }
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    _copy_small_files(model, folder, dtypes)
+    _copy_small_files(model, folder, dtypes, config)
     return lines
 
 
@@ -83,7 +84,9 @@ def make_durable(folder: Path) -> None:
     sync_folder(folder)
 
 
-def _copy_small_files(model: Path, folder: Path, dtypes: Counter[torch.dtype]) -> None:
+def _copy_small_files(
+    model: Path, folder: Path, dtypes: Counter[torch.dtype], config: bytes | None
+) -> None:
     for path in sorted(model.iterdir()):
         if (
             not path.is_file()
@@ -93,7 +96,7 @@ def _copy_small_files(model: Path, folder: Path, dtypes: Counter[torch.dtype]) -
             continue
         content = path.read_bytes()
         if path.name == "config.json" and dtypes:
-            content = set_dtype(content, dtypes.most_common(1)[0][0])
+            content = set_dtype(config or content, dtypes.most_common(1)[0][0])
         (folder / path.name).write_bytes(content)
 
 

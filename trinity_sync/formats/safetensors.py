@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
+from trinity_sync.errors import ExportError
 from trinity_sync.formats.hf_naming import Naming, Tensors
 from trinity_sync.formats.shard_reader import Meta, ShardedModel
 from trinity_sync.fs.atomic import make_folder, replace_file, sync_folder
 from trinity_sync.fs.direct_io import digest_cached_file
 from trinity_sync.fs.progress import OnProgress, no_progress
+from trinity_sync.snapshot.dtensor_shards import have_equal_bits
 
 PROGRESS = "trinity_export.json"
 INDEX = "model.safetensors.index.json"
@@ -103,7 +105,7 @@ def write_model(
     names: dict[str, str],
     naming: Naming,
     *,
-    convert_dtype: Callable[[torch.dtype], torch.dtype],
+    convert_dtype: Callable[[str, torch.dtype], torch.dtype],
     max_bytes: int,
     on_progress: OnProgress = no_progress,
 ) -> None:
@@ -114,7 +116,7 @@ def write_model(
         model: the saved model.
         names: name in ``model`` by name in the exported model.
         naming: names that transformers expects.
-        convert_dtype: returns the dtype to write, given the saved dtype.
+        convert_dtype: returns the dtype to write, given a name in the model and the saved dtype.
         max_bytes: maximum bytes of a file; a larger tensor gets a file of its own.
         on_progress: called with bytes written and their total.
     """
@@ -127,7 +129,7 @@ def write_model(
 
     def make_empty(name: str) -> torch.Tensor:
         shape, dtype = model.read_meta(names[name])
-        return torch.empty(shape, dtype=convert_dtype(dtype), device="meta")
+        return torch.empty(shape, dtype=convert_dtype(name, dtype), device="meta")
 
     planned: dict[str, tuple[str, int]] = {}  # group and bytes by name
     for group, members in groups.items():
@@ -153,7 +155,7 @@ def write_model(
                 loaded = "", {}
                 trained = {
                     member: model.read_tensor(
-                        names[member], convert_dtype(model.read_meta(names[member])[1])
+                        names[member], convert_dtype(member, model.read_meta(names[member])[1])
                     )
                     for member in groups[group]
                 }
@@ -165,7 +167,7 @@ def write_model(
     for file, wanted in shards.filename_to_tensors.items():
         written = progress.write_file(
             file,
-            lambda path, wanted=wanted: save_tensors(path, read_tensors(wanted)),  # type: ignore[misc]
+            lambda path, wanted=wanted: save_compared(path, read_tensors(wanted)),  # type: ignore[misc]
         )
         if not written:
             on_progress(sum(planned[name][1] for name in wanted), total)
@@ -185,6 +187,29 @@ def save_tensors(path: Path, tensors: Tensors) -> None:
     from safetensors.torch import save_file
 
     save_file(tensors, path, metadata={"format": "pt"})
+
+
+def save_compared(path: Path, tensors: Tensors) -> None:
+    """Write a file as `save_tensors`, and require that it holds the tensors bit by bit.
+
+    Args:
+        path: path of the file.
+        tensors: tensors by name.
+
+    Raises:
+        ExportError: it does not.
+    """
+    from safetensors import safe_open
+
+    save_tensors(path, tensors)
+    with safe_open(path, "pt", device="cpu") as file:
+        written = {*file.keys()}
+        for name, tensor in tensors.items():
+            if name not in written or not have_equal_bits(file.get_tensor(name), tensor):
+                raise ExportError(
+                    f"{path} does not hold {name} as it was written; check the disk, and export "
+                    "again"
+                )
 
 
 def read_metas(model: ShardedModel, names: dict[str, str]) -> dict[str, Meta]:

@@ -18,12 +18,14 @@ from trinity_sync.snapshot.dtensor_shards import (
     ShardBox,
     compute_own_box,
     compute_shard_boxes,
+    have_equal_bits,
     is_outside_mesh,
 )
 from trinity_sync.snapshot.safe_load import load_file
-from trinity_sync.snapshot.torch_private import get_shard
+from trinity_sync.snapshot.torch_private import get_shard, map_plain_names
 
 Meta = tuple[torch.Size, torch.dtype]
+"""Shape and dtype of a complete tensor."""
 
 
 class ShardedModel:
@@ -40,7 +42,7 @@ class ShardedModel:
 
     @property
     def names(self) -> list[str]:
-        """Names of the tensors, in the order in which they were saved.
+        """Names of the tensors in the plain model, in the order in which they were saved.
 
         Raises:
             ExportError: another rank saved tensors of which rank 0 has no part.
@@ -64,6 +66,20 @@ class ShardedModel:
                 "cannot be exported"
             )
         return value.shape, value.dtype
+
+    def are_equal(self, name: str, other: str) -> bool:
+        """Return whether two complete tensors have the same bits."""
+        (shape, dtype), meta = self.read_meta(name), self.read_meta(other)
+        if (shape, dtype) != meta:
+            return False
+        one, two = (self._open_state(0)[each] for each in (name, other))
+        sharded = isinstance(one, DTensor), isinstance(two, DTensor)
+        if sharded == (False, False) or (all(sharded) and one.placements == two.placements):
+            return all(
+                have_equal_bits(*(get_shard(self._get_part(each, rank)) for each in (name, other)))
+                for rank in range(len(self.files))
+            )
+        return have_equal_bits(*(self.read_tensor(each, dtype) for each in (name, other)))
 
     def read_tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return a complete tensor, in memory of its own.
@@ -151,4 +167,7 @@ def _load(path: Path) -> dict[str, Any]:
         mesh.setLevel(level)
     if not isinstance(state, dict):
         raise ExportError(f"{path} contains a {type(state).__name__}, not the state of a model")
-    return state
+    try:
+        return {name: state[saved] for name, saved in map_plain_names(state).items()}
+    except ValueError as error:
+        raise ExportError(f"{path}: {error}; save the state of the plain model") from error

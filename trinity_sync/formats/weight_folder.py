@@ -17,7 +17,7 @@ import logging
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from trinity_sync.errors import ConfigError, WeightSyncError, from_extra
+from trinity_sync.errors import ConfigError, ExportError, WeightSyncError, from_extra
 from trinity_sync.formats.disk_delta import (
     EncodedTensor,
     encode_tensor,
@@ -33,9 +33,9 @@ from trinity_sync.formats.disk_delta import (
     write_delta,
 )
 from trinity_sync.formats.folder_reader import PublishedView
-from trinity_sync.formats.hf_naming import Naming, find_naming
+from trinity_sync.formats.hf_adapter import ADAPTER_CONFIG, split_adapter
+from trinity_sync.formats.hf_naming import Architecture, Naming, find_kept
 from trinity_sync.formats.model_files import (
-    ADAPTER_CONFIG,
     is_adapter,
     make_durable,
     write_complete,
@@ -56,6 +56,7 @@ from trinity_sync.formats.published import (
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, replace_file, sync_folder
 from trinity_sync.fs.locks import try_acquire_file_lock
 from trinity_sync.fs.records import encode_record
+from trinity_sync.snapshot.dtensor_shards import have_equal_bits
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +71,11 @@ class View(Protocol):
     def version(self) -> Any:
         """What has ``step``, ``run``, ``root`` and ``identity``."""
 
-    @property
-    def names(self) -> list[str]:
-        """Names of the tensors."""
+    def list_named(self) -> Sequence[tuple[tuple[str, ...], Sequence[int], torch.dtype]]:
+        """Return names, full shape and dtype of each tensor, in the order of `iter_tensors`."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return one full tensor to read from."""
 
     def iter_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and full tensors, in memory that does not change later."""
@@ -95,7 +98,9 @@ class WeightFolder:
         version = folder.publish(reader)  # a WeightReader; version.folder is a Hugging Face model
 
     With an ``adapter_config.json`` in ``model``, the tensors are those of a PEFT adapter, and each
-    version is an adapter folder. One process publishes into a folder.
+    version is an adapter folder. Names and shapes are compared with the model before anything is
+    written; for an adapter, if its config names the folder of its base model. One process publishes
+    into a folder.
 
     Args:
         out: folder of the versions; created if it is missing.
@@ -143,7 +148,7 @@ class WeightFolder:
             import_zstandard()
         self._deltas, self._keep, self._max_shard_bytes = deltas, keep, max_shard_bytes
         self._trust_remote_code = trust_remote_code
-        self._naming: tuple[list[str], Naming] | None = None
+        self._architecture: Architecture | None = None
         self._last: tuple[PublishedVersion, Tensors] | None = None
         """The version published last and its tensors, from which the next delta is made."""
 
@@ -160,15 +165,18 @@ class WeightFolder:
         Raises:
             WeightSyncError: no version can be read, or another process publishes into the folder.
             ConfigError: the folder has a later step, or other weights of this step, so that engines
-                would not load these; or the tensors are not those of an adapter, and ``model`` is
-                one.
-            ExportError: transformers cannot build the model of the config.
+                would not load these; or ``source`` is a view that rounds what transformers keeps in
+                ``float32``.
+            ExportError: the tensors are not those of the model or of the adapter, or transformers
+                cannot build the model of the config.
             OSError: the disk is full or broken. The marker names a complete version.
         """
-        if isinstance(source, Source):
-            with source.open() as view:
-                return self._publish(view)
-        return self._publish(source)
+        if not isinstance(source, Source):
+            return self._publish(source)
+        rounded: Any = source
+        kept = self._list_kept(getattr(source, "dtype", None))
+        with rounded.open(keep_float32=kept) if kept else source.open() as view:
+            return self._publish(view)
 
     def latest(self) -> PublishedVersion | None:
         """Return the version that the marker names; None if nothing was published."""
@@ -200,7 +208,7 @@ class WeightFolder:
 
     def _require_same(self, view: View, latest: PublishedVersion) -> None:
         """Require that a view has the weights that were published."""
-        lines = [describe_tensor(*item) for item in self._iter_named(view)]
+        lines = [describe_tensor(*item) for item in self._name_tensors(view)[0]]
         if summarize(lines) != latest.checksum:
             raise self._explain_hidden(view.version, latest, "its weights differ from those of")
 
@@ -217,15 +225,20 @@ class WeightFolder:
         final = version_folder(self.out, number)
         scratch = self.out / f".{final.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
         last, self._last = self._last, None  # a failed version is followed by a complete one
+        items: Iterable[tuple[str, torch.Tensor]]
+        items, config = self._name_tensors(view)
         try:
             scratch.mkdir()
-            items: Iterable[tuple[str, torch.Tensor]] = self._iter_named(view)
             tensors = dict(items) if self._deltas else {}
             items = tensors.items() if self._deltas else items
             base = self._find_base(last, latest, tensors)
             if base is None:
                 lines = write_complete(
-                    scratch, items, self._model, max_shard_bytes=self._max_shard_bytes
+                    scratch,
+                    items,
+                    self._model,
+                    max_shard_bytes=self._max_shard_bytes,
+                    config=config,
                 )
             else:
                 write_delta(scratch, number, number - 1, _encode_changes(base, tensors))
@@ -263,30 +276,60 @@ class WeightFolder:
             return None
         return last[1]
 
-    def _iter_named(self, view: View) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors under the names, and in the form, of the model's published files."""
+    def _name_tensors(self, view: View) -> tuple[Iterator[tuple[str, torch.Tensor]], bytes | None]:
+        """Compare a view with the model, before anything is written.
+
+        Returns:
+            The tensors under the names, and in the form, of the model's published files; and the
+            content of ``config.json``, if it differs from the model's.
+        """
+        metas = {
+            name: (torch.Size(shape), dtype)
+            for names, shape, dtype in view.list_named()
+            for name in names
+        }
         if self._is_adapter:
-            yield from _iter_adapter(view)
-            return
-        if isinstance(view, PublishedView):
-            yield from view.iter_tensors()
-            return
-        names = view.names
-        if self._naming is None or self._naming[0] != names:
+            split = split_adapter(None, self._model / ADAPTER_CONFIG, metas)
+            if split.base:
+                raise ExportError(
+                    f"{min(split.base.values())} is no tensor of an adapter's file; upload "
+                    "peft.get_peft_model_state_dict(model), without the base model"
+                )
+            names = {saved: name for name, saved in split.adapter.items()}
+            return ((names[name], tensor) for name, tensor in view.iter_tensors()), None
+        architecture = self._load_architecture()
+        rounded: set[str] = getattr(view, "rounded", set())
+        for dtype in {metas[name][1] for name in rounded}:
+            if lost := find_kept(rounded, architecture.shell, dtype):
+                raise ConfigError(
+                    f"{min(lost)} is rounded to {dtype}, and transformers keeps it in float32; "
+                    "pass the reader to publish, or open the view with keep_float32"
+                )
+        tied = {name: names for names, *_ in view.list_named() for name in names}
+        naming = architecture.find_naming(
+            metas,
+            lambda one, other: (
+                tied[one] is tied[other] or have_equal_bits(view.read(one), view.read(other))
+            ),
+            as_published=isinstance(view, PublishedView),
+        )
+        config = naming.config if naming.config != architecture.config else None
+        return _iter_model(view, naming), config
+
+    def _load_architecture(self) -> Architecture:
+        if self._architecture is None:
             with from_extra("hf"):
-                found = find_naming(self._model, names, trust_remote_code=self._trust_remote_code)
-            self._naming = names, found
-        naming = self._naming[1]
-        left = Counter(naming.find_group(name) for name in names if name not in naming.dropped)
-        groups: dict[str, Tensors] = {}
-        for name, tensor in view.iter_tensors():
-            if name in naming.dropped:
-                continue
-            group = naming.find_group(name)
-            groups.setdefault(group, {})[name] = tensor
-            left[group] -= 1
-            if not left[group]:
-                yield from naming.revert_fusion(groups.pop(group)).items()
+                self._architecture = Architecture(
+                    self._model, trust_remote_code=self._trust_remote_code
+                )
+        return self._architecture
+
+    def _list_kept(self, dtype: torch.dtype | None) -> list[str]:
+        """Return the names of the tensors that a reader with this dtype must not round."""
+        if dtype is None or self._is_adapter:
+            return []
+        shell = self._load_architecture().shell
+        return find_kept(shell.state_dict(), shell, dtype)
 
     def _remove_leftovers(self, latest: PublishedVersion | None) -> None:
         """Remove what a publisher left that was killed before it replaced the marker."""
@@ -324,14 +367,20 @@ class WeightFolder:
         shutil.rmtree(gone, ignore_errors=True)
 
 
-def _iter_adapter(view: View) -> Iterator[tuple[str, torch.Tensor]]:
-    for name in view.names:
-        if "lora_" not in name or ".default." in name:
-            raise ConfigError(
-                f"{name} is no tensor of an adapter's file; upload "
-                "peft.get_peft_model_state_dict(model), without the base model"
-            )
-    yield from view.iter_tensors()
+def _iter_model(view: View, naming: Naming) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what is written of a model, each group once all of its tensors are there."""
+    written = [
+        [name for name in names if name not in naming.dropped] for names, *_ in view.list_named()
+    ]
+    left = Counter(naming.find_group(name) for names in written for name in names)
+    groups: dict[str, Tensors] = {}
+    for names, (_, tensor) in zip(written, view.iter_tensors(), strict=True):
+        for number, name in enumerate(names):  # tensors in a file do not share memory
+            group = naming.find_group(name)
+            groups.setdefault(group, {})[name] = tensor.clone() if number else tensor
+            left[group] -= 1
+            if not left[group]:
+                yield from naming.revert_fusion(groups.pop(group)).items()
 
 
 def _encode_changes(old: Tensors, new: Tensors) -> dict[str, EncodedTensor]:

@@ -1,4 +1,4 @@
-"""The small files next to the shards: configs and tokenizer, which veRL's merger and users need.
+"""The small files next to the shards: configs and tokenizer, for exports and veRL's merger.
 
 They do not change during training, so they are written to the spool once, and every save packs the
 same folder. No file that a step can do without stops a save, and what would stop the first save is
@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 FSDP_CONFIG = "fsdp_config.json"
 LORA_CONFIG = "lora_train_meta.json"
 HUGGINGFACE = "huggingface"
+ADAPTER = "lora_adapter"
 
 _written: WeakKeyDictionary[Any, set[Path]] = WeakKeyDictionary()
 
@@ -74,10 +75,11 @@ def try_metadata(model: Any, processing_class: Any) -> None:
 
 
 def write_metadata(folder: Path, model: Any, processing_class: Any, *, world_size: int) -> None:
-    """Write ``fsdp_config.json``, ``huggingface/`` and, with adapters, ``lora_train_meta.json``.
+    """Write ``fsdp_config.json``, ``huggingface/`` and, with adapters, what describes them.
 
     ``huggingface/`` holds the model's config, its generation config, the tokenizer or processor,
-    and the source files of a custom model.
+    and the source files of a custom model. ``lora_adapter/`` holds PEFT's own config of the
+    adapter, for exports; veRL's merger reads ``lora_train_meta.json``.
 
     Args:
         folder: existing folder, whose contents go to the role's folder.
@@ -114,6 +116,8 @@ def write_metadata(folder: Path, model: Any, processing_class: Any, *, world_siz
     versions = {"FSDP_version": fsdp_version(model), "world_size": world_size}
     (folder / FSDP_CONFIG).write_text(json.dumps(versions, indent=4))
     adapter = _describe_adapter(inner)
+    for each in list((getattr(inner, "peft_config", None) or {}).values())[:1]:
+        each.save_pretrained(folder / ADAPTER)
     if adapter is not None:
         (folder / LORA_CONFIG).write_text(json.dumps(adapter, indent=4))
 

@@ -80,9 +80,22 @@ class VersionView:
         """
         return iter_full_tensors(self.plan, self.images, slices or {})
 
+    def list_named(self) -> list[tuple[tuple[str, ...], tuple[int, ...], torch.dtype]]:
+        """Return names, full shape and dtype of each tensor, in the order of `iter_tensors`."""
+        return [(full.names, full.shape, full.read_dtype) for full in self.plan]
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return one full tensor to read from, as `iter_views`.
+
+        Args:
+            name: its name, or that of a tensor that is tied to it.
+        """
+        full = next(full for full in self.plan if name in full.names)
+        return view_full_tensor(full, self.images)
+
     def list_outlines(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         """Return name, full shape and dtype of each tensor, in the order of `iter_views`."""
-        return [(name, full.shape, full.read_dtype) for full in self.plan for name in full.names]
+        return [(name, shape, dtype) for names, shape, dtype in self.list_named() for name in names]
 
     def iter_views(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield all names, those of tied tensors as well, and full tensors to read from in place.
