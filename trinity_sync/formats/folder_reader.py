@@ -39,6 +39,8 @@ class PublishedView:
 
     version: PublishedVersion
     tensors: Tensors
+    config: bytes
+    """Content of the ``config.json`` with which they were published; empty for an adapter."""
 
     def list_named(self) -> list[tuple[tuple[str, ...], torch.Size, torch.dtype]]:
         """Return name, shape and dtype of each tensor."""
@@ -68,6 +70,7 @@ class FolderReader:
     def __init__(self, out: str | Path) -> None:
         self._out = Path(out).absolute()
         self._tensors: Tensors = {}
+        self._config = b""
         self.version: PublishedVersion | None = None
 
     async def wait_newer(self, timeout_s: float | None = None) -> PublishedVersion | None:
@@ -109,7 +112,7 @@ class FolderReader:
             except (WeightSyncError, FileNotFoundError):
                 if read_latest(self._out) == latest:  # else it was removed after a newer one
                     raise
-        yield PublishedView(latest, self._tensors)
+        yield PublishedView(latest, self._tensors, self._config)
 
     def load(self) -> Tensors:
         """Return the tensors of the newest version, by name; do not change them.
@@ -125,14 +128,16 @@ class FolderReader:
             return
         chain = list_chain(self._out, latest)
         if self.version in chain:
-            tensors = self._tensors
+            tensors, config = self._tensors, self._config
             chain = chain[chain.index(self.version) :]
         else:
             tensors = _load_complete(chain[0].folder)
+            path = chain[0].folder / "config.json"
+            config = path.read_bytes() if path.exists() else b""
         for base, version in pairwise(chain):
             tensors = apply_delta(tensors, version.folder, base.version)
         require_checksum(latest, tensors)
-        self._tensors, self.version = tensors, latest
+        self._tensors, self._config, self.version = tensors, config, latest
 
 
 def verify_version(version: PublishedVersion) -> None:

@@ -108,7 +108,7 @@ class Architecture:
         metas: Mapping[str, Meta],
         are_equal: Callable[[str, str], bool],
         *,
-        as_published: bool = False,
+        published: bytes | None = None,
     ) -> Naming:
         """Return how tensors are written, once transformers has loaded their names and shapes.
 
@@ -116,7 +116,8 @@ class Architecture:
             metas: shape and dtype by name, without adapters.
             are_equal: compares the bits of two tensors. Of those that the config says are tied, an
                 equal one is not written; others are, with a config that does not tie them.
-            as_published: whether the tensors are those of published files already.
+            published: content of the ``config.json`` next to the tensors, if they are those of
+                published files; they are written as they are.
 
         Raises:
             ExportError: the tensors are not those of the model; the message names them.
@@ -124,11 +125,11 @@ class Architecture:
         untied = [
             name for name, first in _find_tied(self.shell, metas) if not are_equal(first, name)
         ]
-        key = (dict(metas), untied, as_published)
+        key = (dict(metas), untied, published)
         if self._found and self._found[0] == key:
             return self._found[1]
         shell, config = self.shell, self.config
-        if untied:
+        if untied or (published and _is_untied(published) and not _is_untied(config)):
             config = _untie(config)
             shell = self._build_shell(config)
         tied = {name for name, _ in _find_tied(shell, metas)}
@@ -138,7 +139,7 @@ class Architecture:
                 "equal to what it is tied to; transformers cannot load such a model"
             )
         ignored = set(getattr(shell, "_keys_to_ignore_on_save", None) or ())
-        fuses = not as_published and _has_fusion(shell)
+        fuses = published is None and _has_fusion(shell)
         naming = Naming(shell, frozenset(ignored | tied), fuses, config)
         self._require_loaded(shell, _list_written(naming, metas, self.folder))
         self._found = key, naming
@@ -227,11 +228,13 @@ def find_auto_class(config: Any) -> Any:
         ExportError: models of this architecture cannot be exported.
     """
     import transformers
+    from transformers.models.auto import modeling_auto
 
     architecture = (getattr(config, "architectures", None) or ["ForCausalLM"])[0]
+    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     if "ForTokenClassification" in architecture:
         return transformers.AutoModelForTokenClassification
-    if "ForCausalLM" in architecture:
+    if "ForCausalLM" in architecture or architecture == causal:
         return transformers.AutoModelForCausalLM
     if "ForConditionalGeneration" in architecture:
         return transformers.AutoModelForImageTextToText
@@ -255,6 +258,10 @@ def _untie(config: bytes) -> bytes:
     if isinstance(text, dict):
         values["text_config"] = {**text, **values}
     return set_in_config(config, **values)
+
+
+def _is_untied(config: bytes) -> bool:
+    return json.loads(config).get("tie_word_embeddings") is False
 
 
 def _list_written(naming: Naming, metas: Mapping[str, Meta], folder: Path) -> Tensors:

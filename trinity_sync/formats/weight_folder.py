@@ -311,7 +311,7 @@ class WeightFolder:
             lambda one, other: (
                 tied[one] is tied[other] or have_equal_bits(view.read(one), view.read(other))
             ),
-            as_published=isinstance(view, PublishedView),
+            published=view.config if isinstance(view, PublishedView) else None,
         )
         config = naming.config if naming.config != architecture.config else None
         return _iter_model(view, naming), config

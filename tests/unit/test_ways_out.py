@@ -1,0 +1,385 @@
+"""The weights that come out are those that went in, for each model and each way out.
+
+Small models of each architecture, made from their own configuration classes, go out by a reader
+into a model of another dtype, as a folder, as a delta, and as an export; what transformers and PEFT
+load there computes the same logits as the trained model.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForTokenClassification,
+)
+
+from tests.unit.job import Job
+from tests.unit.weights import VersionFile, upload
+from trinity_sync import FolderReader, WeightFolder, WeightReader
+from trinity_sync.errors import ConfigError, ExportError
+from trinity_sync.formats.hf_export import export_step
+
+TOKENS = torch.arange(2, 14)[None]
+SIZES: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
+EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 8,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 4,
+    "num_experts": 4,
+}
+ROUTED: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 8,
+    "num_experts_per_tok": 2,
+}
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "head_dim": 4,
+}
+VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "embed_dim": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 16,
+    "patch_size": 4,
+    "fullatt_block_indexes": [0],
+}
+ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10_000.0}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A small model."""
+
+    model_type: str
+    values: dict[str, Any]
+    auto: Any = AutoModelForCausalLM
+
+    def make(self, seed: int = 0) -> Any:
+        values = {**self.values}
+        if self.auto is AutoModelForImageTextToText:
+            config = AutoConfig.for_model(self.model_type, **values)
+        else:
+            config = AutoConfig.for_model(self.model_type, **{**SIZES, **values})
+        torch.manual_seed(seed)
+        model = self.auto.from_config(config, attn_implementation="eager")
+        config.architectures = [type(model).__name__]
+        with torch.no_grad():
+            for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+                if "norm" in name or "bias" in name:
+                    parameter.copy_(torch.randn_like(parameter) / 4 + 1)  # not all alike
+        return model.eval()
+
+
+KINDS = {
+    "qwen2": Kind("qwen2", {}),
+    "qwen2 tied": Kind("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": Kind("qwen3", {"tie_word_embeddings": True}),
+    "llama": Kind("llama", {"tie_word_embeddings": False}),
+    "mistral": Kind("mistral", {"sliding_window": 8}),
+    "gemma3": Kind("gemma3_text", {"sliding_window": 8}),
+    "phi3": Kind("phi3", {}),
+    "olmo2": Kind("olmo2", {}),
+    "gpt2": Kind("gpt2", {"n_embd": 16, "n_layer": 2, "n_head": 2}),
+    "gpt_neox": Kind("gpt_neox", {}),
+    "qwen2 critic": Kind("qwen2", {"num_labels": 1}, AutoModelForTokenClassification),
+    "mixtral": Kind("mixtral", EXPERTS),
+    "qwen3_moe": Kind("qwen3_moe", EXPERTS),
+    "gpt_oss": Kind("gpt_oss", EXPERTS),
+    "deepseek_v3": Kind("deepseek_v3", {**ROUTED, **LATENT}),
+    "glm4_moe": Kind("glm4_moe", ROUTED),
+    "qwen2_5_vl": Kind(
+        "qwen2_5_vl",
+        {
+            "text_config": {**SIZES, "rope_parameters": ROPE},
+            "vision_config": VISION,
+            "tie_word_embeddings": True,
+        },
+        AutoModelForImageTextToText,
+    ),
+    "llava": Kind(
+        "llava",
+        {
+            "text_config": {**SIZES, "model_type": "llama"},
+            "vision_config": {
+                "model_type": "clip_vision_model",
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 8,
+                "patch_size": 4,
+                "projection_dim": 16,
+            },
+        },
+        AutoModelForImageTextToText,
+    ),
+}
+
+
+def compute(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(input_ids=TOKENS).logits
+    return found
+
+
+def load(kind: Kind, folder: Path, dtype: torch.dtype | str = "auto") -> Any:
+    return kind.auto.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+
+
+def commit(job: Job, folder: Path, step: int, state: dict[str, Any], config: Any) -> None:
+    """Commit a state with the config of its model, as the FSDP manager does."""
+    (folder / "huggingface").mkdir(parents=True)
+    config.save_pretrained(folder / "huggingface")
+    job.stage(step, {"model": state}, metadata=folder)
+    job.commit(step, "model", "metadata")
+
+
+def publish(job: Job, versions: VersionFile, folder: WeightFolder, step: int, state: Any) -> Path:
+    versions.tell(upload(job, step, state))
+    with WeightReader(versions, name="folder") as reader:
+        return folder.publish(reader).folder
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_model_comes_out_as_it_went_in(job: Job, tmp_path: Path, name: str) -> None:
+    kind = KINDS[name]
+    trained, served = kind.make(), kind.make(seed=1)
+    served.save_pretrained(tmp_path / "served")
+    before = compute(trained)
+    assert not torch.equal(before, compute(served))
+    trained.save_pretrained(tmp_path / "theirs")
+    rounded = load(kind, tmp_path / "theirs", torch.bfloat16)
+
+    commit(job, tmp_path / "metadata", 1, trained.state_dict(), trained.config)
+    export_step(job.root, 1, to=tmp_path / "exported")
+    exported = load(kind, tmp_path / "exported")
+    assert torch.equal(compute(exported), before)
+    assert_equal(exported, trained)
+    export_step(job.root, 1, to=tmp_path / "exported", dtype="bf16")
+    assert_equal(load(kind, tmp_path / "exported", torch.bfloat16), rounded)
+
+    versions = VersionFile(tmp_path / "version.json")
+    folder = WeightFolder(tmp_path / "out", tmp_path / "served", deltas=1)
+    first = publish(job, versions, folder, 1, trained.state_dict(keep_vars=True))
+    assert torch.equal(compute(load(kind, first)), before)
+
+    target = load(kind, tmp_path / "served", torch.bfloat16)
+    with WeightReader(versions, name="reader", dtype=torch.bfloat16) as reader:
+        reader.load_into(target)
+        assert_equal(target, rounded)
+        small = WeightFolder(tmp_path / "small", tmp_path / "served").publish(reader)
+        assert_equal(load(kind, small.folder, torch.bfloat16), rounded)
+
+    with torch.no_grad():
+        [p for n, p in trained.named_parameters() if "norm" in n or "ln_" in n][-1].mul_(1.5)
+    after = compute(trained)
+    assert not torch.equal(after, before)
+    publish(job, versions, folder, 2, trained.state_dict(keep_vars=True))
+    follower = FolderReader(tmp_path / "out")
+    copied = WeightFolder(tmp_path / "copy", tmp_path / "served").publish(follower)
+    assert follower.version
+    assert follower.version.base == 1
+    assert torch.equal(compute(load(kind, copied.folder)), after)
+
+
+def assert_equal(one: nn.Module, other: nn.Module) -> None:
+    """Compare dtypes and bits of all tensors; what transformers keeps in float32 is one of them."""
+    left, right = one.state_dict(), other.state_dict()
+    assert {n: t.dtype for n, t in left.items()} == {n: t.dtype for n, t in right.items()}
+    assert [n for n in left if not torch.equal(left[n], right[n])] == []
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_router_biases_keep_their_digits(job: Job, tmp_path: Path, name: str) -> None:
+    kind = KINDS[name]
+    trained = kind.make()
+    trained.save_pretrained(tmp_path / "served")
+    biases = {n: b for n, b in trained.named_buffers() if n.endswith("e_score_correction_bias")}
+    close = torch.tensor([6.900, 6.901, 6.902, 6.903])
+    for bias in biases.values():
+        bias.copy_(close)
+    assert biases
+    commit(job, tmp_path / "metadata", 1, trained.state_dict(), trained.config)
+    export_step(job.root, 1, to=tmp_path / "exported", dtype="bf16")
+    versions = VersionFile(tmp_path / "version.json")
+    versions.tell(upload(job, 1, trained.state_dict()))
+    with WeightReader(versions, name="reader", dtype=torch.bfloat16) as reader:
+        folder = WeightFolder(tmp_path / "out", tmp_path / "served")
+        with (
+            reader.open() as view,
+            pytest.raises(ConfigError, match="e_score_correction_bias is rounded"),
+        ):
+            folder.publish(view)
+        published = folder.publish(reader).folder
+    for each in (tmp_path / "exported", published):
+        found = load(kind, each, torch.bfloat16).state_dict()
+        assert all(torch.equal(found[n], close) for n in biases)
+        assert found["model.embed_tokens.weight"].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["qwen2 tied", "gemma3", "qwen2_5_vl", "gpt2"])
+def test_a_head_that_is_no_longer_tied_is_not_lost(job: Job, tmp_path: Path, name: str) -> None:
+    """Equal bits decide, not the config, which still says that it is tied."""
+    kind = KINDS[name]
+    trained = kind.make()
+    trained.save_pretrained(tmp_path / "served")
+    commit(job, tmp_path / "tied", 1, trained.state_dict(), trained.config)
+    head = trained.get_output_embeddings()
+    head.weight = nn.Parameter(head.weight.detach().clone())
+    versions = VersionFile(tmp_path / "version.json")
+    folder = WeightFolder(tmp_path / "out", tmp_path / "served", deltas=2)
+    for step, factor in enumerate((1.0, 1.5, 1.0), 2):  # apart, but equal; other; other again
+        with torch.no_grad():
+            head.weight.mul_(factor)
+        published = publish(job, versions, folder, step, trained.state_dict(keep_vars=True))
+        commit(job, tmp_path / f"apart {step}", step, trained.state_dict(), trained.config)
+        export_step(job.root, step, to=tmp_path / "exported")
+        expected = compute(trained)
+        if step != 4:
+            assert torch.equal(compute(load(kind, published)), expected)
+        loaded = load(kind, tmp_path / "exported")
+        assert torch.equal(compute(loaded), expected)
+        is_tied = loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+        assert is_tied == (step == 2)
+        copied = WeightFolder(tmp_path / "copy", tmp_path / "served").publish(
+            FolderReader(tmp_path / "out")
+        )
+        assert torch.equal(compute(load(kind, copied.folder)), expected)
+    with pytest.raises(ExportError, match="export to a FOLDER"):
+        export_step(job.root, 3)
+
+
+def test_a_head_that_the_trainer_ties_and_the_config_does_not_is_written_twice(
+    job: Job, tmp_path: Path
+) -> None:
+    kind = KINDS["qwen2"]
+    trained = kind.make()
+    trained.save_pretrained(tmp_path / "served")
+    trained.lm_head.weight = trained.model.embed_tokens.weight
+    versions = VersionFile(tmp_path / "version.json")
+    folder = WeightFolder(tmp_path / "out", tmp_path / "served")
+    published = publish(job, versions, folder, 1, trained.state_dict(keep_vars=True))
+    assert torch.equal(compute(load(kind, published)), compute(trained))
+
+
+def wrap_checkpointed(model: nn.Module) -> nn.Module:
+    apply_activation_checkpointing(model, check_fn=lambda each: isinstance(each, nn.Linear))
+    return model
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
+    "compiled": torch.compile,
+    "DataParallel": nn.DataParallel,
+    "both": lambda model: nn.DataParallel(torch.compile(model)),  # type: ignore[arg-type]
+    "activation checkpointing": wrap_checkpointed,
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrapped_model_comes_out_as_the_plain_one(job: Job, tmp_path: Path, wrapper: str) -> None:
+    kind = KINDS["qwen3_moe"]
+    trained = kind.make()
+    trained.save_pretrained(tmp_path / "served")
+    expected, config = compute(trained), trained.config
+    wrapped = WRAPPERS[wrapper](trained)
+    state = wrapped.state_dict(keep_vars=True)
+    if wrapper == "activation checkpointing":  # named_parameters has the wrapper's name
+        state = {n.replace("o_proj", "o_proj._checkpoint_wrapped_module"): state[n] for n in state}
+    versions = VersionFile(tmp_path / "version.json")
+    published = publish(
+        job, versions, WeightFolder(tmp_path / "out", tmp_path / "served"), 1, state
+    )
+    assert torch.equal(compute(load(kind, published)), expected)
+    commit(job, tmp_path / "metadata", 1, state, config)
+    export_step(job.root, 1, to=tmp_path / "exported")
+    assert torch.equal(compute(load(kind, tmp_path / "exported")), expected)
+    target = kind.make(seed=1)
+    with WeightReader(versions, name="reader") as reader:
+        reader.load_into(WRAPPERS[wrapper](target))
+    assert torch.equal(compute(target), expected)
+
+
+def without(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda state: {n: t for n, t in state.items() if n != name}
+
+
+UNLOADABLE: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
+    "one layer is missing": (
+        lambda state: {n: t for n, t in state.items() if ".layers.1." not in n},
+        r"layers\.1\.input_layernorm\.weight is missing",
+    ),
+    "layers only": (
+        lambda state: {n: t for n, t in state.items() if ".layers." in n},
+        r"lm_head\.weight is missing; model\.embed_tokens\.weight is missing",
+    ),
+    "one tensor is missing": (without("model.norm.weight"), r"model\.norm\.weight is missing"),
+    "a part of the experts is missing": (
+        without("model.layers.0.mlp.experts.down_proj"),
+        r"model\.layers\.0\.mlp\.experts\.down_proj is missing",
+    ),
+    "a prefix of the trainer": (
+        lambda state: {f"policy.{n}": t for n, t in state.items()},
+        r"lm_head\.weight is missing",
+    ),
+    "one tensor more": (
+        lambda state: {**state, "value_head.weight": torch.ones(3)},
+        r"value_head\.weight is unknown",
+    ),
+    "another vocabulary": (
+        lambda state: {**state, "model.embed_tokens.weight": torch.ones(41, 16)},
+        r"model\.embed_tokens\.weight is \[41, 16\], not \[40, 16\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNLOADABLE)
+def test_what_no_engine_loads_is_refused_before_a_byte_is_written(
+    job: Job, tmp_path: Path, case: str
+) -> None:
+    alter, said = UNLOADABLE[case]
+    trained = KINDS["qwen3_moe"].make()
+    trained.save_pretrained(tmp_path / "served")
+    state = alter(trained.state_dict())
+    versions = VersionFile(tmp_path / "version.json")
+    folder = WeightFolder(tmp_path / "out", tmp_path / "served")
+    with pytest.raises(ExportError, match=said):
+        publish(job, versions, folder, 1, state)
+    assert folder.latest() is None
+    assert {each.name for each in (tmp_path / "out").iterdir()} == {".publisher.lock"}
+    commit(job, tmp_path / "metadata", 1, state, trained.config)
+    with pytest.raises(ExportError, match=said):
+        export_step(job.root, 1, to=tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
