@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from tests.states import copied, differences
 from tests.trainers.local_saves import TOKENS, Fails, commit_here, replace_files
 from trinity_sync import CommitError, ConfigError, RootError, SaveFailedError, WeightReader
 from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.formats.hf_export import export_step
 from trinity_sync.integrations import huggingface_state, trainer_saves
 from trinity_sync.integrations.huggingface import TrinitySyncCallback
 from trinity_sync.integrations.huggingface_state import (
@@ -566,9 +568,12 @@ def test_an_adapter_is_saved_alone_resumed_bit_equal_and_read_by_peft(
     plain = hugging_face(
         tmp_path / "out", TrinitySyncCallback(tmp_path / "none"), stop=1
     ).model  # the base of the same seed
-    read = PeftModel.from_pretrained(plain, saves.latest())
-    trained = dict(get_peft_model_state_dict(resumed.model))
-    assert differences(dict(get_peft_model_state_dict(read)), trained) == []
+    newest, trained = saves.latest(), dict(get_peft_model_state_dict(resumed.model))
+    export_step(tmp_path / "ckpts", 12, to=tmp_path / "exported")
+    for folder in (newest, tmp_path / "exported/lora_adapter"):
+        read = PeftModel.from_pretrained(deepcopy(plain), folder)
+        assert read.peft_config["default"].fan_in_fan_out
+        assert differences(dict(get_peft_model_state_dict(read)), trained) == []
 
 
 def test_the_hub_is_not_asked_about_the_base_model_at_a_save(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -383,3 +384,154 @@ def test_what_no_engine_loads_is_refused_before_a_byte_is_written(
     with pytest.raises(ExportError, match=said):
         export_step(job.root, 1, to=tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """An adapter of a small model; its values are those of `LoraConfig`."""
+
+    values: dict[str, Any]
+    kind: str = "qwen2"
+    trains_embeddings: bool = False
+
+    def make(self, base: Path) -> Any:
+        """Make a model with the adapter, as it is after a training."""
+        model = load(KINDS[self.kind], base)
+        values = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], **self.values}
+        torch.manual_seed(1)
+        adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **values))
+        if self.trains_embeddings:
+            adapted.get_input_embeddings().requires_grad_(True)
+        with torch.no_grad():
+            for parameter in adapted.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn_like(parameter) / 4)
+        return adapted.eval()
+
+
+ADAPTERS = {
+    "LoRA": Adapted({}),
+    "rsLoRA": Adapted({"use_rslora": True}),
+    "DoRA": Adapted({"use_dora": True}),
+    "a trained head": Adapted({"modules_to_save": ["lm_head"]}),
+    "a trained head of a tied model": Adapted({"modules_to_save": ["lm_head"]}, "qwen2 tied"),
+    "trained embeddings and head": Adapted({"modules_to_save": ["embed_tokens", "lm_head"]}),
+    "embeddings trained in place": Adapted({}, trains_embeddings=True),
+    "embeddings with LoRA": Adapted({"target_modules": ["embed_tokens", "q_proj"]}),
+    "trained tokens": Adapted({"trainable_token_indices": {"embed_tokens": [3, 5]}}),
+    "all linear layers": Adapted({"target_modules": "all-linear", "lora_bias": False}),
+    "a pattern of modules": Adapted({"target_modules": r".*\.1\.self_attn\.[qk]_proj"}),
+    "layers by number": Adapted({"layers_to_transform": [1]}),
+    "ranks and alphas": Adapted(
+        {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 32}, "bias": "none"}
+    ),
+    "biases": Adapted({"bias": "lora_only"}),
+    "PiSSA": Adapted({"init_lora_weights": "pissa"}),
+    "expert parameters": Adapted(
+        {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}, "qwen3_moe"
+    ),
+    "a model with latent attention": Adapted(
+        {"target_modules": ["q_a_proj", "kv_b_proj"]}, "deepseek_v3"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_adapter_comes_out_as_it_went_in(job: Job, tmp_path: Path, name: str) -> None:
+    adapted = ADAPTERS[name]
+    kind, base = KINDS[adapted.kind], tmp_path / "base"
+    kind.make().save_pretrained(base)
+    trained = adapted.make(base)
+    expected = compute(trained)
+    assert not torch.equal(expected, compute(load(kind, base)))
+    config = trained.peft_config["default"]
+
+    metadata = tmp_path / "metadata"
+    config.save_pretrained(metadata / "lora_adapter")
+    commit(job, metadata, 1, trained.state_dict(), trained.config)
+    export_step(job.root, 1, to=tmp_path / "exported")
+    loaded = load(kind, tmp_path / "exported")
+    exported = PeftModel.from_pretrained(loaded, tmp_path / "exported/lora_adapter")
+    assert torch.equal(compute(exported), expected)
+    export_step(job.root, 1)  # into the step
+
+    versions = VersionFile(tmp_path / "version.json")
+    versions.tell(upload(job, 1, trained.state_dict(keep_vars=True)))
+    target = adapted.make(base)
+    with torch.no_grad():
+        for parameter in target.parameters():
+            parameter.zero_()
+    with WeightReader(versions, name="reader") as reader:
+        reader.load_into(target)
+    assert torch.equal(compute(target), expected)
+
+
+@pytest.mark.parametrize("name", [n for n in ADAPTERS if n != "PiSSA"])
+@pytest.mark.parametrize("knows_base", [True, False])
+def test_the_tensors_of_an_adapter_alone_are_published_as_peft_reads_them(
+    job: Job, tmp_path: Path, name: str, knows_base: bool
+) -> None:
+    adapted = ADAPTERS[name]
+    kind, base = KINDS[adapted.kind], tmp_path / "base"
+    kind.make().save_pretrained(base)
+    trained = adapted.make(base)
+    config = trained.peft_config["default"]
+    config.base_model_name_or_path = str(base) if knows_base else None
+    config.save_pretrained(tmp_path / "adapter")
+    state = get_peft_model_state_dict(trained, save_embedding_layers=adapted.trains_embeddings)
+    versions = VersionFile(tmp_path / "version.json")
+    folder = WeightFolder(tmp_path / "out", tmp_path / "adapter")
+    published = publish(job, versions, folder, 1, state)
+    assert torch.equal(
+        compute(PeftModel.from_pretrained(load(kind, base), published)), compute(trained)
+    )
+
+
+def test_an_adapter_that_was_saved_alone_is_exported_alone(job: Job, tmp_path: Path) -> None:
+    """As with veRL's ``save_lora_only``, under the names that it has in the model."""
+    adapted, kind = ADAPTERS["rsLoRA"], KINDS["qwen2"]
+    kind.make().save_pretrained(tmp_path / "base")
+    trained = adapted.make(tmp_path / "base")
+    state = {name: value for name, value in trained.state_dict().items() if "lora_" in name}
+    trained.peft_config["default"].save_pretrained(tmp_path / "metadata/lora_adapter")
+    commit(job, tmp_path / "metadata", 1, state, trained.config)
+    export_step(job.root, 1, to=tmp_path / "exported")
+    assert not [*(tmp_path / "exported").glob("*.safetensors")]
+    base = load(kind, tmp_path / "base")
+    found = PeftModel.from_pretrained(base, tmp_path / "exported/lora_adapter")
+    assert torch.equal(compute(found), compute(trained))
+
+
+OTHER_ADAPTERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "another rank": ({}, {"r": 2}, r"PEFT cannot load the adapter"),
+    "other modules": ({}, {"target_modules": ["q_proj"]}, r"the model does not have .*v_proj"),
+    "more modules": ({}, {"target_modules": ["q_proj", "v_proj", "o_proj"]}, r"does not have .*o_proj"),
+    "a module that is not there": ({}, {"target_modules": ["c_attn"]}, r"PEFT cannot apply"),
+    "no magnitudes": ({"use_dora": True}, {}, r"does not have .*lora_magnitude_vector"),
+    "no trained head": ({"modules_to_save": ["lm_head"]}, {}, r"lm_head\.modules_to_save"),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_ADAPTERS)
+def test_an_adapter_with_the_config_of_another_one_is_refused_by_name(
+    job: Job, tmp_path: Path, case: str
+) -> None:
+    ours, theirs, said = OTHER_ADAPTERS[case]
+    KINDS["qwen2"].make().save_pretrained(tmp_path / "base")
+    trained = Adapted(ours).make(tmp_path / "base")
+    values = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], **theirs}
+    LoraConfig(**values).save_pretrained(tmp_path / "metadata/lora_adapter")
+    commit(job, tmp_path / "metadata", 1, trained.state_dict(), trained.config)
+    with pytest.raises(ExportError, match=said):
+        export_step(job.root, 1, to=tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+
+
+def test_a_trained_head_that_was_not_saved_is_missed_by_name(job: Job, tmp_path: Path) -> None:
+    KINDS["qwen2"].make().save_pretrained(tmp_path / "base")
+    trained = ADAPTERS["a trained head"].make(tmp_path / "base")
+    state = {name: value for name, value in trained.state_dict().items() if "lora_" in name}
+    trained.peft_config["default"].save_pretrained(tmp_path / "metadata/lora_adapter")
+    commit(job, tmp_path / "metadata", 1, state, trained.config)
+    with pytest.raises(ExportError, match=r"the step lacks base_model\.model\.lm_head\.weight"):
+        export_step(job.root, 1, to=tmp_path / "exported")

@@ -7,7 +7,10 @@ before anything is written.
 """
 
 import json
-from collections.abc import Collection, Mapping
+import re
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +28,7 @@ _NAME = "default"
 """Name of the adapter in the trained model, as PEFT and veRL call it."""
 _SAVED_PREFIX = "base_model.model."
 """Begin of all names in an adapter's file."""
-_EMBEDDINGS = {"embed_tokens", "lm_head"}
-"""Modules that PEFT saves with an adapter whose vocabulary was resized."""
+_IN_LAYER = re.compile(r"\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,13 @@ def split_adapter(
     if architecture is None:
         _require_adapter(metas, content, config)
         return SplitModel({}, {name: name for name in metas}, _encode(content))
+    with from_extra("stack"), _quiet():
+        return _split(architecture, config, content, metas)
+
+
+def _split(
+    architecture: Architecture, config: Path, content: dict[str, Any], metas: Mapping[str, Meta]
+) -> SplitModel:
     model, base = _apply(architecture, config)
     needed, allowed = _list_saved(model, embeddings=False), _list_saved(model, embeddings=True)
     if metas.keys() <= allowed.keys():  # as PEFT's file has them
@@ -87,8 +96,8 @@ def _apply(architecture: Architecture, config: Path) -> tuple[Any, dict[str, str
     Returns:
         PEFT's model, and the names of its tensors by those in the base model.
     """
-    with from_extra("stack"):
-        from peft import PeftConfig, get_peft_model
+    from peft import PeftConfig, get_peft_model
+
     shell = deepcopy(architecture.shell)
     names: dict[int, list[str]] = {}
     for name, tensor in _iter_tensors(shell):
@@ -177,19 +186,31 @@ def _find_base(content: Mapping[str, Any]) -> Architecture | None:
 
 
 def _require_adapter(names: Collection[str], content: Mapping[str, Any], config: Path) -> None:
-    """Require that names are those in an adapter's file, as far as its config tells."""
-    trained = {*(content.get("modules_to_save") or ()), *_EMBEDDINGS}
+    """Require that names are those in an adapter's file, as far as its config tells.
+
+    Weights outside of layers may be embeddings, which PEFT saves as well if they were resized.
+    """
+    whole = {*(content.get("modules_to_save") or ())}
+    has_biases = content.get("bias", "none") != "none"
 
     def is_known(name: str) -> bool:
         parts = name.split(".")
-        inside = name.startswith(_SAVED_PREFIX) and not {_NAME, "base_layer"} & {*parts}
-        return inside and (
-            "lora_" in name or "trainable_tokens" in name or bool(trained & {*parts})
-        )
+        if not name.startswith(_SAVED_PREFIX) or _NAME in parts:
+            return False
+        is_own = "lora_" in name or whole & {*parts} or (has_biases and parts[-1] == "bias")
+        return bool(is_own) or not _IN_LAYER.search(name)
 
     unknown = [name for name in names if not is_known(name)]
     if unknown and content.get("peft_type") == "LORA":
         _require_none("PEFT does not load", unknown, config)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep PEFT from warnings of what was trained, and of the folder of the base model."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _encode(content: Mapping[str, Any]) -> bytes:

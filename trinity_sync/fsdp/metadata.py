@@ -116,8 +116,8 @@ def write_metadata(folder: Path, model: Any, processing_class: Any, *, world_siz
     versions = {"FSDP_version": fsdp_version(model), "world_size": world_size}
     (folder / FSDP_CONFIG).write_text(json.dumps(versions, indent=4))
     adapter = _describe_adapter(inner)
-    for each in list((getattr(inner, "peft_config", None) or {}).values())[:1]:
-        each.save_pretrained(folder / ADAPTER)
+    if trained := _find_adapter(inner):
+        trained.save_pretrained(folder / ADAPTER)
     if adapter is not None:
         (folder / LORA_CONFIG).write_text(json.dumps(adapter, indent=4))
 
@@ -150,12 +150,15 @@ def _save_generation_config(inner: Any, folder: str) -> None:
     generation.save_pretrained(folder)
 
 
+def _find_adapter(inner: Any) -> Any:
+    """Return PEFT's config of the adapter; None if there is none."""
+    adapters = getattr(inner, "peft_config", None) or {}
+    return adapters.get("default") or next(iter(adapters.values()), None)
+
+
 def _describe_adapter(inner: Any) -> dict[str, Any] | None:
     """Return rank, alpha and task of the LoRA adapter, as veRL's merger reads them, or None."""
-    adapters = getattr(inner, "peft_config", None)
-    if not adapters:
-        return None
-    config = adapters.get("default") or next(iter(adapters.values()))
+    config = _find_adapter(inner)
     rank = int(getattr(config, "r", 0) or 0)
     if rank <= 0:
         return None

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -27,6 +27,7 @@ from trinity_sync import (
     WeightReader,
     fsdp_save_state_dict,
 )
+from trinity_sync.formats.hf_export import export_step
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.weights.version import ImageRef, Version
@@ -56,7 +57,8 @@ class Tuned:
 
 def peft_model(tiny: Path) -> Any:
     base = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
-    config = LoraConfig(r=RANK, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    modules = ["q_proj", "v_proj"]
+    config = LoraConfig(r=RANK, lora_alpha=8, use_rslora=True, target_modules=modules)
     return get_peft_model(base, config)
 
 
@@ -121,6 +123,10 @@ def test_a_checkpoint_of_the_adapter_is_loaded_back(tuned: Tuned, tmp_path: Path
     assert "model" in {file.component for file in manifest.files}
     told = json.loads((Path(tuned.path) / "lora_train_meta.json").read_text())
     assert (told["r"], told["lora_alpha"]) == (RANK, 8)
+    export_step(tuned.coordinator.root, STEP, to=tmp_path / "out")
+    base = AutoModelForCausalLM.from_pretrained(tuned.tiny, dtype=torch.float32)
+    exported = PeftModel.from_pretrained(base, tmp_path / "out/lora_adapter").state_dict()
+    assert all(torch.equal(exported[name], value) for name, value in saved.items())
     with torch.no_grad():
         for name, parameter in tuned.model.named_parameters():
             if "lora_" in name:
