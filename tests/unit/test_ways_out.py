@@ -5,7 +5,7 @@ into a model of another dtype, as a folder, as a delta, and as an export; what t
 load there computes the same logits as the trained model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,7 +174,17 @@ def publish(job: Job, versions: VersionFile, folder: WeightFolder, step: int, st
         return folder.publish(reader).folder
 
 
-@pytest.mark.parametrize("name", KINDS)
+QUICK = {"qwen2 tied", "gpt2", "qwen3_moe", "glm4_moe", "qwen2_5_vl"}
+QUICK_ADAPTERS = {"rsLoRA", "DoRA", "a trained head of a tied model", "trained tokens", "PiSSA"}
+QUICK_ADAPTERS |= {"ranks and alphas", "expert parameters", "embeddings trained in place"}
+
+
+def mark_slow(names: Iterable[str], quick: set[str]) -> list[Any]:
+    """All of them take minutes, and most are alike."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", mark_slow(KINDS, QUICK))
 def test_a_model_comes_out_as_it_went_in(job: Job, tmp_path: Path, name: str) -> None:
     kind = KINDS[name]
     trained, served = kind.make(), kind.make(seed=1)
@@ -223,6 +233,17 @@ def assert_equal(one: nn.Module, other: nn.Module) -> None:
     assert [n for n in left if not torch.equal(left[n], right[n])] == []
 
 
+def test_half_precision_keeps_what_transformers_keeps_for_it(job: Job, tmp_path: Path) -> None:
+    kind = KINDS["gpt_oss"]
+    trained = kind.make()
+    trained.save_pretrained(tmp_path / "theirs")
+    commit(job, tmp_path / "metadata", 1, trained.state_dict(), trained.config)
+    export_step(job.root, 1, to=tmp_path / "exported", dtype="fp16")
+    found = load(kind, tmp_path / "exported", torch.float16)
+    assert found.model.norm.weight.dtype is torch.float32
+    assert_equal(found, load(kind, tmp_path / "theirs", torch.float16))
+
+
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
 def test_router_biases_keep_their_digits(job: Job, tmp_path: Path, name: str) -> None:
     kind = KINDS[name]
@@ -251,7 +272,9 @@ def test_router_biases_keep_their_digits(job: Job, tmp_path: Path, name: str) ->
         assert found["model.embed_tokens.weight"].dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize("name", ["qwen2 tied", "gemma3", "qwen2_5_vl", "gpt2"])
+@pytest.mark.parametrize(
+    "name", mark_slow(["qwen2 tied", "gemma3", "qwen2_5_vl", "gpt2"], {"qwen2_5_vl"})
+)
 def test_a_head_that_is_no_longer_tied_is_not_lost(job: Job, tmp_path: Path, name: str) -> None:
     """Equal bits decide, not the config, which still says that it is tied."""
     kind = KINDS[name]
@@ -309,7 +332,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("wrapper", mark_slow(WRAPPERS, {"both", "activation checkpointing"}))
 def test_a_wrapped_model_comes_out_as_the_plain_one(job: Job, tmp_path: Path, wrapper: str) -> None:
     kind = KINDS["qwen3_moe"]
     trained = kind.make()
@@ -436,7 +459,7 @@ ADAPTERS = {
 }
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", mark_slow(ADAPTERS, QUICK_ADAPTERS))
 def test_an_adapter_comes_out_as_it_went_in(job: Job, tmp_path: Path, name: str) -> None:
     adapted = ADAPTERS[name]
     kind, base = KINDS[adapted.kind], tmp_path / "base"
@@ -466,7 +489,9 @@ def test_an_adapter_comes_out_as_it_went_in(job: Job, tmp_path: Path, name: str)
     assert torch.equal(compute(target), expected)
 
 
-@pytest.mark.parametrize("name", [n for n in ADAPTERS if n != "PiSSA"])
+@pytest.mark.parametrize(
+    "name", mark_slow([n for n in ADAPTERS if n != "PiSSA"], {"a trained head", "biases"})
+)
 @pytest.mark.parametrize("knows_base", [True, False])
 def test_the_tensors_of_an_adapter_alone_are_published_as_peft_reads_them(
     job: Job, tmp_path: Path, name: str, knows_base: bool
@@ -505,7 +530,11 @@ def test_an_adapter_that_was_saved_alone_is_exported_alone(job: Job, tmp_path: P
 OTHER_ADAPTERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another rank": ({}, {"r": 2}, r"PEFT cannot load the adapter"),
     "other modules": ({}, {"target_modules": ["q_proj"]}, r"the model does not have .*v_proj"),
-    "more modules": ({}, {"target_modules": ["q_proj", "v_proj", "o_proj"]}, r"does not have .*o_proj"),
+    "more modules": (
+        {},
+        {"target_modules": ["q_proj", "v_proj", "o_proj"]},
+        r"does not have .*o_proj",
+    ),
     "a module that is not there": ({}, {"target_modules": ["c_attn"]}, r"PEFT cannot apply"),
     "no magnitudes": ({"use_dora": True}, {}, r"does not have .*lora_magnitude_vector"),
     "no trained head": ({"modules_to_save": ["lm_head"]}, {}, r"lm_head\.modules_to_save"),

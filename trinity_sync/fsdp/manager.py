@@ -29,6 +29,7 @@ from trinity_sync.fsdp.reshard import is_on_this_mesh, load_resharded
 from trinity_sync.fsdp.state_dict import (
     get_model_state_to_stage,
     has_only_adapters,
+    require_trained,
     select_adapters,
     use_sharded_state_dicts,
 )
@@ -199,14 +200,17 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
         Under FSDP2 they are the parameters themselves, for staging; see `UndetachedStateDict`.
 
         Raises:
-            ConfigError: at the first call: the shards of a weight could not be put together.
+            ConfigError: at the first call: the shards of a weight could not be put together, or
+                ``save_lora_only`` would leave out weights that are trained.
         """
         state = get_model_state_to_stage(self.model)
-        if not self._is_placed:  # placements do not change
-            require_placed(state)
-            self._is_placed = True
         wanted = getattr(self, "should_save_lora_only", False)  # veRL 0.8 has no such setting
-        return select_adapters(state) if wanted and self._has_lora() else state
+        selected = select_adapters(state) if wanted and self._has_lora() else state
+        if not self._is_placed:  # placements do not change, nor does what is trained
+            require_placed(state)
+            require_trained(self.model, selected, state)
+            self._is_placed = True
+        return selected
 
     def upload_state_dict(
         self,

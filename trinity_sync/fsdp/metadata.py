@@ -10,12 +10,14 @@ import logging
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from copy import deepcopy
 from functools import lru_cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from transformers import GenerationConfig
 from transformers.dynamic_module_utils import custom_object_save
 from verl.utils.fsdp_utils import fsdp_version
@@ -97,6 +99,9 @@ def write_metadata(folder: Path, model: Any, processing_class: Any, *, world_siz
     huggingface.mkdir(exist_ok=True)
     if getattr(config, "auto_map", None) and None in config.auto_map:
         config.auto_map = {key: value for key, value in config.auto_map.items() if key is not None}
+    if getattr(config, "tie_word_embeddings", False) and _is_untied(inner):
+        config = deepcopy(config)
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     try:
         config.save_pretrained(huggingface)
     except (ValueError, TypeError) as error:
@@ -117,7 +122,7 @@ def write_metadata(folder: Path, model: Any, processing_class: Any, *, world_siz
     (folder / FSDP_CONFIG).write_text(json.dumps(versions, indent=4))
     adapter = _describe_adapter(inner)
     if trained := _find_adapter(inner):
-        trained.save_pretrained(folder / ADAPTER)
+        _write_optional(folder / ADAPTER, "the config of the adapter", trained.save_pretrained)
     if adapter is not None:
         (folder / LORA_CONFIG).write_text(json.dumps(adapter, indent=4))
 
@@ -148,6 +153,17 @@ def _save_generation_config(inner: Any, folder: str) -> None:
     except OSError:  # many models have none
         return
     generation.save_pretrained(folder)
+
+
+def _is_untied(inner: Any) -> bool:
+    """Return whether a plain model has a head of its own, whatever its config says."""
+    layers = [
+        getattr(inner, get, lambda: None)()
+        for get in ("get_input_embeddings", "get_output_embeddings")
+    ]
+    weights = [getattr(layer, "weight", None) for layer in layers]
+    are_known = all(isinstance(weight, torch.nn.Parameter) for weight in weights)
+    return are_known and weights[0] is not weights[1] and not getattr(inner, "peft_config", None)
 
 
 def _find_adapter(inner: Any) -> Any:

@@ -19,6 +19,7 @@ from trinity_sync.snapshot.torch_private import (
     FSDP1_WRAPPED,
     get_fsdp1_handle,
     get_tied_parameters,
+    unwrap_name,
 )
 
 
@@ -86,6 +87,20 @@ def select_adapters(state: dict[str, Any]) -> dict[str, Any]:
             "an adapter's; unset it, or set model.lora_rank"
         )
     return adapters
+
+
+def require_trained(model: Any, selected: Collection[str], state: Collection[str]) -> None:
+    """Require that all trained weights of a state are selected.
+
+    Raises:
+        ConfigError: some are not, such as those of PEFT's ``modules_to_save``.
+    """
+    trained = {unwrap_name(name) for name, each in model.named_parameters() if each.requires_grad}
+    if lost := trained.intersection(state).difference(selected):
+        raise ConfigError(
+            f"checkpoint.save_lora_only leaves out {min(lost)} and {len(lost) - 1} more weights "
+            "that are trained; unset it"
+        )
 
 
 def has_only_adapters(names: Collection[str]) -> bool:

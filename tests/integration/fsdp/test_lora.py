@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from verl.trainer.config import CheckpointConfig
 from verl.utils.fsdp_utils import apply_fsdp2
 
@@ -28,6 +28,7 @@ from trinity_sync import (
     fsdp_save_state_dict,
 )
 from trinity_sync.formats.hf_export import export_step
+from trinity_sync.fsdp.metadata import write_metadata
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.weights.version import ImageRef, Version
@@ -134,6 +135,39 @@ def test_a_checkpoint_of_the_adapter_is_loaded_back(tuned: Tuned, tmp_path: Path
     with new_run(tmp_path) as resumed:
         manager_of(tuned.model, tuned.optimizer, tuned.tiny, resumed).load_checkpoint(tuned.path)
     assert all(torch.equal(value, saved[name]) for name, value in tuned.adapter.items())
+
+
+def test_a_trained_head_is_not_left_out_of_a_checkpoint_of_the_adapter(
+    one_rank: None, tiny: Path, tmp_path: Path
+) -> None:
+    base = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    config = LoraConfig(r=RANK, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model = get_peft_model(base, config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with new_run(tmp_path) as coordinator:
+        manager = manager_of(model, optimizer, tiny, coordinator)
+        path = step_folder(coordinator.root, STEP) / "actor"
+        with pytest.raises(ConfigError, match=r"save_lora_only leaves out .*lm_head.*unset it"):
+            manager.save_checkpoint(str(path), STEP)
+
+
+def test_a_head_that_is_not_tied_is_in_the_step_with_a_config_that_says_so(
+    one_rank: None, tiny: Path, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    for is_tied in (True, False):
+        model.config.tie_word_embeddings = True
+        head = (
+            model.model.embed_tokens.weight
+            if is_tied
+            else torch.nn.Parameter(model.lm_head.weight.detach() * 2)
+        )
+        model.lm_head.weight = head
+        (folder := tmp_path / str(is_tied)).mkdir()
+        write_metadata(folder, model, None, world_size=1)
+        config = AutoConfig.from_pretrained(folder / "huggingface")
+        assert config.tie_word_embeddings == is_tied
+        assert model.config.tie_word_embeddings
 
 
 def test_a_sync_by_the_disk_is_of_the_adapter_alone(tuned: Tuned) -> None:
