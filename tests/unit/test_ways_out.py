@@ -356,6 +356,16 @@ def test_a_wrapped_model_comes_out_as_the_plain_one(job: Job, tmp_path: Path, wr
     assert torch.equal(compute(target), expected)
 
 
+def test_a_config_of_quantized_weights_is_refused_for_those_of_the_trainer(
+    job: Job, tmp_path: Path
+) -> None:
+    trained = KINDS["qwen2"].make()
+    trained.config.quantization_config = {"quant_method": "fp8"}
+    commit(job, tmp_path / "metadata", 1, trained.state_dict(), trained.config)
+    with pytest.raises(ExportError, match="quantized, and the trained ones are not"):
+        export_step(job.root, 1, to=tmp_path / "exported")
+
+
 def without(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda state: {n: t for n, t in state.items() if n != name}
 

@@ -9,19 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from trinity_sync.errors import CommitError, ConfigError, ExportError
-from trinity_sync.formats.hf_adapter import ADAPTER_CONFIG, ADAPTER_FILE, SplitModel, split_adapter
-from trinity_sync.formats.hf_naming import Architecture, set_in_config
+from trinity_sync.formats.hf_files import DTYPES, HUGGINGFACE, find_adapter_config, write_files
 from trinity_sync.formats.hf_target import check_target, lock_export, replace_target
 from trinity_sync.formats.safetensors import (
     ExportProgress,
     open_progress,
-    read_metas,
     read_progress,
-    save_compared,
-    write_model,
 )
 from trinity_sync.formats.shard_reader import ShardedModel
 from trinity_sync.fs.atomic import make_folder, sync_folder
@@ -29,7 +23,6 @@ from trinity_sync.fs.direct_io import digest_file
 from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.fs.progress import OnProgress, no_progress
 from trinity_sync.layout import check_name, shard_file, step_folder
-from trinity_sync.snapshot.stager import ATTACHMENTS
 from trinity_sync.storage.discovery import require_committed, require_unreplaced
 from trinity_sync.storage.export_requests import (
     COMPONENT,
@@ -41,16 +34,6 @@ from trinity_sync.storage.export_requests import (
 from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
 from trinity_sync.storage.manifest import Manifest, read_manifest, write_manifest
 from trinity_sync.storage.manifest_files import FileRecord
-
-HUGGINGFACE = "huggingface"
-ADAPTER = "lora_adapter"
-"""Folder of an adapter, in a role's folder in the step and in an export."""
-
-_TORCH: dict[str, torch.dtype] = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-}
 
 
 @dataclass(frozen=True)
@@ -96,8 +79,8 @@ def export_step(
         ExportError: the shards are not those of a model that can be exported.
         OSError: the disk is full or broken; the next call uses what is written.
     """
-    if dtype not in ("keep", *_TORCH):
-        raise ConfigError(f"dtype {dtype!r} is not keep, {', '.join(_TORCH)}")
+    if dtype not in ("keep", *DTYPES):
+        raise ConfigError(f"dtype {dtype!r} is not keep, {', '.join(DTYPES)}")
     if to is None and dtype != "keep":
         raise ConfigError("an export into the step keeps the dtype; pass another FOLDER")
     root = Path(root).resolve()
@@ -139,11 +122,11 @@ def export_step(
         progress = open_progress(scratch, source)
         model = ShardedModel(tuple(folder / record.path for record in records))
         try:
-            _write_files(
+            write_files(
                 progress,
                 model,
                 folder / role,
-                _find_adapter_config(folder, manifest, role),
+                find_adapter_config(folder, manifest, role),
                 max_bytes=max_shard_bytes,
                 trust_remote_code=trust_remote_code,
                 small=[] if to is None else _list_metadata_files(manifest, role),
@@ -187,106 +170,6 @@ def run_export_request(root: str | Path, request: ExportRequest) -> None:
             fail_export_request(root, request)
             raise
     remove_export_request(root, request.step, request.role)
-
-
-def _write_files(
-    progress: ExportProgress,
-    model: ShardedModel,
-    role_folder: Path,
-    adapter_config: Path | None,
-    *,
-    max_bytes: int,
-    trust_remote_code: bool,
-    small: list[str],
-    on_progress: OnProgress,
-) -> None:
-    huggingface, names = role_folder / HUGGINGFACE, model.names
-    metas = read_metas(model, {name: name for name in names})
-    base: Architecture | None = None
-    if adapter_config is None or (huggingface / "config.json").is_file():
-        base = Architecture(huggingface, trust_remote_code=trust_remote_code)
-    if adapter_config:
-        split = split_adapter(base, adapter_config, metas)
-    elif any(name.startswith("base_model.") for name in names):
-        raise ExportError(
-            f"{names[0]} in {role_folder} is of a model with an adapter, and the step has no "
-            f"{ADAPTER}/{ADAPTER_CONFIG}: save with metadata=FOLDER that contains it, as "
-            "peft_config.save_pretrained writes it"
-        )
-    else:
-        split = SplitModel({name: name for name in names}, {}, b"")
-    wanted = _TORCH.get(progress.source["dtype"])
-
-    def convert_dtype(name: str, trained: torch.dtype) -> torch.dtype:
-        kept = wanted and naming and naming.keeps_float32(name, wanted)
-        return wanted if wanted and trained.is_floating_point and not kept else trained
-
-    naming = None
-    if split.base:
-        if base is None:
-            raise ExportError(f"no {HUGGINGFACE}/config.json in {role_folder}")
-        naming = base.find_naming(
-            {name: metas[saved] for name, saved in split.base.items()},
-            lambda one, other: model.are_equal(split.base[one], split.base[other]),
-        )
-        if naming.config != base.config and not small:
-            raise ExportError(
-                f"the config of the step ties weights of {role_folder} that are not equal, and an "
-                "export into the step does not change it; export to a FOLDER"
-            )
-        write_model(
-            progress,
-            model,
-            split.base,
-            naming,
-            convert_dtype=convert_dtype,
-            max_bytes=max_bytes,
-            on_progress=on_progress,
-        )
-    if split.adapter:
-        progress.write_file(
-            f"{ADAPTER}/{ADAPTER_FILE}",
-            lambda path: save_compared(
-                path,
-                {
-                    name: model.read_tensor(saved, convert_dtype(name, metas[saved][1]))
-                    for name, saved in split.adapter.items()
-                },
-            ),
-        )
-        progress.write_file(
-            f"{ADAPTER}/{ADAPTER_CONFIG}", lambda path: path.write_bytes(split.config)
-        )
-    kinds = [
-        convert_dtype(name, metas[saved][1])
-        for name, saved in (split.base or split.adapter).items()
-        if metas[saved][1].is_floating_point
-    ]
-    for name in small:
-        content = (huggingface / name).read_bytes()
-        if name == "config.json" and kinds:
-            content = naming.config if naming else content
-            content = set_dtype(content, max(set(kinds), key=kinds.count))
-        progress.write_file(name, lambda path, content=content: path.write_bytes(content))  # type: ignore[misc]
-
-
-def _find_adapter_config(folder: Path, manifest: Manifest, role: str) -> Path | None:
-    """Return PEFT's own config, which the FSDP manager or the callback of `Trainer` commits."""
-    for path in (f"{role}/{ADAPTER}/{ADAPTER_CONFIG}", f"{ATTACHMENTS}/{ADAPTER_CONFIG}"):
-        if manifest.find_file(path):
-            return folder / path
-    return None
-
-
-def set_dtype(config: bytes, dtype: torch.dtype) -> bytes:
-    """Return a model's config with the dtype of the written weights.
-
-    Args:
-        config: content of ``config.json``.
-        dtype: dtype of the weights.
-    """
-    key = "torch_dtype" if b'"torch_dtype"' in config else "dtype"
-    return set_in_config(config, **{key: str(dtype).removeprefix("torch.")})
 
 
 def _add_to_step(root: Path, manifest: Manifest, role: str, progress: ExportProgress) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from trinity_sync.errors import ConfigError, ExportError
+from trinity_sync.errors import ConfigError, ExportError, from_extra
 from trinity_sync.formats.shard_reader import Meta
 from trinity_sync.snapshot.safe_load import TRUSTED, is_trusted, open_no_follow
 
@@ -122,6 +122,11 @@ class Architecture:
         Raises:
             ExportError: the tensors are not those of the model; the message names them.
         """
+        if getattr(self.shell.config, "quantization_config", None):
+            raise ExportError(
+                f"{self.folder}/config.json says that the weights are quantized, and the trained "
+                "ones are not; pass a config without quantization_config"
+            )
         untied = [
             name for name, first in _find_tied(self.shell, metas) if not are_equal(first, name)
         ]
@@ -147,6 +152,8 @@ class Architecture:
 
     def _require_loaded(self, shell: Any, written: Tensors) -> None:
         """Require that transformers fills the model with tensors, and knows all of them."""
+        with from_extra("hf"):
+            import accelerate  # noqa: F401  # transformers needs it for the meta device
         with _quiet():
             _, found = type(shell).from_pretrained(
                 None,

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from trinity_sync.formats.hf_adapter import ADAPTER_CONFIG, ADAPTER_FILE
-from trinity_sync.formats.hf_export import set_dtype
+from trinity_sync.formats.hf_files import set_dtype
 from trinity_sync.formats.published import VERSION_FILE, describe_tensor
 from trinity_sync.formats.safetensors import INDEX, PROGRESS, save_tensors
 from trinity_sync.fs.atomic import sync_folder

@@ -16,8 +16,7 @@ next `publish` removes what the last one left. `published` describes the files.
 import logging
 import shutil
 import uuid
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from pathlib import Path
@@ -25,16 +24,14 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from trinity_sync.errors import ConfigError, ExportError, WeightSyncError, from_extra
+from trinity_sync.errors import ConfigError, WeightSyncError, from_extra
 from trinity_sync.formats.disk_delta import (
     EncodedTensor,
     encode_tensor,
     import_zstandard,
     write_delta,
 )
-from trinity_sync.formats.folder_reader import PublishedView
-from trinity_sync.formats.hf_adapter import ADAPTER_CONFIG, split_adapter
-from trinity_sync.formats.hf_naming import Architecture, Naming, find_kept
+from trinity_sync.formats.hf_adapter import ADAPTER_CONFIG
 from trinity_sync.formats.model_files import (
     is_adapter,
     make_durable,
@@ -53,32 +50,15 @@ from trinity_sync.formats.published import (
     summarize,
     version_folder,
 )
+from trinity_sync.formats.view_naming import View, ViewNaming
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, replace_file, sync_folder
 from trinity_sync.fs.locks import try_acquire_file_lock
 from trinity_sync.fs.records import encode_record
-from trinity_sync.snapshot.dtensor_shards import have_equal_bits
 
 logger = logging.getLogger(__name__)
 
 _LOCK = ".publisher.lock"
 Tensors = dict[str, torch.Tensor]
-
-
-class View(Protocol):
-    """The tensors of one version, as `trinity_sync.weights.version_view.VersionView`."""
-
-    @property
-    def version(self) -> Any:
-        """What has ``step``, ``run``, ``root`` and ``identity``."""
-
-    def list_named(self) -> Sequence[tuple[tuple[str, ...], Sequence[int], torch.dtype]]:
-        """Return names, full shape and dtype of each tensor, in the order of `iter_tensors`."""
-
-    def read(self, name: str) -> torch.Tensor:
-        """Return one full tensor to read from."""
-
-    def iter_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield names and full tensors, in memory that does not change later."""
 
 
 @runtime_checkable
@@ -147,8 +127,7 @@ class WeightFolder:
         if deltas:
             import_zstandard()
         self._deltas, self._keep, self._max_shard_bytes = deltas, keep, max_shard_bytes
-        self._trust_remote_code = trust_remote_code
-        self._architecture: Architecture | None = None
+        self._naming = ViewNaming(self._model, trust_remote_code=trust_remote_code)
         self._last: tuple[PublishedVersion, Tensors] | None = None
         """The version published last and its tensors, from which the next delta is made."""
 
@@ -174,7 +153,7 @@ class WeightFolder:
         if not isinstance(source, Source):
             return self._publish(source)
         rounded: Any = source
-        kept = self._list_kept(getattr(source, "dtype", None))
+        kept = self._naming.list_kept(getattr(source, "dtype", None))
         with rounded.open(keep_float32=kept) if kept else source.open() as view:
             return self._publish(view)
 
@@ -226,7 +205,7 @@ class WeightFolder:
         scratch = self.out / f".{final.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
         last, self._last = self._last, None  # a failed version is followed by a complete one
         items: Iterable[tuple[str, torch.Tensor]]
-        items, config = self._name_tensors(view)
+        items, config = self._naming.name_tensors(view)
         try:
             scratch.mkdir()
             tensors = dict(items) if self._deltas else {}
@@ -276,61 +255,6 @@ class WeightFolder:
             return None
         return last[1]
 
-    def _name_tensors(self, view: View) -> tuple[Iterator[tuple[str, torch.Tensor]], bytes | None]:
-        """Compare a view with the model, before anything is written.
-
-        Returns:
-            The tensors under the names, and in the form, of the model's published files; and the
-            content of ``config.json``, if it differs from the model's.
-        """
-        metas = {
-            name: (torch.Size(shape), dtype)
-            for names, shape, dtype in view.list_named()
-            for name in names
-        }
-        if self._is_adapter:
-            split = split_adapter(None, self._model / ADAPTER_CONFIG, metas)
-            if split.base:
-                raise ExportError(
-                    f"{min(split.base.values())} is no tensor of an adapter's file; upload "
-                    "peft.get_peft_model_state_dict(model), without the base model"
-                )
-            names = {saved: name for name, saved in split.adapter.items()}
-            return ((names[name], tensor) for name, tensor in view.iter_tensors()), None
-        architecture = self._load_architecture()
-        rounded: set[str] = getattr(view, "rounded", set())
-        for dtype in {metas[name][1] for name in rounded}:
-            if lost := find_kept(rounded, architecture.shell, dtype):
-                raise ConfigError(
-                    f"{min(lost)} is rounded to {dtype}, and transformers keeps it in float32; "
-                    "pass the reader to publish, or open the view with keep_float32"
-                )
-        tied = {name: names for names, *_ in view.list_named() for name in names}
-        naming = architecture.find_naming(
-            metas,
-            lambda one, other: (
-                tied[one] is tied[other] or have_equal_bits(view.read(one), view.read(other))
-            ),
-            published=view.config if isinstance(view, PublishedView) else None,
-        )
-        config = naming.config if naming.config != architecture.config else None
-        return _iter_model(view, naming), config
-
-    def _load_architecture(self) -> Architecture:
-        if self._architecture is None:
-            with from_extra("hf"):
-                self._architecture = Architecture(
-                    self._model, trust_remote_code=self._trust_remote_code
-                )
-        return self._architecture
-
-    def _list_kept(self, dtype: torch.dtype | None) -> list[str]:
-        """Return the names of the tensors that a reader with this dtype must not round."""
-        if dtype is None or self._is_adapter:
-            return []
-        shell = self._load_architecture().shell
-        return find_kept(shell.state_dict(), shell, dtype)
-
     def _remove_leftovers(self, latest: PublishedVersion | None) -> None:
         """Remove what a publisher left that was killed before it replaced the marker."""
         for path in self.out.glob(f".weight_v*{TEMPORARY_SUFFIX}"):
@@ -365,22 +289,6 @@ class WeightFolder:
         gone = path.with_name(f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
         path.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
-
-
-def _iter_model(view: View, naming: Naming) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what is written of a model, each group once all of its tensors are there."""
-    written = [
-        [name for name in names if name not in naming.dropped] for names, *_ in view.list_named()
-    ]
-    left = Counter(naming.find_group(name) for names in written for name in names)
-    groups: dict[str, Tensors] = {}
-    for names, (_, tensor) in zip(written, view.iter_tensors(), strict=True):
-        for number, name in enumerate(names):  # tensors in a file do not share memory
-            group = naming.find_group(name)
-            groups.setdefault(group, {})[name] = tensor.clone() if number else tensor
-            left[group] -= 1
-            if not left[group]:
-                yield from naming.revert_fusion(groups.pop(group)).items()
 
 
 def _encode_changes(old: Tensors, new: Tensors) -> dict[str, EncodedTensor]:
