@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from tests.unit.job import Job
+from tests.unit.test_export import shards
 from tests.unit.weights import VersionFile, upload
 from trinity_sync import WeightReader
 from trinity_sync.errors import CommitError
+from trinity_sync.formats.from_dcp import from_dcp
 from trinity_sync.formats.shard_reader import ShardedModel
+from trinity_sync.formats.to_dcp import to_dcp
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.restore import load_states
 
@@ -114,3 +117,35 @@ def test_where_torch_may_unpickle_plain_values_only_others_are_refused_by_name(
     monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
     with pytest.raises(CommitError, match=r"rank_0\.pt .*TORCH_FORCE_WEIGHTS_ONLY_LOAD is set"):
         load_states(job.root, 1, "actor")
+
+
+def test_shards_are_put_together_whatever_the_default_device_is(
+    job: Job, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    parts = shards({"w": STATE["w"].view(50, 100)}, (3,))
+    job.world_size = len(parts)
+    request.getfixturevalue("other_defaults")
+    versions = VersionFile(tmp_path / "version.json")
+    versions.tell(upload(job, 1, *parts))
+    for rank, part in enumerate(parts):
+        job.stage(1, {"model": part}, rank=rank)
+    job.commit(1)
+    with WeightReader(versions, name="reader") as reader:
+        (found,) = dict(reader.iter_weights()).values()
+    folder = step_folder(job.root, 1) / "actor"
+    model = ShardedModel([folder / f"model_world_size_3_rank_{rank}.pt" for rank in range(3)])
+    for each in (found, model.read_tensor("w", torch.float32)):
+        assert torch.equal(each, STATE["w"].view(50, 100))
+
+
+def test_conversions_do_not_depend_on_the_default_device(
+    job: Job, tmp_path: Path, other_defaults: None
+) -> None:
+    job.stage(1, {"model": STATE})
+    job.commit(1)
+    to_dcp(job.root, 1, tmp_path / "dcp")
+    again = tmp_path / "again"
+    from_dcp(tmp_path / "dcp", again, 1, world_size=1, optim="", device_type="cpu")
+    loaded = load_states(again, 1, "actor")["model"]
+    for name, tensor in STATE.items():
+        assert torch.equal(getattr(loaded[name], "_local_tensor", loaded[name]), tensor)

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 
@@ -14,7 +15,7 @@ def run_dcp_alone() -> Iterator[None]:
     DCP warns that there is no process group, wraps the errors of ranks, and finishes a file after
     the disk refused a write, which hides the cause.
     """
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch.device("cpu"):  # DCP computes on the default device
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             yield

@@ -257,7 +257,8 @@ def compute_shard_of_coordinate(
         coordinate: in each dimension of the mesh.
         placements: one for each dimension of the mesh.
     """
-    return _compute_shard(tuple(shape), tuple(mesh_shape), list(coordinate), placements)
+    with torch.device("cpu"):  # it computes with tensors on the default device
+        return _compute_shard(tuple(shape), tuple(mesh_shape), list(coordinate), placements)
 
 
 unflatten_state_dict: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]] = look_up(
