@@ -9,7 +9,7 @@ the names and shapes into such a model: what it would leave at random, or ignore
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -100,7 +100,7 @@ class Architecture:
         self.folder = folder
         self._trust_remote_code = trust_remote_code
         self.config = (folder / "config.json").read_bytes()
-        self.shell = self._build_shell(self.config)
+        self.shell = self._build_shell()
         self._found: tuple[object, Naming] | None = None
 
     def find_naming(
@@ -135,8 +135,7 @@ class Architecture:
             return self._found[1]
         shell, config = self.shell, self.config
         if untied or (published and _is_untied(published) and not _is_untied(config)):
-            config = _untie(config)
-            shell = self._build_shell(config)
+            shell, config = self._build_shell(untied=True), _untie(config)
         tied = {name for name, _ in _find_tied(shell, metas)}
         if still := tied.intersection(untied):
             raise ExportError(
@@ -178,26 +177,29 @@ class Architecture:
                 "weights of the model whose config.json is there"
             )
 
-    def _build_shell(self, config: bytes) -> Any:
-        """Build the model of a config on the meta device."""
+    def _build_shell(self, *, untied: bool = False) -> Any:
+        """Build the model on the meta device, with a head of its own if ``untied``."""
         from transformers import AutoConfig
 
         trusts = self._trust_remote_code
-        with TemporaryDirectory(prefix="trinity-code-") as private:
-            copy = Path(private, self.folder.name or "model")
-            copy.mkdir()
+        with ExitStack() as removed:
+            source = self.folder
             if trusts:
-                _copy_code(self.folder, copy)
-            (copy / "config.json").write_bytes(config)
+                private = TemporaryDirectory(prefix="trinity-code-")
+                source = Path(removed.enter_context(private), self.folder.name)
+                _copy_code(self.folder, source)
             try:
-                loaded = AutoConfig.from_pretrained(copy, trust_remote_code=trusts)
-                if getattr(loaded, "auto_map", None) and not trusts:
+                config = AutoConfig.from_pretrained(source, trust_remote_code=trusts)
+                if getattr(config, "auto_map", None) and not trusts:
                     raise ConfigError(
                         f"the model of {self.folder} has source files of its own; if you trust "
                         "them, export with --trust-remote-code"
                     )
+                if untied:
+                    config.tie_word_embeddings = False
+                    config.get_text_config().tie_word_embeddings = False
                 with torch.device("meta"):
-                    shell = find_auto_class(loaded).from_config(loaded, trust_remote_code=trusts)
+                    shell = find_auto_class(config).from_config(config, trust_remote_code=trusts)
             except (OSError, ValueError, KeyError) as error:
                 if isinstance(error, ConfigError):
                     raise
