@@ -187,7 +187,7 @@ class WeightFolder:
 
     def _require_same(self, view: View, latest: PublishedVersion) -> None:
         """Require that a view has the weights that were published."""
-        lines = [describe_tensor(*item) for item in self._name_tensors(view)[0]]
+        lines = [describe_tensor(*item) for item in self._naming.name_tensors(view)[0]]
         if summarize(lines) != latest.checksum:
             raise self._explain_hidden(view.version, latest, "its weights differ from those of")
 
