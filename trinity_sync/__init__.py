@@ -1,9 +1,10 @@
 """Low-overhead asynchronous checkpointing and weight sync for RL post-training.
 
-`CheckpointCoordinator` saves and loads checkpoints, `Synchronizer` and `WeightReader` bring weights
-to rollout workers, `WeightFolder` and `FolderReader` to engines that load a folder;
-`FSDPCheckpointManager` and the ``fsdp_*`` functions do both for veRL's FSDP engines. A name is
-imported with its module, and thus with torch, when it is first used.
+`CheckpointCoordinator` saves and loads the checkpoints of a training, and `Checkpoints` reads them
+beside it. `Synchronizer` and `WeightReader` bring weights to rollout workers, `WeightFolder` and
+`FolderReader` to engines that load a folder; `FSDPCheckpointManager` and the ``fsdp_*`` functions
+do both for veRL's FSDP engines. A name is imported with its module, and thus with torch, when it is
+first used.
 """
 
 import importlib
@@ -27,6 +28,7 @@ from trinity_sync.errors import (
     RemoteError,
     RequestRefusedError,
     RootError,
+    RootInUseError,
     SaveError,
     SaveFailedError,
     SaveTimeoutError,
@@ -43,6 +45,7 @@ from trinity_sync.errors import (
 )
 
 if TYPE_CHECKING:
+    from trinity_sync.client.checkpoints import Checkpoints
     from trinity_sync.client.coordinator import CheckpointCoordinator
     from trinity_sync.client.job_settings import set_job_settings
     from trinity_sync.formats.folder_reader import FolderReader
@@ -64,6 +67,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointCoordinator",
+    "Checkpoints",
     "FSDPCheckpointManager",
     "FolderReader",
     "JobSettings",
@@ -94,6 +98,7 @@ __all__ = [
     "RemoteError",
     "RequestRefusedError",
     "RootError",
+    "RootInUseError",
     "SaveError",
     "SaveFailedError",
     "SaveTimeoutError",
@@ -112,6 +117,7 @@ __all__ = [
 
 _MODULES = {
     "CheckpointCoordinator": "trinity_sync.client.coordinator",
+    "Checkpoints": "trinity_sync.client.checkpoints",
     "FSDPCheckpointManager": "trinity_sync.fsdp.manager",
     "FolderReader": "trinity_sync.formats.folder_reader",
     "JobSettings": "trinity_sync.storage.job_settings",

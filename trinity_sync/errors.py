@@ -23,6 +23,7 @@
      ├─ RemoteError                 a remote cannot be reached, read or written
      │   └─ CorruptedCopyError      a file in a remote does not have the digest of its manifest
      ├─ StepInUseError              steps to be removed are leased, pinned or tagged
+     ├─ RootInUseError              another run of the job is still running
      ├─ LockTimeoutError            another process holds a lock for too long
      ├─ CatalogError                the catalog cannot be used, or is of a newer version
      ├─ WeightSyncError             weights did not reach a reader
@@ -239,6 +240,20 @@ class StepInUseError(TrinitySyncError):
     def steps(self) -> tuple[int, ...]:
         """The steps in use, in order."""
         return tuple(sorted(self.holders))
+
+
+class RootInUseError(TrinitySyncError):
+    """An earlier run of the job is still running, and a new one would supersede its saves.
+
+    Attributes:
+        run: number of the earlier run.
+        holder: description of its process.
+    """
+
+    def __init__(self, message: str, *, run: int = 0, holder: str = "") -> None:
+        super().__init__(message)
+        self.run = run
+        self.holder = holder
 
 
 class LockTimeoutError(TrinitySyncError):

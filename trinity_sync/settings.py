@@ -133,6 +133,10 @@ class Settings(_ReadSettings):
     """Key of the training's run: the same in all of its processes, and new at each start. By
     default the launcher's, or a random one."""
 
+    take_over: bool = False
+    """Whether a start of the training supersedes an earlier one that is still running. Otherwise it
+    waits for its end, and is refused if it does not end."""
+
     trusted_paths: Paths = Field(default=(), examples=[("/data",)])
     """Folders whose files are unpickled in full, although others than this user can write them;
     separated by ``:``. Files of this user are always trusted."""

@@ -65,6 +65,10 @@ WHAT_TO_DO = {
     "StepInUseError": (
         "Wait until its readers have finished, or remove the pin or tag that the message names."
     ),
+    "RootInUseError": (
+        "End the process that the message names, or use another root. Read steps next to it with "
+        "`Checkpoints`; supersede it with `take_over=True`."
+    ),
     "LockTimeoutError": (
         "End the process that the message names; the kernel releases its locks. Then try again."
     ),

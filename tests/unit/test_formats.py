@@ -629,9 +629,9 @@ def test_a_trainer_logs_that_its_metrics_are_not_recorded(
 ) -> None:
     commit_files(job.root, 1)
     of_another_release(_metrics(job))
-    log = MetricsLog(job.root)
-    log.record(1, 1, {"reward": 2.0})
-    log.record(1, 2, {"reward": 3.0})
+    log = MetricsLog(job.root, lambda step: 1, lambda: True)
+    log.record(1, {"reward": 2.0})
+    log.record(2, {"reward": 3.0})
     log.close()
     assert re.search(upgrade(AHEAD), caplog.text)
     assert read_metrics(job.root, 1, 2) == {"reward": 3.0}

@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,13 @@ from tests.unit.prefect_stand_in import (
 from tests.unit.promised import Key, Model, Run, Saved, Step, Value
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.errors import ConfigError, SaveFailedError, StepInUseError, TrinitySyncError
+from trinity_sync.errors import (
+    ConfigError,
+    SaveFailedError,
+    StepInUseError,
+    SupersededError,
+    TrinitySyncError,
+)
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX
 from trinity_sync.fs.records import encode_body
 from trinity_sync.layout import SPOOL_FORMAT
@@ -363,7 +369,8 @@ class Promises(RuleBasedStateMachine):
         for rank in trainer.ranks:
             for role in self.roles:
                 key = (role, "model", rank.rank)
-                rank.upload(step, lambda key=key: state_of(key, value), role=role)
+                with self.superseded_perhaps(trainer, step):
+                    rank.upload(step, lambda key=key: state_of(key, value), role=role)
 
     @precondition(lambda self: self.trainers)
     @rule(which=WHICH, ahead=st.integers(0, 1), kind=KIND, fails=RARELY, asks=OFTEN, flow=FLOW)
@@ -383,8 +390,13 @@ class Promises(RuleBasedStateMachine):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{kind} of {trainer.key}").write_text(f"{step} {trainer.config}")
 
+        started = False
         for rank in trainer.ranks:
-            rank.save_async("own", write, step, is_state_dict=is_sync)
+            with self.superseded_perhaps(trainer, step):
+                rank.save_async("own", write, step, is_state_dict=is_sync)
+                started = True
+        if not started:
+            return
         for thread in threading.enumerate():
             if thread.name == f"save-own-step{step}":
                 thread.join()
@@ -400,6 +412,14 @@ class Promises(RuleBasedStateMachine):
                 )
             self.model.see_what_is_committed(step)
         self.stack_side(flow)
+
+    @contextmanager
+    def superseded_perhaps(self, trainer: Trainer, step: int) -> Iterator[None]:
+        """Let a call be refused if a later run has superseded the step."""
+        try:
+            yield
+        except SupersededError:
+            assert self.model.superseded(trainer.run, step)
 
     # ------------------------------------------------------------ the stack side
 

@@ -382,10 +382,10 @@ def test_an_iteration_file_that_names_no_step_names_none(job: Job, text: str) ->
 
 
 def test_a_metric_that_no_float_holds_is_refused_and_nan_is_kept(job: Job) -> None:
-    log = MetricsLog(job.root)
+    log = MetricsLog(job.root, lambda step: 1, lambda: True)
     with pytest.raises(ConfigError, match="is not a number"):
-        log.record(1, 4, {"reward": 10**400})
-    log.record(1, 4, {"loss": float("inf"), "reward": float("nan")})
+        log.record(4, {"reward": 10**400})
+    log.record(4, {"loss": float("inf"), "reward": float("nan")})
     log.close()
     found = read_metrics(job.root, 1, 4)
     assert found["loss"] == float("inf")

@@ -52,8 +52,8 @@ _given_root: str | None = None
 """Value of ``-C`` or of its variable: a path or a URL."""
 
 
-_SETTING = re.compile("[a-z_]+=")
-"""How a setting begins, and no root: its value may be a URL or a path."""
+_SETTING = re.compile("[A-Za-z0-9_-]+=")
+"""How a setting or metric begins, and no root: its value may be a URL or a path."""
 
 
 def with_hint(error: E, hint: str) -> E:
@@ -147,7 +147,9 @@ class JobCommand(typer.core.TyperCommand):
         firsts = [value[0] if isinstance(value, tuple) and value else value for value in values]
         given = [value for value in firsts if isinstance(value, str)]
         required = sum(each.required for each in positional)
-        if given and positional[-1].nargs == -1 and _SETTING.match(given[0]):  # `jobs set`
+        # settings or metrics in the place of another argument
+        fixed = sum(each.nargs != -1 for each in positional)
+        if len(given) >= fixed < len(positional) and _SETTING.match(given[fixed - 1]):
             return [find_root(), *args]
         if given and _is_root_missing(given, required, len(positional), find_root):
             return [find_root(), *args]

@@ -452,6 +452,18 @@ class PruneReport:
 
 
 @dataclass(frozen=True)
+class MetricRow:
+    """A metric of a step."""
+
+    step: int
+    """Number of the step."""
+    name: str
+    """Name of the metric."""
+    value: float
+    """Its value."""
+
+
+@dataclass(frozen=True)
 class PinRow:
     """A pin or tag of a step."""
 
@@ -786,6 +798,7 @@ DOCUMENTS: dict[str, Document] = {
     "jobs reindex": Document("jobs", ReindexedJob),
     "jobs forget": Document("job", ForgottenJob, many=False),
     "prune": Document("prune", PruneReport, many=False),
+    "metrics": Document("metrics", MetricRow),
     "pin": Document("pin", PinRow, many=False),
     "unpin": Document("pin", Unpinned, many=False),
     "tag": Document("pin", PinRow, many=False),

@@ -16,6 +16,7 @@ import logging
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -23,9 +24,10 @@ from dataclasses import replace
 from trinity_sync.client.outcome_log import OutcomeLog, OutcomeLogs
 from trinity_sync.client.pending_save import PendingSave, SaveResult
 from trinity_sync.client.prefect_api import KEYS_PER_CALL
+from trinity_sync.client.run_context import RunContext
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome, SaveTrigger
-from trinity_sync.errors import FormatError, SaveTimeoutError
+from trinity_sync.errors import FormatError, SaveTimeoutError, TrinitySyncError
 from trinity_sync.snapshot.spool import JobSpool
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,8 @@ LOOK_S = 0.1, 2.0
 ASK_S = 1.0, 15.0
 """Seconds between two queries of the server: while it answers, and at most while it does not. Ranks
 that query it in the place of a dead rank 0 wait for the second."""
+WATCH_S = 5.0
+"""Seconds between two looks for a run that supersedes this one."""
 RETRY_S = 1.0
 """Seconds after which the thread continues after an error."""
 SAY_S = 15.0
@@ -51,10 +55,17 @@ class CommitWatcher:
         spool: the job's folder on this node.
         rank: rank of this process.
         world_size: number of ranks that save together.
+        run: run of this process, which notices in the thread of rank 0 that it is superseded.
     """
 
     def __init__(
-        self, trigger: SaveTrigger, spool: JobSpool, *, rank: int = 0, world_size: int = 1
+        self,
+        trigger: SaveTrigger,
+        spool: JobSpool,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        run: RunContext | None = None,
     ) -> None:
         self.commit_seconds: dict[str, float] = {}
         """Seconds from submission to commit, by request key. Rank 0 measures them; other ranks take
@@ -63,6 +74,9 @@ class CommitWatcher:
         self._spool = spool
         self._rank = rank
         self._leads = rank == 0
+        # no reference: the thread lives on, and a coordinator that is gone has no living run
+        self._own_run = weakref.ref(run) if run and self._leads else None
+        self._watch_at = 0.0
         self._is_alone = world_size == 1
         self._log: OutcomeLog | None = None
         self._logs: OutcomeLogs | None = None
@@ -265,6 +279,8 @@ class CommitWatcher:
                 await asyncio.sleep(0)  # requests go out before the root is looked at
                 self._look()
                 moments = [save.look_at for save in self._list_pending()]
+                if self._own_run:
+                    moments.append(self._watch_at)
                 if asking is None or asking.done():
                     moments.append(self._next_ask_at())
                 if self._has_work:
@@ -291,6 +307,11 @@ class CommitWatcher:
     def _look(self) -> None:
         """Read the status of the saves that are due, from the root and from rank 0's file."""
         now = time.monotonic()
+        if self._own_run and self._watch_at <= now:
+            self._watch_at = now + WATCH_S
+            if run := self._own_run():
+                with suppress(OSError, TrinitySyncError):  # read again the next time
+                    run.notice_later_runs()
         due = [save for save in self._list_pending() if save.look_at <= now]
         outcomes = self._read_outcomes(due)
         for save in due:

@@ -89,6 +89,9 @@ class CheckpointCoordinator:
         trigger: requests the flow runs; by default from the Prefect server that ``PREFECT_API_URL``
             or the local stack's state file names. If neither names one, rank 0 logs a warning.
         require_stack: query that server first, and raise if it cannot take saves.
+        take_over: supersede an earlier run of the job that is still running; by default
+            ``TRINITY_SYNC_TAKE_OVER``. Otherwise the first call that begins this run (`load`,
+            `save`, `upload`) waits for that run to end, and raises `RootInUseError` if it does not.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -119,6 +122,7 @@ class CheckpointCoordinator:
         settings: Settings | None = None,
         trigger: SaveTrigger | None = None,
         require_stack: bool = False,
+        take_over: bool | None = None,
     ) -> None:
         self._process = os.getpid()
         rank, world_size = check_number("rank", rank), check_number("world size", world_size)
@@ -143,9 +147,16 @@ class CheckpointCoordinator:
         self._places = tuple(places) or group_by_node([here] * world_size)
         if any(place.ranks[0] == rank for place in self._places):  # one rank of each node
             remove_replaced_spools(self.settings.spool, self.root)
-        self._run = RunContext(self.root, run_key or self.settings.run_key or make_run_key())
+        self._run = RunContext(
+            self.root,
+            run_key or self.settings.run_key or make_run_key(),
+            leads=rank == 0,
+            takes_over=self.settings.take_over if take_over is None else take_over,
+        )
         self._attachments = Attachments(self.root, rank)
-        self._watcher = CommitWatcher(requests, self.spool, rank=rank, world_size=world_size)
+        self._watcher = CommitWatcher(
+            requests, self.spool, rank=rank, world_size=world_size, run=self._run
+        )
         self._loader = StepLoader(
             self.root,
             self.spool,
@@ -176,7 +187,7 @@ class CheckpointCoordinator:
             check_overlap=self.settings.overlap == "check",
         )
         self._callables = CallableSaver(self.root, self.spool)
-        self._metrics = MetricsLog(self.root)
+        self._metrics = MetricsLog(self.root, self._run.find_run_of_metrics, self._run.has_begun)
         self._preemption = Preemption()
         self._failures: list[str] = []
         """Failures that no `wait_all` has raised yet."""
@@ -192,6 +203,7 @@ class CheckpointCoordinator:
         settings: Settings | None = None,
         trigger: SaveTrigger | None = None,
         require_stack: bool = False,
+        take_over: bool | None = None,
     ) -> "CheckpointCoordinator":
         """Create a coordinator on each rank of the default process group; a collective call.
 
@@ -200,7 +212,8 @@ class CheckpointCoordinator:
         then looks at the root for all ranks, and each rank at its own files.
 
         Args:
-            root, run_key, roles, job, settings, trigger, require_stack: as in the constructor.
+            root, run_key, roles, job, settings, trigger, require_stack, take_over: as in the
+                constructor.
 
         Raises:
             RootError: on all ranks: the root's file system lacks an operation that a commit needs,
@@ -223,15 +236,28 @@ class CheckpointCoordinator:
             settings=settings,
             trigger=trigger,
             require_stack=require_stack,
+            take_over=take_over,
         )
         made._loader.is_collective = True
         return made
 
     @property
     def run(self) -> int:
-        """Number of this run of the job; it begins at step 0 if no process has begun it yet.
+        """Number of this run of the job; 0 until this process has begun it.
+
+        It begins with the first `save`, `upload` or save function, with `load`, `resumed_from` or
+        `begin`, and with no other call.
+        """
+        return self._run.number
+
+    def begin(self) -> int:
+        """Begin this run now, at step 0 unless it has resumed, and return its number.
+
+        The first save does so too. Called before the training, a second start of the same training
+        is refused before it computes anything.
 
         Raises:
+            RootInUseError: an earlier run is still running, and ``take_over`` is not set.
             ConfigError: this process is a forked child.
         """
         self._require_own_process()
@@ -267,6 +293,8 @@ class CheckpointCoordinator:
     def load(self, step: int, *, role: str = "actor") -> dict[str, Any]:
         """Load this rank's states of a committed step, from which this run then resumes.
 
+        To load a step for an evaluation, use `Checkpoints`, which begins no run.
+
         The states are read from the spool if this node still holds them, otherwise from disk; the
         log says which. After an error the run has not resumed, so another step may be loaded. A
         collective call after `of_process_group`: if one rank cannot load the step, all ranks raise
@@ -282,7 +310,7 @@ class CheckpointCoordinator:
 
         Raises:
             CommitError: the step is not committed, has no shards for this rank, or is corrupted.
-            ConfigError: as in `check_resume`.
+            ConfigError, RootInUseError: as in `check_resume`.
         """
         step = check_number("step", step)
         self.check_resume(step)
@@ -296,6 +324,7 @@ class CheckpointCoordinator:
         Raises:
             ConfigError: this run has already begun at another step, or its key was used by an
                 earlier run.
+            RootInUseError: an earlier run is still running, and ``take_over`` is not set.
         """
         step = check_number("step", step)
         # what is loaded next must not reach an image
@@ -308,7 +337,7 @@ class CheckpointCoordinator:
         collective call after `of_process_group`.
 
         Raises:
-            ConfigError: as in `check_resume`.
+            ConfigError, RootInUseError: as in `check_resume`.
         """
         step = check_number("step", step)
         self.check_resume(step)
@@ -406,6 +435,9 @@ class CheckpointCoordinator:
         Raises:
             ConfigError: an argument is invalid, or ``step`` is before the newest that this process
                 has saved.
+            RootInUseError: an earlier run is still running, and ``take_over`` is not set; from the
+                call that begins this run.
+            SupersededError: a later run has taken over, which rank 0 notices within seconds.
             SpoolError: the first save of this process cannot be written into the spool.
             ImageError: the first save of this process cannot be pickled or copied; the message
                 names the key. Errors of later saves do not stop the training: `wait_all` raises
@@ -498,7 +530,8 @@ class CheckpointCoordinator:
         """Record metrics of a step, for policies such as ``best=2:reward:max``.
 
         Any rank may call it, before or after the step's commit; later calls add to the step's
-        metrics. A thread writes them to a small file, and logs an error if it cannot.
+        metrics. A thread writes them to a small file, and logs an error if it cannot. They count
+        for the run that commits the step.
 
         Args:
             step: training step.
@@ -508,8 +541,7 @@ class CheckpointCoordinator:
             ConfigError: a value is not a number, or a name is empty or has ``:``, ``=`` or a comma.
         """
         self._require_own_process()
-        step = check_number("step", step)
-        self._metrics.record(self._run.get().number, step, metrics)
+        self._metrics.record(check_number("step", step), metrics)
 
     def upload(
         self, step: int, collect: Callable[[], Any], *, role: str = "actor"
@@ -532,9 +564,11 @@ class CheckpointCoordinator:
         Raises:
             ConfigError: an argument is invalid; or a later step was uploaded before, or this one
                 with other weights: readers would keep what they have.
+            RootInUseError, SupersededError: as in `save`.
             SpoolError, ImageError: as in `save`, for the first image of this process.
         """
         self._require_own_process()
+        self._run.require_not_superseded(check_number("step", step))
         origin = self._submitter.origin(check_number("step", step), role, "state_dict")
         return self._states.upload(origin, collect)
 
@@ -575,6 +609,8 @@ class CheckpointCoordinator:
             ConfigError: this process is a forked child.
         """
         self._require_own_process()
+        if not self._run.number:
+            return
         origin = self._submitter.origin(check_number("step", step), role, kind)
         if failure := self._watcher.wait_for(self._submitter.get_key(origin)):
             raise SaveFailedError(failure)
@@ -604,6 +640,7 @@ class CheckpointCoordinator:
         finally:
             self._metrics.close()
             self._watcher.close(timeout)
+            self._run.close()
             self._preemption.restore_handlers()
         self.spool.remove_if_unused()
 
@@ -795,9 +832,11 @@ class CheckpointCoordinator:
         keep = check_number(f"step {step}: keep, of which 0 keeps all steps,", keep)
         self._submitter.check_components(step, components, role, kind)
         self._submitter.require_not_monitored(step, kind)
+        self._run.require_not_superseded(step)
         origin = self._submitter.origin(
             step, role, kind, keep=keep if kind == "checkpoint" else 0, export=export
         )
+        self._metrics.record_early()
         if self.rank == 0:
             self._submitter.write_placement(role)
         attached = None
@@ -831,10 +870,12 @@ class CheckpointCoordinator:
 
     def _status_of(self, name: str, step: int, is_state_dict: bool) -> CallableStatus:
         self._require_own_process()
+        step, name = check_number("step", step), check_name("name of a save", name)
+        self._run.require_not_superseded(step)
         return CallableStatus(
-            name=check_name("name of a save", name),
+            name=name,
             run=self._run.get().number,
-            step=check_number("step", step),
+            step=step,
             kind=_kind(is_state_dict),
             rank=self.rank,
             process=read_process_identity(os.getpid()),
@@ -846,7 +887,7 @@ class CheckpointCoordinator:
 
     def _committed_kinds(self, step: int) -> tuple[Kind, ...]:
         with suppress(Exception):  # the root cannot be read
-            run = self._run.get().number
+            run = self._run.number
             return tuple(kind for kind in KINDS if is_committed(self.root, run, step, kind))
         return ()
 

@@ -4,24 +4,39 @@ All processes of a run share a key, and the first of them opens the run: at the 
 or at step 0 if its role has nothing to load. A key that is used again at the next start would make
 that start the same run, and the earlier steps would count as its own. Where that is noticed, it is
 an error.
+
+A run begins with the first save, upload, save function or resume of a process, and with nothing
+else. It supersedes saves of the run before it, so it waits for the processes of that run to end,
+and is refused if they live on. If it takes over all the same, the run before it notices that in the
+thread that follows its saves, and its next save is an error.
 """
 
 import logging
 import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 from trinity_sync.errors import ConfigError, RootError
 from trinity_sync.fs.atomic import UNWRITABLE
 from trinity_sync.layout import Kind, steps_on_disk
 from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.living_run import find_living_run, hold_run, wait_for_living_run
 from trinity_sync.storage.manifest import is_committed, read_run_number
+from trinity_sync.storage.metrics import find_run_of_step
 from trinity_sync.storage.quarantine import quarantine_folder
-from trinity_sync.storage.runs import Run, find_newest_run, join_run, open_run, record_resume
+from trinity_sync.storage.runs import (
+    Run,
+    explain_superseded,
+    find_newest_run,
+    find_superseding_run,
+    join_run,
+    list_runs,
+    record_resume,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -32,14 +47,25 @@ class RunContext:
     Args:
         root: the job's root.
         key: key that all processes of the run share and no other run has.
+        leads: whether this process shows that the run lives, as rank 0 does.
+        takes_over: begin the run even while an earlier one lives.
     """
 
-    def __init__(self, root: Path, key: str) -> None:
+    def __init__(
+        self, root: Path, key: str, *, leads: bool = True, takes_over: bool = False
+    ) -> None:
         self._root = root
         self._key = key
+        self._leads = leads
+        self._takes_over = takes_over
         _contexts[root] = self
+        _living.add(self)
         self._run: Run | None = None
+        self._later: list[Run] = []
+        """Runs that have begun after this one, as of the last `notice_later_runs`."""
+        self._is_superseded = False
         self._opening = threading.Lock()
+        self._lock = ExitStack()
         self._saved: dict[tuple[str, Kind], int] = {}
         """Newest step that this process has saved, by role and kind."""
         self._unwritable: OSError | None = None
@@ -48,12 +74,13 @@ class RunContext:
         """Return the run; open it at step 0 if none of its processes has opened it yet.
 
         Raises:
+            RootInUseError: an earlier run lives.
             RootError: the root cannot be written.
         """
         with self._opening:  # threads that stage call it as well
             if self._run is None:
                 with self._require_writable():
-                    self._run, before = join_run(self._root, self._key, 0)
+                    self._run, before = self._join(0)
                 if before:  # this process alone has begun the run
                     self._warn_of_earlier_steps(self._run)
             return self._run
@@ -64,20 +91,34 @@ class RunContext:
         A root that cannot be written is only loaded from: it gets no run, and the first save fails.
 
         Raises:
-            ConfigError: as in `require_can_begin_at`.
+            ConfigError, RootInUseError: as in `require_can_begin_at`.
         """
         self.require_can_begin_at(step)
-        if self._run is None:
-            with suppress(RootError), self._require_writable():
-                run = open_run(self._root, self._key, step)
-                if run.resumed_from != step:  # the process that opened it had nothing to load
-                    run = record_resume(self._root, run, step)
-                self._run = run
-        return self._run
+        with self._opening:
+            if self._run is None:
+                with suppress(RootError), self._require_writable():
+                    run, _ = self._join(step)
+                    if run.resumed_from != step:  # the process that opened it had nothing to load
+                        run = record_resume(self._root, run, step)
+                    self._run = run
+            return self._run
 
     def join(self, run: Run | None) -> None:
         """Be part of a run that another process with the same key has begun at a step."""
         self._run = run
+
+    def close(self) -> None:
+        """Show no longer that the run lives."""
+        self._lock.close()
+
+    @property
+    def number(self) -> int:
+        """Number of the run; 0 before it has begun."""
+        return self._run.number if self._run else 0
+
+    def has_begun(self) -> bool:
+        """Return whether this process has begun the run, or joined it."""
+        return self._run is not None
 
     def require_can_begin_at(self, step: int) -> None:
         """Require that the run can begin at a step, before the step is loaded.
@@ -85,11 +126,16 @@ class RunContext:
         Raises:
             ConfigError: the run has already begun at another step, or its key was used by an
                 earlier run.
+            RootInUseError: an earlier run lives.
         """
         if self.has_begun_at(step):
             return
         joined = find_newest_run(self._root)
-        if joined is None or joined.key != self._key or joined.resumed_from == step:
+        if joined is None or joined.key != self._key:
+            with suppress(RootError), self._require_writable():  # such a root gets no run
+                self._wait_for_earlier_run()
+            return
+        if joined.resumed_from == step:
             return
         if joined.resumed_from or self._has_committed(joined):
             raise ConfigError(
@@ -175,6 +221,88 @@ class RunContext:
                 "again; or choose another root."
             ) from error
 
+    def find_run_of_metrics(self, step: int) -> int:
+        """Return the number of the run whose step metrics are of.
+
+        It is this run if it has begun and makes the step, otherwise as `find_run_of_step` says.
+
+        Raises:
+            CommitError, FormatError: as `list_runs`.
+        """
+        if self._run and (step > self._run.resumed_from or not self._run.resumed_from):
+            return self._run.number
+        return find_run_of_step(self._root, step)
+
+    def notice_later_runs(self) -> None:
+        """Look for runs that have begun after this one, and log the first that supersedes it.
+
+        Raises:
+            OSError, CommitError, FormatError: as `list_runs`.
+        """
+        run = self._run
+        if run is None or not (found := list_runs(self._root, after=run.number)):
+            return
+        self._later = found
+        beyond_all = max(each.resumed_from for each in found) + 1
+        later = find_superseding_run(found, run.number, beyond_all)
+        if later and not self._is_superseded:
+            living = find_living_run(self._root, self._key)
+            self._is_superseded = True
+            logger.error(
+                "Run %d of %s, which this process is part of, is superseded: run %d has begun at "
+                "step %d%s. Saves beyond that step are refused. End this training; if the other "
+                "was a mistake, end that and start this one again",
+                run.number,
+                self._root,
+                later.number,
+                later.resumed_from,
+                f" ({living[1]})" if living else "",
+            )
+
+    def require_not_superseded(self, step: int) -> None:
+        """Require that no later run that was noticed supersedes a step; the root is not read.
+
+        Raises:
+            SupersededError: a later run does.
+        """
+        if later := find_superseding_run(self._later, self.number, step):
+            raise explain_superseded(self._root, self.number, step, later)
+
+    def _join(self, step: int) -> tuple[Run, Run | None]:
+        """Join the run or begin it at a step, and show that it lives, from before it begins on."""
+
+        def hold(number: int) -> None:
+            self._lock.close()
+            if self._leads:
+                self._lock.enter_context(hold_run(self._root, number))
+
+        def prepare(number: int) -> None:
+            self._lock.close()  # of an attempt in which another process was faster
+            self._wait_for_earlier_run()
+            hold(number)
+
+        try:
+            run, before = join_run(self._root, self._key, step, before_begin=prepare)
+            if not before:
+                hold(run.number)
+        except BaseException:
+            self._lock.close()
+            raise
+        return run, before
+
+    def _wait_for_earlier_run(self) -> None:
+        """Wait until no process of an earlier run lives.
+
+        Coordinators that this process made before are no obstacle: it knows of them.
+
+        Raises:
+            RootInUseError: a process lives on.
+        """
+        for other in [*_living]:
+            if other._root == self._root and other._key != self._key:
+                other.close()
+        wait_for_living_run(self._root, self._key, take_over=self._takes_over)
+
     def _warn_of_earlier_steps(self, run: Run) -> None:
         if found := find_newest(self._root):
             logger.warning(
@@ -202,6 +330,8 @@ def make_run_key() -> str:
 
 _contexts: "WeakValueDictionary[Path, RunContext]" = WeakValueDictionary()
 """By root, the context that this process made last."""
+_living: "WeakSet[RunContext]" = WeakSet()
+"""All contexts of this process."""
 
 
 def find_run_key(root: Path) -> str | None:

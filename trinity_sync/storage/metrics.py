@@ -1,21 +1,24 @@
 """Metrics of a step: ``root/.trinity_sync/metrics/{step}.json``, read by retention.
 
 They are a file of their own, because an evaluation may end before the commit of the step or long
-after it.
+after it. They count for one run: that which committed the step, or will.
 """
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from trinity_sync.errors import ConfigError, FormatError, LockTimeoutError
+from trinity_sync.errors import ConfigError, LockTimeoutError, TrinitySyncError
 from trinity_sync.fs.atomic import read_uncached, replace_file
 from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.fs.records import Count, Record, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT
+from trinity_sync.storage.manifest import read_run_number
+from trinity_sync.storage.runs import find_newest_run
 
 logger = logging.getLogger(__name__)
 
@@ -32,54 +35,106 @@ class _Recorded(Record, format=ROOT_FORMAT):
 
 
 class MetricsLog:
-    """Writes the metrics of a process in a background thread."""
+    """Writes the metrics of a process in a background thread.
 
-    def __init__(self, root: Path) -> None:
+    Args:
+        root: the job's root.
+        find_run: returns the number of the run whose step metrics are of, see `find_run_of_step`.
+        has_begun: returns whether the process's run has begun. What was recorded before is recorded
+            again afterwards: it may be of a step that this run makes.
+    """
+
+    def __init__(
+        self, root: Path, find_run: Callable[[int], int], has_begun: Callable[[], bool]
+    ) -> None:
         self._root = root
+        self._find_run = find_run
+        self._has_begun = has_begun
         self._writer: ThreadPoolExecutor | None = None
         self._limit_s = WRITE_S
+        self._early: list[tuple[int, Mapping[str, float]]] = []
 
-    def record(self, run: int, step: int, metrics: Mapping[str, float]) -> None:
+    def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Submit metrics to be written; see `CheckpointCoordinator.record_metrics`.
 
-        Infinities and NaN are written as they are: policies count NaN as the worst value.
-
         Args:
-            run: number of the run.
             step: step number.
             metrics: values by name.
 
         Raises:
-            ConfigError: a name cannot be used in a retention policy, or a value is not a number.
+            ConfigError: as `check_metrics`.
         """
-        if bad := [name for name in metrics if not re.fullmatch(r"[^:=,]+", name)]:
-            raise ConfigError(
-                f"metric {bad[0]!r} of step {step} cannot be used in a retention policy; choose a "
-                "name without ':', '=' and ','"
-            )
-        try:
-            numbers = {name: float(value) for name, value in metrics.items()}
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise ConfigError(
-                f"metrics {sorted(metrics)} of step {step}: a value is not a number ({error}); "
-                "pass values that a float can represent"
-            ) from error
-        self._writer = self._writer or ThreadPoolExecutor(1, "metrics")
-        self._writer.submit(self._write, run, step, numbers)
+        numbers = check_metrics(step, metrics)
+        self.record_early()
+        if not self._has_begun():
+            self._early.append((step, numbers))
+        self._submit(step, numbers)
+
+    def record_early(self) -> None:
+        """Record again what was recorded before the run began, once it has."""
+        if self._early and self._has_begun():
+            early, self._early = self._early, []
+            for step, numbers in early:
+                self._submit(step, numbers)
 
     def close(self) -> None:
         """Wait for metrics that are being written."""
+        self.record_early()
         if self._writer:
             self._writer.shutdown()
 
-    def _write(self, run: int, step: int, metrics: Mapping[str, float]) -> None:
+    def _submit(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._writer = self._writer or ThreadPoolExecutor(1, "metrics")
+        self._writer.submit(self._write, step, numbers)
+
+    def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         try:
-            write_metrics(self._root, run, step, metrics, limit_s=self._limit_s)
+            write_metrics(self._root, self._find_run(step), step, metrics, limit_s=self._limit_s)
             self._limit_s = WRITE_S
-        except (OSError, FormatError, LockTimeoutError) as error:
+        except (OSError, TrinitySyncError) as error:
             if isinstance(error, LockTimeoutError):
                 self._limit_s = 0.0  # metrics in the queue do not wait as long each
             logger.warning("metrics of step %d are not recorded: %s", step, error)
+
+
+def check_metrics(step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return metrics as numbers by name.
+
+    Infinities and NaN stay as they are: policies count NaN as the worst value.
+
+    Args:
+        step: step number, for messages.
+        metrics: values by name.
+
+    Raises:
+        ConfigError: a name cannot be used in a retention policy, or a value is not a number.
+    """
+    if bad := [name for name in metrics if not re.fullmatch(r"[^:=,]+", name)]:
+        raise ConfigError(
+            f"metric {bad[0]!r} of step {step} cannot be used in a retention policy; choose a "
+            "name without ':', '=' and ','"
+        )
+    try:
+        return {name: float(value) for name, value in metrics.items()}
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ConfigError(
+            f"metrics {sorted(metrics)} of step {step}: a value is not a number ({error}); "
+            "pass values that a float can represent"
+        ) from error
+
+
+def find_run_of_step(root: str | Path, step: int) -> int:
+    """Return the run that committed a step, otherwise the newest run, which would commit it.
+
+    Args:
+        root: the job's root.
+        step: step number.
+
+    Raises:
+        CommitError, FormatError: as `list_runs`.
+    """
+    newest = find_newest_run(root)
+    return read_run_number(root, step) or (newest.number if newest else 1)
 
 
 def write_metrics(

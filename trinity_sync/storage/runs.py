@@ -48,12 +48,18 @@ def open_run(root: str | Path, key: str, resumed_from: int, resumed_run: int = 0
 
 
 def join_run(
-    root: str | Path, key: str, resumed_from: int, resumed_run: int = 0
+    root: str | Path,
+    key: str,
+    resumed_from: int,
+    resumed_run: int = 0,
+    *,
+    before_begin: Callable[[int], object] = lambda number: None,
 ) -> tuple[Run, Run | None]:
     """Do as `open_run`; return also the run before, if this call has begun the next one.
 
     Args:
         root, key, resumed_from, resumed_run: as in `open_run`.
+        before_begin: called with the number of the next run before each attempt to begin it.
     """
     folder = _folder(root)
     make_folder(folder)
@@ -62,6 +68,7 @@ def join_run(
         if newest and newest.key == key:
             return newest, None
         run = Run(newest.number + 1 if newest else 1, key, resumed_from, resumed_run)
+        before_begin(run.number)
         if create_file(folder / f"{run.number}.json", encode_record(run)):
             return run, newest
 
@@ -81,15 +88,22 @@ def record_resume(root: str | Path, run: Run, step: int) -> Run:
     return resumed
 
 
-def list_runs(root: str | Path) -> list[Run]:
-    """Return all runs of the job, unordered.
+def list_runs(root: str | Path, *, after: int = -1) -> list[Run]:
+    """Return the runs of the job, unordered.
+
+    Args:
+        root: the job's root.
+        after: only runs with a higher number.
 
     Raises:
         CommitError: the file of a run is torn.
         FormatError: another release has begun a run, so what it supersedes is unknown.
     """
     paths = list_uncached(_folder(root), "[0-9]*.json")
-    return [_read(path) for path in paths if parse_number(path.stem) is not None]
+    numbers = {path: parse_number(path.stem) for path in paths}
+    return [
+        _read(path) for path, number in numbers.items() if number is not None and number > after
+    ]
 
 
 def add_run(root: str | Path, run: Run) -> None:
@@ -191,11 +205,23 @@ def refuse_superseded(root: str | Path, run: int, run_key: str, step: int) -> No
             "recreated since it was submitted. No action is needed."
         )
     if later := find_superseding_run(runs, run, step):
-        raise SupersededError(
-            f"step {step} of run {run} in {root} is superseded: run {later.number} resumed from "
-            f"step {later.resumed_from}. If that was a mistake, end that run and start this one "
-            "again; otherwise no action is needed."
-        )
+        raise explain_superseded(root, run, step, later)
+
+
+def explain_superseded(root: str | Path, run: int, step: int, later: Run) -> SupersededError:
+    """Return the error of a step that a later run has superseded.
+
+    Args:
+        root: the job's root.
+        run: number of the run that saves the step.
+        step: step number.
+        later: as `find_superseding_run` returns it.
+    """
+    return SupersededError(
+        f"step {step} of run {run} in {root} is superseded: run {later.number} resumed from "
+        f"step {later.resumed_from}. If that was a mistake, end that run and start this one "
+        "again; otherwise no action is needed."
+    )
 
 
 def refuse_other_job(save: SaveId) -> None:

@@ -10,10 +10,10 @@ import ray
 
 from trinity_sync.errors import WeightSyncError
 from trinity_sync.weights.delta import Array
-from trinity_sync.weights.object_store import ImageCopy, fetch_deltas, fetch_images
+from trinity_sync.weights.object_store import fetch_deltas, fetch_images
 from trinity_sync.weights.rounding import Spans
 from trinity_sync.weights.state_files import read_address
-from trinity_sync.weights.version import Version
+from trinity_sync.weights.version import ImageCopy, Version
 
 ANSWER_S = 60.0
 """Seconds to wait for an answer of the Synchronizer, which Ray may be restarting."""

@@ -25,10 +25,10 @@ from trinity_sync.snapshot.spool import JobSpool, require_own_folder
 from trinity_sync.storage.runs import Run, list_runs
 from trinity_sync.weights.commit_notification import SCAN_S, CommitNotification, CommitSignature
 from trinity_sync.weights.delta import Array
-from trinity_sync.weights.object_store import ImageCopy, compute_delta
+from trinity_sync.weights.object_store import compute_delta
 from trinity_sync.weights.registry.versions import VersionRegistry
 from trinity_sync.weights.rounding import Spans
-from trinity_sync.weights.version import ImageRef, Version, VersionUnavailableError
+from trinity_sync.weights.version import ImageCopy, ImageRef, Version, VersionUnavailableError
 
 logger = logging.getLogger(__name__)
 

@@ -24,15 +24,12 @@ from trinity_sync.snapshot.version_tag import VersionTag, read_version_tag
 from trinity_sync.storage.persist import lower_thread_priority
 from trinity_sync.weights.delta import Array, encode_delta
 from trinity_sync.weights.rounding import Spans
-from trinity_sync.weights.version import ImageRef, Version, VersionUnavailableError
+from trinity_sync.weights.version import ImageCopy, ImageRef, Version, VersionUnavailableError
 
 THREADS = 4
 """Threads that compare two images; as many as persist an image."""
 NICE = 10
 """Niceness of the threads that compare two versions, as in nice(1)."""
-
-ImageCopy = tuple[VersionTag, Any]
-"""Version tag and bytes of an image, a read-only ``uint8`` array of shape ``[nbytes]``."""
 
 
 class ObjectRefs:

@@ -1,12 +1,16 @@
 """Versions of the weights: which step and run made them, and where a reader finds them."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from trinity_sync.errors import WeightSyncError
+from trinity_sync.snapshot.version_tag import VersionTag
 
 Source = Literal["memory", "checkpoint", "nccl"]
 """Trinity's ``sync_method``: images in the trainer's spool, a committed step, or a broadcast."""
+
+ImageCopy = tuple[VersionTag, Any]
+"""Version tag and bytes of an image, a read-only ``uint8`` array of shape ``[nbytes]``."""
 
 
 class VersionUnavailableError(WeightSyncError):

@@ -25,7 +25,6 @@ from trinity_sync.snapshot.version_tag import VersionTag
 from trinity_sync.storage.discovery import require_unreplaced
 from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest_files import FileRecord
-from trinity_sync.weights.object_store import ImageCopy
 from trinity_sync.weights.unshard import (
     FullTensor,
     Slice,
@@ -36,7 +35,7 @@ from trinity_sync.weights.unshard import (
     round_plan,
     view_full_tensor,
 )
-from trinity_sync.weights.version import Version, VersionUnavailableError
+from trinity_sync.weights.version import ImageCopy, Version, VersionUnavailableError
 
 MAX_PLANS = 4
 """Layouts of which a reader keeps the plan."""

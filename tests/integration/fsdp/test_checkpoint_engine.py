@@ -327,12 +327,12 @@ def test_without_a_step_the_last_one_is_sent_again(trainer: Engine, rollout: Eng
 def test_saves_of_the_same_process_are_of_the_same_run(root: Path, trainer: Engine) -> None:
     send(trainer, 1)
     with CheckpointCoordinator(root) as saves:
-        assert saves.run == trainer.prepare()["sender"].run
+        assert saves.begin() == trainer.prepare()["sender"].run
 
 
 def test_a_coordinator_that_was_there_first_names_the_run(root: Path) -> None:
     with CheckpointCoordinator(root) as saves:
-        number = saves.run
+        number = saves.begin()
         assert Engine(is_master=True, root=root).prepare()["sender"].run == number
 
 

@@ -24,7 +24,7 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager 
 
 from tests.conftest import environment
 from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
-from trinity_sync import CheckpointCoordinator, SaveFailedError
+from trinity_sync import CheckpointCoordinator, ConfigError, SaveFailedError
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.integrations.verl.driver import (
     wrap_find_latest_ckpt_path,
@@ -389,7 +389,7 @@ def test_a_launch_tells_its_processes_the_run_the_roles_and_no_secret(
     assert "TRINITY_SYNC_NODE" not in first  # of the launching node alone
 
 
-def test_the_root_of_a_launch_is_absolute_and_the_users_if_there_is_one(
+def test_the_root_of_a_launch_is_that_of_its_trainer_and_no_other_is_accepted(
     config: DictConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     launch = wrap_get_ppo_ray_runtime_env(get_ppo_ray_runtime_env, "ours")
@@ -397,8 +397,11 @@ def test_the_root_of_a_launch_is_absolute_and_the_users_if_there_is_one(
     monkeypatch.delenv("TRINITY_SYNC_ROOT", raising=False)
     config.trainer.default_local_dir = "ckpts"
     assert launch(config)["env_vars"]["TRINITY_SYNC_ROOT"] == str(tmp_path / "ckpts")
-    monkeypatch.setenv("TRINITY_SYNC_ROOT", "mine")
-    assert launch(config)["env_vars"]["TRINITY_SYNC_ROOT"] == str(tmp_path / "mine")
+    monkeypatch.setenv("TRINITY_SYNC_ROOT", "./ckpts")
+    assert launch(config)["env_vars"]["TRINITY_SYNC_ROOT"] == str(tmp_path / "ckpts")
+    monkeypatch.setenv("TRINITY_SYNC_ROOT", "/data/another")
+    with pytest.raises(ConfigError, match=r"TRINITY_SYNC_ROOT is /data/another, .* is ckpts"):
+        launch(config)
 
 
 def test_the_fully_async_trainer_is_refused_at_its_launch() -> None:

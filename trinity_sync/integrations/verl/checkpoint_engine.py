@@ -77,7 +77,7 @@ class TrinitySyncCheckpointEngine(CheckpointEngineWithCache):
         bucket_size: not used.
         is_master: whether this is rank 0 of the trainer.
         root: the job's root, the same for trainer and rollouts; by default ``TRINITY_SYNC_ROOT``,
-            which the switch sets to ``trainer.default_local_dir`` where it is not set.
+            which the switch sets to ``trainer.default_local_dir``.
         commit: also commit each version as a weights-only step, for rollouts to read from disk once
             the trainer's shared memory is gone. This needs a stack, as any save.
         deltas: rollout workers keep a copy of the weights, and fetch what has changed; see
@@ -338,7 +338,7 @@ class _Sender:
 
     def describe(self) -> SenderInfo:
         """Return what the workers are told."""
-        return SenderInfo(self._coordinator.run, self._newest, self._synchronizer)
+        return SenderInfo(self._coordinator.begin(), self._newest, self._synchronizer)
 
     def collect(self, weights: Iterable[Named], step: int | None) -> tuple[int, str]:
         """Copy the weights to the host; return their step, and what is wrong with them.

@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.configuration.file import CONFIG
+from trinity_sync.errors import ConfigError
 from trinity_sync.layout import refuse_url, step_folder
 from trinity_sync.settings import STACK_PREFIX
 from trinity_sync.storage.discovery import is_foreign
@@ -29,6 +30,9 @@ from trinity_sync.storage.latest_pointer import read_latest_pointer
 
 SETTLE_S = 60.0
 """Seconds for which a resume waits for saves that an earlier run submitted on its node."""
+
+ROOT = "TRINITY_SYNC_ROOT"
+"""Variable with the job's root, for the back end of the weight transfer."""
 
 WAIT = "async_calls_finalize_fn_exec"
 """Method that veRL's trainers call before each step, and with ``blocking`` after the last one."""
@@ -143,9 +147,16 @@ def wrap_get_ppo_ray_runtime_env(
         ours = read_forwarded_variables()
         ours.setdefault("TRINITY_SYNC_RUN_KEY", uuid.uuid4().hex)
         if config is not None:
-            root = ours.get("TRINITY_SYNC_ROOT") or config.trainer.default_local_dir
+            root = config.trainer.default_local_dir
             refuse_url(root)
-            ours["TRINITY_SYNC_ROOT"] = str(Path(root).resolve())  # workers have other folders
+            named, folder = ours.get(ROOT), Path(root).resolve()
+            if named and Path(named).resolve() != folder:
+                raise ConfigError(
+                    f"{ROOT} is {named}, and trainer.default_local_dir is {root}: the weights of "
+                    f"this training would be published into another job. Unset {ROOT}, or set both "
+                    "to one folder"
+                )
+            ours[ROOT] = str(folder)  # workers have other folders
             if "TRINITY_SYNC_ROLES" not in ours and _has_critic(config):
                 ours["TRINITY_SYNC_ROLES"] = "actor,critic"
         given = os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from trinity_sync.weights.delta import Array
-from trinity_sync.weights.object_store import ImageCopy
 from trinity_sync.weights.rounding import Spans
-from trinity_sync.weights.version import Version
+from trinity_sync.weights.version import ImageCopy, Version
 
 
 class Registry(Protocol):

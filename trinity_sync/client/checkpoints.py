@@ -1,0 +1,184 @@
+"""`Checkpoints`, which reads the committed steps of a job, e.g. to evaluate them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trinity_sync.client.attachments import Attachments
+from trinity_sync.errors import ConfigError
+from trinity_sync.layout import Kind, check_number, refuse_url
+from trinity_sync.storage.discovery import (
+    find_newest,
+    iter_committed_steps,
+    read_manifest_state,
+    require_committed,
+)
+from trinity_sync.storage.leases import lease_to_read
+from trinity_sync.storage.metrics import (
+    check_metrics,
+    find_run_of_step,
+    read_metrics,
+    write_metrics,
+)
+from trinity_sync.storage.restore import load_states
+from trinity_sync.weights.version import Version
+from trinity_sync.weights.version_view import Target, VersionOpener
+
+READER = "Checkpoints"
+"""Name of the reader, for its leases."""
+
+
+class Checkpoints:
+    """Reads the committed steps of a job, and records metrics of them.
+
+    It begins no run, so it can be used next to the training, and before or after it. It needs no
+    stack, and writes nothing but metrics and a lease of the step that it reads.
+
+    Args:
+        root: the job's root.
+
+    Raises:
+        ConfigError: the root is a URL, or is not a folder.
+
+    Example::
+
+        steps = Checkpoints("ckpts")
+        newest = steps.latest_step()
+        steps.load_into(newest, model)
+        steps.record_metrics(newest, {"reward": evaluate(model)})
+    """
+
+    def __init__(self, root: str | Path) -> None:
+        refuse_url(root)
+        self.root = Path(root).resolve()
+        if not self.root.is_dir():
+            raise ConfigError(f"{self.root} is not a folder; pass the job's root")
+
+    def latest_step(self, kind: Kind = "checkpoint") -> int | None:
+        """Return the number of the newest committed step, or None if there is none.
+
+        Args:
+            kind: ``checkpoint`` for a step to resume from, ``state_dict`` for weights.
+
+        Raises:
+            FormatError: another release has committed the newest step.
+        """
+        manifest = find_newest(self.root, kind)
+        return manifest.step if manifest else None
+
+    def steps(self, kind: Kind = "checkpoint") -> list[int]:
+        """Return the numbers of all committed steps, without those that are known to be corrupted.
+
+        Args:
+            kind: as in `latest_step`.
+        """
+        return [
+            each.step
+            for each in iter_committed_steps(self.root)
+            if kind in each.kinds
+            and read_manifest_state(self.root, each, runs=(), paths=()).state == "valid"
+        ]
+
+    def load(
+        self, step: int, *, role: str = "actor", rank: int = 0, world_size: int = 1
+    ) -> dict[str, Any]:
+        """Load the states that one rank saved at a committed step.
+
+        Args:
+            step: training step.
+            role: role whose states are loaded.
+            rank: rank that saved them.
+            world_size: number of ranks that saved together.
+
+        Returns:
+            State by component, as `CheckpointCoordinator.load`.
+
+        Raises:
+            CommitError: the step is not committed, has no shards of this rank, or is corrupted.
+        """
+        with lease_to_read(self.root, check_number("step", step), READER) as manifest:
+            return load_states(
+                self.root, step, role, rank=rank, world_size=world_size, manifest=manifest
+            )
+
+    def load_into(
+        self,
+        step: int,
+        target: Target,
+        *,
+        role: str = "actor",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Copy the weights of a committed step into a module, whatever number of ranks saved them.
+
+        Args:
+            step: training step.
+            target: module, or tensors by name, on any device; every parameter and buffer is filled.
+                Shapes are those of the trainer's full tensors.
+            role: role of the weights.
+            dtype: dtype to which floating-point tensors are rounded as they are copied; by default
+                they keep the trainer's, which the target then has to have.
+
+        Raises:
+            CommitError: the step is not committed.
+            WeightSyncError: it has no such weights or is corrupted; or names, shapes or dtypes
+                differ, or a target is a DTensor or on the meta device: nothing was loaded.
+        """
+        manifest = require_committed(self.root, check_number("step", step), paths=())
+        version = Version(step, manifest.run, "checkpoint", str(self.root), role)
+        opener = VersionOpener(READER, verify=True, dtype=dtype)
+        with opener.open_checkpoint(version) as view:
+            view.load_into(target)
+
+    def attachment(self, step: int, name: str, *, rank: int = 0) -> bytes:
+        """Return what a rank attached to a committed step.
+
+        Args:
+            step: training step.
+            name: name of the attachment.
+            rank: rank that attached it.
+
+        Raises:
+            CommitError: the step is not committed, is corrupted, or has no such attachment.
+            ConfigError: the name is invalid.
+        """
+        return Attachments(self.root, 0).read(check_number("step", step), name, rank)
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Return the metrics of a step by name.
+
+        Args:
+            step: training step.
+
+        Raises:
+            FormatError: another release has recorded them.
+        """
+        step = check_number("step", step)
+        return read_metrics(self.root, find_run_of_step(self.root, step), step)
+
+    def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record metrics of a step, for policies such as ``best=2:reward:max``.
+
+        They are added to those that the step has. They count for the run that committed the step,
+        or, before its commit, for the newest run.
+
+        Args:
+            step: training step.
+            metrics: numbers by name; a tensor of one element is a number.
+
+        Raises:
+            ConfigError: a value is not a number, a name is empty or has ``:``, ``=`` or a comma, or
+                the root cannot be written.
+            LockTimeoutError: other processes record metrics for a minute.
+        """
+        step = check_number("step", step)
+        numbers = check_metrics(step, metrics)
+        try:
+            write_metrics(self.root, find_run_of_step(self.root, step), step, numbers)
+        except OSError as error:
+            raise ConfigError(
+                f"metrics of step {step} cannot be recorded in {self.root}: {error.strerror}; "
+                "record them as a user who may write there"
+            ) from error
