@@ -255,7 +255,7 @@ def duplicate_trigger(world: World, random: Random) -> None:
 
 @fault
 def second_trainer(world: World, random: Random) -> None:
-    """Started by mistake on the same root. It resumes, so what the first one saves is refused."""
+    """It takes the root over. It resumes, so what the first one saves is refused."""
     second: list[subprocess.Popen[bytes]] = []
     before = len(world.notes("rank0-second"))
     world.start_training(into=second)

@@ -18,7 +18,12 @@ import torch.distributed as dist
 import xxhash
 
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.errors import SaveFailedError, SaveTimeoutError, SpoolFullError
+from trinity_sync.errors import (
+    SaveFailedError,
+    SaveTimeoutError,
+    SpoolFullError,
+    SupersededError,
+)
 from trinity_sync.storage.runs import list_runs
 
 RANKS = 2
@@ -127,10 +132,14 @@ def train(root: str, rank: int, rendezvous: str, notes: Notes, stop: Path) -> No
         model.update(gradients)
         if step % SAVE_EVERY == 0:
             notes("staging", step=step)
-            saves.save(step, model.states(step, rank), keep=KEEP)
-            run = run or next(each.number for each in list_runs(root) if each.key == key)
-            notes("handed over", step=step, run=run)
-            waiting.append(step)
+            try:
+                saves.save(step, model.states(step, rank), keep=KEEP)
+            except SupersededError as error:
+                notes("failed", steps=[step], why=str(error))
+            else:
+                run = run or next(each.number for each in list_runs(root) if each.key == key)
+                notes("handed over", step=step, run=run)
+                waiting.append(step)
         if step % WAIT_EVERY == 0:
             waiting = settle(saves, waiting, notes, timeout=60.0)
         time.sleep(STEP_S)

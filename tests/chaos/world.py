@@ -166,6 +166,7 @@ class World:
                 str(rank),
                 str(meeting),
                 last=str(self._stop_file),
+                take_over=into is not None,
             )
             for rank in range(RANKS)
         ]
@@ -188,10 +189,10 @@ class World:
             self.explorer.wait()
 
     def _start(
-        self, name: str, module: str, *arguments: str, last: str = ""
+        self, name: str, module: str, *arguments: str, last: str = "", take_over: bool = False
     ) -> "subprocess.Popen[bytes]":
         env = services.build_environment(self.settings, StackSettings(), self.stack)
-        env |= self.trouble.environment
+        env |= self.trouble.environment | ({"TRINITY_SYNC_TAKE_OVER": "1"} if take_over else {})
         here = str(Path(__file__).parents[2])
         env["PYTHONPATH"] = os.pathsep.join([here, env.get("PYTHONPATH", "")])
         env["GLOO_SOCKET_IFNAME"] = "lo"

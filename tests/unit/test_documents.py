@@ -154,6 +154,7 @@ def list_commands(root: Path, tmp_path: Path) -> dict[str, list[object]]:
             "--optim",
             "",
         ],
+        "metrics": ["metrics", root, "latest", "reward=0.8"],
         "pin": ["pin", root, "latest"],
         "unpin": ["unpin", root, "latest"],
         "tag": ["tag", root, 10, "first"],

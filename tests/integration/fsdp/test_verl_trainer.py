@@ -35,6 +35,7 @@ from trinity_sync.integrations.verl.driver import (
 from trinity_sync.integrations.verl.manager import TrainerCheckpointManager
 from trinity_sync.layout import step_folder, steps_on_disk
 from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.runs import list_runs
 
 DEFAULTS = Path(verl_config.__file__).parent / "_generated_ppo_trainer.yaml"
 
@@ -210,6 +211,26 @@ def test_a_resumed_run_has_the_newest_commit_and_its_dataloader(
     assert resumed.global_steps == 3
     assert policy.fingerprint() == before
     assert next(iter(resumed.train_dataloader)).item() == 3
+
+
+def test_a_step_of_another_job_is_an_initial_state_and_begins_no_run_there(
+    start: Start, root: Path, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = start()
+    train_to(first, 3)
+    wait(first)
+    before, own = policy.fingerprint(), tmp_path / "own"
+    monkeypatch.setenv("TRINITY_SYNC_ROOT", str(own))
+    second = start()
+    manager = policy.engine.checkpoint_manager
+    manager._coordinator = None  # as veRL makes it
+    second.actor_rollout_wg.load_checkpoint(str(step_folder(root, 3) / "actor"), False)
+    assert policy.fingerprint() == before
+    assert len(list_runs(root)) == 1
+    manager.save_checkpoint(str(step_folder(own, 4) / "actor"), global_step=4)
+    assert [(run.number, run.resumed_from) for run in list_runs(own)] == [(1, 0)]
+    manager._coordinator.close(timeout=0)
+    assert len(list_runs(root)) == 1
 
 
 def test_a_resume_waits_for_what_the_run_before_handed_over(

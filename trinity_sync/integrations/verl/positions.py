@@ -5,6 +5,7 @@ trainer one for each rank.
 """
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.manager_of_paths import ManagerOfPaths
 from trinity_sync.errors import ConfigError
 from trinity_sync.fs.atomic import replace_file
+from trinity_sync.integrations.verl.driver import ROOT
 from trinity_sync.layout import MANIFEST, is_step_folder, step_folder
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.stager import ATTACHMENTS, Staged
@@ -41,6 +43,8 @@ class CommitsPositions(ManagerOfPaths):
     rank: int
     world_size: int
     _has_saved = False
+    _own_root: str | None = None
+    """Root of the PPO trainer; None if it is not known."""
 
     def save_checkpoint(
         self, local_path: str | None, *, global_step: int = 0, **named: Any
@@ -95,6 +99,7 @@ class CommitsPositions(ManagerOfPaths):
         load = super().load_checkpoint  # type: ignore[misc] # of the engine's manager
         given = Path(local_path)
         if not is_step_folder(given):
+            self._own_root = os.environ.get(ROOT)  # as the switch's launch has set it
             load(local_path, hdfs_path, del_local_after_load)
             if self.rank == 0:
                 restore_data(given)
@@ -108,6 +113,8 @@ class CommitsPositions(ManagerOfPaths):
             run_on_all_ranks(given, lambda: _restore(manifest, given, committed, given / name))
 
     def _find_resumed_job(self, role_folder: Path) -> tuple[CheckpointCoordinator, int] | None:
+        if self._own_root and not role_folder.is_relative_to(Path(self._own_root).resolve()):
+            return None  # another job, loaded as initial state: no run begins there
         return super()._find_resumed_job(_role_folder(role_folder))
 
 
