@@ -372,6 +372,6 @@ def test_metrics_that_a_training_records_before_its_first_save_count_for_its_run
     job.commit(10)
     second = coordinator_of(run_key="second")
     second.record_metrics(10, {"reward": 0.2})  # it loads nothing
+    until(lambda: read_metrics(job.root, 1, 10) == {"reward": 0.2}, "what is recorded at once")
     second.save(10, MODEL)
-    second.close(timeout=0)
-    assert read_metrics(job.root, 2, 10) == {"reward": 0.2}
+    until(lambda: read_metrics(job.root, 2, 10) == {"reward": 0.2}, "what is recorded again")
