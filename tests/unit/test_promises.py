@@ -327,7 +327,10 @@ class Promises(RuleBasedStateMachine):
         excuse = "part of it has vanished with the spool" if step == trainer.lost else ""
         if rank_is_lost and self.world_size > 1:
             excuse = "a rank is lost"
+        is_told = False
         for rank in trainer.ranks[:1] if rank_is_lost else trainer.ranks:
+            if is_told:
+                break  # the error of rank 0 ends the job
             for role in self.roles:
                 states = {part: state_of((role, part, rank.rank), value) for part in parts}
                 values[role] |= {(role, part, rank.rank): value for part in parts}
@@ -342,6 +345,7 @@ class Promises(RuleBasedStateMachine):
                     if not (again or self.model.superseded(trainer.run, step)):
                         raise
                     excuse = "the call has raised"
+                    is_told |= isinstance(error, SupersededError)
                     self.raised[trainer.key] += f"step {step}: {error}\n"
                 for state in states.values():  # training goes on
                     state["weights"].zero_()
