@@ -1,4 +1,4 @@
-"""Something that happens in the middle of another thing: right when a file is opened or removed."""
+"""Something that happens in the middle of another thing: when a file is opened, renamed, removed."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -31,3 +31,11 @@ def when_removed(path: Path, body: Callable[[], object]) -> Iterator[None]:
     _waiting["os.remove", str(path)] = body
     yield
     assert not _waiting.pop(("os.remove", str(path)), None), f"{path} was not removed"
+
+
+@contextmanager
+def when_renamed(path: Path, body: Callable[[], object]) -> Iterator[None]:
+    """Call ``body`` once, the instant before this process renames ``path``."""
+    _waiting["os.rename", str(path)] = body
+    yield
+    assert not _waiting.pop(("os.rename", str(path)), None), f"{path} was not renamed"

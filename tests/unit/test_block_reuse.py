@@ -15,6 +15,7 @@ import torch
 
 from tests.unit.dying import in_a_process
 from tests.unit.job import Job
+from tests.unit.meanwhile import when_renamed
 from trinity_sync.errors import SaveError
 from trinity_sync.storage.block_reuse import (
     WORTHWHILE,
@@ -82,6 +83,32 @@ def test_a_file_that_a_process_reads_is_not_reused(tmp_path: Path, step: Path) -
     remove_folder(tmp_path, step, keep=PLENTY)
     assert not acquire_spare(tmp_path, tmp_path / "one", WORTHWHILE)
     assert mapped[:6] == b"oldold"
+
+
+def test_a_file_that_is_opened_while_its_step_is_removed_is_not_reused(
+    tmp_path: Path, step: Path
+) -> None:
+    """By a program that walks the step by its descriptor: tar, rsync, os.fwalk."""
+    opened: list[int] = []
+    folder = os.open(step, os.O_RDONLY | os.O_DIRECTORY)
+
+    def walk() -> None:
+        opened.append(os.open("shard.pt", os.O_RDONLY, dir_fd=folder))
+
+    with when_renamed(step / "shard.pt", walk):
+        remove_folder(tmp_path, step, keep=PLENTY)
+    assert not acquire_spare(tmp_path, tmp_path / "one", WORTHWHILE)
+    assert os.pread(opened[0], 6, 0) == b"oldold"
+    for fd in (*opened, folder):
+        os.close(fd)
+
+
+def test_a_spare_file_that_a_process_has_opened_is_not_reused(tmp_path: Path, step: Path) -> None:
+    remove_folder(tmp_path, step, keep=PLENTY)
+    (spare,) = (tmp_path / ".trinity_sync/spare").iterdir()
+    with spare.open("rb"):
+        assert not acquire_spare(tmp_path, tmp_path / "one", WORTHWHILE)
+    assert not (tmp_path / "one").exists()
 
 
 def test_a_file_with_another_name_is_not_reused(tmp_path: Path, step: Path) -> None:

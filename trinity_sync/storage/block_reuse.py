@@ -4,7 +4,8 @@ Writing over allocated blocks is about twice as fast as writing a new file. A sp
 random name in ``root/.trinity_sync/spare``. A writer acquires it by renaming it to its temporary
 name, so whatever process dies, no step contains a file that is written over. A file that another
 process still reads, may write or has linked is removed instead, and so is a file on a file system
-that other nodes may see, because the kernel does not know their readers.
+that other nodes may see, because the kernel does not know their readers. The kernel is asked after
+a file has lost its name in the step: before that, a program that walks the step could still open it.
 """
 
 import errno
@@ -50,11 +51,14 @@ def remove_folder(root: str | Path, folder: Path, *, keep: int) -> None:
         if path.is_symlink() or not path.is_file():
             continue
         nbytes = path.stat().st_size
-        if WORTHWHILE <= nbytes <= room and has_no_other_users(path):  # checked before the rename
+        if WORTHWHILE <= nbytes <= room:
             spare = _folder(root) / uuid.uuid4().hex
             make_folder(spare.parent)
             path.rename(spare)
-            room -= nbytes
+            if has_no_other_users(spare):
+                room -= nbytes
+            else:
+                spare.unlink(missing_ok=True)
     remove_tree(folder)
 
 
@@ -102,9 +106,10 @@ def acquire_spare(root: str | Path, temporary: Path, nbytes: int) -> bool:
                 return False
             raise
         found = temporary.lstat()
-        linked = found.st_nlink > 1  # linked since it became a spare file
-        if linked or found.st_uid != os.getuid() or found.st_mode & 0o022:
-            temporary.unlink()  # other users could write the committed file
+        # other users could write the committed file
+        own = found.st_uid == os.getuid() and not found.st_mode & 0o022
+        if not own or not has_no_other_users(temporary):  # opened or linked since it became a spare
+            temporary.unlink()
             continue
         sync_folder(path.parent)  # or a power cut could leave both names, one in a commit
         return True
