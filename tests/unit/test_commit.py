@@ -210,6 +210,26 @@ def test_an_image_that_comes_late_with_the_same_content_joins_the_commit(
     assert images <= require_committed(job.root, 3).images
 
 
+def test_an_image_of_several_files_that_comes_late_joins_only_if_all_are_equal(
+    job: Job, tmp_path: Path
+) -> None:
+    metadata = tmp_path / "meta"
+    metadata.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (metadata / name).write_text("{}")
+    job.stage(3, {"model": state(1)}, metadata=metadata)
+    committed = job.commit(3, "model", "metadata")
+    job.stagers.pop(0).close()
+    (metadata / "tokenizer.json").write_text("[]")
+    job.stage(3, {"model": state(1)}, metadata=metadata)
+    free_committed_slots(job.spool, job.save(3), [])
+    ((late,), _) = job.spool.tickets()
+    assert (late.ticket.component, late.failed) == ("metadata", True)
+    assert late.ticket.image not in require_committed(job.root, 3).images
+    files = {record.path: record.digest for record in require_committed(job.root, 3).files}
+    assert files == {record.path: record.digest for record in committed.files}
+
+
 def test_of_two_attempts_at_a_time_one_commits_and_the_other_finds_it(job: Job) -> None:
     job.world_size = 2
     for rank in (0, 1):
@@ -236,6 +256,15 @@ def test_a_commit_removes_the_files_of_an_attempt_that_died(job: Job) -> None:
     job.persist(3)  # and nobody commits it
     job.commit(3)
     assert not list(folder(job, 3).rglob("*.tmp"))
+
+
+def test_a_commit_leaves_the_files_of_another_save_that_is_being_written(job: Job) -> None:
+    job.stage(3, {"model": state(3)}, kind="state_dict")
+    job.stage(3, {"optim": state(4)}, also=("model",))
+    optim = job.persist(3, "optim")
+    job.commit(3, kind="state_dict")
+    commit(job.save(3), [*job.persist(3), *optim])
+    assert require_committed(job.root, 3).kinds == ("checkpoint", "state_dict")
 
 
 def test_a_sync_that_is_retried_leaves_the_image_to_the_checkpoint(job: Job) -> None:
