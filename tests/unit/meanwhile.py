@@ -1,4 +1,4 @@
-"""Something that happens in the middle of another thing: when a file is opened, renamed, removed."""
+"""Something that happens in the middle of another: when a file is opened, renamed or removed."""
 
 import sys
 from collections.abc import Callable, Iterator

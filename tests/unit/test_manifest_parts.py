@@ -4,7 +4,9 @@ Power cuts are in `test_power_cuts`.
 """
 
 import itertools
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,16 @@ import torch
 from tests.unit.dying import in_a_process
 from tests.unit.job import Job
 from tests.unit.meanwhile import when_opened
+from trinity_sync.client.callable_saver import CallableSaver
 from trinity_sync.client.pending_save import PendingSave
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.errors import ManifestError
+from trinity_sync.errors import ManifestError, SaveError
+from trinity_sync.fs.process import read_process_identity
 from trinity_sync.layout import step_folder
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.remote_root import Remote
 from trinity_sync.remote.upload import replicate
+from trinity_sync.snapshot.callable_status import CallableStatus, read_statuses
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage import manifest_files
 from trinity_sync.storage.commit import commit
@@ -136,6 +141,53 @@ def test_what_a_rank_has_read_is_never_written_as_the_whole(many: Job) -> None:
     with pytest.raises(AssertionError, match="of other ranks would be lost"):
         write_manifest(many.root, mine)
     assert len(paths_of(read_manifest(many.root, 1))) == RANKS
+
+
+def test_a_function_that_runs_while_its_step_is_committed_in_parts_lists_its_own_files_alone(
+    many: Job,
+) -> None:
+    """A name of trinity_sync counts at the top of the step's folder only."""
+    stage(many, 1, kind="state_dict")
+    stage(many, 1, "optim", also=("model",))
+    own = step_folder(many.root, 1) / "actor/lora"
+
+    def write() -> None:
+        many.commit(1, kind="state_dict")
+        own.mkdir(parents=True)
+        for name in ("adapter.bin", "manifest.json"):
+            (own / name).write_bytes(b"lora")
+
+    begun = CallableStatus("lora", 1, 1, "checkpoint", 0, read_process_identity(os.getpid()))
+    CallableSaver(many.root, many.spool).call(write, begun)
+    (status,) = read_statuses(many.spool, 1, 1, "checkpoint")
+    commit(many.save(1), many.persist(1, "model", "optim"), [status])
+    manifest = require_committed(many.root, 1)
+    assert manifest.kinds == ("checkpoint", "state_dict")
+    assert [path for path in paths_of(manifest) if not path.endswith(".pt")] == [
+        "actor/lora/adapter.bin",
+        "actor/lora/manifest.json",
+    ]
+
+
+def test_a_commit_names_no_file_of_trinity_sync_and_none_that_is_gone(many: Job) -> None:
+    stage(many, 1, kind="state_dict")
+    own, aside = step_folder(many.root, 1) / "own.bin", many.root / "aside"
+    own.parent.mkdir(exist_ok=True)
+    own.write_bytes(b"lora")
+    status = CallableStatus("f", 1, 1, "state_dict", 0, "1/1", "finished", files=(own.name,))
+    before = commit(many.save(1, kind="state_dict"), many.persist(1, kind="state_dict"), [status])
+    stage(many, 1, "optim", also=("model",))
+    written = many.persist(1, "model", "optim")
+    part = list_parts(many.root, 1)[0].name
+    with pytest.raises(SaveError, match=f"lists .*{part}, a name that trinity_sync uses"):
+        commit(many.save(1), written, [replace(status, files=(part,))])
+    own.rename(aside)
+    with pytest.raises(SaveError, match=r"own.bin is missing"):
+        commit(many.save(1), written)
+    assert paths_of(read_manifest(many.root, 1)) == sorted(paths_of(before))
+    aside.rename(own)
+    commit(many.save(1), written)
+    assert len(paths_of(require_committed(many.root, 1))) == 2 * RANKS + 1
 
 
 def test_a_remote_has_one_manifest_and_a_copy_has_the_same_parts(many: Job, tmp_path: Path) -> None:

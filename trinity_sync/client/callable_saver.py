@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from trinity_sync.errors import SaveTimeoutError
-from trinity_sync.fs.atomic import REMOVED_PREFIX, TEMPORARY_SUFFIX
-from trinity_sync.layout import CORRUPTION_MARK, FULL_CHECKPOINT_MARK, MANIFEST, step_folder
+from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.callable_status import CallableStatus, write_status
 from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.storage.manifest_files import is_own_file
 
 logger = logging.getLogger(__name__)
-
-OWN_FILES = (MANIFEST, FULL_CHECKPOINT_MARK, CORRUPTION_MARK)
 
 
 class CallableSaver:
@@ -110,11 +108,10 @@ def _files_below(folder: Path) -> dict[str, tuple[int, int, int]]:
     """Return inode, size and time in ns of each file by path, without files of trinity_sync."""
     found: dict[str, tuple[int, int, int]] = {}
     for path in folder.rglob("*"):
-        own = path.name in OWN_FILES or path.suffix == TEMPORARY_SUFFIX
+        name = path.relative_to(folder).as_posix()
         try:
-            if not own and not path.name.startswith(REMOVED_PREFIX) and path.is_file():
+            if not is_own_file(name) and path.is_file():
                 seen = path.stat()
-                name = path.relative_to(folder).as_posix()
                 found[name] = (seen.st_ino, seen.st_size, seen.st_mtime_ns)
         except FileNotFoundError:
             continue  # renamed or removed meanwhile

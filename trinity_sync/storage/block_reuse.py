@@ -4,8 +4,8 @@ Writing over allocated blocks is about twice as fast as writing a new file. A sp
 random name in ``root/.trinity_sync/spare``. A writer acquires it by renaming it to its temporary
 name, so whatever process dies, no step contains a file that is written over. A file that another
 process still reads, may write or has linked is removed instead, and so is a file on a file system
-that other nodes may see, because the kernel does not know their readers. The kernel is asked after
-a file has lost its name in the step: before that, a program that walks the step could still open it.
+that other nodes may see, because the kernel does not know their readers. The kernel is asked once
+a file has no name in the step any more, which a program that walks the step could still open.
 """
 
 import errno

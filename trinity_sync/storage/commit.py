@@ -44,6 +44,7 @@ from trinity_sync.storage.replace import (
     make_missing_file_error,
     refuse_loss,
     replace_step,
+    require_named_files,
     sync_folders,
 )
 from trinity_sync.storage.runs import refuse_other_job, refuse_superseded
@@ -135,7 +136,6 @@ def commit(
             sync_folders(save.folder, [file.path for file in manifest.files])
             if replaced:
                 inherit_exports_and_metrics(save, replaced)
-            lock.require_held()
             manifest = add_timing(manifest)
             merged = earlier.merge(manifest) if earlier else manifest
             if replaced and "checkpoint" not in manifest.kinds:
@@ -143,6 +143,8 @@ def commit(
             if earlier and replace(merged, committed_at=earlier.committed_at) == earlier:
                 manifest = replace(manifest, committed_at=earlier.committed_at)  # a retry
             else:
+                require_named_files(save, save.folder, merged)
+                lock.require_held()
                 write_manifest_into(save.folder, merged)
         lock.require_held()
         update_latest_pointers(save.root, manifest)

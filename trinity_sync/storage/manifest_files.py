@@ -13,14 +13,40 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from trinity_sync.fs.atomic import read_uncached, replace_file
+from trinity_sync.fs.atomic import (
+    REMOVED_PREFIX,
+    TEMPORARY_SUFFIX,
+    read_uncached,
+    replace_file,
+)
 from trinity_sync.fs.records import Count, Record, decode_record, encode_record
-from trinity_sync.layout import ROOT_FORMAT, shard_file
+from trinity_sync.layout import (
+    CORRUPTION_MARK,
+    FULL_CHECKPOINT_MARK,
+    MANIFEST,
+    ROOT_FORMAT,
+    shard_file,
+)
 
 PART_FILES = 1000
 """Most files in a manifest without parts, and in a part."""
 
 _NAME = re.compile(r"manifest-[0-9a-f]{16}\.json")
+_OWN = (MANIFEST, FULL_CHECKPOINT_MARK, CORRUPTION_MARK)
+
+
+def is_own_file(path: str) -> bool:
+    """Return whether a file below a step's folder is part of no save: trinity_sync manages it.
+
+    The manifest, its parts and the marks are at the top of the folder; a file of that name further
+    down is a user's. Temporary files, and what NFS keeps of removed files, are anywhere.
+
+    Args:
+        path: path below the step's folder, with ``/``.
+    """
+    name = path.rpartition("/")[2]
+    passing = name.endswith(TEMPORARY_SUFFIX) or name.startswith(REMOVED_PREFIX)
+    return passing or path in _OWN or bool(_NAME.fullmatch(path))
 
 
 @dataclass(frozen=True, slots=True)

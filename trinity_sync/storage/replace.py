@@ -5,29 +5,24 @@ weights in place, or is refused.
 """
 
 import logging
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from trinity_sync.errors import FormatError, LockTimeoutError, SaveError
 from trinity_sync.fs.atomic import (
-    REMOVED_PREFIX,
-    TEMPORARY_SUFFIX,
     exchange_names,
     link_or_copy,
     make_folder,
     sync_folder,
 )
 from trinity_sync.fs.lock_file import LockFile
-from trinity_sync.layout import (
-    CORRUPTION_MARK,
-    FULL_CHECKPOINT_MARK,
-    MANIFEST,
-    step_folder,
-)
+from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.storage.discovery import find_newest, read_manifest_state
 from trinity_sync.storage.export_requests import inherit_export_requests
 from trinity_sync.storage.manifest import Manifest, write_manifest_into
+from trinity_sync.storage.manifest_files import is_own_file
 from trinity_sync.storage.metrics import copy_metrics
 from trinity_sync.storage.pins import list_pins
 from trinity_sync.storage.quarantine import clear_replaced_step, replacing_folder
@@ -127,16 +122,11 @@ def replace_step(
     links = {file.record.path: Path(file.temporary) for file in written if file.temporary}
     # if the step is a symbolic link, the link is replaced, and its target stays
     elsewhere = [path.resolve() for path in links.values()] if save.folder.is_symlink() else []
-    official = {record.path for record in earlier.files} | {
-        MANIFEST,
-        FULL_CHECKPOINT_MARK,
-        CORRUPTION_MARK,
-    }
+    official = {record.path for record in earlier.files}
     official -= {name for each in manifest.callables for name in each.files}
     for path in save.folder.rglob("*"):
         name = path.relative_to(save.folder).as_posix()
-        passing = path.suffix == TEMPORARY_SUFFIX or path.name.startswith(REMOVED_PREFIX)
-        if path.is_file() and name not in official and not passing:
+        if name not in official and not is_own_file(name) and path.is_file():
             links.setdefault(name, path)
     for name, path in links.items():
         make_folder((fresh / name).parent)
@@ -148,6 +138,7 @@ def replace_step(
                 raise
             raise make_missing_file_error(missing, f"{save.folder}/{name}") from error
     sync_folders(fresh, links)
+    require_named_files(save, fresh, manifest)
     write_manifest_into(fresh, manifest)
     lock.require_held()
     swap_folders(fresh, save.folder)
@@ -193,6 +184,35 @@ def sync_folders(folder: Path, names: Iterable[str]) -> None:
     above = {parent for name in below for parent in (Path(name), *Path(name).parents)}
     for each in {folder.parent, folder, *(folder / parent for parent in above)}:
         sync_folder(each)
+
+
+def require_named_files(save: SaveId, folder: Path, manifest: Manifest) -> None:
+    """Require that a manifest names files that are in the folder, and none of trinity_sync's own.
+
+    Args:
+        save: the save, for messages.
+        folder: the folder into which the manifest is to be written.
+        manifest: the manifest.
+
+    Raises:
+        SaveError: a file is missing, has another size, or belongs to trinity_sync.
+    """
+    for record in manifest.files:
+        path = f"{folder}/{record.path}"  # a Path per file would double the time
+        if is_own_file(record.path):
+            raise SaveError(
+                f"{save} is not committed: it lists {path}, a name that trinity_sync uses itself. "
+                "Save that file under another name."
+            )
+        try:
+            same = os.stat(path).st_size == record.nbytes  # noqa: PTH116
+        except FileNotFoundError as error:
+            raise SaveError(
+                f"{save} is not committed: {path} is missing. Look for what removed it, and save "
+                "the step again."
+            ) from error
+        if not same:
+            raise SaveError(f"{path} changed before its commit; retry the flow run")
 
 
 def make_missing_file_error(file: Written, final: str) -> SaveError:
