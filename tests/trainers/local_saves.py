@@ -14,7 +14,7 @@ TOKENS = torch.randint(64, (32, 8), generator=torch.Generator().manual_seed(1))
 
 class Fails(CommitsHere):
     def submit(self, request: SaveRequest) -> None:
-        self._failed[request.key] = "the disk is full"
+        self._errors[request.key] = "the disk is full"
 
 
 class Taken(CommitsHere):

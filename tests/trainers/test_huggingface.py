@@ -413,7 +413,7 @@ class FailsAt(CommitsHere):
 
     def submit(self, request: SaveRequest) -> None:
         if request.step == self.step:
-            self._failed[request.key] = "the disk is full"
+            self._errors[request.key] = "the disk is full"
         else:
             super().submit(request)
 

@@ -101,9 +101,12 @@ class Server:
         self.away = False
         self.clients: list[Trigger] = []
 
-    def ask(self, request: SaveRequest) -> FlowRun:
-        """A second request with a key gets the first one's run."""
-        return self.runs.setdefault(request.key, FlowRun(request))
+    def ask(self, request: SaveRequest, *, again: bool = False) -> FlowRun:
+        """A second request with a key gets the first one's run; ``again``, that is retried."""
+        run = self.runs.setdefault(request.key, FlowRun(request))
+        if again and run.state in ("failed", "crashed"):
+            run.state = "pending"
+        return run
 
     def begin(self, run: FlowRun) -> Iterator[str]:
         """Begin an attempt: the first, a doubled one, or a retry."""
@@ -128,8 +131,8 @@ class Server:
         """The server is there again, and what trainers kept for it gets through."""
         self.away = False
         for client in self.clients:
-            for request in client.waiting:
-                self.ask(request)
+            for request, again in client.waiting:
+                self.ask(request, again=again)
             client.waiting.clear()
 
 
@@ -139,17 +142,21 @@ class Trigger(SaveTrigger):
     def __init__(self, server: Server) -> None:
         super().__init__()
         self.server = server
-        self.waiting: list[SaveRequest] = []
+        self.waiting: list[tuple[SaveRequest, bool]] = []
         server.clients.append(self)
 
     def submit(self, request: SaveRequest) -> None:
+        again = request.key in self._failed
+        self._failed.discard(request.key)
         if self.server.away:
-            self.waiting.append(request)
+            self.waiting.append((request, again))
         else:
-            self.server.ask(request)
+            self.server.ask(request, again=again)
 
     async def outcomes(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
-        return {request.key: self._said_of(request.key) for request in requests}
+        found = {request.key: self._said_of(request.key) for request in requests}
+        self._failed |= {key for key, each in found.items() if each.state == "failed"}
+        return found
 
     def _said_of(self, key: str) -> Outcome:
         if self.server.away:

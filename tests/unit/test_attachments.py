@@ -11,7 +11,14 @@ from tests.integration.fsdp.commits import CommitsHere
 from tests.unit.conftest import Open
 from tests.unit.job import Job
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.errors import CommitError, ConfigError, ImageError, MissingShardsError
+from trinity_sync.errors import (
+    CommitError,
+    ConfigError,
+    ImageError,
+    MissingShardsError,
+    SaveFailedError,
+)
+from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.restore import load_states
 
@@ -153,6 +160,39 @@ def test_a_save_that_failed_and_is_called_again_takes_them_along(
     saves.save(4, MODEL)
     job.commit(4, "model", "attachments")
     assert saves.attachment(4, "position") == b"17"
+
+
+@pytest.mark.parametrize("meanwhile", ["nothing", "optim is evicted", "optim has changed"])
+def test_a_save_whose_flow_failed_and_is_called_again_commits_all_of_it(
+    coordinator_of: Open, job: Job, tmp_path: Path, meanwhile: str
+) -> None:
+    saves = coordinator_of(trigger=CommitsHere())
+    (tmp_path / "meta").mkdir()
+    (tmp_path / "meta/config.json").write_text("{}")
+    states = {**MODEL, "optim": {"m": torch.zeros(9)}}
+    saves.attach("position", b"17", step=4)
+    in_the_way = job.root / "global_step_4"
+    in_the_way.write_text("so that nothing can be written")
+    first = saves.save(4, states, metadata=tmp_path / "meta")
+    with pytest.raises(SaveFailedError, match="cannot write model of step 4"):
+        saves.wait_all(30)
+    in_the_way.unlink()
+    if meanwhile == "optim is evicted":
+        for step in (5, 6):
+            job.stage(step, {"optim": states["optim"]}, run_key="run")
+        for step in (5, 6):
+            job.commit(step, "optim")
+    elif meanwhile == "optim has changed":
+        states["optim"]["m"] += 1
+    again = saves.save(4, states, metadata=tmp_path / "meta")
+    assert saves.save(4, states, metadata=tmp_path / "meta").images == ()  # it is under way
+    saves.wait_all(30)
+    assert len({*again.images} & {*first.images}) == (4 if meanwhile == "nothing" else 3)
+    assert saves.attachment(4, "position") == b"17"
+    assert require_committed(job.root, 4).find_file("actor/config.json")
+    assert torch.equal(load_states(job.root, 4, "actor")["optim"]["m"], states["optim"]["m"])
+    saves._watcher._trigger.settle()
+    assert not [each for each in job.spool.tickets()[0] if each.ticket.step == 4]
 
 
 def test_with_two_roles_they_go_once(coordinator_of: Open, job: Job) -> None:

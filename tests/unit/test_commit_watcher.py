@@ -501,6 +501,54 @@ def test_a_save_that_was_refused_has_not_failed_once_it_is_handed_over_again(
         watcher.close()
 
 
+@pytest.mark.parametrize("state", ["FAILED", "RUNNING"])
+def test_the_run_of_a_save_that_failed_is_retried_when_it_is_submitted_again_and_never_doubled(
+    job: Job, state: str
+) -> None:
+    """A running one is a retry by hand, or by a worker."""
+    job.stage(4, {"model": {"w": torch.zeros(3)}})
+    (request,) = requests_in(job.root, [4], components=("model",))
+    told = {"type": "FAILED", "name": "Failed", "message": "the disk is full"}
+    told["timestamp"] = "2026-01-01T00:00:00Z"
+    run: dict[str, Any] = {"id": str(uuid4()), "idempotency_key": request.key, "state": told}
+    asked: list[tuple[str, str]] = []
+    deployment = str(uuid4())
+    create = f"/deployments/{deployment}/create_flow_run"
+    retry = f"/flow_runs/{run['id']}/set_state"
+    answers = {
+        create: (200, json.dumps(run)),
+        "/deployments/name": (200, json.dumps({"id": deployment})),
+        "/flow_runs/filter": (200, json.dumps([run])),
+        retry: (201, "{}"),
+    }
+
+    def count(path: str) -> int:
+        return [each for each, _ in asked].count(path)
+
+    with server(answers, asked=asked) as url:
+        watcher = CommitWatcher(
+            SaveTrigger(Settings(spool=job.spool.folder.parent), url), job.spool
+        )
+        watcher.follow(request, submit=True)
+        (failure,) = watcher.wait(time.monotonic() + 30)
+        assert "the disk is full" in failure
+        assert (count(create), count(retry), watcher.has_failed(request.key)) == (1, 0, True)
+        answers[create] = 503, "{}"  # until it is requested again, the run has the state of before
+        watcher.follow(request, submit=True)
+        with pytest.raises(SaveTimeoutError):
+            watcher.wait(time.monotonic() + 2.5)
+        told["type"] = state
+        answers["/flow_runs/filter"] = 200, "[]"
+        answers[create] = 200, json.dumps(run)
+        while watcher._trigger.has_unsent:
+            with pytest.raises(SaveTimeoutError):
+                watcher.wait(time.monotonic() + 0.05)
+        job.commit(4)
+        assert watcher.wait(time.monotonic() + 30) == []
+        watcher.close()
+    assert count(retry) == (state == "FAILED")
+
+
 def test_a_server_of_this_node_is_asked_without_the_proxy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

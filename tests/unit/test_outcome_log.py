@@ -194,6 +194,22 @@ def test_a_rank_hears_from_rank_0_of_a_failure_and_asks_nobody(pair: Job) -> Non
     assert told == {"failures": failures, "seconds": [], "asked": False}
 
 
+def test_a_rank_that_submits_a_failed_save_again_hears_of_the_second_outcome(pair: Job) -> None:
+    request = request_of(pair)
+    trigger = SaveTrigger(Settings(spool=pair.spool.folder.parent), "http://127.0.0.1:9/api")
+    log, other = OutcomeLog(request), CommitWatcher(trigger, pair.spool, rank=1, world_size=2)
+    for why in ("the disk is full", "the disk is full again"):
+        other.follow(request, images=images_of(pair, 1))
+        with pytest.raises(SaveTimeoutError):
+            other.wait(time.monotonic() + 0.5)
+        log.append({request.key: Outcome("pending")})
+        log.append({request.key: Outcome("failed", why)})
+        (failure,) = other.wait(time.monotonic() + 30)
+        assert failure.endswith(why)
+    log.close()
+    other.close()
+
+
 def test_a_rank_leaves_a_save_that_rank_0_follows_to_it(pair: Job) -> None:
     request = request_of(pair)
     asked: list[tuple[str, str]] = []

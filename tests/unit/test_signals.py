@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.integration.fsdp.commits import CommitsHere
 from tests.unit.conftest import Open
 from tests.unit.job import Job
 from tests.unit.test_overlap import BIG
+from trinity_sync.errors import SaveFailedError
+from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.ticket import ticket_path
+from trinity_sync.storage.restore import load_states
 
 
 @pytest.fixture
@@ -86,6 +90,25 @@ def test_an_emergency_save_is_made_where_the_first_save_was_torn(coordinator_of:
     weight.add_(1)  # long before the other is copied
     words = saves.emergency_save(5, {"model": torn}, deadline_s=5)
     assert words.submitted == ("model",)
+
+
+def test_an_emergency_save_of_a_step_whose_save_failed_saves_it(
+    coordinator_of: Open, job: Job
+) -> None:
+    saves = coordinator_of(trigger=CommitsHere())
+    states = {"model": {"w": torch.ones(3)}, "optim": {"m": torch.zeros(3)}}
+    in_the_way = step_folder(job.root, 4)
+    in_the_way.write_text("so that nothing can be written")
+    saves.save(4, states)
+    with pytest.raises(SaveFailedError):
+        saves.wait_all(30)
+    words = saves.emergency_save(4, states, deadline_s=0)
+    assert words.committed == ()
+    assert any("not submitted" in sentence for sentence in words.undone)
+    in_the_way.unlink()
+    words = saves.emergency_save(4, states, deadline_s=30)
+    assert (words.undone, sorted(words.committed)) == ((), ["checkpoint", "state_dict"])
+    assert load_states(job.root, 4, "actor").keys() == states.keys()
 
 
 def test_what_interrupts_an_emergency_save_ends_it(coordinator_of: Open) -> None:

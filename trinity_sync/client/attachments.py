@@ -1,8 +1,8 @@
 """Small files that are committed with a step: the position of a dataloader, an explorer's state.
 
-They stay in memory until the step is saved, and are then staged with its states: they are committed
-with the step or not at all, also if the trainer dies. After a save that fails they are kept for the
-next attempt.
+They stay in memory until a later step is saved, and are staged with their step's states: they are
+committed with the step or not at all, also if the trainer dies. A save that failed and is called
+again takes them along.
 """
 
 import re
@@ -28,6 +28,8 @@ class Attachments:
         self._rank = rank
         self._pending: dict[int, dict[str, bytes]] = {}
         self._newest_taken = -1
+        self._roles: dict[int, str] = {}
+        """By step, the role that takes its attachments."""
 
     def add(self, step: int, name: str, content: str | Path | bytes) -> None:
         """Keep a copy of a small file for a step that is not saved yet.
@@ -55,17 +57,23 @@ class Attachments:
             ) from error
         self._pending.setdefault(step, {})[name] = bytes(whole)
 
-    def take(self, step: int) -> bytes | None:
-        """Return all attachments of a step, packed; afterwards the step accepts no more."""
+    def take(self, step: int, role: str) -> bytes | None:
+        """Return all attachments of a step, packed; afterwards the step accepts no more.
+
+        Args:
+            step: training step.
+            role: role that is saved; None is returned if another one was before it.
+        """
         self._newest_taken = max(step, self._newest_taken)
         mine = self._pending.get(step)
-        return pack(mine) if mine else None
+        return pack(mine) if mine and self._roles.setdefault(step, role) == role else None
 
-    def discard(self, step: int) -> None:
-        """Delete the attachments of a step that is submitted, and of earlier steps."""
+    def discard_before(self, step: int) -> None:
+        """Delete the attachments of the steps before one that is submitted."""
         for other in list(self._pending):  # in place: a trainer attaches while a thread stages
-            if other <= step:
+            if other < step:
                 del self._pending[other]
+                self._roles.pop(other, None)
 
     def read(self, step: int, name: str, rank: int) -> bytes:
         """Return what a rank attached to a committed step.

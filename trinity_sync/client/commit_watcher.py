@@ -129,9 +129,19 @@ class CommitWatcher:
                 exports=known.exports | {exports} - {""},
                 requested_here=known.requested_here or submit,
             )
-            self._failed.pop(request.key, None)
+            if self._failed.pop(request.key, None) and self._logs:
+                self._logs.forget(request.key)
             self._sweeps |= not self._leads and len(self._pending) >= self._sweep_at
             self._start()
+
+    def has_failed(self, key: str) -> bool:
+        """Return whether this process knows that a save has failed since it was submitted.
+
+        Args:
+            key: key of the save's request.
+        """
+        with self._changed:
+            return key in self._failed
 
     def wait(self, deadline: float | None) -> list[str]:
         """Wait until no save is pending; return the failures since the last call.

@@ -184,6 +184,7 @@ class CheckpointCoordinator:
         self._states = StateSaver(
             self._stager,
             self._submitter.submit_states,
+            self._submitter.has_failed,
             check_overlap=self.settings.overlap == "check",
         )
         self._callables = CallableSaver(self.root, self.spool)
@@ -407,8 +408,9 @@ class CheckpointCoordinator:
 
         Every rank calls it, for every role, with the same ``step`` and ``kind``. A component that
         was submitted at this step before (the model, for a sync) is not copied again, unless it has
-        changed since; then the save fails, which `wait_all` raises. Handlers of signals that come
-        meanwhile are called once the save is submitted, or while it waits for a slot.
+        changed since; then the save fails, which `wait_all` raises. A save that has failed is
+        submitted again. Handlers of signals that come meanwhile are called once the save is
+        submitted, or while it waits for a slot.
 
         Args:
             step: training step, from 0 on, of any integral type.
@@ -844,7 +846,7 @@ class CheckpointCoordinator:
         self.wait_staged()  # the save in flight may still fail and leave its attachments
         with hold_handlers():
             if kind == "checkpoint":
-                attached = self._attachments.take(step)
+                attached = self._attachments.take(step, role)
             return self._states.save(
                 origin,
                 components,

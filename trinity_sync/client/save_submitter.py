@@ -33,7 +33,7 @@ class SaveSubmitter:
         spool: the job's folder on this node.
         run: this process's run of the job.
         watcher: requests and follows the flow runs.
-        attachments: this rank's attachments, deleted once their step is submitted.
+        attachments: this rank's attachments, deleted once a later step is submitted.
         identity: identity of the job.
         rank: rank of this process.
         world_size: number of ranks that save together.
@@ -158,7 +158,7 @@ class SaveSubmitter:
         """
         components: Sequence[str] = staged.components
         if origin.kind == "checkpoint":
-            self._attachments.discard(origin.step)
+            self._attachments.discard_before(origin.step)
         if len(origin.roles) > 1:  # the first role's request counts; other roles may have more
             components = [name for name in COMPONENTS if name != "dcp" or name in components]
         request = _request(origin.save, components, keep=origin.keep)
@@ -172,6 +172,16 @@ class SaveSubmitter:
     def get_key(self, origin: Origin) -> str:
         """Return the request key of the save that images belong to."""
         return _request(origin.save, (), keep=0).key
+
+    def has_failed(self, step: int, role: str, kind: Kind) -> bool:
+        """Return whether a submitted save is known to have failed.
+
+        Args:
+            step: training step.
+            role: role of the images.
+            kind: the sync or the checkpoint of the step.
+        """
+        return self._watcher.has_failed(self.get_key(self.origin(step, role, kind)))
 
     def submit_callables(self, step: int, kind: Kind, expected: int) -> None:
         """Submit a step of save functions, with the states that are staged for it.

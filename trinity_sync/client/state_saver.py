@@ -15,7 +15,7 @@ from typing import Any
 
 from trinity_sync.errors import ConfigError, ImageError, TrinitySyncError
 from trinity_sync.fs.signals import hold_handlers
-from trinity_sync.layout import Component, Kind
+from trinity_sync.layout import FOLDERS, KINDS, SERVES_AS, Component, Kind
 from trinity_sync.snapshot.image import LaidOut
 from trinity_sync.snapshot.save_id import Origin
 from trinity_sync.snapshot.stager import (
@@ -42,6 +42,7 @@ class StateSaver:
     Args:
         stager: copies the states into slots.
         submit: called with the origin of the images and what was staged, once they are sealed.
+        has_failed: returns whether a submitted save failed since, by step, role and kind.
         check_overlap: compare overlapped images with a digest taken at the call.
     """
 
@@ -49,11 +50,13 @@ class StateSaver:
         self,
         stager: Stager,
         submit: Callable[[Origin, Staged], None],
+        has_failed: Callable[[int, str, Kind], bool] = lambda *_: False,
         *,
         check_overlap: bool = False,
     ) -> None:
         self._stager = stager
         self._submit = submit
+        self._has_failed = has_failed
         self._check_overlap = check_overlap
         self._staged: dict[tuple[str, int], list[str]] = {}
         self._submitted: set[tuple[str, int, Kind]] = set()
@@ -75,13 +78,16 @@ class StateSaver:
     ) -> Staged:
         """Stage the components that are new at this step or have changed, and submit the save.
 
-        The commit compares changed components with what was staged before, and fails this save.
+        The commit compares changed components with what was staged before, and fails this save. A
+        save that has failed is submitted again as a whole; images that are still there and equal
+        are not copied again.
 
         Args:
             origin: save, role and rank that the images belong to.
             components: state by component.
             metadata: small files, or their folder; ignored on other ranks than 0.
-            attachments: packed attachments of the step; None if there are none.
+            attachments: packed attachments of the step; None if there are none. Those of a save
+                that was submitted are part of it already.
             overlap: copy large tensors in a thread while training continues.
             began: value of `time.perf_counter` from which the stall is counted; by default now.
 
@@ -97,22 +103,31 @@ class StateSaver:
         # comparing earlier images stalls the caller as well
         began = time.perf_counter() if began is None else began
         role, step, kind = origin.role, origin.step, origin.kind
-        earlier = [
-            name
-            for name in self._staged.get((role, step), [])
-            if name not in components or self._is_staged(origin, name, components[name], overlap)
-        ]
+        kinds = {each for each in KINDS if (role, step, each) in self._submitted}
+        pending = {each for each in kinds if not self._has_failed(step, role, each)}
+        again = kind in kinds - pending
+        known = self._staged.get((role, step), [])
+        # a sync has no components of the checkpoint, and what failed is staged again
+        others = (name for name in known if name not in components and kind == "checkpoint")
+        earlier = [name for name in others if not (again and name in FOLDERS)]
+        if not again:
+            earlier += [
+                name
+                for name, state in components.items()
+                if name in known and self._is_staged(origin, name, state, overlap)
+            ]
         states = {name: state for name, state in components.items() if name not in earlier}
-        was_submitted = (role, step, kind) in self._submitted
+        if kind in pending:
+            attachments = None
         if not states and attachments is None:
-            if was_submitted or kind == "state_dict":  # a checkpoint also serves as a sync
+            if any(kind in SERVES_AS[each] for each in pending):
                 return NOTHING_STAGED
-            states = dict(components)  # all went with the sync; the checkpoint needs its own images
-        late = [name for name in states if name not in self._staged.get((role, step), [])]
-        if was_submitted and (late or attachments is not None):
+            states = dict(components)  # all went with another save; this one needs its own images
+        late = [name for name in states if name not in known]
+        if kind in pending and late:
             raise ConfigError(
-                f"step {step}, role {role}: {', '.join(late) or 'attachments'} comes after the "
-                f"{kind} was submitted; submit all components of a step in one call"
+                f"step {step}, role {role}: {', '.join(late)} comes after the {kind} was "
+                "submitted; submit all components of a step in one call"
             )
         packed = None
         try:
@@ -126,6 +141,7 @@ class StateSaver:
                 attachments=attachments,
                 overlap=overlap,
                 check=self._check_overlap,
+                again=again,
                 began=began,
             )
         except Exception as error:

@@ -13,7 +13,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from trinity_sync.errors import (
@@ -27,6 +27,7 @@ from trinity_sync.fs.signals import call_held_handlers
 from trinity_sync.snapshot.evictions import Eviction, record_eviction
 from trinity_sync.snapshot.save_id import Origin
 from trinity_sync.snapshot.slot import Slot
+from trinity_sync.snapshot.slot_lock import free_slot
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import Ticket, failure_path, read_ticket, ticket_path
 from trinity_sync.snapshot.version_tag import read_version_tag
@@ -136,6 +137,27 @@ class SlotPool:
                     return slot
                 slot.unlock()
         return None
+
+    def free_others(self, origin: Origin, images: Collection[str]) -> None:
+        """Free the other images of a save that is submitted again: the first ones would count.
+
+        Args:
+            origin: save, role and rank of the images.
+            images: random names of those that stay.
+        """
+        slots = {slot.path: slot for slots in self._slots.values() for slot in slots}
+        for sealed in self._spool.read_step(origin.run, origin.step)[0]:
+            ticket = sealed.ticket
+            same = ticket.save == origin.save and ticket.role == origin.role
+            if same and ticket.rank == origin.rank and ticket.image not in images:
+                logger.warning(
+                    "%s is submitted again after its save failed; dropping its earlier image %s",
+                    ticket.what,
+                    sealed.slot,
+                )
+                free_slot(sealed.slot, ticket.image)
+                if sealed.slot in slots:
+                    slots[sealed.slot].holds = None
 
     def acquire(self, origin: Origin, component: str, nbytes: int) -> tuple[Slot, float]:
         """Return a locked slot without a sealed image, and the seconds spent waiting for it.

@@ -29,7 +29,7 @@ from trinity_sync.snapshot.save_id import Origin
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.slot_pool import SlotPool
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.snapshot.ticket import Ticket, seal, ticket_path
+from trinity_sync.snapshot.ticket import Ticket, failure_path, seal, ticket_path
 from trinity_sync.snapshot.version_tag import VersionTag, write_version_tag
 
 logger = logging.getLogger(__name__)
@@ -84,6 +84,7 @@ class _Plan:
     stalls the call for."""
     overlap: bool
     seals: bool
+    again: bool
     locks: ExitStack
     """Releases the slots that already hold an image."""
 
@@ -152,6 +153,7 @@ class Stager:
         overlap: bool = False,
         check: bool = False,
         seals: bool = True,
+        again: bool = False,
         began: float | None = None,
     ) -> StagingHandle:
         """Copy states into slots and seal the images, which then survive this process.
@@ -169,6 +171,7 @@ class Stager:
             overlap: copy in a thread while training continues, and detect tensors that change.
             check: as in `MutationGuard`.
             seals: False for images that are only published and not saved.
+            again: the save has failed before: its images that are equal are sealed again.
             began: value of `time.perf_counter` from which the stall is counted; by default now.
 
         Returns:
@@ -192,6 +195,7 @@ class Stager:
             overlap=overlap,
             check=check,
             seals=seals,
+            again=again,
             began=began,
         )
         self._waiting_since = None
@@ -215,6 +219,7 @@ class Stager:
         overlap: bool,
         check: bool,
         seals: bool,
+        again: bool,
         began: float,
     ) -> _Plan:
         parts: list[_Part] = []
@@ -226,12 +231,10 @@ class Stager:
                 self._layouts[key] = layout
                 shard = shard_file(component, origin.world_size, origin.rank)
                 path = f"{origin.role}/{state.name if isinstance(state, LaidOut) else shard}"
-                if staged := self._slots.hold_image(origin, component):
-                    if staged.free and _has(staged, layout, storages, overlap):
-                        locks.callback(staged.unlock)
-                        parts.append(_Part(component, path, "file", layout, [], None, staged))
-                        continue
-                    staged.unlock()
+                if staged := self._hold_equal(origin, component, layout, storages, overlap, again):
+                    locks.callback(staged.unlock)
+                    parts.append(_Part(component, path, "file", layout, [], None, staged))
+                    continue
                 with _name_in_errors(origin, component):
                     watch = MutationGuard(state, storages, layout, check=check) if overlap else None
                 storages = watch.storages if watch else storages
@@ -241,7 +244,14 @@ class Stager:
             for folder, (path, packed) in folders.items():
                 if packed is not None:
                     layout = Layout(len(packed), [(0, packed)], [])
-                    parts.append(_Part(folder, path, "folder", layout, [], None))
+                    staged = (
+                        self._hold_equal(origin, folder, layout, [], False, again)
+                        if again
+                        else None
+                    )
+                    if staged:
+                        locks.callback(staged.unlock)
+                    parts.append(_Part(folder, path, "folder", layout, [], None, staged))
             named = (*states, *also, *(part.component for part in parts))
             return _Plan(
                 origin=origin,
@@ -252,8 +262,31 @@ class Stager:
                 laid_out_s=time.perf_counter() - began,
                 overlap=overlap,
                 seals=seals,
+                again=again,
                 locks=locks.pop_all(),
             )
+
+    def _hold_equal(
+        self,
+        origin: Origin,
+        component: str,
+        layout: Layout,
+        storages: Storages,
+        overlap: bool,
+        again: bool,
+    ) -> Slot | None:
+        """Return the locked slot with an equal image of the step that this save can seal, or None.
+
+        That is an unsealed one, and, ``again``, one that the same save has sealed.
+        """
+        slot = self._slots.hold_image(origin, component)
+        if slot is None:
+            return None
+        own = again and slot.holds is not None and slot.holds.kind == origin.kind
+        if (slot.free or own) and _has(slot, layout, storages, overlap):
+            return slot
+        slot.unlock()
+        return None
 
     def _copy(self, plan: _Plan, *, threads: int = 0) -> Staged:
         """Copy what was laid out and seal it, with some threads; 0 for torch's intra-op threads."""
@@ -272,8 +305,13 @@ class Stager:
                 plan.locks.callback(slot.unlock)
                 waited += seconds
                 filled.append((slot, self._fill(slot, plan, part, threads)))
-            if plan.seals:
+            if all(not slot.free and slot.holds == ticket for slot, ticket in filled):
+                for slot, _ in filled:  # the same submission: a retry may be writing it
+                    failure_path(slot.path).unlink(missing_ok=True)
+            elif plan.seals:
                 self._seal(filled, self._measure_stall(plan))
+                if plan.again:
+                    self._slots.free_others(plan.origin, {ticket.image for _, ticket in filled})
             for slot, ticket in filled:
                 slot.holds = ticket
         except OSError as error:

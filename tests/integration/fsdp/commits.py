@@ -32,17 +32,18 @@ class CommitsHere(SaveTrigger):
     def __init__(self) -> None:
         super().__init__()
         self._requests: queue.Queue[SaveRequest] = queue.Queue()
-        self._failed: dict[str, str] = {}
+        self._errors: dict[str, str] = {}
         self._save_step = _save_step
         if stack := os.environ.get("TESTS_STACK"):
             self._save_step = _in_environment(stack)
         threading.Thread(target=self._work, daemon=True).start()
 
     def submit(self, request: SaveRequest) -> None:
+        self._errors.pop(request.key, None)
         self._requests.put(request)
 
     async def outcomes(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
-        failed = {key: Outcome("failed", why) for key, why in self._failed.items()}
+        failed = {key: Outcome("failed", why) for key, why in self._errors.items()}
         return {each.key: failed.get(each.key, Outcome("pending")) for each in requests}
 
     def _work(self) -> None:
@@ -51,7 +52,7 @@ class CommitsHere(SaveTrigger):
             try:
                 self._save_step(request)
             except Exception as error:
-                self._failed[request.key] = repr(error)
+                self._errors[request.key] = repr(error)
             finally:
                 self._requests.task_done()
 

@@ -41,7 +41,7 @@ class Handler(CheckpointHandler):
 
 class FailsToCommit(CommitsHere):
     def submit(self, request: SaveRequest) -> None:
-        self._failed[request.key] = "the disk is full"
+        self._errors[request.key] = "the disk is full"
 
 
 @wrap_destroy_global_process_group

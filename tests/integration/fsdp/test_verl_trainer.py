@@ -369,7 +369,7 @@ def test_a_training_ends_with_the_failure_of_a_save(start: Start, spool_folder: 
 
     class Fails(CommitsHere):
         def submit(self, request: SaveRequest) -> None:
-            self._failed[request.key] = "the disk is full"
+            self._errors[request.key] = "the disk is full"
 
     with pytest.raises(SaveFailedError, match="the disk is full"):
         wrap_fit(train)(start(trigger=Fails()))
