@@ -10,12 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.unit.conftest import Open
 from tests.unit.job import Job
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.orchestration.on_node.save import persist_component
 from trinity_sync.orchestration.recovery.images import allow_eviction, find_orphaned_saves
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.ticket import failure_path
+from trinity_sync.storage.commit import commit
+from trinity_sync.storage.discovery import require_committed
+from trinity_sync.storage.late_images import free_committed_slots
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.placement import await_node_shards
 from trinity_sync.storage.runs import open_run
 
 
@@ -136,6 +143,94 @@ def test_a_job_that_cannot_be_looked_at_leaves_the_others_alone_and_is_named_onc
         assert find_orphaned_steps(job) == [6]
         assert find_orphaned_steps(job) == [6]
     assert len([each for each in caplog.records if str(other.folder) in each.message]) == 1
+
+
+def save_by_a_function_and_die(job: Job, spool: Path) -> None:
+    """A trainer that is killed before a server has taken its request."""
+    script = textwrap.dedent(
+        f"""
+        import asyncio, os, signal
+        from pathlib import Path
+        from trinity_sync.client.coordinator import CheckpointCoordinator
+        from trinity_sync.client.save_trigger import SaveTrigger
+        from trinity_sync.settings import Settings
+        settings = Settings(spool=Path({str(spool)!r}))
+        away = SaveTrigger(settings, "http://127.0.0.1:9/api")
+        saves = CheckpointCoordinator({str(job.root)!r}, settings=settings, trigger=away)
+        def write():
+            folder = Path({str(job.root)!r}) / "global_step_5/actor"
+            folder.mkdir(parents=True)
+            (folder / "adapter.bin").write_bytes(b"lora")
+        saves.save_sync(write, 5)
+        asyncio.run(saves.register_and_monitor(5, checkpoint_thread_count=1))
+        os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    died = subprocess.run([sys.executable, "-c", script], check=False)
+    assert died.returncode == -signal.SIGKILL
+
+
+def commit_functions(request: SaveRequest) -> None:
+    (share,) = await_node_shards(request.save, rank_timeout_s=0)
+    saved = persist_component(request, None, share, True)
+    assert len(saved.statuses) == request.expected
+    commit(request.save, saved.written, saved.statuses)
+
+
+def test_a_save_of_functions_alone_is_requested_for_a_trainer_that_died(
+    job: Job, spool_folder: Path
+) -> None:
+    save_by_a_function_and_die(job, spool_folder)
+    (request,) = find_orphaned_saves(spool_folder, grace_s=-1)
+    assert find_orphaned_saves(spool_folder, grace_s=60) == []
+    assert (request.step, request.kind, request.components) == (5, "checkpoint", ())
+    commit_functions(request)
+    assert [each.path for each in require_committed(job.root, 5).files] == ["actor/adapter.bin"]
+    free_committed_slots(job.spool, request.save, [])
+    assert not list(job.spool.receipts.iterdir())
+    assert find_orphaned_saves(spool_folder, grace_s=-1) == []
+
+
+def test_a_commit_of_functions_alone_that_died_after_its_manifest_is_finished(
+    job: Job, spool_folder: Path
+) -> None:
+    save_by_a_function_and_die(job, spool_folder)
+    (request,) = find_orphaned_saves(spool_folder, grace_s=-1)
+    commit_functions(request)
+    for name in ("latest_checkpointed_iteration.txt", "latest_state_dict_iteration.txt"):
+        (job.root / name).unlink()
+    mark(job, 5).unlink()
+    assert find_orphaned_saves(spool_folder, grace_s=60) == []
+    assert read_latest_pointer(job.root, "checkpoint") is None
+    assert find_orphaned_saves(spool_folder, grace_s=-1) == []
+    assert read_latest_pointer(job.root, "checkpoint") == 5
+    assert mark(job, 5).exists()
+    assert not list(job.spool.receipts.iterdir())
+
+
+def test_a_save_of_functions_that_failed_is_not_asked_for_again(
+    job: Job, spool_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_by_a_function_and_die(job, spool_folder)
+    (request,) = find_orphaned_saves(spool_folder, grace_s=-1)
+    allow_eviction(spool_folder, request.flow_run["parameters"], "the disk is full")
+    assert find_orphaned_saves(spool_folder, grace_s=-1) == []
+    commit_functions(request)  # a retry by hand still has its statuses
+    require_committed(job.root, 5)
+    (job.spool.receipts / "1.6.checkpoint.request.json").write_text("{}")
+    assert find_orphaned_saves(spool_folder, grace_s=-1) == []
+    assert "1.6.checkpoint.request.json" in caplog.text
+
+
+def test_the_request_of_functions_of_a_job_that_another_has_replaced_is_dropped(
+    job: Job, spool_folder: Path, coordinator_of: Open
+) -> None:
+    save_by_a_function_and_die(job, spool_folder)
+    job.root.rename(job.root.with_name("moved"))
+    (request,) = find_orphaned_saves(spool_folder, grace_s=-1)  # perhaps it is not mounted
+    coordinator_of()
+    assert find_orphaned_saves(spool_folder, grace_s=-1) == []
+    assert not list((spool_folder / request.job / "receipts").glob("*.request.json"))
 
 
 def test_the_images_of_a_cancelled_save_give_way_and_are_not_asked_for_again(job: Job) -> None:

@@ -17,6 +17,7 @@ from trinity_sync.layout import (
     WriteConcurrency,
     check_name,
 )
+from trinity_sync.snapshot.callable_status import write_request
 from trinity_sync.snapshot.image import LaidOut
 from trinity_sync.snapshot.save_id import Export, Origin, SaveId
 from trinity_sync.snapshot.spool import JobSpool
@@ -203,6 +204,7 @@ class SaveSubmitter:
         keep = max((ticket.keep for ticket in mine), default=0)
         save = self._save_id(step, kind, roles)
         request = _request(save, list_components(mine), keep=keep, expected=expected)
+        write_request(self._spool, run.number, step, kind, request.model_dump_json())
         self._watcher.follow(request, submit=True)
 
     def _save_id(self, step: int, kind: Kind, roles: tuple[str, ...]) -> SaveId:

@@ -2,7 +2,8 @@
 
 It is *started* before the function runs, and becomes *finished*, with the files that the function
 wrote, or *failed*, with its error. If the process dies in between, a started status remains whose
-process is gone; it counts as failed.
+process is gone; it counts as failed. The request of the step's flow run is kept next to it, since a
+save of functions alone has no images by which the worker would find it.
 """
 
 from collections.abc import Iterator
@@ -52,9 +53,7 @@ def write_status(spool: JobSpool, status: CallableStatus) -> None:
         spool: the job's folder on this node.
         status: the status.
     """
-    spool.make()
-    spool.receipts.mkdir(mode=0o700, exist_ok=True)
-    replace_file(_path(spool, status), encode_record(status), sync=False)
+    _replace(spool, _path(spool, status), encode_record(status))
 
 
 def read_statuses(spool: JobSpool, run: int, step: int, kind: Kind) -> Iterator[CallableStatus]:
@@ -70,7 +69,7 @@ def read_statuses(spool: JobSpool, run: int, step: int, kind: Kind) -> Iterator[
         SpoolError: a file is torn.
         FormatError: another release has written a file.
     """
-    for path in sorted(spool.receipts.glob(f"{run}.{step}.{kind}.*.json")):
+    for path in sorted(spool.receipts.glob(f"{run}.{step}.{kind}.*.rank*.json")):
         try:
             status = decode_record(CallableStatus, path.read_bytes(), path)
             if path != _path(spool, status):
@@ -86,7 +85,7 @@ def read_statuses(spool: JobSpool, run: int, step: int, kind: Kind) -> Iterator[
 
 
 def remove_statuses(spool: JobSpool, run: int, step: int, kind: Kind) -> None:
-    """Remove the statuses of a save whose commit lists them.
+    """Remove the statuses of a save whose commit lists them, and its request.
 
     Args:
         spool: the job's folder on this node.
@@ -96,6 +95,46 @@ def remove_statuses(spool: JobSpool, run: int, step: int, kind: Kind) -> None:
     """
     for path in spool.receipts.glob(f"{run}.{step}.{kind}.*.json"):
         path.unlink(missing_ok=True)
+
+
+def write_request(spool: JobSpool, run: int, step: int, kind: Kind, request: str) -> None:
+    """Keep the request of a save of functions until its flow run has ended.
+
+    Args:
+        spool: the job's folder on this node.
+        run: number of the run.
+        step: training step.
+        kind: the sync or the checkpoint of the step.
+        request: the request, as JSON.
+    """
+    _replace(spool, _request_path(spool, run, step, kind), request)
+
+
+def list_requests(spool: JobSpool) -> list[Path]:
+    """Return the files of `write_request`."""
+    return sorted(spool.receipts.glob("*.request.json"))
+
+
+def remove_request(spool: JobSpool, run: int, step: int, kind: Kind) -> None:
+    """Remove the request of a save that failed; the statuses stay for a retry.
+
+    Args:
+        spool: the job's folder on this node.
+        run: number of the run.
+        step: training step.
+        kind: the sync or the checkpoint of the step.
+    """
+    _request_path(spool, run, step, kind).unlink(missing_ok=True)
+
+
+def _replace(spool: JobSpool, path: Path, content: str) -> None:
+    spool.make()
+    spool.receipts.mkdir(mode=0o700, exist_ok=True)
+    replace_file(path, content, sync=False)
+
+
+def _request_path(spool: JobSpool, run: int, step: int, kind: Kind) -> Path:
+    return spool.receipts / f"{run}.{step}.{kind}.request.json"
 
 
 def _path(spool: JobSpool, status: CallableStatus) -> Path:

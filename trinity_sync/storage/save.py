@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.snapshot.callable_status import CallableStatus
+from trinity_sync.snapshot.callable_status import CallableStatus, remove_request
 from trinity_sync.snapshot.save_id import Export, SaveId
 from trinity_sync.snapshot.slot_lock import hold_slot, lock_image
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
@@ -63,13 +63,14 @@ def remove_files(paths: Iterable[Path]) -> None:
 
 
 def mark_failed(spool: JobSpool, save: SaveId, reason: str) -> None:
-    """Mark the images of a save as failed, so that they are evicted first.
+    """Mark the images of a save as failed, so that they are evicted first; drop its request.
 
     Args:
         spool: spool of the job on this node.
         save: the failed save.
         reason: why it failed, for logs.
     """
+    remove_request(spool, save.run, save.step, save.kind)
     for sealed in spool.read_step(save.run, save.step)[0]:
         if save.owns(sealed.ticket):
             mark_image_failed(sealed, reason)

@@ -2,7 +2,8 @@
 
 If the trainer died before it requested the flow run, or the server was away, the run is requested.
 If the commit process died after the manifest, the commit is finished and the slots are released. If
-the save was cancelled or failed, its images are marked, so that later saves evict them first.
+the save was cancelled or failed, its images are marked, so that later saves evict them first. The
+requests of save functions, which have no images, are treated in the same way.
 """
 
 import logging
@@ -20,6 +21,7 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import FormatError, SaveError, SupersededError, TrinitySyncError
 from trinity_sync.orchestration.job_registry import ANSWER_S
 from trinity_sync.orchestration.root_threads import RootVisits, run_in_thread
+from trinity_sync.snapshot.callable_status import list_requests, remove_request, remove_statuses
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.slot_lock import free_slot
 from trinity_sync.snapshot.spool import JobSpool, SealedImage, list_job_spools
@@ -43,7 +45,7 @@ _visits = RootVisits("orphaned images")
 def find_orphaned_saves(
     spool: Path, *, grace_s: float = GRACE_S, clock: Callable[[], float] = time.time
 ) -> list[SaveRequest]:
-    """Return the requests of saves with orphaned images on this node, oldest first of each job.
+    """Return the requests of saves with orphaned images or functions, oldest first of each job.
 
     Commits that were interrupted after their manifest are finished, and their slots released. Jobs
     whose roots do not answer are left out.
@@ -80,11 +82,13 @@ def find_orphaned_saves_of(
         clock: As there.
     """
     try:
-        found = list(_find_in_job(job, grace_s, clock() - grace_s))
+        found = {each.key: each for each in _find_in_job(job, grace_s, clock() - grace_s)}
+        # these know how many functions to expect
+        found |= {each.key: each for each in _find_of_functions(job, clock() - grace_s)}
     except (OSError, TrinitySyncError) as error:  # other jobs are unaffected
         warn_once(f"cannot read the images in {job.folder}: {error}")
         return []
-    return sorted(found, key=lambda request: (request.run, request.step))
+    return sorted(found.values(), key=lambda request: (request.run, request.step))
 
 
 def _find_in_job(job: JobSpool, grace_s: float, before: float) -> Iterator[SaveRequest]:
@@ -118,6 +122,35 @@ def _find_in_job(job: JobSpool, grace_s: float, before: float) -> Iterator[SaveR
             _finish_commit(save, manifest, images, before)
         elif all(image.ticket.age_s(now) > grace_s and not image.failed for image in images):
             yield _make_request(save, images)
+
+
+def _find_of_functions(job: JobSpool, before: float) -> Iterator[SaveRequest]:
+    """Yield the requests of save functions that were written before a time and have not ended."""
+    for path in list_requests(job):
+        try:
+            if path.stat().st_mtime >= before:
+                continue
+            request = SaveRequest.model_validate_json(path.read_bytes())
+            save = request.save
+            manifest = read_run_manifest(save.root, save.run, save.step)
+            refuse_other_job(save)
+        except FileNotFoundError:
+            continue  # it has just ended
+        except SupersededError as error:
+            warn_once(str(error))
+            path.unlink(missing_ok=True)
+            continue
+        except SaveError:
+            pass  # there is no manifest, and the flow run says what is wrong with the root
+        except (ValidationError, FormatError) as error:
+            warn_once(f"cannot read the request {path}: {error}")
+            continue
+        roles = save.roles if request.components else ()  # save functions have none
+        if not (manifest and manifest.has_kind(save.kind, roles)):
+            yield request
+        elif manifest.committed_at < before:
+            finish_interrupted(save)
+            remove_statuses(job, save.run, save.step, save.kind)
 
 
 @lru_cache(maxsize=1000)
@@ -158,7 +191,7 @@ def allow_eviction(spool: Path, parameters: Mapping[str, Any], reason: str) -> N
 
 
 def compare_late_images(spool: Path, request: SaveRequest) -> None:
-    """Compare the remaining images of a completed save with its commit.
+    """Compare the remaining images of a completed save with its commit; drop its request.
 
     No other run will commit them: equal images are released, and others are marked as failed.
 
@@ -166,9 +199,10 @@ def compare_late_images(spool: Path, request: SaveRequest) -> None:
         spool: This node's spool, with one folder per job.
         request: The save.
     """
-    save = request.save
+    save, job = request.save, JobSpool(spool / request.job)
     try:
-        for sealed in JobSpool(spool / request.job).read_step(save.run, save.step)[0]:
+        remove_request(job, save.run, save.step, save.kind)
+        for sealed in job.read_step(save.run, save.step)[0]:
             if save.owns(sealed.ticket):
                 resolve_late_image(save, sealed)
     except (OSError, TrinitySyncError) as error:
