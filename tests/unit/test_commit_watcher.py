@@ -36,6 +36,7 @@ from trinity_sync.retention.policies import All, LastN
 from trinity_sync.retention.prune import remove_steps
 from trinity_sync.retention.step_infos import list_step_infos
 from trinity_sync.settings import Settings
+from trinity_sync.snapshot.callable_status import CallableStatus, write_status
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.manifest import Manifest, read_manifest
@@ -424,6 +425,21 @@ def test_a_step_that_is_submitted_again_after_it_was_removed_is_not_taken_for_co
         watcher.follow(request, images=[again.ticket.image])
         (failure,) = watcher.wait(time.monotonic() + 30)
     assert "model of step 4, role actor, rank 0 is not saved" in failure
+
+
+def test_functions_that_run_again_after_their_step_was_removed_are_not_taken_for_committed(
+    job: Job,
+) -> None:
+    for step in (4, 5):
+        job.stage(step, {"model": {"w": torch.full((3,), step)}})
+        job.commit(step)
+    remove_steps(job.root, plan_removals(list_step_infos(job.root), Rules(LastN(1), All()), 0))
+    write_status(job.spool, CallableStatus("own", 1, 4, "checkpoint", 0, "1/1", "finished"))
+    (request,) = requests_in(job.root, [4], components=())
+    with completed(job, request) as watcher:
+        watcher.follow(request)
+        (failure,) = watcher.wait(time.monotonic() + 30)
+    assert "its flow run completed without that step being committed" in failure
 
 
 @pytest.mark.parametrize("how", ["removed", "replaced", "rewound"])

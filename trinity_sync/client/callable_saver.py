@@ -1,6 +1,7 @@
 """Run save functions of the user (Megatron, adapters, ``save_pretrained``), in threads.
 
-A function writes anywhere below the step's folder. A status file in the spool tells the step's flow
+A function writes anywhere below the step's folder; if an earlier run has committed the step, that
+commit makes way before. A status file in the spool tells the step's flow
 run when the function has ended, which files it wrote, or why it failed.
 """
 
@@ -15,7 +16,9 @@ from typing import Any
 from trinity_sync.errors import SaveTimeoutError
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.callable_status import CallableStatus, write_status
+from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.storage.displace import displace_step
 from trinity_sync.storage.manifest_files import is_own_file
 
 logger = logging.getLogger(__name__)
@@ -91,6 +94,7 @@ class CallableSaver:
     def _run(self, save_fn: Callable[[], Any], status: CallableStatus) -> None:
         folder = step_folder(self._root, status.step)
         try:
+            displace_step(SaveId(str(self._root), status.run, "", status.step, status.kind, ()))
             before = _files_below(folder)
             start = time.monotonic()
             save_fn()

@@ -676,7 +676,9 @@ class CheckpointCoordinator:
 
         It follows Trinity's method of this name. Saves of the same name run one after the other.
         Files below the step's folder that change during the call become part of the commit. Call
-        `save` of the same step or `register_and_monitor` afterwards, which request the flow run.
+        `save` of the same step or `register_and_monitor` afterwards, which request the flow run. A
+        step that an earlier run has committed makes way before; if a resume, a reader or a pin
+        needs it, ``save_fn`` is not called, and the save fails.
 
         Args:
             name: name of the save, unique within a step and rank.

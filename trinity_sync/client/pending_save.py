@@ -10,6 +10,7 @@ from trinity_sync.client.save_trigger import Outcome
 from trinity_sync.errors import CommitError, ManifestError
 from trinity_sync.fs.atomic import revalidate_folder
 from trinity_sync.layout import MANIFEST, SERVES_AS
+from trinity_sync.snapshot.callable_status import read_statuses
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.storage.discovery import find_newest
@@ -90,7 +91,7 @@ class PendingSave:
             late = self._find_late_images(spool)
             if not late and self._has_succeeded():  # an image has just joined the commit
                 return SaveResult(COMPLETED)
-            if not late and self._is_gone():
+            if not late and not self._has_late_functions(spool) and self._is_gone():
                 logger.info(
                     "%s of %s was committed, and has been removed or replaced since",
                     self.request.run_name,
@@ -118,6 +119,11 @@ class PendingSave:
         missing = self.images - (self.manifest.images if self.manifest else frozenset())
         sealed = spool.read_step(self.request.run, self.request.step)[0] if missing else []
         return [each for each in sealed if each.ticket.image in missing]
+
+    def _has_late_functions(self, spool: JobSpool) -> bool:
+        """Return whether save functions have run since the commit, which removes their statuses."""
+        save = self.request.save
+        return any(read_statuses(spool, save.run, save.step, save.kind))
 
     def _read_manifest(self) -> Manifest | None:
         """Return what this run has committed of the step, with this rank's files at least.

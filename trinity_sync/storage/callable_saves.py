@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -70,20 +70,27 @@ def sync_callable_files(save: SaveId, statuses: Sequence[CallableStatus]) -> Non
 
 
 def list_callable_files(
-    save: SaveId, statuses: Sequence[CallableStatus], named: set[str]
+    save: SaveId,
+    statuses: Sequence[CallableStatus],
+    written: set[str],
+    committed: Mapping[str, FileRecord],
 ) -> Iterator[FileRecord]:
     """Yield records of the files that callables wrote, digested and synced.
 
     Args:
         save: the save.
         statuses: statuses of its callables on all nodes.
-        named: files to leave out. The list of a callable has every file that changed while it ran,
-            including shards of a sync that was committed meanwhile.
+        written: files of the save to leave out. The list of a callable has every file that changed
+            while it ran, including shards of a sync that was committed meanwhile.
+        committed: what this run has committed of the step, by path.
 
     Raises:
-        SaveError: a file is missing, or outside of the step's folder.
+        SaveError: a file is missing, outside of the step's folder, or was committed with other
+            content.
     """
-    for name in sorted({name for status in statuses for name in status.files} - named):
+    images = {path for path, record in committed.items() if record.images}
+    found = {name for status in statuses for name in status.files}
+    for name in sorted(found - written - images):
         path = save.folder / name
         if not is_below(name) or not path.resolve().is_relative_to(save.folder.resolve()):
             raise SaveError(f"{save}: {path} of a callable save is outside of the step's folder")
@@ -98,4 +105,9 @@ def list_callable_files(
                 "whether something removed it, or the root is another disk on the node where the "
                 "callable ran."
             ) from error
+        if name in committed and committed[name].digest != digest:
+            raise SaveError(
+                f"{save} is not committed: its save function has changed {path}, which run "
+                f"{save.run} had committed with that step. Write other content to another file."
+            )
         yield FileRecord(path=name, nbytes=nbytes, digest=digest, role=Path(name).parts[0])

@@ -38,6 +38,7 @@ from trinity_sync.storage.manifest import (
 from trinity_sync.storage.manifest_files import FileRecord
 from trinity_sync.storage.persist import parse_image_name
 from trinity_sync.storage.placement import describe_ranks
+from trinity_sync.storage.quarantine import clear_displaced_step
 from trinity_sync.storage.replace import (
     inherit_exports_and_metrics,
     is_redundant_sync,
@@ -99,8 +100,9 @@ def commit(
         ours = earlier.files if earlier and earlier.run == save.run else ()
         committed = {record.path: record for record in ours}
         _refuse_other_content(save, written, committed, earlier.checkpoint_run if earlier else 0)
-        named = {file.record.path for file in written} | committed.keys()
-        files = (*(file.record for file in written), *list_callable_files(save, statuses, named))
+        named = {file.record.path for file in written}
+        own = list_callable_files(save, statuses, named, committed)
+        files = (*(file.record for file in written), *own)
         manifest = Manifest(
             job=save.job,
             run=save.run,
@@ -124,7 +126,7 @@ def commit(
             )
         replaced = earlier if earlier and earlier.run < save.run else None
         if replaced and not is_redundant_sync(save, replaced, manifest):
-            refuse_loss(save, replaced, manifest)
+            refuse_loss(save, replaced, manifest.kinds)
             manifest = add_timing(manifest)
             replace_step(save, written, manifest, replaced, lock, recycle=recycle)
         else:
@@ -152,6 +154,7 @@ def commit(
             append_save(save.root, manifest)
         except OSError as error:
             logger.warning("%s is committed; cannot add it to the log of saves: %s", save, error)
+        clear_displaced_step(save.root, save.step, keep=manifest.nbytes if recycle else 0)
         if replaced:
             for kind in {*replaced.kinds} - {*manifest.kinds}:  # a sync in a checkpoint's place
                 repair_latest_pointer(save.root, kind)

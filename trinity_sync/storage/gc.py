@@ -93,6 +93,8 @@ def remove_replaced(root: Path) -> Iterator[Finding]:
                 name = moved.relative_to(root).as_posix()
                 why = f"{current} is not committed; move it away to restore this step"
                 yield Finding(str(root), name, "left", why)
+            elif moved.parent == replacing and not (replacing / current.name).exists():
+                moved.rename(replacing / current.name)
         lock.require_held()
         for step in steps_on_disk(replacing):
             folder = step_folder(replacing, step)

@@ -73,6 +73,27 @@ def clear_replaced_step(root: str | Path, step: int, *, keep: int = 0) -> Path |
     return None
 
 
+def displaced_folder(root: str | Path, step: int) -> Path:
+    """Return the path of a step that made way for save functions; `gc.remove_replaced` knows it."""
+    folder = step_folder(replacing_folder(root), step)
+    return folder.with_name(f"{folder.name}.replaced")
+
+
+def clear_displaced_step(root: str | Path, step: int, *, keep: int = 0) -> Path | None:
+    """Do as `clear_replaced_step` with the step in `displaced_folder`, if there is one.
+
+    Args:
+        root, step, keep: as there.
+    """
+    moved, folder = displaced_folder(root, step), step_folder(replacing_folder(root), step)
+    if not moved.exists() and not moved.is_symlink():
+        return None
+    if folder.exists() or folder.is_symlink():
+        clear_replaced_step(root, step)
+    moved.rename(folder)
+    return clear_replaced_step(root, step, keep=keep)
+
+
 def make_quarantine_folder(root: Path, now: float) -> Path:
     """Create a new quarantine folder and return its path.
 

@@ -6,7 +6,7 @@ weights in place, or is refused.
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from trinity_sync.errors import FormatError, LockTimeoutError, SaveError
@@ -17,7 +17,7 @@ from trinity_sync.fs.atomic import (
     sync_folder,
 )
 from trinity_sync.fs.lock_file import LockFile
-from trinity_sync.layout import step_folder
+from trinity_sync.layout import Kind, step_folder
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.storage.discovery import find_newest, read_manifest_state
 from trinity_sync.storage.export_requests import inherit_export_requests
@@ -64,19 +64,19 @@ def inherit_exports_and_metrics(save: SaveId, earlier: Manifest) -> None:
         logger.warning("metrics of step %d are not copied to %s: %s", save.step, save, error)
 
 
-def refuse_loss(save: SaveId, earlier: Manifest, manifest: Manifest) -> None:
+def refuse_loss(save: SaveId, earlier: Manifest, kinds: Collection[Kind]) -> None:
     """Refuse to replace a pinned step, or the newest of a kind, by a step of fewer kinds.
 
     Args:
         save: the save.
         earlier: manifest of the step to be replaced.
-        manifest: manifest of the save.
+        kinds: kinds that the save serves as.
 
     Raises:
         SaveError: the step is the newest of a kind that the save does not serve as, or it is pinned
             or tagged.
     """
-    lost = sorted({*earlier.kinds} - {*manifest.kinds})
+    lost = sorted({*earlier.kinds} - {*kinds})
     if lost and any(pin.step == save.step for pin in list_pins(save.root)):
         raise SaveError(
             f"{save} is not committed: it would replace the {lost[0]} of run {earlier.run}, which "
