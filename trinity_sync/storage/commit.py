@@ -32,6 +32,7 @@ from trinity_sync.storage.latest_pointer import advance_latest_pointer, repair_l
 from trinity_sync.storage.manifest import (
     CallableRecord,
     Manifest,
+    finish_manifest,
     read_manifest,
     write_manifest_into,
 )
@@ -144,6 +145,7 @@ def commit(
                 merged = replace(merged, checkpoint_run=replaced.run)
             if earlier and replace(merged, committed_at=earlier.committed_at) == earlier:
                 manifest = replace(manifest, committed_at=earlier.committed_at)  # a retry
+                finish_manifest(save.root, save.step)
             else:
                 require_named_files(save, save.folder, merged)
                 lock.require_held()

@@ -153,6 +153,21 @@ def write_manifest_into(folder: Path, manifest: Manifest) -> None:
     parts = write_parts(folder, manifest.run, manifest.step, manifest.files)
     files = () if parts else _by_path(manifest.files)
     replace_file(folder / MANIFEST, encode_manifest(replace(manifest, files=files, parts=parts)))
+    _remove_other_parts(folder, parts)
+
+
+def finish_manifest(root: str | Path, step: int) -> None:
+    """Remove what a process left that died after it wrote the manifest of a step.
+
+    Args:
+        root: the job's root.
+        step: step number.
+    """
+    if manifest := read_manifest(root, step, ranks=()):
+        _remove_other_parts(step_folder(root, step), manifest.parts)
+
+
+def _remove_other_parts(folder: Path, parts: Sequence[ManifestPart]) -> None:
     try:
         remove_other_parts(folder, parts)
     except OSError as error:
