@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from trinity_sync import ConfigError
 from trinity_sync.integrations.after_import import Patch, patch_after_import
 
 
@@ -34,3 +35,9 @@ def test_a_module_that_is_there_already_is_changed_at_once(theirs: str) -> None:
     module = importlib.import_module(theirs)
     patch_after_import({theirs: says("late")})
     assert module.said == ["theirs", "late"]
+
+
+def test_a_module_that_lacks_what_is_replaced_is_named(theirs: str) -> None:
+    patch_after_import({theirs: lambda module: setattr(module.Trainer, "fit", None)})
+    with pytest.raises(ConfigError, match=rf"{theirs} lacks .*'Trainer'.*switch trinity_sync off"):
+        importlib.import_module(theirs)

@@ -11,14 +11,21 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from trinity_sync.errors import ConfigError
+
 Patch = Callable[[ModuleType], None]
 
 
 def patch_after_import(patches: Mapping[str, Patch]) -> None:
-    """Apply each patch to the module of its full name, once the module has been executed."""
+    """Apply each patch to the module of its full name, once the module has been executed.
+
+    Raises:
+        ConfigError: A module that is imported already lacks a name; later ones raise it when they
+            are imported.
+    """
     for name, patch in patches.items():
         if name in sys.modules:
-            patch(sys.modules[name])
+            _apply(patch, sys.modules[name])
     sys.meta_path.insert(0, _PatchingFinder(patches))
 
 
@@ -38,6 +45,17 @@ def rebind(module: ModuleType, name: str, new: Any, *, within: Sequence[str]) ->
             setattr(other, name, new)
 
 
+def _apply(patch: Patch, module: ModuleType) -> None:
+    try:
+        patch(module)
+    except AttributeError as error:
+        library = module.__name__.partition(".")[0]
+        raise ConfigError(
+            f"{module.__name__} lacks what trinity_sync replaces there ({error}); install a "
+            f"supported version of {library}, or switch trinity_sync off"
+        ) from error
+
+
 class _PatchingFinder(MetaPathFinder):
     """Finds modules with the other finders, and patches them once they are executed."""
 
@@ -55,7 +73,7 @@ class _PatchingFinder(MetaPathFinder):
 
         def execute_and_patch(module: ModuleType) -> None:
             execute(module)
-            patch(module)
+            _apply(patch, module)
 
         spec.loader.exec_module = execute_and_patch  # type: ignore[method-assign]
         return spec

@@ -1,6 +1,7 @@
 """Register the back end ``trinity_sync`` for vLLM's weight transfer.
 
-The entry point ``vllm.general_plugins`` makes vLLM call `register` in each of its processes.
+The entry point ``vllm.general_plugins`` makes vLLM call `register` in each of its processes,
+wherever this package is installed. An exception of a plug-in ends vLLM, so `register` raises none.
 """
 
 import logging
@@ -13,11 +14,15 @@ logger = logging.getLogger(__name__)
 def register() -> None:
     """Register the back end, once; do nothing in a vLLM that has no weight transfer."""
     try:
-        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-    except ImportError:
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
+
+        if BACKEND not in Factory._registry:
+            Factory.register_engine(
+                BACKEND, "trinity_sync.integrations.vllm.engine", "TrinitySyncEngine"
+            )
+    except ModuleNotFoundError:
         logger.debug("this vLLM has no weight transfer; see the worker extension")
-        return
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(
-            BACKEND, "trinity_sync.integrations.vllm.engine", "TrinitySyncEngine"
+    except Exception as error:
+        logger.warning(
+            "the back end %s is not available, this vLLM is not supported: %r", BACKEND, error
         )
