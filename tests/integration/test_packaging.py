@@ -14,7 +14,7 @@ import tempfile
 import time
 import venv
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -212,7 +212,9 @@ NO_TOKEN = {"RAY_AUTH_MODE": "disabled"}
 
 
 @contextmanager
-def ray_of_another_environment(folder: Path, *, ray: str = "") -> Iterator[str]:
+def ray_of_another_environment(
+    folder: Path, *, ray: str = "", auth: Mapping[str, str] = NO_TOKEN
+) -> Iterator[str]:
     """Address of a Ray node whose environment has no trinity_sync, but ``ray``, if it is named."""
     venv.create(folder, symlinks=True, with_pip=bool(ray))
     python = folder / "bin/python"
@@ -227,7 +229,7 @@ def ray_of_another_environment(folder: Path, *, ray: str = "") -> Iterator[str]:
     command += [f"--temp-dir={scratch}", "--num-cpus=1", "--object-store-memory=80000000"]
     command += ["--include-dashboard=false", f"--ray-client-server-port={free_port()}"]
     command += ["--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats"]
-    env = {**os.environ, **NO_TOKEN, "PYTHONPATH": ""}  # it may name this checkout
+    env = {**os.environ, **auth, "PYTHONPATH": ""}  # it may name this checkout
     node = daemon.start(command, env=env, cwd=folder, log=folder / "logs/ray.log")
     try:
         until(lambda: "Ray runtime started" in Path(node.log).read_text(), "the Ray node")

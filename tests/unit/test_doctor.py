@@ -1,7 +1,10 @@
 """What is wrong is found and comes with what to do; looking changes nothing."""
 
+import json
 import os
 import pwd
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
@@ -16,6 +19,7 @@ from tests.conftest import environment
 from tests.unit.answers import server
 from tests.unit.job import Job
 from tests.unit.restricted import restricted
+from trinity_sync.cli.app import PROBLEM_FOUND
 from trinity_sync.orchestration.prefect_queries import compute_clock_skew
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.stack.doctor import Check, check_logout, check_packages, run_checks
@@ -164,6 +168,30 @@ def test_packages_out_of_their_range_or_missing_are_named() -> None:
     assert "no-such-package is missing" in found.found
     assert "rich" not in found.found
     assert check_packages(["rich>=1"]).state == "ok"
+
+
+@pytest.mark.parametrize(
+    "name", ["prefect.flow_engine.run_flow", "prefect.events.clients.get_events_subscriber"]
+)
+def test_a_prefect_of_an_unsupported_version_is_a_failed_check(tmp_path: Path, name: str) -> None:
+    (tmp_path / "prefect-3.4.0.dist-info").mkdir()
+    (tmp_path / "prefect-3.4.0.dist-info/METADATA").write_text("Name: prefect\nVersion: 3.4.0\n")
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import prefect.flow_engine, prefect.events.clients\n"
+        f"del {name}\n"
+        "from trinity_sync.cli import main; main()"
+    )
+    with environment({"TRINITY_SYNC_HOME": str(tmp_path / "home")}):
+        done = subprocess.run(
+            [sys.executable, "-c", program, "doctor", "-o", "json"], capture_output=True, text=True
+        )
+    assert (done.returncode, done.stderr) == (PROBLEM_FOUND, "")
+    found = {row["name"]: row for row in json.loads(done.stdout)["checks"]}
+    assert "prefect is 3.4.0, not " in found["packages"]["message"]
+    assert found["prefect server"]["status"] == "fail"
+    assert "cannot be checked" in found["prefect server"]["message"]
+    assert found["spool"]["status"] == "ok"
 
 
 @pytest.fixture

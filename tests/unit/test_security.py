@@ -16,6 +16,7 @@ import torch
 from pydantic import ValidationError
 
 from tests.conftest import environment
+from tests.unit.answers import server
 from tests.unit.job import Job
 from tests.unit.steps import commit_files
 from trinity_sync.catalog.database import open_catalog
@@ -52,7 +53,8 @@ from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.callable_status import CallableStatus
 from trinity_sync.snapshot.safe_load import TRUSTED, load_file
 from trinity_sync.snapshot.spool import get_job_spool
-from trinity_sync.stack import daemon, embedded, services, state_file
+from trinity_sync.stack import access, daemon, embedded, services, state_file
+from trinity_sync.stack.daemon import Daemon
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.diff import diff
@@ -481,6 +483,38 @@ def test_what_lets_one_into_the_stack_is_for_nobody_else_to_read(
     with environment({"RAY_AUTH_MODE": ""}):
         before, _ = token.read_text(), services._ray_auth(tmp_path)
     assert token.read_text() == before
+
+
+@pytest.mark.parametrize("mode", ["", "disabled"])
+def test_the_ray_node_of_a_stack_has_a_token_whatever_a_training_does(
+    tmp_path: Path, mode: str
+) -> None:
+    with environment({"RAY_AUTH_MODE": mode}):
+        assert services._ray_auth(tmp_path)["RAY_AUTH_MODE"] == "token"
+    with environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "theirs"}):
+        assert services._ray_auth(tmp_path)["RAY_AUTH_TOKEN"] == "theirs"
+
+
+def test_a_server_that_answers_without_its_password_is_refused() -> None:
+    version = {"/admin/version": (200, '"3.8.8"')}
+    own = StackState(server=Daemon("1/1", "server.log"))
+    with server(version, login="trinity-sync:secret") as url:
+        access.require_refusals(StackSettings(), replace(own, api_url=url))
+    with server(version) as url:
+        with pytest.raises(StackError, match=f"{url} accepts requests without its password"):
+            access.require_refusals(StackSettings(), replace(own, api_url=url))
+        none = StackSettings(server={"password": "none"})
+        access.require_refusals(none, replace(own, api_url=url))
+    with pytest.raises(StackError, match=r"cannot check that the Prefect server .* requires"):
+        access.require_refusals(StackSettings(), replace(own, api_url=url))
+
+
+def test_what_answers_a_call_to_ray_neither_way_is_not_taken_for_a_refusal() -> None:
+    with (
+        server({}) as url,
+        pytest.raises(StackError, match=r"cannot check that the Ray cluster .* requires"),
+    ):
+        access.accepts_calls(url.removeprefix("http://").removesuffix("/api"))
 
 
 def test_what_the_parts_of_a_stack_write_is_for_nobody_else_to_read(

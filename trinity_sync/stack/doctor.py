@@ -1,6 +1,7 @@
 """Checks of `trinity-sync doctor`: whether saves can work on this node, and what to do if not.
 
-The checks change nothing. Those of one job are in `doctor_job`.
+The checks change nothing. Those of one job are in `doctor_job`. A check that fails in an unexpected
+way, as beside a package of another version, is a failed check. So Prefect is imported within them.
 """
 
 import importlib.metadata
@@ -10,7 +11,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,11 +20,9 @@ from packaging.requirements import Requirement
 
 from trinity_sync.errors import StackError, TicketError
 from trinity_sync.fs.mounts import find_mount
-from trinity_sync.orchestration.deploy import read_deployments
-from trinity_sync.orchestration.prefect_queries import compute_clock_skew
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.spool import JobSpool, list_job_spools
-from trinity_sync.stack import embedded, services
+from trinity_sync.stack import access, embedded, services
 from trinity_sync.stack.doctor_job import Check, check_root
 from trinity_sync.stack.services import StackState
 
@@ -55,15 +54,25 @@ def run_checks(
         clock: The current time in seconds since the epoch.
     """
     state = embedded.find(settings)
-    yield _check_settings(state)
+    yield from _guard("settings", lambda: [_check_settings(state)])
     stack = embedded.read_running_settings(state) or StackSettings()
     yield _check_python()
-    yield _check_installation()
-    yield from _check_server(settings, stack, clock)
-    yield _check_ray(settings, stack)
-    yield from _check_spool(settings.spool, clock)
+    yield from _guard("packages", lambda: [_check_installation()])
+    yield from _guard("prefect server", lambda: _check_server(settings, stack, clock))
+    yield from _guard("ray", lambda: _check_ray(settings, stack))
+    yield from _guard("access", lambda: _check_access(stack, state))
+    yield from _guard("spool", lambda: _check_spool(settings.spool, clock))
     if root is not None:
-        yield from check_root(root, settings, stack)
+        yield from _guard("root", lambda: check_root(root, settings, stack))
+
+
+def _guard(name: str, run: Callable[[], Iterable[Check]]) -> Iterator[Check]:
+    """Yield the results of checks, and a failed check for an exception."""
+    try:
+        yield from run()
+    except Exception as error:
+        found = f"cannot be checked: {type(error).__name__}: {error}"
+        yield Check(name, "fail", found, "correct what the checks above name, packages above all")
 
 
 # -------------------------------------------------------------------- this process
@@ -131,6 +140,7 @@ def _check_server(
     from prefect.client.schemas.filters import WorkPoolFilter, WorkPoolFilterName
     from prefect.exceptions import ObjectNotFound
 
+    from trinity_sync.orchestration.deploy import read_deployments
     from trinity_sync.orchestration.prefect_queries import (
         ANSWER_S,
         count_waiting_runs,
@@ -218,6 +228,8 @@ def _check_schedules(
 
 def _check_clock(date: str | None, before: float, after: float) -> Check:
     """Compare the server's clock with this node's, to the second."""
+    from trinity_sync.orchestration.prefect_queries import compute_clock_skew
+
     if not date:
         return Check("clock", "ok", "the server sends no time")
     skew = abs(compute_clock_skew(date, before, after))
@@ -227,15 +239,36 @@ def _check_clock(date: str | None, before: float, after: float) -> Check:
     return Check("clock", "warn", found, "synchronize the clocks (NTP)")
 
 
-def _check_ray(settings: Settings, stack: StackSettings) -> Check:
+def _check_ray(settings: Settings, stack: StackSettings) -> Iterator[Check]:
     state = embedded.find(settings)
     address = stack.ray.address or (state.ray_address if state else "")
     if not address:
-        return Check("ray", "fail", "no cluster is known", "run: trinity-sync up")
-    if not services.accepts_connections(address):
+        yield Check("ray", "fail", "no cluster is known", "run: trinity-sync up")
+    elif not services.accepts_connections(address):
         todo = "start it there, or correct address in [ray]"
-        return Check("ray", "fail", f"nothing answers at {address}", todo)
-    return Check("ray", "ok", f"a server listens at {address}")
+        yield Check("ray", "fail", f"nothing answers at {address}", todo)
+    else:
+        yield Check("ray", "ok", f"a server listens at {address}")
+
+
+def _check_access(stack: StackSettings, state: StackState | None) -> Iterator[Check]:
+    """Check that server and Ray cluster refuse connections without credentials."""
+    try:
+        if state and state.lives and (refused := access.require_refusals(stack, state)):
+            found = f"refused without credentials by {' and '.join(refused)}"
+            yield Check("access", "ok", found)
+    except StackError as error:
+        found, _, todo = str(error).partition(". ")
+        yield Check("access", "fail", found, todo)
+    address = stack.ray.address
+    if ":" in address and services.accepts_connections(address) and access.accepts_calls(address):
+        yield Check(
+            "access",
+            "warn",
+            f"the Ray cluster at {address} accepts connections without a token, so whoever reaches "
+            "it can run code as its user",
+            "start it with RAY_AUTH_MODE=token, or let no one else reach it",
+        )
 
 
 # -------------------------------------------------------------------- shared memory

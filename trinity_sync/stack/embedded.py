@@ -20,6 +20,7 @@ from trinity_sync.configuration.file import CONFIG, use_config_file
 from trinity_sync.errors import ConfigError, StackError
 from trinity_sync.settings import LOCAL_HOST, Settings, StackSettings
 from trinity_sync.stack import daemon, services
+from trinity_sync.stack.access import require_refusals
 from trinity_sync.stack.daemon import Daemon, StartupDeadline
 from trinity_sync.stack.ports import is_own_address
 from trinity_sync.stack.services import StackState
@@ -93,8 +94,8 @@ def up(
         joining: The stack of another machine that this machine joins.
 
     Raises:
-        StackError: A service did not start, or an external one cannot be reached. The services
-            that this call started are stopped.
+        StackError: A service did not start or accepts connections without credentials, or an
+            external one cannot be reached. The services that this call started are stopped.
     """
     named = "" if stack else os.environ.get(CONFIG, "")
     config = str(Path(named).absolute()) if named else ""
@@ -125,6 +126,7 @@ def up(
                 if now == before and now.lives and _is_complete_and_ready(now):
                     return now
                 now = _await_server_and_ray(settings, stack, now, deadline)
+            require_refusals(stack, now)
             moved = any(
                 getattr(now, name) != getattr(before, name)
                 for name in ("api_url", "api_auth", "ray_address", "ray_auth", "ray")

@@ -54,6 +54,9 @@ _OWN_SERVER = {
     "PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED": "false",
 }
 
+_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Ray replaces 127.0.0.1 by another address of the machine and listens on all, unless told so."""
+
 _RAY_JOB_VARIABLES = {"RAY_ADDRESS", "RAY_NAMESPACE", "RAY_JOB_CONFIG_JSON_ENV_VAR"}
 """Variables that a job of another Ray cluster passes on to the processes that it starts."""
 
@@ -69,7 +72,7 @@ class StackState:
     ray_folder: str = ""
     """Temporary folder of the Ray node, if this stack started it."""
     ray_auth: dict[str, str] | None = None
-    """Environment variables that authenticate to the Ray node, if this stack started it."""
+    """Environment variables that a connection to the Ray node needs, if this stack started it."""
     host: str = ""
     """Address of this machine's server and Ray node; "" if it has neither."""
     settings: dict[str, Any] | None = None
@@ -192,7 +195,7 @@ def start_ray(settings: Settings, stack: StackSettings, state: StackState) -> St
     """
     host = stack.server.host
     port = free_port(state.ray_address, host)
-    auth = _ray_auth(settings.home)
+    auth = _ray_auth(settings.home) | (_LOOPBACK if host == LOCAL_HOST else {})
     state = replace(state, ray=None, ray_address="", ray_auth=auth, host=host)
     options = ["--head", f"--port={port}"]
     options += [f"--node-ip-address={host}"]
@@ -367,11 +370,11 @@ def _prefect_home(settings: Settings) -> dict[str, str]:
 
 
 def _ray_auth(home: Path) -> dict[str, str]:
-    """Return the variables of a token of the stack, unless the caller configures Ray's tokens.
+    """Return the variables of a token of the stack, unless the caller configures one.
 
-    Ray listens on all interfaces, and any process that joins can run code.
+    Any process that joins can run code. A caller who disables tokens does so for a training.
     """
-    if os.environ.get("RAY_AUTH_MODE"):
+    if os.environ.get("RAY_AUTH_MODE", "disabled") not in ("", "disabled"):
         return {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")}
     path = _secret(home, "ray_token")
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}

@@ -20,6 +20,13 @@ from trinity_sync.stack.daemon import Daemon
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.placement import group_by_node
 
+JOIN = """
+import ray._private.services as services
+services.resolve_ip_for_localhost = str
+from ray.scripts.scripts import main
+main()
+"""
+"""Joins a cluster at 127.0.0.1, which ``ray start`` refuses: such a cluster has one node."""
 MOUNTS_OF_ITS_OWN = ["unshare", "--user", "--map-root-user", "--mount"]
 
 
@@ -33,7 +40,7 @@ def joined(
     """
     spool = Path(tempfile.mkdtemp(prefix="trinity_sync-test-", dir="/dev/shm"))
     there = settings.model_copy(update={"node": name, "spool": spool})
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
+    command = [sys.executable, "-c", JOIN, "start", "--block"]
     command += [f"--address={stack.ray_address}", f"--node-name={name}", "--num-cpus=1"]
     command += ["--node-ip-address=127.0.0.1", "--object-store-memory=80000000"]
     command += ["--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats"]
@@ -41,6 +48,7 @@ def joined(
         mount = f'mount -t tmpfs none {own_disk} && exec "$@"'
         command = [*MOUNTS_OF_ITS_OWN, "sh", "-c", mount, "sh", *command]
     env = services.build_environment(there, StackSettings(), stack)
+    env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"
     log = settings.home / f"logs/{name}-{spool.name}.log"
     node = daemon.start(command, env=env, cwd=settings.home, log=log)
     try:

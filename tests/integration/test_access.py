@@ -1,0 +1,85 @@
+"""Server and Ray cluster refuse whoever has no credentials; otherwise no stack runs."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import STACK_VARIABLES, environment, left_of, processes_of
+from tests.integration.test_packaging import ray_of_another_environment
+from trinity_sync import Settings, StackError
+from trinity_sync.settings import LOCAL_HOST, StackSettings
+from trinity_sync.stack import access, embedded
+from trinity_sync.stack.doctor import run_checks
+from trinity_sync.stack.services import StackState
+
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "7" * 64}
+IGNORES = """
+import os
+if "ray.scripts.scripts" in " ".join(open("/proc/self/cmdline").read().split("\\0")):
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+"""
+"""Makes ``ray start`` ignore the token, as Ray 2.51 does."""
+
+
+def access_found(settings: Settings) -> list[tuple[str, str]]:
+    return [(each.state, each.found) for each in run_checks(settings) if each.name == "access"]
+
+
+def test_a_stack_refuses_connections_without_credentials(
+    stack: StackState, stack_settings: Settings
+) -> None:
+    assert not access.accepts_requests(stack.api_url)
+    assert not access.accepts_calls(stack.ray_address)
+    found = [("ok", "refused without credentials by server and Ray")]
+    assert access_found(stack_settings) == found
+
+
+def test_everything_of_a_stack_listens_on_its_host(stack: StackState) -> None:
+    listening = {
+        (each.name(), connection.laddr.ip.removeprefix("::ffff:"))
+        for each in processes_of(stack)
+        for connection in each.net_connections(kind="tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert {"gcs_server", "raylet"} <= {name for name, _ in listening}
+    assert {address for _, address in listening} == {LOCAL_HOST}
+
+
+def test_a_stack_whose_ray_ignores_the_token_does_not_run(
+    stack: StackState, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(IGNORES)
+    own = {
+        **STACK_VARIABLES,
+        **stack.environment,
+        "PYTHONPATH": str(tmp_path),
+        "TRINITY_SYNC_STACK__WORKER__POOL": "another",
+    }
+    another = Settings(home=tmp_path / "home", spool=tmp_path / "spool")
+    before = set(psutil.Process().children(recursive=True))
+    refused = pytest.raises(StackError, match=r"without its token.*trinity-sync down")
+    with environment(own), refused, embedded.running(another, num_cpus=1):
+        pass
+    assert not left_of(list(set(psutil.Process().children(recursive=True)) - before))
+    assert embedded.find(another) is None
+
+
+def test_a_cluster_of_others_without_a_token_is_a_warning_of_doctor(tmp_path: Path) -> None:
+    with ray_of_another_environment(tmp_path / "theirs") as address:
+        with pytest.raises(StackError, match=f"{address} accepts connections without its token"):
+            access.require_refusals(
+                StackSettings(), StackState(ray_address=address, ray_auth=TOKEN)
+            )
+        with environment({"TRINITY_SYNC_STACK__RAY__ADDRESS": address}):
+            ((state, found),) = access_found(Settings(home=tmp_path / "home"))
+    assert (state, "whoever reaches it can run code" in found) == ("warn", True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ray", "accepts"), [("ray==2.56.0", False), ("ray==2.51.2", True)])
+def test_the_oldest_supported_ray_takes_the_token_that_an_older_one_ignores(
+    tmp_path: Path, ray: str, accepts: bool
+) -> None:
+    with ray_of_another_environment(tmp_path / "theirs", ray=ray, auth=TOKEN) as address:
+        assert access.accepts_calls(address) == accepts
