@@ -33,10 +33,11 @@ def blocks(path: Path, *languages: str) -> Iterator[str]:
             yield "\n".join(line.removeprefix(indent) for line in text.splitlines())
 
 
-def test_every_invariant_is_shown_by_a_test_that_exists() -> None:
-    text = (DOCS / "contributing/invariants.md").read_text()
+@pytest.mark.parametrize(("page", "count"), [("invariants", 150), ("reports", 25)])
+def test_every_row_is_shown_by_a_test_that_exists(page: str, count: int) -> None:
+    text = (DOCS / f"contributing/{page}.md").read_text()
     cited = re.findall(r"[a-z0-9]+(?:_[a-z0-9]+){2,}", "".join(re.findall(r"\|[^|]+\|\n", text)))
-    assert len(cited) > 150
+    assert len(cited) > count
     there = set(re.findall(r"def test_(\w+)\(", TESTS))
     there |= {path.stem.removeprefix("test_") for path in REPOSITORY.glob("tests/**/test_*.py")}
     assert [name for name in cited if name.removeprefix("test_") not in there] == []
