@@ -4,11 +4,16 @@ Lightning collects a checkpoint and passes it to its strategy. The callback repl
 the strategy for paths below the job's root: one submits the checkpoint, the other loads it. RNG
 states, which Lightning does not save, are attached to the step by each rank, and are restored
 before the first batch after a resume.
+
+A step is saved after all callbacks have seen its batch. A training that ends where no save is due
+is saved there too, unless an epoch ends with it: then before the other callbacks' ``on_train_end``,
+in which Lightning's weight averaging replaces the weights.
 """
 
 import io
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +26,14 @@ from trinity_sync.integrations.trainer_saves import (
     list_attachments,
     set_rng_state,
 )
-from trinity_sync.layout import step_folder, step_of_folder
+from trinity_sync.layout import MANIFEST, step_folder, step_of_folder
 from trinity_sync.storage.discovery import require_unreplaced
 from trinity_sync.storage.manifest import Manifest
 
 with from_extra("lightning"):
     import lightning
     from lightning.fabric.utilities.cloud_io import get_filesystem
-    from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+    from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
     from lightning.pytorch.strategies import (
         DDPStrategy,
         ModelParallelStrategy,
@@ -39,7 +44,7 @@ with from_extra("lightning"):
 
 _WEIGHTS, _OPTIMIZERS = "state_dict", "optimizer_states"
 _REST = "meta.pt"
-"""Everything else of a checkpoint, under the name that `ModelParallelStrategy` expects."""
+"""Everything else of a sharded checkpoint, under the name that `ModelParallelStrategy` expects."""
 
 _REFUSED = ("DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy")
 """Names of subclasses of supported strategies that save in ways of their own."""
@@ -120,9 +125,12 @@ class TrinitySyncCallback(ModelCheckpoint):
                 f"{type(self).__name__} saves the shards of each rank; leave out "
                 "save_distributed_checkpoint=False of ModelParallelStrategy"
             )
-        strategy.save_checkpoint = self._wrap_save(strategy.save_checkpoint, strategy)
-        strategy.load_checkpoint = self._wrap_load(strategy.load_checkpoint, trainer)
+        save = self._wrap_save(strategy.save_checkpoint, strategy)
+        load = self._wrap_load(strategy.load_checkpoint, trainer)
+        strategy.save_checkpoint = _Replacement(strategy, "save_checkpoint", save)
+        strategy.load_checkpoint = _Replacement(strategy, "load_checkpoint", load)
         self._strategy = strategy
+        trainer.callbacks.insert(0, _SaveLastStep(self))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Record the step that the training starts at, which is not saved again.
@@ -153,7 +161,7 @@ class TrinitySyncCallback(ModelCheckpoint):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save every ``every_n_steps`` steps.
+        """Save every ``every_n_steps`` steps, and where the training ends within an epoch.
 
         Args:
             trainer: Lightning's trainer.
@@ -162,7 +170,7 @@ class TrinitySyncCallback(ModelCheckpoint):
             batch: not used.
             batch_idx: not used.
         """
-        if trainer.global_step % self._every_n_steps == 0:
+        if trainer.global_step % self._every_n_steps == 0 or _ends_within_epoch(trainer):
             self._save(trainer)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
@@ -175,22 +183,22 @@ class TrinitySyncCallback(ModelCheckpoint):
         self._record_metrics(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save the last step, and wait until all saves are committed.
+        """Wait until all saves are committed; the last step is the ``best_model_path`` then.
 
         Args:
-            trainer: Lightning's trainer.
+            trainer: not used.
             pl_module: not used.
 
         Raises:
             SaveFailedError: a save failed, on all ranks.
         """
-        self._save(trainer)
         if self._saves is not None:
             saves, self._saves = self._saves, None
             try:
                 saves.wait_all()
             finally:
                 saves.close()
+            self.best_model_path = str(step_folder(self._root, self._saved))
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Release all resources; saves that are submitted are committed nevertheless.
@@ -269,11 +277,12 @@ class TrinitySyncCallback(ModelCheckpoint):
         def collect() -> tuple[dict[str, Any], dict[str, bytes]]:
             rest = {k: v for k, v in checkpoint.items() if k not in (_WEIGHTS, _OPTIMIZERS)}
             files = {_name_rng(saves.rank): _pickle(get_rng_state())}
-            if saves.rank == 0:
-                files[_REST] = _pickle(rest)
             optimizers = checkpoint.get(_OPTIMIZERS, [])
             if not saves.is_sharded:
-                return {"model": checkpoint[_WEIGHTS], "optim": optimizers}, files
+                states = {"model": checkpoint[_WEIGHTS], "optim": optimizers, "extra_state": rest}
+                return states, files
+            if saves.rank == 0:
+                files[_REST] = _pickle(rest)
             numbered = {f"optimizer_{n}": state for n, state in enumerate(optimizers)}
             return {_WEIGHTS: checkpoint[_WEIGHTS], **numbered}, files
 
@@ -282,11 +291,15 @@ class TrinitySyncCallback(ModelCheckpoint):
     def _wrap_load(self, original: Callable[..., Any], trainer: Any) -> Callable[..., Any]:
         def load_checkpoint(path: Any, *arguments: Any, **named: Any) -> Any:
             selects, self._loads_last = self._loads_last, False
-            is_last = selects or Path(path).resolve() == self._root
-            step = None if is_last else self._find_step(path)
-            if step is None and not is_last:
-                return original(path, *arguments, **named)
-            loaded = self._load_from_root(trainer, step, original, *arguments, **named)
+            folder = Path(path).resolve()
+            if selects or folder == self._root:
+                root, step = self._root, None
+            else:
+                root, step = folder.parent, step_of_folder(folder.name)
+                is_other = step is None or root != self._root
+                if is_other and not trainer.strategy.broadcast((folder / MANIFEST).exists()):
+                    return original(path, *arguments, **named)
+            loaded = self._load_from_root(root, step, trainer, original, *arguments, **named)
             if loaded is not None:
                 return loaded
             if selects and (other := trainer.strategy.broadcast(_find_other(trainer))):
@@ -300,31 +313,34 @@ class TrinitySyncCallback(ModelCheckpoint):
 
     def _load_from_root(
         self,
-        trainer: Any,
+        root: Path,
         step: int | None,
+        trainer: Any,
         original: Callable[..., Any],
         *arguments: Any,
         **named: Any,
     ) -> Any:
         """Return the checkpoint of a step, by default the newest; None if there is none."""
         fits = trainer.state.fn == TrainerFn.FITTING and not trainer.fast_dev_run
-        if not fits and step is None and not trainer.strategy.broadcast(self._root.is_dir()):
+        resumes = fits and root == self._root
+        if not resumes and step is None and not trainer.strategy.broadcast(root.is_dir()):
             return None  # the coordinator would make the root
-        saves = self._get_saves(trainer.strategy)
+        make = self._get_saves if resumes else partial(self._make_saves, root)
+        saves = make(trainer.strategy)
         try:
             step = saves.latest_step(settle_s=self._settle_s) if step is None else step
             if step is None:
                 return None
-            rank_zero_info(f"Loading {step_folder(self._root, step)}")
+            rank_zero_info(f"Loading {step_folder(root, step)}")
             with saves.lease(step) as manifest:
                 loaded = self._load(trainer, saves, manifest, original, *arguments, **named)
                 if fits:
                     self._rng = saves.load_attachment(manifest, _name_rng(saves.rank))
+                if resumes:
                     saves.begin_at(step)
                 return loaded
         finally:
-            if not fits:
-                self._saves = None
+            if not resumes:
                 saves.close()
 
     def _load(
@@ -339,8 +355,8 @@ class TrinitySyncCallback(ModelCheckpoint):
         """Return the checkpoint of a leased step, without what of it is loaded already."""
         if not saves.is_sharded:
             states = saves.load_replicated(manifest)
-            rest = saves.load_attachment(manifest, _REST) or {}
-            return {**rest, _WEIGHTS: states["model"], _OPTIMIZERS: states["optim"]}
+            loaded = {_WEIGHTS: states["model"], _OPTIMIZERS: states["optim"]}
+            return {**states["extra_state"], **loaded}
         names = {
             Path(record.path).name: record.path
             for record in manifest.files
@@ -348,18 +364,66 @@ class TrinitySyncCallback(ModelCheckpoint):
         } | {Path(path).name: path for path in list_attachments(manifest)}
         with saves.open_files(manifest, names.values()) as files, _on_own_path(trainer.strategy):
             loaded = original(files.make_folder("checkpoint", names), *arguments, **named)
-            saves.run_on_rank_0(lambda: require_unreplaced(self._root, manifest))
+            saves.run_on_rank_0(lambda: require_unreplaced(saves.root, manifest))
             return loaded
 
     def _get_saves(self, strategy: Any) -> TrainerSaves:
         if self._saves is None:
-            sharded = isinstance(strategy, ModelParallelStrategy)
-            self._saves = TrainerSaves(self._root, sharded=sharded, **self._arguments)
+            self._saves = self._make_saves(self._root, strategy)
         return self._saves
+
+    def _make_saves(self, root: Path, strategy: Any) -> TrainerSaves:
+        sharded = isinstance(strategy, ModelParallelStrategy)
+        own = {} if root == self._root else {"job": None}  # another root keeps its settings
+        return TrainerSaves(root, sharded=sharded, **{**self._arguments, **own})
 
     def _find_step(self, path: Any) -> int | None:
         folder = Path(path)
         return step_of_folder(folder.name) if folder.resolve().parent == self._root else None
+
+
+class _SaveLastStep(Callback):
+    """The first callback of a trainer: saves the last step before others change the weights."""
+
+    def __init__(self, saves: TrinitySyncCallback) -> None:
+        self._saves = saves
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Save the last step, unless it is saved already.
+
+        Args:
+            trainer: Lightning's trainer.
+            pl_module: not used.
+        """
+        self._saves._save(trainer)
+
+
+class _Replacement:
+    """A method of a strategy that the callback replaces; copies of the strategy have their own.
+
+    Lightning's objects refer to their trainer, so the workers of a loader may get a copy of it.
+    """
+
+    def __init__(self, strategy: Any, name: str, function: Callable[..., Any]) -> None:
+        self._strategy, self._name, self._function = strategy, name, function
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self._function(*arguments, **named)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._strategy, self._name)
+
+
+def _ends_within_epoch(trainer: Any) -> bool:
+    """Return whether the training ends with this batch, which is not the last of its epoch.
+
+    The state is that of the batch then: when `on_train_end` is called, Lightning has counted the
+    epoch, and a resume would train on the rest of it as on another one.
+    """
+    loop = trainer.fit_loop
+    stops = trainer.should_stop and loop._can_stop_early
+    reached = 0 < trainer.max_steps <= trainer.global_step
+    return (stops or reached) and not loop.epoch_loop.batch_progress.is_last_batch
 
 
 def _find_other(trainer: Any) -> str | None:
