@@ -70,8 +70,9 @@ def hugging_face(
     saves: TrinitySyncCallback,
     stop: int = 99,
     adapter: LoraConfig | None = None,
+    of: type[Trainer] = Trainer,
     **arguments: Any,
-) -> Trainer:
+) -> Any:
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=64, bos_token_id=1, eos_token_id=1, n_positions=8, n_embd=16, n_layer=1, n_head=2
@@ -90,7 +91,7 @@ def hugging_face(
     )
     data = [{"input_ids": row, "labels": row} for row in TOKENS]
     model: Any = GPT2LMHeadModel(config)
-    return Trainer(
+    return of(
         get_peft_model(model, adapter) if adapter else model,
         given,
         train_dataset=data,
@@ -179,6 +180,112 @@ def test_a_hugging_face_trainer_that_has_nothing_to_resume_starts_afresh(
         TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder)).latest()
         is None
     )
+
+
+class WithMoments(Trainer):
+    """Keeps running moments of its weights, and saves them beside the optimizer and the model."""
+
+    moments = torch.zeros(16)
+    saved_models = 0
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.moments = 0.9 * self.moments + self.model.transformer.ln_f.bias.detach()
+        return super().training_step(*args, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        torch.save(self.moments, Path(output_dir) / "moments.pt")
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)
+        self.saved_models += 1
+        (Path(output_dir) / "models.txt").write_text(str(self.saved_models))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self.saved_models = int((Path(resume_from_checkpoint) / "models.txt").read_text())
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.moments = torch.load(Path(checkpoint) / "moments.pt")
+
+
+def test_what_a_subclass_saves_beside_is_resumed_as_from_trainers_own_checkpoint(
+    one_thread: None, tmp_path: Path, spool_folder: Path
+) -> None:
+    def make(name: str, stop: int = 99) -> tuple[Trainer, TrinitySyncCallback]:
+        saves = TrinitySyncCallback(tmp_path / name, **commit_here(tmp_path, spool_folder))
+        return hugging_face(tmp_path / f"{name}-out", saves, stop, of=WithMoments), saves
+
+    def state(trainer: Any) -> dict[str, Any]:
+        return {**state_of(trainer), "moments": trainer.moments, "models": trainer.saved_models}
+
+    whole, _ = make("whole")
+    whole.train()
+    assert whole.moments.any()
+    make("ckpts", stop=6)[0].train()
+    resumed, saves = make("ckpts")
+    resumed.train(resume_from_checkpoint=saves.latest())
+    assert differences(state(whole), state(resumed)) == []
+
+    host, saves = make("host", stop=6)
+    host.remove_callback(saves)
+    host.train()
+    by_host, saves = make("host")
+    by_host.remove_callback(saves)
+    by_host.train(resume_from_checkpoint=str(tmp_path / "host-out/checkpoint-6"))
+    assert differences(state(by_host), state(resumed)) == []
+
+
+class WritesAll(Trainer):
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        self.model.save_pretrained(output_dir)
+
+
+class ReplacesSaves(Trainer):
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super()._save_checkpoint(*args, **kwargs)
+
+
+def test_what_a_subclass_saves_in_its_own_way_is_refused_by_name(
+    tmp_path: Path, spool_folder: Path
+) -> None:
+    for of, told in (
+        (ReplacesSaves, r"not save what ReplacesSaves\._save_checkpoint may save"),
+        (WritesAll, r"step 2: WritesAll writes model\.safetensors, which cannot be saved"),
+    ):
+        saves = TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder))
+        with pytest.raises(ConfigError, match=told):
+            hugging_face(tmp_path / "out", saves, of=of).train()
+
+
+class ReadsCheckpoints(TrainerCallback):
+    """Reads what was saved, as W&B's callback with ``WANDB_LOG_MODEL=checkpoint``."""
+
+    _log_model = "checkpoint"
+
+    def __init__(self) -> None:
+        self.read: dict[int, dict[str, Any]] = {}
+        self.trained: dict[int, dict[str, Any]] = {}
+
+    def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        assert {"optimizer.pt", "trainer_state.json"} <= {path.name for path in folder.iterdir()}
+        self.read[state.global_step] = torch.load(folder / "pytorch_model.bin")
+        self.trained[state.global_step] = copied(dict(parts["model"].state_dict()))
+
+
+def test_a_callback_that_reads_the_checkpoint_of_a_save_finds_it_committed(
+    tmp_path: Path, spool_folder: Path
+) -> None:
+    saves = TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder))
+    trainer, reads = hugging_face(tmp_path / "out", saves, 4), ReadsCheckpoints()
+    trainer.add_callback(reads)
+    trainer.train()
+    assert sorted(reads.read) == [2, 4]
+    assert differences(reads.trained, reads.read) == []
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-4"]
 
 
 class At(TrainerCallback):

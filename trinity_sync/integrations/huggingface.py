@@ -31,9 +31,11 @@ from trinity_sync.integrations.huggingface_state import (
     collect_sharded,
     has_own_embeddings,
     is_adapted,
+    list_lost_methods,
     list_unsupported,
     load_shards,
     name_files,
+    reads_checkpoints,
 )
 from trinity_sync.integrations.trainer_saves import TrainerSaves, list_attachments
 from trinity_sync.layout import PRIVATE_FOLDER
@@ -155,6 +157,26 @@ class TrinitySyncCallback(TrainerCallback):
         saves.save(step, lambda: (collect(trainer, embeddings), collect_files(trainer)), keep=keep)
         logged_at, logged = self._logged
         saves.record_metrics(logged_at, logged)
+        if any(map(reads_checkpoints, trainer.callback_handler.callbacks)):
+            saves.wait_all()
+            folder = self._make_folder(saves, step)
+            saves.run_on_rank_0(lambda: _link_newest(Path(trainer.args.output_dir), folder))
+
+    def require_saveable(self, trainer: Any) -> None:
+        """Require that the methods of a trainer's class save nothing that the callback cannot.
+
+        Args:
+            trainer: the trainer.
+
+        Raises:
+            ConfigError: one does; the message names it.
+        """
+        if lost := list_lost_methods(trainer):
+            raise ConfigError(
+                f"{type(self).__name__} does not save what {', '.join(lost)} may save; override "
+                "_save_optimizer_and_scheduler, whose small files are attached to the step, or "
+                "leave the callback out"
+            )
 
     def find_own_step(self, folder: str | None) -> int | None:
         """Return the step of a folder as `latest` makes it; None for any other folder.
@@ -369,6 +391,16 @@ class TrinitySyncCallback(TrainerCallback):
             saves.close()
 
 
+def _link_newest(output: Path, folder: Path) -> None:
+    """Link a step's folder as ``checkpoint-N``, in the place of the step before it."""
+    output.mkdir(parents=True, exist_ok=True)
+    for old in output.glob("checkpoint-*"):
+        if old.is_symlink() and old.readlink().parent == folder.parent:
+            old.unlink()
+    if not (output / folder.name).exists():
+        (output / folder.name).symlink_to(folder)
+
+
 def _step_of(folder: str) -> int:
     return int(Path(folder).name.removeprefix("checkpoint-"))
 
@@ -388,7 +420,8 @@ def _find_callback(trainer: Any) -> TrinitySyncCallback | None:
 def _wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        _find_callback(trainer)  # which requires that there are not two
+        if callback := _find_callback(trainer):  # which requires that there are not two
+            callback.require_saveable(trainer)
         return original(trainer, *args, **kwargs)
 
     return train

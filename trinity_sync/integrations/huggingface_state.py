@@ -14,11 +14,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from trinity_sync.errors import from_extra
+from trinity_sync.errors import ConfigError, from_extra
 from trinity_sync.layout import shard_file
 from trinity_sync.storage.manifest import Manifest
 
 with from_extra("hf"):
+    from transformers import Trainer
     from transformers.trainer import (
         FSDP_MODEL_NAME,
         OPTIMIZER_NAME,
@@ -29,7 +30,11 @@ with from_extra("hf"):
     from transformers.trainer_utils import HubStrategy
     from transformers.utils import (
         ADAPTER_CONFIG_NAME,
+        ADAPTER_SAFE_WEIGHTS_NAME,
         ADAPTER_WEIGHTS_NAME,
+        SAFE_WEIGHTS_INDEX_NAME,
+        SAFE_WEIGHTS_NAME,
+        WEIGHTS_INDEX_NAME,
         WEIGHTS_NAME,
         is_peft_available,
     )
@@ -40,6 +45,21 @@ with from_extra("hf"):  # after transformers, which the message names if both ar
 logger = logging.getLogger(__name__)
 
 FSDP = DistributedType.FSDP
+
+_WRITERS = ("save_model", "_save", "_save_optimizer_and_scheduler")
+"""Methods of `Trainer` whose overrides may add small files."""
+_LARGE = frozenset(
+    (
+        OPTIMIZER_NAME,
+        WEIGHTS_NAME,
+        WEIGHTS_INDEX_NAME,
+        SAFE_WEIGHTS_NAME,
+        SAFE_WEIGHTS_INDEX_NAME,
+        ADAPTER_WEIGHTS_NAME,
+        ADAPTER_SAFE_WEIGHTS_NAME,
+    )
+)
+"""Names of files that hold what is staged, or an index of them."""
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 """Where `Trainer` writes its small files in the training thread, which must not wait for a disk."""
@@ -70,6 +90,31 @@ def list_unsupported(args: Any, model: torch.nn.Module) -> list[str]:
     return [name for name, found in unsupported.items() if found]
 
 
+def list_lost_methods(trainer: Any) -> list[str]:
+    """Return which methods of a subclass of `Trainer` save what the callback cannot.
+
+    Args:
+        trainer: the trainer.
+    """
+    lost = list_overridden(trainer, "_save_checkpoint")
+    owner = next(each for each in type(trainer).__mro__ if "_save_checkpoint" in vars(each))
+    if owner.__module__.startswith("trl."):  # writes a model card, and calls Trainer's
+        lost.clear()
+    if trainer.is_fsdp_enabled:  # these would need the whole model
+        lost += list_overridden(trainer, "save_model", "_save")
+    return [f"{type(trainer).__qualname__}.{name}" for name in lost]
+
+
+def reads_checkpoints(callback: Any) -> bool:
+    """Return whether a callback reads ``checkpoint-N`` in its ``on_save``, as W&B's may.
+
+    Args:
+        callback: a callback; those of transformers keep in these attributes whether they do.
+    """
+    models = getattr(callback, "_log_model", None) in ("checkpoint", "all")
+    return models or bool(getattr(callback, "_log_checkpoints", None))
+
+
 def collect_replicated(trainer: Any, embeddings: bool = False) -> dict[str, Any]:
     """Return model and optimizer of a trainer, of which each rank has all; of PEFT the adapter.
 
@@ -98,25 +143,84 @@ def collect_sharded(trainer: Any, embeddings: bool = False) -> dict[str, Any]:
 
 
 def collect_files(trainer: Any) -> dict[str, bytes]:
-    """Return the small files of a checkpoint, as `Trainer` writes them, by name.
+    """Return the small files of a checkpoint, as `Trainer` and its subclass write them, by name.
 
     Args:
         trainer: the trainer.
 
     Returns:
-        RNG states of this rank; on rank 0 also the state of trainer, schedule, gradient scaler and
-        the config of the adapter.
+        RNG states of this rank and what a subclass writes; on rank 0 also the state of trainer,
+        schedule, gradient scaler and the config of the adapter.
+
+    Raises:
+        ConfigError: a subclass writes a folder, or a file that holds weights or the optimizer.
     """
     with TemporaryDirectory(dir=MEMORY) as folder:
+        with _small_files_only():
+            if list_overridden(trainer, "save_model", "_save"):
+                trainer.save_model(folder, _internal_call=True)
+            trainer._save_optimizer_and_scheduler(folder)
+        for path in Path(folder).iterdir():
+            if path.is_dir() or path.name in _LARGE:
+                raise ConfigError(
+                    f"step {trainer.state.global_step}: {type(trainer).__qualname__} writes "
+                    f"{path.name}, which cannot be saved: its {', '.join(_WRITERS)} may call "
+                    "Trainer's, and write small files beside; leave the callback out otherwise"
+                )
         trainer._save_rng_state(folder)
+        trainer._save_scaler(folder)
         if trainer.args.process_index == 0:
-            trainer._save_scaler(folder)
-            torch.save(trainer.lr_scheduler.state_dict(), Path(folder) / SCHEDULER_NAME)
             trainer.state.stateful_callbacks.update(export_callbacks(trainer))
             trainer.state.save_to_json(str(Path(folder) / TRAINER_STATE_NAME))
             if is_adapted(trainer.model):
                 trainer.model.peft_config[trainer.model.active_adapter].save_pretrained(folder)
         return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def list_overridden(trainer: Any, *names: str) -> list[str]:
+    """Return which methods of `Trainer` a subclass, or the trainer itself, has replaced.
+
+    Args:
+        trainer: the trainer.
+        names: names of methods.
+    """
+    own = vars(trainer)
+    return [n for n in names if n in own or getattr(type(trainer), n) is not getattr(Trainer, n)]
+
+
+@contextmanager
+def _small_files_only() -> Iterator[None]:
+    """Have `Trainer`'s own methods write no weights and no optimizer within the block.
+
+    These are staged. The methods of a subclass that call them write what they add.
+    """
+
+    def save_model(
+        trainer: Any, output_dir: str | None = None, _internal_call: bool = False
+    ) -> None:
+        if trainer.args.should_save:
+            trainer._save(output_dir)
+
+    def save(trainer: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Write nothing."""
+
+    def save_optimizer_and_scheduler(trainer: Any, output_dir: str) -> None:
+        if trainer.args.should_save:
+            torch.save(trainer.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    replaced = {
+        "save_model": save_model,
+        "_save": save,
+        "_save_optimizer_and_scheduler": save_optimizer_and_scheduler,
+    }
+    before = {name: getattr(Trainer, name) for name in replaced}
+    for name, method in replaced.items():
+        setattr(Trainer, name, method)
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(Trainer, name, method)
 
 
 def export_callbacks(trainer: Any) -> dict[str, Any]:

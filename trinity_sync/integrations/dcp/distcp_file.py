@@ -21,6 +21,7 @@ from torch.futures import Future
 
 from trinity_sync.errors import ImageError
 from trinity_sync.snapshot.image import LaidOut, Layout, Storages, lay_out
+from trinity_sync.snapshot.recording_pickler import require_data
 from trinity_sync.snapshot.torch_private import make_dcp_place
 
 ALIGNMENT = 64
@@ -81,6 +82,7 @@ class DistcpLayouter:
         if isinstance(value, io.BytesIO):
             content = value.getvalue()
             return Layout(len(content), [(0, content)], []), []
+        require_data(value)
         tensor = value.detach()
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
         if not plain or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
