@@ -10,6 +10,7 @@ import torch
 from tests.integration.fsdp.commits import CommitsHere
 from tests.unit.conftest import Open
 from tests.unit.job import Job
+from trinity_sync.client.attachments import LIMIT
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import (
     CommitError,
@@ -41,6 +42,15 @@ def test_bytes_and_files_are_committed_with_their_step(
     assert (job.root / "global_step_4/attachments/replay").stat().st_size == 5000
     assert "attachments" in {record.component for record in read_manifest(job.root, 4).files}
     assert set(load_states(job.root, 4, "actor")) == {"model"}
+
+
+def test_a_large_attachment_is_refused_with_what_to_do(
+    coordinator_of: Open, tmp_path: Path
+) -> None:
+    with (tmp_path / "moments.pt").open("wb") as file:
+        file.truncate(LIMIT + 1)
+    with pytest.raises(ConfigError, match=r"'moments.pt' of .* bytes .* save its tensors as a"):
+        coordinator_of().attach("moments.pt", tmp_path / "moments.pt", step=4)
 
 
 def test_they_go_with_the_checkpoint_and_not_with_the_sync_before_it(

@@ -21,9 +21,11 @@ from uuid import uuid4
 import pytest
 import torch
 
+from tests.integration.fsdp.commits import CommitsHere
 from tests.unit.answers import server
 from tests.unit.job import Job
 from trinity_sync.client.commit_watcher import CommitWatcher
+from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.pending_save import PendingSave, SaveResult
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome, SaveTrigger
@@ -624,3 +626,27 @@ def test_a_redirect_to_another_host_takes_no_secret_along(
         Elsewhere.host = "127.0.0.1"
         assert asyncio.run(asked(trigger, [request]))[request.key].state == "pending"
         made.shutdown()
+
+
+def test_a_coordinator_that_is_dropped_without_close_leaves_no_thread_and_no_descriptor(
+    job: Job, spool_folder: Path, tmp_path: Path
+) -> None:
+    def list_descriptors() -> list[str]:
+        return sorted(path.name for path in Path("/proc/self/fd").iterdir())
+
+    settings, trigger = Settings(spool=spool_folder, home=tmp_path), CommitsHere()
+    gc.collect()
+    before = list_descriptors()
+    saves = CheckpointCoordinator(job.root, settings=settings, trigger=trigger)
+    saves.save(4, {"model": {"w": torch.ones(3)}})
+    saves.wait_all()
+    trigger.settle()
+    thread = saves._watcher._thread
+    assert thread is not None
+    assert list_descriptors() != before
+    del saves  # as a notebook's cell does that runs again
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
+    gc.collect()
+    assert list_descriptors() == before

@@ -315,6 +315,8 @@ def test_a_first_save_that_cannot_be_planned_raises_at_once(saves: CheckpointCoo
     saver = DcpSaver(saves)
     with pytest.raises(ImageError, match=r"step 1, role actor: .*f cannot be pickled"):
         save(saver, 1, {"f": lambda: None})
+    with pytest.raises(ImageError, match=r"step 1, .*: w cannot be pickled, .* has no data"):
+        save(saver, 1, {"w": torch.ones(3, device="meta")})
     save(saver, 2, {"w": torch.ones(3)}).result(30)
 
 

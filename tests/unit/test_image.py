@@ -445,8 +445,10 @@ def deep() -> Any:
         (lambda: 0, "PicklingError|AttributeError"),
         (Refuses(), "RuntimeError: not now"),
         (torch.randn(3, 4).to_mkldnn(), "NotImplementedError"),
+        (torch.empty(3, device="meta"), "ValueError: a tensor on the device meta has no data"),
+        (torch.nn.Linear(3, 2, device="meta").weight, "ValueError: .* has no data"),
     ],
-    ids=["generator", "lambda", "object", "opaque"],
+    ids=["generator", "lambda", "object", "opaque", "meta", "offloaded"],
 )
 def test_a_state_that_cannot_be_pickled_is_an_error_that_names_the_key(
     inner: Any, why: str

@@ -12,6 +12,9 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.snapshot.stager import ATTACHMENTS, pack
 from trinity_sync.storage.restore import load_bytes
 
+LIMIT = 256 << 20
+"""Most bytes of an attachment, which is copied as a whole on the training thread."""
+
 _NAME = re.compile(r"(?!rank_\d+$)[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -40,7 +43,8 @@ class Attachments:
             content: bytes, or the path of a file.
 
         Raises:
-            ConfigError: the name or the path is invalid, or the step was submitted already.
+            ConfigError: the name or the path is invalid, the content is larger than `LIMIT`, or the
+                step was submitted already.
         """
         path = _path(name, self._rank)
         if step <= self._newest_taken:
@@ -55,6 +59,12 @@ class Attachments:
                 f"step {step}: {error.filename} cannot be attached as {path}: {error.strerror}; "
                 "pass bytes, or the path of a file"
             ) from error
+        if len(whole) > LIMIT:
+            raise ConfigError(
+                f"step {step}: {name!r} of {len(whole):,} bytes cannot be attached as {path}: an "
+                f"attachment has at most {LIMIT:,} bytes; save its tensors as a component, such as "
+                "extra_state"
+            )
         self._pending.setdefault(step, {})[name] = bytes(whole)
 
     def take(self, step: int, role: str) -> bytes | None:

@@ -206,9 +206,8 @@ class CommitWatcher:
 
     def close(self, timeout: float = 0.0) -> None:
         """Stop following saves; allow unsent requests at most ``timeout`` seconds."""
+        self.end_at_most(timeout)
         with self._changed:
-            self._end_at = time.monotonic() + timeout
-            self._wake_up()
             thread = self._thread
         if thread is not None:
             thread.join(timeout + 1)  # a file system that hangs may keep it
@@ -217,6 +216,16 @@ class CommitWatcher:
             self._changed.notify_all()  # ends `wait`
         if self._log is not None:
             self._log.close()
+
+    def end_at_most(self, timeout: float) -> None:
+        """As `close`, without waiting for the thread.
+
+        Args:
+            timeout: seconds.
+        """
+        with self._changed:
+            self._end_at = min(self._end_at, time.monotonic() + timeout)
+            self._wake_up()
 
     # ------------------------------------------------------------ the thread
 

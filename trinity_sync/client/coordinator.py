@@ -5,6 +5,7 @@ import os
 import signal
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -192,6 +193,8 @@ class CheckpointCoordinator:
         self._preemption = Preemption()
         self._failures: list[str] = []
         """Failures that no `wait_all` has raised yet."""
+        dropped = weakref.finalize(self, _end_watcher, self._watcher, self._process)
+        dropped.atexit = False
 
     @classmethod
     def of_process_group(
@@ -522,8 +525,8 @@ class CheckpointCoordinator:
             step: training step.
 
         Raises:
-            ConfigError: the name or the path is invalid, or this step or a later one has been
-                submitted already.
+            ConfigError: the name or the path is invalid, the file is larger than 256 MiB, or this
+                step or a later one has been submitted already.
         """
         self._require_own_process()
         self._attachments.add(check_number("step", step), name, content)
@@ -894,6 +897,15 @@ class CheckpointCoordinator:
             run = self._run.number
             return tuple(kind for kind in KINDS if is_committed(self.root, run, step, kind))
         return ()
+
+
+def _end_watcher(watcher: CommitWatcher, process: int) -> None:
+    """End the thread of a coordinator that was dropped without `close`, as a notebook's cell does.
+
+    Not in a forked child, which has the locks of its parent's threads.
+    """
+    if os.getpid() == process:
+        watcher.end_at_most(10.0)
 
 
 def _kind(is_state_dict: bool) -> Kind:

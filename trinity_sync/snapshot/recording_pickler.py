@@ -125,6 +125,7 @@ def _pickler(record: RecordingPickle) -> type[pickle.Pickler]:
             record.pickled()
 
         def reducer_override(self, obj: Any) -> Any:
+            require_data(obj)
             if type(obj) is torch.Tensor and obj.dtype not in newer and is_plain_tensor(obj):
                 return reduce_plain_tensor(obj)
             if type(obj) is OrderedDict and not obj and not obj.__dict__:
@@ -142,6 +143,19 @@ def _pickler(record: RecordingPickle) -> type[pickle.Pickler]:
             return rebuild, (*same, (attributes, replace_shard(slots, shard)))
 
     return RecordingPickler
+
+
+def require_data(value: Any) -> None:
+    """Require that a tensor has data; `torch.save` writes one on the device ``meta`` without.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if isinstance(value, torch.Tensor) and value.is_meta:
+        raise ValueError(
+            "a tensor on the device meta has no data; load it onto a device before the save (what "
+            "Accelerate has offloaded: accelerator.get_state_dict(model))"
+        )
 
 
 def find_unpicklable(state: Any) -> str:
@@ -179,6 +193,10 @@ def _can_be_pickled(value: Any) -> bool:
 
 
 class _Trying(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        require_data(obj)
+        return NotImplemented
+
     def persistent_id(self, obj: Any) -> str | None:
         return "" if isinstance(obj, torch.TypedStorage) or torch.is_storage(obj) else None
 
