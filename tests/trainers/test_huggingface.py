@@ -1,5 +1,6 @@
 """The callback for Hugging Face's Trainer: saved by steps, resumed bit-equal, failures raised."""
 
+import pickle
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -288,6 +289,11 @@ def test_a_callback_that_reads_the_checkpoint_of_a_save_finds_it_committed(
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-4"]
 
 
+class Copied(CommitsHere):
+    def __reduce__(self) -> Any:
+        return Copied, ()
+
+
 class At(TrainerCallback):
     """Calls a function at the end of a step."""
 
@@ -297,6 +303,19 @@ class At(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         if state.global_step == self.step:
             self.call()
+
+
+def test_a_copy_of_a_callback_that_saves_has_saves_of_its_own(
+    tmp_path: Path, spool_folder: Path
+) -> None:
+    saves = TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder, Copied()))
+    trainer, copies = hugging_face(tmp_path / "out", saves, 4), []
+    trainer.add_callback(At(3, lambda: copies.append(pickle.loads(pickle.dumps(saves)))))
+    trainer.train()
+    assert steps_on_disk(tmp_path / "ckpts") == [2, 4]
+    (copied_in_training,) = copies
+    assert str(copied_in_training.latest()).endswith("checkpoint-4")
+    copied_in_training.on_train_end(None, None, None)
 
 
 def test_another_reader_of_the_newest_step_does_not_supersede_the_training(

@@ -80,6 +80,10 @@ class TrinitySyncCallback(TrainerCallback):
         self._opened: tuple[OpenFiles, Path] | None = None
         """The files in the folder that was made last, and that folder."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without that of a training, for `pickle` and `copy`."""
+        return {**vars(self), "_saves": None}
+
     def latest(self, *, settle_s: float = 0.0) -> str | None:
         """Return a folder to resume from the newest committed step; None if there is none.
 
