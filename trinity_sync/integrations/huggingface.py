@@ -79,10 +79,12 @@ class TrinitySyncCallback(TrainerCallback):
         """Step that `Trainer` has loaded for the training that begins next."""
         self._opened: tuple[OpenFiles, Path] | None = None
         """The files in the folder that was made last, and that folder."""
+        self._linked: Path | None = None
+        """Link to that folder where callbacks look for what `Trainer` has saved, on rank 0."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without that of a training, for `pickle` and `copy`."""
-        return {**vars(self), "_saves": None}
+        return {**vars(self), "_saves": None, "_opened": None, "_linked": None}
 
     def latest(self, *, settle_s: float = 0.0) -> str | None:
         """Return a folder to resume from the newest committed step; None if there is none.
@@ -164,7 +166,7 @@ class TrinitySyncCallback(TrainerCallback):
         if any(map(reads_checkpoints, trainer.callback_handler.callbacks)):
             saves.wait_all()
             folder = self._make_folder(saves, step)
-            saves.run_on_rank_0(lambda: _link_newest(Path(trainer.args.output_dir), folder))
+            saves.run_on_rank_0(lambda: self._link(Path(trainer.args.output_dir), folder))
 
     def require_saveable(self, trainer: Any) -> None:
         """Require that the methods of a trainer's class save nothing that the callback cannot.
@@ -331,6 +333,7 @@ class TrinitySyncCallback(TrainerCallback):
         Raises:
             SaveFailedError: a save failed, on all ranks.
         """
+        self._close_files()
         if self._saves is not None:
             try:
                 self._saves.wait_all()
@@ -354,7 +357,19 @@ class TrinitySyncCallback(TrainerCallback):
         self._opened = files, folder
         return folder
 
+    def _link(self, output: Path, folder: Path) -> None:
+        """Link a folder as ``checkpoint-N``, until the end of the next step."""
+        output.mkdir(parents=True, exist_ok=True)
+        link = output / folder.name
+        if link.is_symlink():  # of a training that was killed
+            link.unlink()
+        link.symlink_to(folder)
+        self._linked = link
+
     def _close_files(self) -> None:
+        if self._linked:
+            self._linked.unlink(missing_ok=True)
+            self._linked = None
         if self._opened:
             self._opened[0].close()
             self._opened = None
@@ -393,16 +408,6 @@ class TrinitySyncCallback(TrainerCallback):
             saves, self._saves = self._saves, None
             self._run_key = {"run_key": make_run_key()} if saves.has_begun else self._run_key
             saves.close()
-
-
-def _link_newest(output: Path, folder: Path) -> None:
-    """Link a step's folder as ``checkpoint-N``, in the place of the step before it."""
-    output.mkdir(parents=True, exist_ok=True)
-    for old in output.glob("checkpoint-*"):
-        if old.is_symlink() and old.readlink().parent == folder.parent:
-            old.unlink()
-    if not (output / folder.name).exists():
-        (output / folder.name).symlink_to(folder)
 
 
 def _step_of(folder: str) -> int:
