@@ -84,7 +84,6 @@ SPECIAL: dict[str, Callable[[], Any]] = {
     "jagged": lambda: nested(layout=torch.jagged),
     "sparse": lambda: torch.eye(300).to_sparse(),
     "sparse rows": lambda: torch.eye(300).to_sparse_csr(),
-    "meta": lambda: torch.empty(70000, device="meta"),
     "lazy": lambda: torch.nn.LazyLinear(4).state_dict(),
     "uninitialized": torch.nn.UninitializedBuffer,
     "storage": lambda: torch.randn(70000).untyped_storage(),
