@@ -17,7 +17,7 @@ import trinity_sync
 from tests.integration.prefect_api import until
 from tests.unit.job import Job
 from trinity_sync import CheckpointCoordinator, Settings
-from trinity_sync.snapshot.spool import JobSpool, open_job_spool
+from trinity_sync.snapshot.spool import JobSpool, list_job_spools, open_job_spool
 from trinity_sync.storage.discovery import iter_committed_steps
 from trinity_sync.storage.manifest import read_manifest
 
@@ -88,7 +88,7 @@ def test_a_trainer_of_another_release_is_told_what_to_upgrade_and_its_neighbour_
         told = trains(release, theirs)
         wanted = rf"has format {1 + change}, .* reads format 1: upgrade trinity-sync in {older}"
         assert re.search(wanted, told), told
-        spool = open_job_spool(stack_settings.spool, theirs)
+        (spool,) = (job for job in list_job_spools(stack_settings.spool) if job.root == theirs)
         kept[spool.folder] = images(spool)
         assert sorted(path.rpartition(".")[2] for path in kept[spool.folder]) == ["slot", "ticket"]
         assert read_manifest(theirs, 5) is None

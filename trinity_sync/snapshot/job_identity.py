@@ -27,14 +27,14 @@ from trinity_sync.fs.atomic import (
 )
 from trinity_sync.fs.create import create_file
 from trinity_sync.fs.locks import acquire_file_lock
-from trinity_sync.fs.records import Record, decode_record, encode_record
+from trinity_sync.fs.records import TRAINER, Record, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, job_id_of
 
 IDENTITY_FILE = f"{PRIVATE_FOLDER}/identity.json"
 
 
 @dataclass(frozen=True)
-class JobIdentity(Record, format=ROOT_FORMAT):
+class JobIdentity(Record, format=ROOT_FORMAT, writer=TRAINER):
     """Content of the identity file."""
 
     identity: str
