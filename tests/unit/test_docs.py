@@ -1,9 +1,11 @@
 """What the documents cite is there, and what they show can be run."""
 
 import ast
+import importlib
 import re
 import shlex
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -87,9 +89,15 @@ def test_the_path_of_a_save_names_functions_that_exist() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(DOCS).as_posix())
-def test_the_python_of_a_page_compiles(page: Path) -> None:
+def test_the_python_of_a_page_compiles_and_imports_what_is_there(page: Path) -> None:
     for text in blocks(page, "python"):
         compile(text, page.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("trinity_sync"):
+                with suppress(ImportError):  # of what is not installed here
+                    module = importlib.import_module(node.module)
+                    lacking = [each.name for each in node.names if not hasattr(module, each.name)]
+                    assert lacking == [], f"{node.module} has no {lacking}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(DOCS).as_posix())
