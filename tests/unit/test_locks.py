@@ -503,7 +503,7 @@ def test_all_users_who_may_write_into_a_root_use_its_locks(
         pytest.skip("only root can be another user")
     os.umask(0o077)
     private = open_to_all.root / ".trinity_sync"
-    private.mkdir()
+    private.mkdir(exist_ok=True)
     os.chown(private, -1, SOMEBODY + 1)
     private.chmod(0o2770)
 
@@ -526,7 +526,7 @@ def test_who_finds_a_lock_that_another_user_is_making_waits_until_it_is_made(
     open_to_all: Job, no_umask: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     private = open_to_all.root / ".trinity_sync"
-    private.mkdir()
+    private.mkdir(exist_ok=True)
     private.chmod(0o777)
     lock = private / "lock"
     lock.touch(0o600)  # and the next thing that is done with it is to open it to those who may
