@@ -47,6 +47,7 @@ def test_an_emergency_save_raises_nothing_where_the_root_cannot_be_used(
     coordinator_of: Open, job: Job
 ) -> None:
     saves = coordinator_of()
+    (job.root / ".trinity_sync").rename(job.root / "moved")
     (job.root / ".trinity_sync").write_text("in the way")
     words = saves.emergency_save(4, {"model": {"w": torch.ones(3)}}, deadline_s=5)
     assert (words.submitted, words.committed) == ((), ())
