@@ -6,7 +6,7 @@ another attempt of the same run, a new save, a rewind. The order is that of ``fl
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome, SaveTrigger
 from trinity_sync.orchestration import on_node
 from trinity_sync.orchestration.on_node.prune import prune_after_commit
+from trinity_sync.orchestration.on_node.replicate import upload_to_required_remote
 from trinity_sync.orchestration.on_node.save import (
     commit_step,
     mark_images_failed,
@@ -26,7 +27,9 @@ from trinity_sync.orchestration.recovery.images import (
     compare_late_images,
     find_orphaned_saves,
 )
+from trinity_sync.storage.job_settings import JobSettings
 from trinity_sync.storage.placement import NodeShards, await_node_shards
+from trinity_sync.storage.required_remote import read_required_remote
 from trinity_sync.storage.save import Persisted
 
 RANK_TIMEOUT_S = 0.03
@@ -38,9 +41,12 @@ def without_catalog_and_pages(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "try_mirror", lambda *_, **__: None)
     for name in ("describe_commit", "summarize_commit"):
         patch.setattr(on_node.save, name, lambda *_: "")
+    # also of a root that is gone, with its settings
+    hasty = JobSettings(rank_timeout_s=RANK_TIMEOUT_S)
+    patch.setattr(on_node.save, "read_job_settings", lambda _: hasty)
 
 
-def save_step(request: SaveRequest) -> Iterator[str]:
+def save_step(request: SaveRequest, before_commit: Callable[[SaveRequest], None]) -> Iterator[str]:
     """What `flows.save.save_step` does; each task that has ended is told of."""
     nodes: list[NodeShards] = []
     persisted: list[Persisted] = []
@@ -57,9 +63,14 @@ def save_step(request: SaveRequest) -> Iterator[str]:
                 yield f"{component} is written"
         if failures:
             raise failures[0]
+        before_commit(request)
         now = time.time()
         commit_step(request, persisted, nodes[0], now, now)
         yield "committed"
+        url = read_required_remote(request.root)
+        if url and request.kind == "checkpoint":
+            upload_to_required_remote(request.root, request.step, url)
+            yield "uploaded"
     except Exception as error:
         for shards in nodes:
             mark_images_failed(request, persisted, shards, str(error))
@@ -78,10 +89,10 @@ class FlowRun:
     message: str = ""
     attempts: list[Iterator[str]] = field(default_factory=list)
 
-    def advance(self, attempt: Iterator[str]) -> str:
-        """Run the next task of an attempt; tells what happened."""
+    def advance(self, attempt: Iterator[str], error: Exception | None = None) -> str:
+        """Run the next task of an attempt, or have it raise an error; tells what happened."""
         try:
-            return next(attempt)
+            return attempt.throw(error) if error else next(attempt)
         except StopIteration:
             self.attempts.remove(attempt)
             self.state = "completed"
@@ -96,7 +107,8 @@ class FlowRun:
 class Server:
     """The runs by idempotency key, in the order in which they were asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, before_commit: Callable[[SaveRequest], None] = lambda _: None) -> None:
+        self.before_commit = before_commit
         self.runs: dict[str, FlowRun] = {}
         self.away = False
         self.clients: list[Trigger] = []
@@ -110,7 +122,7 @@ class Server:
 
     def begin(self, run: FlowRun) -> Iterator[str]:
         """Begin an attempt: the first, a doubled one, or a retry."""
-        attempt = save_step(run.request)
+        attempt = save_step(run.request, self.before_commit)
         run.attempts.append(attempt)
         if run.state != "completed":
             run.state = "running"
@@ -118,7 +130,8 @@ class Server:
 
     def recover_images(self, spool: Path) -> None:
         """What a node's worker does at every poll for the images that wait there."""
-        for request in find_orphaned_saves(spool, grace_s=0, clock=lambda: time.time() + 60):
+        found = find_orphaned_saves(spool, grace_s=0, clock=lambda: time.time() + 60)
+        for request in sorted(found, key=lambda each: each.root):  # their folders' names are random
             run = self.ask(request)
             if run.state == "failed":
                 allow_eviction(spool, {"request": request.model_dump()}, run.message)

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 Key = tuple[str, str, int]
 """Role, component and rank."""
-Value = tuple[int, bool, bool]
-"""Step, the trainer's configuration, and whether the step came out otherwise than usual."""
+Value = tuple[int, bool, bool, int]
+"""Step, the trainer's configuration, whether the step came out otherwise than usual, and which job
+of all that this root has had."""
 
 
 @dataclass
@@ -30,6 +31,10 @@ class Step:
     run: int
     kinds: set[str]
     values: dict[Key, Value]
+    files: dict[str, str] = field(default_factory=dict)
+    """What functions wrote into them."""
+    left: bool = False
+    """Whether its checkpoint is an earlier run's, which a sync has left in place."""
 
 
 @dataclass
@@ -56,9 +61,11 @@ class Model:
     saves: list[Saved] = field(default_factory=list)
     ever: set[tuple[int, Key, Value]] = field(default_factory=set)
     """All that was committed at any time."""
-    functions: set[tuple[int, int, str]] = field(default_factory=set)
-    """Run, step and kind of the saves by functions, and of those that failed."""
+    functions: dict[tuple[int, int, str], dict[str, str]] = field(default_factory=dict)
+    """What saves by functions write into which files, by run, step and kind."""
     failed_functions: set[tuple[int, int, str]] = field(default_factory=set)
+    weights: dict[tuple[int, int], list[Value]] = field(default_factory=dict)
+    """The weights that were submitted, by run and step."""
     pinned: set[int] = field(default_factory=set)
     tags: dict[str, int] = field(default_factory=dict)
     leased: set[int] = field(default_factory=set)
@@ -68,6 +75,11 @@ class Model:
         return [
             each for each in self.saves if (each.run, each.step, each.kind) == (run, step, kind)
         ]
+
+    def newest_start(self) -> int:
+        """Number of the newest run that is no rewind; 0 if there is none."""
+        numbers = [at for at, run in enumerate(self.runs, 1) if not run.back_to_run]
+        return max(numbers, default=0)
 
     # ------------------------------------------------------------ order
 
@@ -79,6 +91,15 @@ class Model:
         """Run and step of the newest commit of each kind."""
         ages = [(self.steps[step].run, step) for step in self.by_age()]
         return {kind: age for age in ages for kind in self.steps[age[1]].kinds}
+
+    def newest_weights(self, role: str) -> tuple[int, int]:
+        """Run and step of the newest commit with a role's model that counts."""
+        ages = [
+            (each.run, step)
+            for step, each in self.steps.items()
+            if any(key[:2] == (role, "model") for key in each.values)
+        ]
+        return max((age for age in ages if not self.superseded(*age)), default=(0, 0))
 
     def superseded(self, run: int, step: int) -> bool:
         """Whether a later run began before this step, or a rewind went back behind this run.
@@ -107,10 +128,13 @@ class Model:
         """What may be committed at a step, once this save is."""
         there, kinds = self.steps.get(saved.step), self.kinds_of(saved)
         if there and there.run == saved.run:  # a sync and a checkpoint add up
-            return [Step(saved.run, kinds | there.kinds, {**saved.values, **there.values})]
+            values = {**saved.values, **there.values}
+            left = there.left and saved.kind != "checkpoint"
+            return [Step(saved.run, kinds | there.kinds, values, {**there.files}, left)]
         replaced = Step(saved.run, kinds, saved.values)
         if there and there.kinds - kinds and saved.values.items() <= there.values.items():
-            return [Step(saved.run, there.kinds, there.values), replaced]  # it is taken over
+            left_in_place = Step(saved.run, there.kinds, there.values, {**there.files}, left=True)
+            return [left_in_place, replaced]
         return [replaced]
 
     def reason_to_fail(self, run: int, step: int, kind: str, roles: tuple[str, ...]) -> str:
@@ -125,6 +149,8 @@ class Model:
             return excuses[0]
         if any(each.values != saves[0].values for each in saves):
             return "it was submitted again, with another content"
+        if not there and saves and all(each.committed for each in saves):
+            return "another save had committed it, and the step was removed"
         if there and there.run > run:
             return "a later run has committed the step"
         if there and there.run < run and saves and there.kinds - self.kinds_of(saves[0]):

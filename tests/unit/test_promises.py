@@ -10,25 +10,27 @@ docs/contributing/tests.md.
 """
 
 import asyncio
+import errno
 import gc
+import itertools
 import json
 import logging
 import os
 import secrets
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, Phase, currently_in_test_context, note, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -43,18 +45,20 @@ from hypothesis.stateful import (
 import trinity_sync.client.commit_watcher as watcher_module
 from tests.conftest import environment
 from tests.unit.prefect_stand_in import (
-    RANK_TIMEOUT_S,
     FlowRun,
     Server,
-    Trigger,
     without_catalog_and_pages,
 )
-from tests.unit.promised import Key, Model, Run, Saved, Step, Value
-from trinity_sync.client.coordinator import CheckpointCoordinator
+from tests.unit.promised import Key, Run, Saved, Step, Value
+from tests.unit.promised_world import Job, Readers, Trainer, World, comparable, state_of
+from trinity_sync.client import run_context
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import (
     ConfigError,
+    FormatError,
+    RootInUseError,
     SaveFailedError,
+    SpoolError,
     StepInUseError,
     SupersededError,
     TrinitySyncError,
@@ -66,7 +70,8 @@ from trinity_sync.retention.planner import Rules
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import prune
 from trinity_sync.settings import Settings
-from trinity_sync.storage.leases import Lease, acquire_lease
+from trinity_sync.storage import living_run, manifest_files
+from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.pins import pin, tag, unpin
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.rewind import rewind
@@ -83,47 +88,15 @@ WHICH = st.integers(0, 5)
 NAME = st.sampled_from("AB")
 KIND = st.sampled_from(["checkpoint", "state_dict"])
 KEEP = st.sampled_from([0, 0, 1, 2])
+NO_SPACE = (SpoolError, FormatError)
+"""What a first save raises where no slot is left, perhaps for images of another release."""
 PARTS = st.sampled_from(
     [("model", "optim"), ("optim", "extra_state"), ("model",), ("model", "optim", "extra_state")]
 )
 
 
-def state_of(key: Key, value: Value) -> dict[str, Any]:
-    """What training has at a step: the same again from the same configuration, unless otherwise."""
-    step, config, other = value
-    return {
-        "config": "long " * config,
-        "lr": 1 / (1 + step // 8 + other),
-        "bias": torch.full((5,), float(step)),
-        "weights": torch.tensor([step, config, other, key[2]], dtype=torch.float32),
-        "of": "{} {} {}".format(*key),
-    }
-
-
-def comparable(state: dict[str, Any]) -> tuple[Any, ...]:
-    values = (each.tolist() if isinstance(each, torch.Tensor) else each for each in state.values())
-    return (*state, *values)
-
-
-@dataclass
-class Trainer:
-    """A start of the training, with the coordinators of its ranks."""
-
-    key: str
-    config: bool
-    ranks: list[CheckpointCoordinator]
-    run: int = 0
-    step: int = 0
-    computed: dict[int, bool] = field(default_factory=dict)
-    """Whether a step came out otherwise than usual."""
-    staged: tuple[int, dict[Key, Value]] = (-1, {})
-    """The last step that was saved, and all that was submitted of it."""
-    lost: int = -1
-    """The step of which part has vanished with the spool."""
-
-
-class Promises(RuleBasedStateMachine):
-    """One job on one node, beside its model."""
+class Promises(World, RuleBasedStateMachine):
+    """The jobs of a node, beside their models; rules are of the one whose turn it is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,31 +104,53 @@ class Promises(RuleBasedStateMachine):
         self.open = ExitStack()
         self.folder = Path(tempfile.mkdtemp(prefix="trinity_sync-test-", dir="/dev/shm"))
         self.open.callback(shutil.rmtree, self.folder)
-        self.root, self.spool = self.folder / "ckpts", self.folder / "spool"
+        self.spool = self.folder / "spool"
         own = {"TRINITY_SYNC_SPOOL": str(self.spool), "TRINITY_SYNC_HOME": str(self.folder / "h")}
         self.open.enter_context(environment(own))
         self.settings = Settings(slot_wait_s=0)
         self.log = self.open.enter_context(Log())
-        self.server = Server()
-        self.model = Model()
-        self.trainers: dict[str, Trainer] = {}
-        self.raised: dict[str, str] = {}
-        """What the calls of each trainer have raised."""
-        self.leases: dict[int, Lease] = {}
-        self.images: dict[str, tuple[str, int, Key, Value]] = {}
-        """Images in the spool: slot, step and what they are."""
-        self.newest: dict[str, tuple[int, int]] = {}
-        self.looked_at: dict[int, object] = {}
-        """The files of the steps that were loaded and compared."""
+        self.server = Server(self.commit_waits)
+        self.jobs: list[Job] = []
+        self.numbers = itertools.count(1)
+        self.readers: dict[Path, Readers] = {}
+        self.remote = self.folder / "remote"
+        self.copier = ""
+        """Identity of the job that has copied steps to the remote, and what these are."""
+        self.copied: dict[int, Step] = {}
+        self.images: dict[str, tuple[Job, str, int, Key, Value]] = {}
+        """Images in the spool: whose they are, slot, step and what they are."""
 
-    @initialize(two_ranks=st.booleans(), two_roles=RARELY)
-    def begin(self, two_ranks: bool, two_roles: bool) -> None:
+    def __getattr__(self, name: str) -> Any:
+        """What the job has whose turn it is."""
+        return getattr(vars(self)["job"], name)
+
+    @initialize(
+        two_ranks=st.booleans(),
+        two_roles=RARELY,
+        parts=st.booleans(),
+        a_remote=st.sampled_from([False, False, True]),
+        small_spool=RARELY,
+    )
+    def begin(
+        self, two_ranks: bool, two_roles: bool, parts: bool, a_remote: bool, small_spool: bool
+    ) -> None:
+        self.a_remote = a_remote
+        self.small_spool = small_spool and self.mount_small(self.spool)
+        if parts:  # the manifests of steps with thousands of files have some
+            patch = self.open.enter_context(pytest.MonkeyPatch.context())
+            patch.setattr(manifest_files, "PART_FILES", 2)
         self.world_size = 1 + two_ranks
         self.roles = ("actor", "critic") if two_roles else ("actor",)
-        self.observer = CheckpointCoordinator(
-            self.root, settings=self.settings, trigger=Trigger(self.server)
-        )
-        self.start("A", "nothing", 0, config=False, syncs=False, saves=0, keep=0)
+        self.begin_job(self.folder / "ckpts")
+
+    def mount_small(self, folder: Path) -> bool:
+        """Mount a file system with space for a few images; not everybody may."""
+        folder.mkdir(mode=0o700)
+        options = ["-t", "tmpfs", "-o", "size=72k,mode=700", "tmpfs"]
+        if subprocess.run(["mount", *options, folder], capture_output=True).returncode:
+            return False
+        self.open.callback(subprocess.run, ["umount", "--lazy", folder], check=True)
+        return True
 
     # ------------------------------------------------------------ trainers
 
@@ -167,34 +162,56 @@ class Promises(RuleBasedStateMachine):
         syncs=st.booleans(),
         saves=st.integers(0, 2),
         keep=KEEP,
+        take_over=OFTEN,
+        prunes=st.booleans(),
     )
     def start(
-        self, name: str, loads: str, age: int, config: bool, syncs: bool, saves: int, keep: int
+        self,
+        name: str,
+        loads: str,
+        age: int,
+        config: bool,
+        syncs: bool,
+        saves: int,
+        keep: int,
+        take_over: bool = True,
+        prunes: bool = False,
     ) -> None:
         """A scheduler starts a training (again): one of this name is killed first.
 
-        It loads the newest step as a rule, may give its explorers the weights, and goes on.
+        It loads the newest step as a rule, may give its explorers the weights, and goes on. While
+        another one lives, it is refused unless it takes over.
         """
         if name in self.trainers:
             self.stop(name, "SIGKILL")
-        key = f"{name}{len(self.raised)}"
+        key = f"{name}{len(self.raised)}"  # the first start of each job has the same
         ranks = [
-            CheckpointCoordinator(
+            self.coordinator(
                 self.root,
                 rank=rank,
                 world_size=self.world_size,
                 roles=self.roles,
                 run_key=key,
-                job={"rank_timeout_s": RANK_TIMEOUT_S},
-                settings=self.settings,
-                trigger=Trigger(self.server),
+                take_over=take_over,
             )
             for rank in range(self.world_size)
         ]
         self.raised[key] = ""
+        if not take_over and self.is_living():
+            with pytest.raises(RootInUseError):
+                ranks[0].begin()
+            for rank in ranks:
+                rank.close(timeout=0)
+            return
         trainer = self.trainers[name] = Trainer(key, config, ranks)
         if loads != "nothing" and self.model.steps:
             self.resume(trainer, self.model.by_age()[-1 - age % len(self.model.steps)], loads)
+        if not take_over:
+            for rank in ranks:
+                rank.begin()
+            self.open_run(trainer)
+        if prunes and self.model.steps:
+            self.prune(1, 1)
         if syncs:
             self.submit(trainer, trainer.step, "state_dict", ())
             self.stack_side("works")
@@ -230,9 +247,11 @@ class Promises(RuleBasedStateMachine):
         for saved in self.model.saves:
             if self.server.away and saved.trainer == self.trainers[name].key and not saved.values:
                 saved.excuse = "functions leave no images that a sweep would find"
+        self.end_functions()
         for rank in self.trainers[name].ranks:
             if how == "SIGKILL":  # nothing is said to anybody, and the kernel releases locks
                 rank._watcher.close()
+                rank._run.close()
             else:
                 rank.close(timeout=0)
             rank._watcher._trigger.hang_up()
@@ -250,6 +269,7 @@ class Promises(RuleBasedStateMachine):
         return self.trainers[names[which % len(names)]]
 
     def wait_all(self, trainer: Trainer) -> None:
+        self.end_functions()
         for rank in trainer.ranks:
             try:
                 rank.wait_all(timeout=10)
@@ -270,13 +290,13 @@ class Promises(RuleBasedStateMachine):
     @precondition(lambda self: self.trainers)
     @rule(
         which=WHICH,
-        ahead=st.sampled_from([1, 1, 0, 0, 2]),  # a step before the newest is refused
+        ahead=st.sampled_from([1, 1, 0, 0, -1, 2, -3]),
         kind=KIND,
         parts=PARTS,
         other=st.booleans(),
         overlap=st.booleans(),
         keep=KEEP,
-        attach=RARELY,
+        attach=st.booleans(),
         rank_is_lost=RARELY,
         flow=FLOW,
     )
@@ -314,13 +334,21 @@ class Promises(RuleBasedStateMachine):
     ) -> None:
         """Have all ranks save a step, for all roles."""
         self.open_run(trainer)
-        trainer.step = step
+        if step < trainer.saved.get(kind, 0):  # it would not be found, and be removed first
+            for rank in trainer.ranks:
+                with pytest.raises((ConfigError, SupersededError)):
+                    rank.save(step, {"model": {}}, role=self.roles[0], kind=kind)
+            return
+        is_late = step < trainer.tried.get(kind, 0)  # after a step whose call has raised
+        trainer.step = trainer.tried[kind] = step
         again = self.model.of(trainer.run, step, kind)
         if not any(each.values for each in again):  # a step has one state, whatever is saved of it
             other = trainer.computed.setdefault(step, other)
-        value = (step, trainer.config, other)
+        value = (step, trainer.config, other, self.number)
         if kind == "state_dict":
             parts, attach = ("model",), False
+        if "model" in parts:
+            self.model.weights.setdefault((trainer.run, step), []).append(value)
         if trainer.staged[0] != step:
             trainer.staged = (step, {})
         values: dict[str, dict[Key, Value]] = {role: {} for role in self.roles}
@@ -338,17 +366,23 @@ class Promises(RuleBasedStateMachine):
                     if attach and role == self.roles[0]:
                         with suppress(ConfigError):  # it comes too late for the step
                             rank.attach("note", repr(value).encode(), step=step)
+                            rank.attach("constant", b"always", step=step)
                             values[role]["attachments", "attachments", rank.rank] = value
                     rank.save(step, states, role=role, kind=kind, overlap=overlap, keep=keep)
                     rank.wait_staged()
                 except TrinitySyncError as error:
-                    if not (again or self.model.superseded(trainer.run, step)):
+                    full = self.small_spool and isinstance(error, NO_SPACE)
+                    if not (again or full or is_late or self.model.superseded(trainer.run, step)):
                         raise
                     excuse = "the call has raised"
                     is_told |= isinstance(error, SupersededError)
                     self.raised[trainer.key] += f"step {step}: {error}\n"
                 for state in states.values():  # training goes on
-                    state["weights"].zero_()
+                    state["lora_weights"].zero_()
+        if self.small_spool and any(f"Step {step} is not" in each for each in self.log.messages):
+            excuse = "the spool was full"
+        if excuse != "the call has raised":
+            trainer.saved[kind] = step
         groups = [self.roles] if kind == "checkpoint" else [(role,) for role in self.roles]
         for roles in groups:
             its = {key: value for role in roles for key, value in values[role].items()}
@@ -369,50 +403,84 @@ class Promises(RuleBasedStateMachine):
         trainer = self.living(which)
         self.open_run(trainer)
         step = trainer.step = trainer.step + ahead
-        value = (step, trainer.config, trainer.computed.setdefault(step, False))
+        value = (step, trainer.config, trainer.computed.setdefault(step, False), self.number)
+        weights = self.model.weights.setdefault((trainer.run, step), [])
+        weights.append(value)
+        refused = NO_SPACE if self.small_spool else ()
+        if len({*weights}) > 1 or step < trainer.tried.get("upload", 0):  # readers keep the others
+            refused = (*refused, ConfigError)
+        trainer.tried["upload"] = max(step, trainer.tried.get("upload", 0))
         for rank in trainer.ranks:
             for role in self.roles:
                 key = (role, "model", rank.rank)
-                with self.superseded_perhaps(trainer, step):
+                with suppress(*refused), self.superseded_perhaps(trainer, step):
                     rank.upload(step, lambda key=key: state_of(key, value), role=role)
 
     @precondition(lambda self: self.trainers)
-    @rule(which=WHICH, ahead=st.integers(0, 1), kind=KIND, fails=RARELY, asks=OFTEN, flow=FLOW)
+    @rule(
+        which=WHICH,
+        ahead=st.integers(0, 1),
+        kind=KIND,
+        fails=RARELY,
+        asks=OFTEN,
+        pauses=st.booleans(),
+        flow=FLOW,
+    )
     def save_by_a_function(
-        self, which: int, ahead: int, kind: str, fails: bool, asks: bool, flow: str
+        self, which: int, ahead: int, kind: str, fails: bool, asks: bool, pauses: bool, flow: str
     ) -> None:
-        """Trinity's calls: ``save_async``, then ``register_and_monitor``."""
+        """Trinity's calls: ``save_async``, then ``register_and_monitor``.
+
+        The function may write half of its file, and the rest once its commit waits for it.
+        """
         trainer = self.living(which)
         self.open_run(trainer)
         step = trainer.step = trainer.step + ahead
         is_sync = kind == "state_dict"
+        folder = f"global_step_{step}/own"
+        text, save = f"{step} {trainer.config}", (trainer.run, step, kind)
+        root, half, go_on = self.root, threading.Semaphore(0), threading.Event()
         called = []
 
-        def write() -> None:
-            called.append(step)
+        def write(name: str) -> None:
+            called.append(name)
             if fails:
                 raise OSError("the function fails")
-            folder = self.root / f"global_step_{step}" / "own"
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{kind} of {trainer.key}").write_text(f"{step} {trainer.config}")
+            (root / folder).mkdir(parents=True, exist_ok=True)
+            with (root / name).open("w") as file:
+                file.write(text[:2])
+                file.flush()
+                half.release()
+                go_on.wait(10)
+                file.write(text[2:])
 
-        started = False
+        def end() -> None:
+            go_on.set()
+            for thread in threading.enumerate():
+                if thread.name == f"save-own-step{step}":
+                    thread.join()
+
+        self.end_functions()
+        names = []
         for rank in trainer.ranks:
+            name = f"{folder}/{next(self.numbers)}"
             with self.superseded_perhaps(trainer, step):
-                rank.save_async("own", write, step, is_state_dict=is_sync)
-                started = True
-        if not started:
+                rank.save_async("own", partial(write, name), step, is_state_dict=is_sync)
+                names.append(name)
+        if not names:
             return
-        for thread in threading.enumerate():
-            if thread.name == f"save-own-step{step}":
-                thread.join()
+        self.job.running = (save, end)
+        for _ in names if pauses else ():
+            half.acquire(timeout=0.2)
+        if not (pauses and called):
+            self.end_functions()
         self.see_displaced(trainer, step)
-        self.model.functions.add((trainer.run, step, kind))
-        if not called:  # another run's commit of the step is needed; a sync may have taken it over
-            begins_at = self.model.runs[trainer.run - 1].begins_at
-            assert self.model.steps[step].run != trainer.run or step == begins_at
+        self.model.functions[save] = dict.fromkeys(names, text)
+        if not called and not self.model.superseded(trainer.run, step):
+            there = self.model.steps[step]
+            assert there.run != trainer.run or there.left, "no other run's commit is needed"
         if fails or not called:
-            self.model.failed_functions.add((trainer.run, step, kind))
+            self.model.failed_functions.add(save)
         if asks:
             saved = Saved(trainer.key, trainer.run, step, kind, self.roles, {})
             earlier = self.model.of(trainer.run, step, kind)
@@ -434,6 +502,19 @@ class Promises(RuleBasedStateMachine):
         except SupersededError:
             assert self.model.superseded(trainer.run, step)
 
+    def end_functions(self) -> None:
+        """Let the functions that are running write the rest."""
+        if self.running:
+            self.running[1]()
+            self.job.running = None
+
+    def commit_waits(self, request: SaveRequest) -> None:
+        """The functions of a save end while its commit waits for them."""
+        job = self.job_at(request.root)
+        if job and job.running and job.running[0] == (request.run, request.step, request.kind):
+            threading.Timer(0.02, job.running[1]).start()
+            job.running = None
+
     def see_displaced(self, trainer: Trainer, step: int) -> None:
         """A superseded step may make way for a function; no kind is without a step by that."""
         there = self.model.steps.get(step)
@@ -443,8 +524,8 @@ class Promises(RuleBasedStateMachine):
             assert step not in self.model.claimed
             kinds = self.model.newest().keys()
             del self.model.steps[step]
-            self.newest = self.model.newest()
-            assert kinds == self.newest.keys(), "nothing is left to resume from"
+            self.job.newest = self.model.newest()
+            assert kinds == self.job.newest.keys(), "nothing is left to resume from"
 
     # ------------------------------------------------------------ the stack side
 
@@ -479,17 +560,55 @@ class Promises(RuleBasedStateMachine):
         self.do_tasks(run, self.server.begin(run), tasks)
 
     @precondition(lambda self: self.under_way())
-    @rule(which=WHICH, tasks=st.integers(0, 4), then_dies=RARELY)
-    def go_on(self, which: int, tasks: int, then_dies: bool) -> None:
-        """An attempt that is under way gets some tasks further; then its worker may be killed."""
+    @rule(which=WHICH, tasks=st.integers(0, 4), then=st.sampled_from([*5 * [""], "dies", "fails"]))
+    def go_on(self, which: int, tasks: int, then: str) -> None:
+        """An attempt gets some tasks further; then its worker is killed, or the disk is full."""
         attempts = self.under_way()
         run, attempt = attempts[which % len(attempts)]
         self.do_tasks(run, attempt, tasks)
-        if then_dies and attempt in run.attempts:
+        if then == "fails" and attempt in run.attempts:
+            self.fail(run, attempt)
+        elif then == "dies" and attempt in run.attempts:
             attempt.close()
             run.attempts.remove(attempt)
             if run.state == "running" and not run.attempts:
                 run.state, run.message = "crashed", "its process died"
+
+    def fail(self, run: FlowRun, attempt: Iterator[str]) -> None:
+        """The next task of an attempt finds no space on the disk."""
+        request = run.request
+        if job := self.job_at(request.root):
+            for saved in job.model.of(request.run, request.step, request.kind):
+                saved.excuse = saved.excuse or "the disk was full"
+        self.do_task(run, attempt, OSError(errno.ENOSPC, "No space left on device"))
+
+    @precondition(lambda self: self.trainers and not self.server.away)
+    @rule(which=WHICH, kind=KIND, other=RARELY, attach=st.booleans())
+    def save_after_a_failure(self, which: int, kind: str, other: bool, attach: bool) -> None:
+        """A save fails, the training is told, and submits the step again."""
+        self.stack_side("works")
+        trainer = self.living(which)
+        for again in (False, True):
+            told = len(self.raised[trainer.key])
+            step = trainer.step + (not again)
+            # of several roles, the one that submits first may be committed with the others' images
+            other = other and len(self.roles) == 1
+            if again and other:  # the first submission is forgotten, but for what was attached
+                trainer.computed[step] = other
+                for key in [key for key in trainer.staged[1] if key[0] != "attachments"]:
+                    del trainer.staged[1][key]
+            how = {"other": other and again, "attach": attach}
+            self.submit(trainer, step, kind, ("model", "optim"), **how)
+            pending = [each for each in self.server.runs.values() if each.state == "pending"]
+            for run in pending if not again else ():
+                self.fail(run, self.server.begin(run))
+            self.stack_side("works")
+            self.wait_all(trainer)
+            saves = self.model.of(trainer.run, step, kind)[-len(self.roles) :]
+            raised = self.raised[trainer.key][told:]
+            assert f"step {step}" in raised or all(each.committed for each in saves), (
+                f"step {step} has failed, and nobody is told; again: {again}, raised: {raised}"
+            )
 
     def under_way(self) -> list[tuple[FlowRun, Iterator[str]]]:
         return [(run, each) for run in self.server.runs.values() for each in run.attempts]
@@ -499,19 +618,34 @@ class Promises(RuleBasedStateMachine):
             if attempt in run.attempts:
                 self.do_task(run, attempt)
 
-    def do_task(self, run: FlowRun, attempt: Iterator[str]) -> None:
+    def do_task(self, run: FlowRun, attempt: Iterator[str], error: Exception | None = None) -> None:
         before, request = run.state, run.request
-        what = run.advance(attempt)
+        turn, job = self.job, self.job_at(request.root)
+        self.job = job or turn
+        what = run.advance(attempt, error)
         if currently_in_test_context():
             note(f"    run {request.run}, {request.kind} of step {request.step}: {what}")
+        if job:
+            self.see_task(run, before, what)
+        else:
+            assert what != "committed", f"{request.run_name} is committed without its root"
+        self.job = turn
+
+    def see_task(self, run: FlowRun, before: str, what: str) -> None:
+        request = run.request
         if what == "committed":
             self.see_commit(request, before)
+        elif what == "uploaded":
+            self.see_copy(request)
         elif what == "pruned":
             stay = self.model.kept(last=request.keep, last_syncs=100)
             self.see_removal(stay | self.model.earlier(request.run))
         elif what.startswith("failed") and run.state == "failed" and not run.attempts:
             save = (request.run, request.step, request.kind, request.roles)
-            assert self.model.reason_to_fail(*save), f"{request.run_name}: {run.message}"
+            of_this_job = request.identity == self.identity
+            refused = self.job.has_remote and "has the steps of another job" in run.message
+            reason = refused or not of_this_job or self.model.reason_to_fail(*save)
+            assert reason, f"{request.run_name}: {run.message}"
 
     def see_commit(self, request: SaveRequest, state: str) -> None:
         """A flow run says that a save is committed: so it has to be, as it was submitted."""
@@ -520,10 +654,12 @@ class Promises(RuleBasedStateMachine):
         there = model.steps.get(step)
         saves = [each for each in model.of(run, step, kind) if each.roles == request.roles]
         done = state == "completed" or any(each.committed for each in saves)
+        files = model.functions.get((run, step, kind), {})
         if there and there.run == run and kind in there.kinds and done:
             # an attempt after the commit: what functions wrote may join it, other images do not
-            if (run, step, kind) in model.functions:
+            if files:
                 there.kinds |= {kind, "state_dict"}
+                there.files.update(files)
             return
         assert not model.superseded(run, step), f"{what} was superseded, and came back"
         assert not there or there.run <= run, f"{what} replaces that of a later run"
@@ -532,6 +668,7 @@ class Promises(RuleBasedStateMachine):
         fitting = [each for each in outcomes if self.expected(each) == found]
         assert fitting, f"{what} is committed, and nobody has submitted {found}"
         model.steps[step] = fitting[0]
+        model.steps[step].files |= files
         model.see_what_is_committed(step)
 
     # ------------------------------------------------------------ steps that stay, and go
@@ -578,13 +715,13 @@ class Promises(RuleBasedStateMachine):
     def go_back(self, which: int) -> None:
         """``trinity-sync rewind --force``"""
         step = sorted(self.model.steps)[which % len(self.model.steps)]
-        if self.model.newer(step) & self.model.leased:
-            with pytest.raises(StepInUseError):
+        if self.job.has_remote or self.model.newer(step) & self.model.leased:
+            with pytest.raises((StepInUseError, ConfigError)):
                 rewind(self.root, step, force=True)
             return
         rewind(self.root, step, force=True)
         self.model.rewind(step)
-        self.newest = self.model.newest()  # this was asked for
+        self.job.newest = self.model.newest()  # this was asked for
 
     # ------------------------------------------------------------ what else happens to a node
 
@@ -598,7 +735,7 @@ class Promises(RuleBasedStateMachine):
         """Somebody empties /dev/shm or keeps a copy of it, an older client was there, a fork."""
         if what == "spool vanishes":
             shutil.rmtree(self.job_spool)
-            self.images.clear()
+            self.images = {name: each for name, each in self.images.items() if each[0] != self.job}
             for saved in self.model.saves:
                 saved.excuse = saved.excuse or "the spool has vanished"
             for trainer in self.trainers.values():
@@ -632,44 +769,53 @@ class Promises(RuleBasedStateMachine):
 
     def expected(self, step: Step) -> dict[Key, Any]:
         return {
-            key: repr(value).encode()
+            key: [repr(value).encode(), b"always"]
             if key[0] == "attachments"
             else comparable(state_of(key, value))
             for key, value in step.values.items()
         }
 
-    def loaded(self, step: int, keys: set[Key], **spool: Any) -> dict[Key, Any]:
+    def loaded(
+        self, step: int, keys: set[Key], root: Path | None = None, **spool: Any
+    ) -> dict[Key, Any]:
         """All that can be loaded of a step, for the roles and ranks of ``keys``."""
         found: dict[Key, Any] = {}
         for role, rank in {(role, rank) for role, _, rank in keys}:
             with suppress(TrinitySyncError):
                 if role == "attachments":
-                    found[role, role, rank] = self.observer.attachment(step, "note", rank=rank)
+                    names = ("note", "constant")
+                    notes = [self.observer.attachment(step, name, rank=rank) for name in names]
+                    found[role, role, rank] = notes
                     continue
                 where = {"rank": rank, "world_size": self.world_size}
-                states = load_states(self.root, step, role, **where, **spool)
+                states = load_states(root or self.root, step, role, **where, **spool)
                 found |= {(role, part, rank): comparable(states[part]) for part in states}
         return found
 
-    def on_disk(self) -> set[int]:
-        names = [path.parent.name for path in self.root.glob("global_step_*/manifest.json")]
+    def on_disk(self, root: Path | None = None) -> set[int]:
+        found = (root or self.root).glob("global_step_*/manifest.json")
+        names = [path.parent.name for path in found]
         return {int(name.removeprefix("global_step_")) for name in names}
 
     def tickets(self) -> dict[str, dict[str, Any]]:
-        """The images that wait, by slot."""
+        """The images that wait, by slot; of all jobs."""
         found = {}
-        for path in self.job_spool.glob("*.slot.ticket"):
-            with suppress(FileNotFoundError):  # the trainer's thread has just freed the slot
-                found[str(path).removesuffix(".ticket")] = json.loads(path.read_text())
+        for job in self.jobs:
+            for path in job.observer.spool.folder.glob("*.slot.ticket"):
+                with suppress(FileNotFoundError):  # the trainer's thread has just freed the slot
+                    found[str(path).removesuffix(".ticket")] = json.loads(path.read_text())
         return {slot: body for slot, body in found.items() if "image" in body}
 
     def note_images(self, saved: Saved) -> None:
         for slot, body in self.tickets().items():
+            if Path(slot).parent != self.job_spool:
+                continue
             role = "attachments" if body["component"] == "attachments" else body["role"]
             key = (role, body["component"], body["rank"])
             whose = (body["run"], body["step"], body["kind"])
             if whose == (saved.run, saved.step, saved.kind) and key in saved.values:
-                self.images.setdefault(body["image"], (slot, saved.step, key, saved.values[key]))
+                image = (self.job, slot, saved.step, key, saved.values[key])
+                self.images.setdefault(body["image"], image)
 
     # ------------------------------------------------------------ the promises
 
@@ -681,24 +827,29 @@ class Promises(RuleBasedStateMachine):
         self.a_pointer_names_a_committed_step_of_its_kind()
         assert self.model.claimed <= set(self.model.steps), "a claimed step is gone"
         self.no_image_goes_before_it_is_committed()
+        self.readers_hold_what_is_newest()
 
     def a_committed_step_is_what_was_submitted(self) -> None:
         assert self.on_disk() == set(self.model.steps)
         for step, each in self.model.steps.items():
             found_now = self.root.glob(f"global_step_{step}/**/*")
-            # a trainer's thread may just be replacing the manifest
-            files = sorted(path for path in found_now if path.suffix != TEMPORARY_SUFFIX)
+            # a trainer's thread may just be replacing the manifest and its parts
+            passing = (TEMPORARY_SUFFIX, ".json")
+            files = sorted(path for path in found_now if path.suffix not in passing)
+            files.append(self.root / f"global_step_{step}/manifest.json")
             seen = [(path, path.stat().st_ino, path.stat().st_mtime_ns) for path in files]
             if self.looked_at.get(step) != seen:
                 found = self.loaded(step, set(each.values))
                 assert found == self.expected(each), f"step {step} is not what was submitted"
+                own = {path: (self.root / path).read_text() for path in each.files}
+                assert own == each.files, f"files of step {step} are not what functions wrote"
                 self.looked_at[step] = seen
 
     def the_newest_of_a_kind_never_falls(self) -> None:
         now = self.model.newest()
         for kind, age in self.newest.items():
             assert now.get(kind, (0, 0)) >= age, f"the newest {kind} was {age} (run, step)"
-        self.newest = now
+        self.job.newest = now
         for kind, (_, step) in now.items():
             folder = self.observer.latest(kind)
             assert folder == self.root / f"global_step_{step}", f"latest({kind}) is {folder}"
@@ -714,27 +865,28 @@ class Promises(RuleBasedStateMachine):
         """Without a warning, that is, which names the slot."""
         waiting = {body["image"] for body in self.tickets().values()} if self.images else set()
         for image in set(self.images) - waiting:
-            slot, step, key, value = self.images.pop(image)
+            job, slot, step, key, value = self.images.pop(image)
             if any(slot in message for message in self.log.messages):
-                for saved in self.model.saves:
+                for saved in job.model.saves:
                     if saved.step == step and saved.values.get(key) == value:
                         saved.excuse = saved.excuse or "its image was evicted"
             else:
-                assert (step, key, value) in self.model.ever, f"{key} of step {step} was dropped"
+                assert (step, key, value) in job.model.ever, f"{key} of step {step} was dropped"
         self.log.messages.clear()
 
     # ------------------------------------------------------------ the end
 
     def teardown(self) -> None:
         try:
-            if not sys.exc_info()[0] and self.model.runs:  # else the example has failed before
+            if not sys.exc_info()[0]:  # else the example has failed before
                 self.every_save_comes_to_an_end()
         finally:
             with self.open:
-                for trainer in self.trainers.values():
-                    for rank in trainer.ranks:
-                        rank.close(timeout=0)
-                self.trainers.clear()
+                for job in self.jobs:
+                    for trainer in job.trainers.values():
+                        for rank in trainer.ranks:
+                            rank.close(timeout=0)
+                    job.trainers.clear()
             gc.collect()
 
     def every_save_comes_to_an_end(self) -> None:
@@ -742,10 +894,17 @@ class Promises(RuleBasedStateMachine):
         self.server.come_back()
         for what in ("works", "sweeps", "works"):
             self.stack_side(what)
+        for job in self.jobs:
+            self.job = job
+            if self.model.runs:
+                self.every_save_of_the_job_comes_to_an_end()
+
+    def every_save_of_the_job_comes_to_an_end(self) -> None:
         for trainer in self.trainers.values():
             self.wait_all(trainer)
         self.looked_at.clear()
         self.promises_hold()
+        self.the_remote_has_what_was_committed()
         for step, each in self.model.steps.items():
             found = self.loaded(step, set(each.values), spool=self.observer.spool)
             assert found == self.expected(each), f"step {step} is not what was submitted"
@@ -753,6 +912,8 @@ class Promises(RuleBasedStateMachine):
         for saved in self.model.saves:
             if saved.committed or self.model.superseded(saved.run, saved.step):
                 continue
+            its = (saved.run, saved.step, saved.kind, saved.roles)
+            assert self.model.reason_to_fail(*its), f"it is not committed: {saved}"
             told = f"step {saved.step}" in self.raised[saved.trainer]
             if saved.trainer not in alive:  # then it is in the log, or in the Prefect UI
                 its = (saved.run, saved.step, saved.kind)
@@ -760,7 +921,8 @@ class Promises(RuleBasedStateMachine):
                 failed = [run.request for run in runs if run.state == "failed"]
                 told |= bool(saved.excuse)
                 told |= its in {(each.run, each.step, each.kind) for each in failed}
-                slots = [slot for slot, step, *_ in self.images.values() if step == saved.step]
+                images = [each for each in self.images.values() if each[0] == self.job]
+                slots = [slot for _, slot, step, *_ in images if step == saved.step]
                 told |= any(Path(f"{slot}.failed").exists() for slot in slots)
             assert told, f"nobody is told that it was not committed: {saved}"
 
@@ -787,6 +949,12 @@ class Log(logging.Handler):
         logger.propagate = True
 
 
+def each_start_is_a_process(patch: pytest.MonkeyPatch) -> None:
+    """A process takes its own earlier runs over; here each run is to be that of another one."""
+    patch.setattr(run_context, "_living", type("Nobody", (set,), {"add": lambda *_: None})())
+    patch.setattr(living_run, "WAIT_S", 0.0)
+
+
 MINUTES = float(os.environ.get("PROMISES_MINUTES") or 0)
 HOW = settings(
     max_examples=int(os.environ.get("PROMISES_EXAMPLES") or 150),
@@ -803,6 +971,7 @@ HOW = settings(
 @pytest.mark.timeout(900 + 60 * MINUTES)
 def test_the_promises_hold_whatever_happens_to_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     without_catalog_and_pages(monkeypatch)
+    each_start_is_a_process(monkeypatch)
     for name in ("LOOK_S", "ASK_S"):
         monkeypatch.setattr(watcher_module, name, (0.005, 0.005))
     end = time.monotonic() + 60 * MINUTES
