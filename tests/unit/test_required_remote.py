@@ -155,7 +155,7 @@ def test_a_training_of_its_own_does_not_begin_with_the_required_remote_of_anothe
     with CheckpointCoordinator(
         two.folder / "ckpts", settings=Settings(spool=two.spool, home=two.folder), trigger=Asked()
     ) as own:
-        assert own.run == 1  # it has begun
+        assert own.begin() == 1
     with pytest.raises(ConfigError, match=f"another job, whose root is {one.folder}"):
         two.start("second")
     assert [step.step for step in Remote(one.url).list_steps()] == [1]
