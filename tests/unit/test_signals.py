@@ -2,8 +2,9 @@
 
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.integration.fsdp.commits import CommitsHere
 from tests.unit.conftest import Open
 from tests.unit.job import Job
 from tests.unit.test_overlap import BIG
-from trinity_sync.errors import SaveFailedError
+from trinity_sync.errors import SaveFailedError, SaveTimeoutError
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.ticket import ticket_path
 from trinity_sync.storage.restore import load_states
@@ -206,6 +207,25 @@ def test_wherever_a_handler_raises_a_save_is_submitted_completely_or_not_at_all(
         submitted += bool(sealed)
     assert 0 < submitted < step
     assert len([*job.spool.folder.glob("*.slot")]) == 4  # none was lost
+    saves.save(step + 1, states)
+    committer = threading.Thread(target=job.commit, args=(step + 1, *states), daemon=True)
+    committer.start()
+    committer.join(60)
+    assert not committer.is_alive()  # no lock of the main thread was left held
+
+
+def test_wherever_a_handler_raises_in_a_wait_saves_are_followed(
+    coordinator_of: Open, raising: Callable[..., None]
+) -> None:
+    saves = coordinator_of(trigger=CommitsHere())
+    call, sent = 0, True
+    while sent:
+        call += 1
+        with suppress(Interrupted, SaveTimeoutError), signal_at(call) as was_sent:
+            saves.wait_all(0)
+        sent = was_sent()
+    saves.save(4, {"model": {"w": torch.ones(3)}})
+    saves.wait_all(60)
 
 
 def test_a_handler_that_raises_ends_the_wait_for_a_slot(

@@ -85,7 +85,9 @@ class CommitWatcher:
         """Failures that no `wait` has returned yet."""
         self._failed: dict[str, str] = {}
         """The last failure of each save, by request key."""
-        self._changed = threading.Condition()
+        # the lock is entered, since a signal's handler that raises in a condition leaves it locked
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._waiting = 0
         """Number of calls of `wait` in progress."""
         self._sweep_at = MANY
@@ -118,7 +120,7 @@ class CommitWatcher:
         if submit:
             self._trigger.submit(request)
         now = time.monotonic()
-        with self._changed:
+        with self._lock:
             known = self._pending.get(request.key) or PendingSave(
                 request, now, now, time.time(), self._rank
             )
@@ -140,7 +142,7 @@ class CommitWatcher:
         Args:
             key: key of the save's request.
         """
-        with self._changed:
+        with self._lock:
             return key in self._failed
 
     def wait(self, deadline: float | None) -> list[str]:
@@ -152,7 +154,7 @@ class CommitWatcher:
         Raises:
             SaveTimeoutError: a save is still pending at the deadline, or after `close`.
         """
-        with self._changed:
+        with self._lock:
             self._wait(deadline, lambda: [*self._pending.values()])
             self._sweep_at = MANY
             failures, self._failures = self._failures, []
@@ -170,7 +172,7 @@ class CommitWatcher:
         Raises:
             SaveTimeoutError: the save is still pending after `close`.
         """
-        with self._changed:
+        with self._lock:
             self._wait(None, lambda: [save for save in [self._pending.get(key)] if save])
             return self._failed.get(key, "")
 
@@ -207,11 +209,11 @@ class CommitWatcher:
     def close(self, timeout: float = 0.0) -> None:
         """Stop following saves; allow unsent requests at most ``timeout`` seconds."""
         self.end_at_most(timeout)
-        with self._changed:
+        with self._lock:
             thread = self._thread
         if thread is not None:
             thread.join(timeout + 1)  # a file system that hangs may keep it
-        with self._changed:
+        with self._lock:
             self._end_at = -math.inf
             self._changed.notify_all()  # ends `wait`
         if self._log is not None:
@@ -223,7 +225,7 @@ class CommitWatcher:
         Args:
             timeout: seconds.
         """
-        with self._changed:
+        with self._lock:
             self._end_at = min(self._end_at, time.monotonic() + timeout)
             self._wake_up()
 
@@ -259,23 +261,23 @@ class CommitWatcher:
             except Exception:  # such as no file descriptor left
                 logger.exception("Cannot follow the saves in %s, will retry", self._spool.folder)
                 time.sleep(RETRY_S)
-            with self._changed:
+            with self._lock:
                 ended = self._thread is not threading.current_thread()
 
     async def _run(self) -> None:
         self._wake = asyncio.Event()
-        with self._changed:
+        with self._lock:
             self._loop = asyncio.get_running_loop()
         ended = False
         try:
             while not ended:
                 await self._work()
-                with self._changed:
+                with self._lock:
                     if ended := not self._has_work:
                         self._thread = self._loop = None
         finally:
             if not ended:  # an error
-                with self._changed:
+                with self._lock:
                     self._loop = None
 
     async def _work(self) -> None:
@@ -318,7 +320,7 @@ class CommitWatcher:
             await asyncio.wait_for(self._wake.wait(), seconds)
 
     def _list_pending(self) -> list[PendingSave]:
-        with self._changed:
+        with self._lock:
             return list(self._pending.values())
 
     # ------------------------------------------------------------ the root
@@ -335,7 +337,7 @@ class CommitWatcher:
         outcomes = self._read_outcomes(due)
         for save in due:
             self._look_at(save, outcomes.get(save.request.key))
-        with self._changed:
+        with self._lock:
             if self._sweeps:
                 self._sweeps = False
                 self._sweep_at = len(self._pending) + MANY
@@ -395,7 +397,7 @@ class CommitWatcher:
             )
             logger.error("%s", failure)
         self._tell([save], result.outcome)
-        with self._changed:
+        with self._lock:
             if failure:
                 self._failures.append(failure)
                 self._failed[request.key] = failure

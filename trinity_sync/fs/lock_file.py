@@ -37,8 +37,10 @@ while a file server does not answer; the process that forks is a trainer."""
 _open_here: weakref.WeakSet["LockFile"] = weakref.WeakSet()
 _changing: dict[object, int] = {}
 """Threads that are opening or closing a file, during which ``_open_here`` is not accurate."""
-_changed = threading.Condition()
-"""Condition of ``_changing``; a fork holds it."""
+_lock = threading.RLock()
+"""Lock of ``_changing``, which a fork holds. It is entered rather than its condition, whose methods
+are Python code: a signal's handler that raises there leaves the lock held for ever."""
+_changed = threading.Condition(_lock)
 
 
 class LockFile:
@@ -50,9 +52,10 @@ class LockFile:
         mode: permissions of a new file.
     """
 
+    fd = -1
+
     def __init__(self, path: Path, flags: int, mode: int = 0o600) -> None:
         self.path = path
-        self.fd = -1
         with _change():
             self.fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
             _open_here.add(self)
@@ -201,19 +204,19 @@ def reopen_fd(fd: int, flags: int = os.O_RDONLY) -> Iterator[int]:
 def _change() -> Iterator[None]:
     """Open or close a file within the block; a fork in another thread waits `FORK_S` for it."""
     this = object()
-    with _changed:
+    with _lock:
         _changing[this] = threading.get_ident()
     try:
         yield
     finally:
-        with _changed:
+        with _lock:
             _changing.pop(this, None)
             _changed.notify_all()
 
 
 def _before_fork() -> None:
     """Before a fork, let no thread begin to open or close a file, and wait for those that did."""
-    _changed.acquire()
+    _lock.acquire()
     mine = threading.get_ident()  # a signal handler may fork while its thread opens a file
     if not _changed.wait_for(
         lambda: all(each == mine for each in tuple(_changing.values())), FORK_S
@@ -222,15 +225,16 @@ def _before_fork() -> None:
 
 
 def _after_fork_in_child() -> None:
-    global _changed
-    _changed = threading.Condition()  # the threads that wait for the old condition are not here
+    global _lock, _changed
+    _lock = threading.RLock()
+    _changed = threading.Condition(_lock)  # threads that wait for the old one are not here
     _changing.clear()
     for file in list(_open_here):
         file.detach()
 
 
 def _after_fork_in_parent() -> None:
-    _changed.release()
+    _lock.release()
 
 
 os.register_at_fork(
