@@ -111,6 +111,8 @@ class Promises(World, RuleBasedStateMachine):
         self.log = self.open.enter_context(Log())
         self.server = Server(self.commit_waits)
         self.jobs: list[Job] = []
+        self.ending: threading.Timer | None = None
+        """Lets the functions of a save end while its commit waits for them."""
         self.numbers = itertools.count(1)
         self.readers: dict[Path, Readers] = {}
         self.remote = self.folder / "remote"
@@ -512,7 +514,8 @@ class Promises(World, RuleBasedStateMachine):
         """The functions of a save end while its commit waits for them."""
         job = self.job_at(request.root)
         if job and job.running and job.running[0] == (request.run, request.step, request.kind):
-            threading.Timer(0.02, job.running[1]).start()
+            self.ending = threading.Timer(0.02, job.running[1])
+            self.ending.start()
             job.running = None
 
     def see_displaced(self, trainer: Trainer, step: int) -> None:
@@ -623,6 +626,9 @@ class Promises(World, RuleBasedStateMachine):
         turn, job = self.job, self.job_at(request.root)
         self.job = job or turn
         what = run.advance(attempt, error)
+        if self.ending:
+            self.ending.join()
+            self.ending = None
         if currently_in_test_context():
             note(f"    run {request.run}, {request.kind} of step {request.step}: {what}")
         if job:
@@ -883,6 +889,8 @@ class Promises(World, RuleBasedStateMachine):
         finally:
             with self.open:
                 for job in self.jobs:
+                    if job.running:  # they would write into the spool after its removal
+                        job.running[1]()
                     for trainer in job.trainers.values():
                         for rank in trainer.ranks:
                             rank.close(timeout=0)
