@@ -113,12 +113,9 @@ class Server:
         self.away = False
         self.clients: list[Trigger] = []
 
-    def ask(self, request: SaveRequest, *, again: bool = False) -> FlowRun:
-        """A second request with a key gets the first one's run; ``again``, that is retried."""
-        run = self.runs.setdefault(request.key, FlowRun(request))
-        if again and run.state in ("failed", "crashed"):
-            run.state = "pending"
-        return run
+    def ask(self, request: SaveRequest) -> FlowRun:
+        """A second request with a key gets the first one's run."""
+        return self.runs.setdefault(request.key, FlowRun(request))
 
     def begin(self, run: FlowRun) -> Iterator[str]:
         """Begin an attempt: the first, a doubled one, or a retry."""
@@ -144,8 +141,8 @@ class Server:
         """The server is there again, and what trainers kept for it gets through."""
         self.away = False
         for client in self.clients:
-            for request, again in client.waiting:
-                self.ask(request, again=again)
+            for request in client.waiting:
+                self.ask(request)
             client.waiting.clear()
 
 
@@ -155,21 +152,17 @@ class Trigger(SaveTrigger):
     def __init__(self, server: Server) -> None:
         super().__init__()
         self.server = server
-        self.waiting: list[tuple[SaveRequest, bool]] = []
+        self.waiting: list[SaveRequest] = []
         server.clients.append(self)
 
     def submit(self, request: SaveRequest) -> None:
-        again = request.key in self._failed
-        self._failed.discard(request.key)
         if self.server.away:
-            self.waiting.append((request, again))
+            self.waiting.append(request)
         else:
-            self.server.ask(request, again=again)
+            self.server.ask(request)
 
     async def outcomes(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
-        found = {request.key: self._said_of(request.key) for request in requests}
-        self._failed |= {key for key, each in found.items() if each.state == "failed"}
-        return found
+        return {request.key: self._said_of(request.key) for request in requests}
 
     def _said_of(self, key: str) -> Outcome:
         if self.server.away:

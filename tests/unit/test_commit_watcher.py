@@ -11,9 +11,10 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, ClassVar
 from uuid import uuid4
@@ -23,13 +24,14 @@ import torch
 
 from tests.integration.fsdp.commits import CommitsHere
 from tests.unit.answers import server
+from tests.unit.conftest import Open
 from tests.unit.job import Job
 from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.pending_save import PendingSave, SaveResult
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome, SaveTrigger
-from trinity_sync.errors import SaveTimeoutError
+from trinity_sync.errors import SaveFailedError, SaveTimeoutError
 from trinity_sync.fs.atomic import revalidate_folder
 from trinity_sync.fs.records import encode_body
 from trinity_sync.layout import ROOT_FORMAT
@@ -43,6 +45,7 @@ from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.placement import group_by_node, write_placement
+from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import open_run
 
@@ -519,52 +522,44 @@ def test_a_save_that_was_refused_has_not_failed_once_it_is_handed_over_again(
         watcher.close()
 
 
-@pytest.mark.parametrize("state", ["FAILED", "RUNNING"])
-def test_the_run_of_a_save_that_failed_is_retried_when_it_is_submitted_again_and_never_doubled(
-    job: Job, state: str
+@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("parties", ["roles", "ranks"])
+def test_what_is_submitted_again_is_committed_with_what_the_others_submit_again(
+    coordinator_of: Open, job: Job, parties: str, changed: bool
 ) -> None:
-    """A running one is a retry by hand, or by a worker."""
-    job.stage(4, {"model": {"w": torch.zeros(3)}})
-    (request,) = requests_in(job.root, [4], components=("model",))
-    told = {"type": "FAILED", "name": "Failed", "message": "the disk is full"}
-    told["timestamp"] = "2026-01-01T00:00:00Z"
-    run: dict[str, Any] = {"id": str(uuid4()), "idempotency_key": request.key, "state": told}
-    asked: list[tuple[str, str]] = []
-    deployment = str(uuid4())
-    create = f"/deployments/{deployment}/create_flow_run"
-    retry = f"/flow_runs/{run['id']}/set_state"
-    answers = {
-        create: (200, json.dumps(run)),
-        "/deployments/name": (200, json.dumps({"id": deployment})),
-        "/flow_runs/filter": (200, json.dumps([run])),
-        retry: (201, "{}"),
-    }
-
-    def count(path: str) -> int:
-        return [each for each, _ in asked].count(path)
-
-    with server(answers, asked=asked) as url:
-        watcher = CommitWatcher(
-            SaveTrigger(Settings(spool=job.spool.folder.parent), url), job.spool
-        )
-        watcher.follow(request, submit=True)
-        (failure,) = watcher.wait(time.monotonic() + 30)
-        assert "the disk is full" in failure
-        assert (count(create), count(retry), watcher.has_failed(request.key)) == (1, 0, True)
-        answers[create] = 503, "{}"  # until it is requested again, the run has the state of before
-        watcher.follow(request, submit=True)
-        with pytest.raises(SaveTimeoutError):
-            watcher.wait(time.monotonic() + 2.5)
-        told["type"] = state
-        answers["/flow_runs/filter"] = 200, "[]"
-        answers[create] = 200, json.dumps(run)
-        while watcher._trigger.has_unsent:
-            with pytest.raises(SaveTimeoutError):
-                watcher.wait(time.monotonic() + 0.05)
-        job.commit(4)
-        assert watcher.wait(time.monotonic() + 30) == []
-        watcher.close()
-    assert count(retry) == (state == "FAILED")
+    roles = ("actor", "critic") if parties == "roles" else ("actor",)
+    ranks = 1 if parties == "roles" else 2
+    of_ranks = [
+        coordinator_of(rank, ranks, roles=roles, trigger=CommitsHere()) for rank in range(ranks)
+    ]
+    calls = [(saves, role) for saves in of_ranks for role in roles]
+    weights = torch.ones(9)
+    in_the_way = job.root / "global_step_4"
+    in_the_way.write_text("so that nothing can be written")
+    for attempt in (1, 2, 3):
+        if attempt == 3:
+            in_the_way.unlink()
+        for saves, role in calls:
+            saves.save(4, {"model": {"w": weights}}, role=role)
+            if attempt > 1 and (saves, role) == calls[0]:
+                with pytest.raises(SaveTimeoutError):  # the flow run waits for the others
+                    saves.wait_all(0.5)
+        if attempt < 3:
+            for saves in of_ranks:
+                with pytest.raises(SaveFailedError, match="cannot write model of step 4"):
+                    saves.wait_all(60)
+                with pytest.raises(SaveFailedError):
+                    saves.wait_committed(4)
+            weights += changed
+    for saves in of_ranks:
+        saves.wait_all(60)
+        saves.wait_committed(4)
+    found = [
+        load_states(job.root, 4, role, rank=rank, world_size=ranks)
+        for rank in range(ranks)
+        for role in roles
+    ]
+    assert all(torch.equal(each["model"]["w"], weights) for each in found)
 
 
 def test_a_server_of_this_node_is_asked_without_the_proxy(
@@ -631,13 +626,22 @@ def test_a_redirect_to_another_host_takes_no_secret_along(
 def test_a_coordinator_that_is_dropped_without_close_leaves_no_thread_and_no_descriptor(
     job: Job, spool_folder: Path, tmp_path: Path
 ) -> None:
-    def list_descriptors() -> list[str]:
-        return sorted(path.name for path in Path("/proc/self/fd").iterdir())
+    with ProcessPoolExecutor(1, get_context("spawn")) as alone:  # no other test's threads
+        alone.submit(_drop_a_coordinator, job.root, spool_folder, tmp_path).result()
 
-    settings, trigger = Settings(spool=spool_folder, home=tmp_path), CommitsHere()
+
+def _drop_a_coordinator(root: Path, spool: Path, home: Path) -> None:
+    def list_descriptors() -> dict[str, str]:
+        found = {}
+        for fd in Path("/proc/self/fd").iterdir():
+            with suppress(FileNotFoundError):  # that of the listing
+                found[fd.name] = str(fd.readlink())
+        return found
+
+    settings, trigger = Settings(spool=spool, home=home), CommitsHere()
     gc.collect()
     before = list_descriptors()
-    saves = CheckpointCoordinator(job.root, settings=settings, trigger=trigger)
+    saves = CheckpointCoordinator(root, settings=settings, trigger=trigger)
     saves.save(4, {"model": {"w": torch.ones(3)}})
     saves.wait_all()
     trigger.settle()

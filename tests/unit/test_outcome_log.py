@@ -198,7 +198,8 @@ def test_a_rank_that_submits_a_failed_save_again_hears_of_the_second_outcome(pai
     request = request_of(pair)
     trigger = SaveTrigger(Settings(spool=pair.spool.folder.parent), "http://127.0.0.1:9/api")
     log, other = OutcomeLog(request), CommitWatcher(trigger, pair.spool, rank=1, world_size=2)
-    for why in ("the disk is full", "the disk is full again"):
+    for attempt, why in enumerate(("the disk is full", "the disk is full again"), 1):
+        request = request.model_copy(update={"attempt": attempt})
         other.follow(request, images=images_of(pair, 1))
         with pytest.raises(SaveTimeoutError):
             other.wait(time.monotonic() + 0.5)

@@ -594,8 +594,6 @@ class Promises(World, RuleBasedStateMachine):
         for again in (False, True):
             told = len(self.raised[trainer.key])
             step = trainer.step + (not again)
-            # of several roles, the one that submits first may be committed with the others' images
-            other = other and len(self.roles) == 1
             if again and other:  # the first submission is forgotten, but for what was attached
                 trainer.computed[step] = other
                 for key in [key for key in trainer.staged[1] if key[0] != "attachments"]:

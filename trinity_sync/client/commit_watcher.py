@@ -131,19 +131,24 @@ class CommitWatcher:
                 exports=known.exports | {exports} - {""},
                 requested_here=known.requested_here or submit,
             )
-            if self._failed.pop(request.key, None) and self._logs:
-                self._logs.forget(request.key)
             self._sweeps |= not self._leads and len(self._pending) >= self._sweep_at
             self._start()
 
     def has_failed(self, key: str) -> bool:
-        """Return whether this process knows that a save has failed since it was submitted.
+        """Return whether a submitted save has failed, as far as this process or rank 0 knows.
 
         Args:
             key: key of the save's request.
         """
         with self._lock:
-            return key in self._failed
+            known, pending = key in self._failed, self._pending.get(key)
+        if known or pending is None or self._leads:
+            return known
+        logs = OutcomeLogs(pending.request)
+        with suppress(OSError):
+            logs.read()
+        outcome = logs.outcome(key)
+        return outcome is not None and outcome.state == "failed"
 
     def wait(self, deadline: float | None) -> list[str]:
         """Wait until no save is pending; return the failures since the last call.

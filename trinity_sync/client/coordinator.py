@@ -616,8 +616,8 @@ class CheckpointCoordinator:
         self._require_own_process()
         if not self._run.number:
             return
-        origin = self._submitter.origin(check_number("step", step), role, kind)
-        if failure := self._watcher.wait_for(self._submitter.get_key(origin)):
+        key = self._submitter.get_key(check_number("step", step), role, kind)
+        if failure := self._watcher.wait_for(key):
             raise SaveFailedError(failure)
 
     @property

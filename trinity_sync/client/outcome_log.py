@@ -166,11 +166,6 @@ class OutcomeLogs:
         ended = [each for each in said if each.state in ("completed", "failed")]
         return ended[0] if ended else None
 
-    def forget(self, key: str) -> None:
-        """Forget what was read of a save that failed and is submitted again."""
-        for each in list(self._files.values()):
-            each.said.pop(key, None)
-
     def is_followed(self, key: str, age_s: float) -> bool:
         """Return whether a living rank 0 follows a save, or may still begin to.
 

@@ -147,12 +147,11 @@ class PrefectApi:
             with self._translated():
                 self._deployment_id = str(uuid.UUID(found["id"]))
 
-    async def create_flow_run(self, fields: Mapping[str, Any], *, again: bool = False) -> None:
+    async def create_flow_run(self, fields: Mapping[str, Any]) -> None:
         """Create the flow run of a save, to start at once, unless its idempotency key has one.
 
         Args:
             fields: `SaveRequest.flow_run`: ``parameters``, ``idempotency_key``, ``name``, ...
-            again: retry the flow run that its key has, if that has ended without a commit.
 
         Raises:
             RequestRefusedError: the server will never accept the request.
@@ -163,12 +162,7 @@ class PrefectApi:
             # the server adds the time: the clock of this node may be off
             body = {**fields, "state": {"type": "SCHEDULED"}}
             path = f"/deployments/{self._deployment_id}/create_flow_run"
-            made = await self._call("POST", path, body)
-            if again:
-                with self._translated():
-                    run = self._flow_run(made)
-                if run.state in ("FAILED", "CRASHED", "CANCELLED"):
-                    await self.retry_flow_run(run.id)
+            await self._call("POST", path, body)
         except PrefectApiError:
             self._deployment_id = ""  # it may have been deployed again, with another id
             raise

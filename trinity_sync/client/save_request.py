@@ -43,6 +43,9 @@ class SaveRequest(BaseModel):
         max_length=64,
         description="Distinguishes the job from an older or a later one at the same path.",
     )
+    attempt: int = Field(
+        default=1, ge=1, description="Number of the submission: a save that failed adds one."
+    )
     kind: Kind = Field(
         default="checkpoint",
         description="checkpoint: all components; state_dict: model weights for a sync.",
@@ -105,6 +108,7 @@ class SaveRequest(BaseModel):
             self.kind,
             self.roles,
             identity=self.identity,
+            attempt=self.attempt,
         )
 
     @property
@@ -114,9 +118,10 @@ class SaveRequest(BaseModel):
 
     @property
     def key(self) -> str:
-        """Idempotency key: a save has one flow run, however often it is requested."""
+        """Idempotency key: an attempt has one flow run, however often it is requested."""
         roles = "" if self.kind == "checkpoint" else f"/{'+'.join(sorted(self.roles))}"
-        return f"{self.job}/{self.save.run_label}/step{self.step}/{self.kind}{roles}"
+        attempt = "" if self.attempt == 1 else f"/attempt{self.attempt}"
+        return f"{self.job}/{self.save.run_label}/step{self.step}/{self.kind}{roles}{attempt}"
 
     @property
     def run_name(self) -> str:

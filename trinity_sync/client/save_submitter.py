@@ -1,6 +1,7 @@
 """Name the saves of a rank, and submit them to the commit watcher."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +72,15 @@ class SaveSubmitter:
         self._write_concurrency = write_concurrency
         self._placed: set[str] = set()
         """Roles whose placement this run has written."""
+        self._attempts: dict[SaveId, int] = {}
+        """Last attempts of the saves that were submitted more than once, by their first one."""
         self._monitored: set[tuple[int, Kind]] = set()
         """Saves of the newest step that `submit_callables` has submitted."""
 
     def origin(
         self, step: int, role: str, kind: Kind, *, keep: int = 0, export: Export = ""
     ) -> Origin:
-        """Return the origin of this rank's images of a save.
+        """Return the origin of this rank's images of a save that is submitted now.
 
         Args:
             step: training step.
@@ -89,9 +92,8 @@ class SaveSubmitter:
         Raises:
             ConfigError: the role cannot be part of a file name.
         """
-        roles = self._roles if kind == "checkpoint" else (role,)
         return Origin(
-            **vars(self._save_id(step, kind, roles)),
+            **vars(self._next_attempt(self._last_attempt(step, role, kind))),
             role=check_name("role", role),
             rank=self._rank,
             world_size=self._world_size,
@@ -162,6 +164,7 @@ class SaveSubmitter:
             self._attachments.discard_before(origin.step)
         if len(origin.roles) > 1:  # the first role's request counts; other roles may have more
             components = [name for name in COMPONENTS if name != "dcp" or name in components]
+        self._note_attempt(origin.save)
         request = _request(origin.save, components, keep=origin.keep)
         self._watcher.follow(
             request,
@@ -170,19 +173,13 @@ class SaveSubmitter:
             submit=self._rank == 0,
         )
 
-    def get_key(self, origin: Origin) -> str:
-        """Return the request key of the save that images belong to."""
-        return _request(origin.save, (), keep=0).key
+    def get_key(self, step: int, role: str, kind: Kind) -> str:
+        """Return the request key of the last attempt of a save."""
+        return _key(self._last_attempt(step, role, kind))
 
-    def has_failed(self, step: int, role: str, kind: Kind) -> bool:
-        """Return whether a submitted save is known to have failed.
-
-        Args:
-            step: training step.
-            role: role of the images.
-            kind: the sync or the checkpoint of the step.
-        """
-        return self._watcher.has_failed(self.get_key(self.origin(step, role, kind)))
+    def has_failed(self, origin: Origin) -> bool:
+        """Return whether the save that images were submitted with is known to have failed."""
+        return self._watcher.has_failed(_key(origin.save))
 
     def submit_callables(self, step: int, kind: Kind, expected: int) -> None:
         """Submit a step of save functions, with the states that are staged for it.
@@ -203,6 +200,11 @@ class SaveSubmitter:
                 self.write_placement(role)
         keep = max((ticket.keep for ticket in mine), default=0)
         save = self._save_id(step, kind, roles)
+        if mine:
+            save = replace(save, attempt=max(ticket.attempt for ticket in mine))
+        else:
+            save = self._next_attempt(replace(save, attempt=self._attempts.get(save, 1)))
+        self._note_attempt(save)
         request = _request(save, list_components(mine), keep=keep, expected=expected)
         write_request(self._spool, run.number, step, kind, request.model_dump_json())
         self._watcher.follow(request, submit=True)
@@ -211,6 +213,23 @@ class SaveSubmitter:
         run = self._run.get()
         root, identity = str(self._root), self._identity
         return SaveId(root, run.number, run.key, step, kind, roles, identity=identity)
+
+    def _note_attempt(self, save: SaveId) -> None:
+        if save.attempt > 1:
+            self._attempts[replace(save, attempt=1)] = save.attempt
+
+    def _next_attempt(self, save: SaveId) -> SaveId:
+        """Return the attempt that is submitted now, after the last one."""
+        failed = self._watcher.has_failed(_key(save))
+        return replace(save, attempt=save.attempt + 1) if failed else save
+
+    def _last_attempt(self, step: int, role: str, kind: Kind) -> SaveId:
+        save = self._save_id(step, kind, self._roles if kind == "checkpoint" else (role,))
+        return replace(save, attempt=self._attempts.get(save, 1))
+
+
+def _key(save: SaveId) -> str:
+    return _request(save, (), keep=0).key
 
 
 def _request(

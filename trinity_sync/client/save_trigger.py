@@ -72,10 +72,8 @@ class SaveTrigger:
         self._settings = settings or Settings()
         self._api_url = api_url
         self._api = PrefectApi(self._settings, api_url)
-        self._unsent: deque[tuple[SaveRequest, float, bool]] = deque()
-        """Requests, when they were submitted (monotonic), and whether the save had failed."""
-        self._failed: set[str] = set()
-        """Saves whose flow runs are known to have failed, by request key."""
+        self._unsent: deque[tuple[SaveRequest, float]] = deque()
+        """Requests, and when they were submitted (monotonic)."""
         self._away = False
         self._refused: dict[str, str] = {}
         self._crashed: dict[tuple[uuid.UUID, float], float] = {}
@@ -113,10 +111,9 @@ class SaveTrigger:
             thread.submit(asyncio.run, ask()).result()
 
     def submit(self, request: SaveRequest) -> None:
-        """Queue the request of a save for the next `send`; a run that failed is retried."""
+        """Queue the request of a save for the next `send`."""
         self._refused.pop(request.key, None)  # the stack may have been upgraded since
-        self._unsent.append((request, time.monotonic(), request.key in self._failed))
-        self._failed.discard(request.key)
+        self._unsent.append((request, time.monotonic()))
 
     @property
     def has_unsent(self) -> bool:
@@ -126,12 +123,12 @@ class SaveTrigger:
     async def send(self) -> None:
         """Request the flow runs of all submitted saves; retry each until the server takes it."""
         while self._unsent:
-            request, since, again = self._unsent[0]
+            request, since = self._unsent[0]
             for attempt in itertools.count():
                 if time.monotonic() - since > BACK_OFF_S[0] and self._evicted([request]):
                     break
                 try:
-                    await self._api.create_flow_run(request.flow_run, again=again)
+                    await self._api.create_flow_run(request.flow_run)
                 except RequestRefusedError as error:
                     self._refused[request.key] = str(error)
                     break
@@ -151,7 +148,7 @@ class SaveTrigger:
         Returns:
             The outcome of each save, by request key.
         """
-        found = {request.key: NOT_REQUESTED for request, *_ in self._unsent}
+        found = {request.key: NOT_REQUESTED for request, _ in self._unsent}
         found |= {key: Outcome("failed", why) for key, why in self._refused.items()}
         wanted = [request.key for request in requests if request.key not in found]
         try:
@@ -161,9 +158,7 @@ class SaveTrigger:
         except Exception as error:
             unknown = Outcome("unknown", f"the Prefect server cannot be asked: {error}")
             found |= {key: unknown for key in wanted if key not in found}
-        asked = {request.key: found[request.key] for request in requests}
-        self._failed |= {key for key, outcome in asked.items() if outcome.state == "failed"}
-        return asked
+        return {request.key: found[request.key] for request in requests}
 
     async def disconnect(self) -> None:
         """Close the connections to the server, before the event loop ends."""

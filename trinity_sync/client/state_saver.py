@@ -42,7 +42,7 @@ class StateSaver:
     Args:
         stager: copies the states into slots.
         submit: called with the origin of the images and what was staged, once they are sealed.
-        has_failed: returns whether a submitted save failed since, by step, role and kind.
+        has_failed: returns whether the save that images were submitted with has failed since.
         check_overlap: compare overlapped images with a digest taken at the call.
     """
 
@@ -50,7 +50,7 @@ class StateSaver:
         self,
         stager: Stager,
         submit: Callable[[Origin, Staged], None],
-        has_failed: Callable[[int, str, Kind], bool] = lambda *_: False,
+        has_failed: Callable[[Origin], bool] = lambda _: False,
         *,
         check_overlap: bool = False,
     ) -> None:
@@ -59,7 +59,7 @@ class StateSaver:
         self._has_failed = has_failed
         self._check_overlap = check_overlap
         self._staged: dict[tuple[str, int], list[str]] = {}
-        self._submitted: set[tuple[str, int, Kind]] = set()
+        self._submitted: dict[tuple[str, int, Kind], Origin] = {}
         self._uploaded: dict[str, int] = {}
         """Newest step that was published, by role."""
         self._packed: dict[Path, bytes] = {}
@@ -103,9 +103,13 @@ class StateSaver:
         # comparing earlier images stalls the caller as well
         began = time.perf_counter() if began is None else began
         role, step, kind = origin.role, origin.step, origin.kind
-        kinds = {each for each in KINDS if (role, step, each) in self._submitted}
-        pending = {each for each in kinds if not self._has_failed(step, role, each)}
-        again = kind in kinds - pending
+        last = {each: self._submitted.get((role, step, each)) for each in KINDS}
+        again = (of_kind := last[kind]) is not None and of_kind.attempt < origin.attempt
+        pending = {
+            each
+            for each, submitted in last.items()
+            if submitted and not (again if each == kind else self._has_failed(submitted))
+        }
         known = self._staged.get((role, step), [])
         # a sync has no components of the checkpoint, and what failed is staged again
         others = (name for name in known if name not in components and kind == "checkpoint")
@@ -299,7 +303,7 @@ class StateSaver:
             return self.fail(origin, error)
         kept = {key: value for key, value in self._staged.items() if key[0] != origin.role}
         self._staged = {**kept, (origin.role, origin.step): list(staged.components)}
-        self._submitted = {key for key in self._submitted if key[:2] in self._staged}
-        self._submitted.add((origin.role, origin.step, origin.kind))
+        self._submitted = {k: v for k, v in self._submitted.items() if k[:2] in self._staged}
+        self._submitted[origin.role, origin.step, origin.kind] = origin
         self._submit(origin, staged)
         return staged

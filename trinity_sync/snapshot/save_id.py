@@ -30,6 +30,9 @@ class SaveId:
     """Roles that the save is made of."""
     identity: str = field(default="", kw_only=True)
     """Identity of the job, see `job_identity`; empty for a root that no coordinator has opened."""
+    attempt: Count = field(default=1, kw_only=True)
+    """Number of the submission. A save that failed is submitted again as the next one, and a commit
+    takes the images of one attempt of all roles and ranks."""
 
     @property
     def job(self) -> str:
@@ -53,9 +56,9 @@ class SaveId:
         return mine == theirs
 
     def owns(self, origin: "Origin") -> bool:
-        """Return whether an image was submitted with this save."""
-        is_mine = origin.kind == self.kind and origin.role in self.roles
-        return is_mine and self.is_of_step(origin)
+        """Return whether an image was submitted with this attempt of the save."""
+        mine, theirs = (self.kind, self.attempt), (origin.kind, origin.attempt)
+        return mine == theirs and origin.role in self.roles and self.is_of_step(origin)
 
     def __str__(self) -> str:
         return f"{self.kind} of step {self.step} (run {self.run}) in {self.root}"

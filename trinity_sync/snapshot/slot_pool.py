@@ -148,8 +148,9 @@ class SlotPool:
         slots = {slot.path: slot for slots in self._slots.values() for slot in slots}
         for sealed in self._spool.read_step(origin.run, origin.step)[0]:
             ticket = sealed.ticket
-            same = ticket.save == origin.save and ticket.role == origin.role
-            if same and ticket.rank == origin.rank and ticket.image not in images:
+            same = origin.is_of_step(ticket) and ticket.kind == origin.kind
+            same = same and (ticket.role, ticket.rank) == (origin.role, origin.rank)
+            if same and ticket.image not in images:
                 logger.warning(
                     "%s is submitted again after its save failed; dropping its earlier image %s",
                     ticket.what,

@@ -64,7 +64,11 @@ def gather_images(
         for error in bad:
             if isinstance(error, FormatError) and (error.run, error.step) == (save.run, save.step):
                 raise error
-        sealed = [i for i in waiting if save.is_of_step(i.ticket)]
+        sealed = [
+            i
+            for i in waiting
+            if save.owns(i.ticket) or (save.is_of_step(i.ticket) and i.ticket.kind != save.kind)
+        ]
         manifest = read_run_manifest(
             save.root, save.run, save.step, read=lambda *_: manifests.get()
         )
@@ -87,7 +91,7 @@ def gather_images(
         awaited: set[tuple[str, int]] = set()
         for role, rank in [(role, rank) for role, ranks in wanted.items() for rank in ranks]:
             of_rank = by_rank[role, rank]
-            own = [image.ticket for image in of_rank if image.ticket.kind == save.kind]
+            own = [image.ticket for image in of_rank if save.owns(image.ticket)]
             if not own:
                 missing[role].append(rank)
                 continue
@@ -145,7 +149,7 @@ def _find_ranks_past(save: SaveId, tickets: Sequence[Ticket]) -> set[tuple[str, 
     Images of an earlier start of the same run are older than this save and prove nothing.
     """
     run = [t for t in tickets if (t.run, t.run_key) == (save.run, save.run_key)]
-    own = [t.sealed_at for t in run if (t.step, t.kind) == (save.step, save.kind)]
+    own = [t.sealed_at for t in run if save.owns(t)]
     begun = min(own, default=math.inf)
     return {(t.role, t.rank) for t in run if t.step > save.step and t.sealed_at > begun}
 
