@@ -103,8 +103,7 @@ class Manifest(Record, format=ROOT_FORMAT):
         return ""
 
     def merge(self, later: "Manifest") -> "Manifest":
-        """Return the manifest of this and a later commit of the step, e.g. a sync and a
-        checkpoint."""
+        """Return the manifest of this and a later commit of the step, such as its checkpoint."""
         theirs = {record.path: record for record in later.files}
         names = {(each.name, each.rank) for each in later.callables}
         saves = {(each.kind, each.roles) for each in self.timings}
