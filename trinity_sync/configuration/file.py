@@ -37,8 +37,7 @@ def find_config_file() -> Path | None:
 def use_config_file(path: str) -> Iterator[None]:
     """Let a file count in a ``with`` block, unless ``TRINITY_SYNC_CONFIG`` names another.
 
-    Args:
-        path: Path of the file; "" for the one that counts anyway.
+    An empty path changes nothing.
     """
     if not path or os.environ.get(CONFIG):
         yield

@@ -20,23 +20,16 @@ Name = tuple[str, ...]
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return the end of a sentence about an unknown name: the nearest one, or all that are known.
-
-    Args:
-        name: The unknown name.
-        known: The known names.
-    """
+    """Return the end of a sentence about an unknown name: the nearest known name, or all known."""
     names = sorted(known)
     near = difflib.get_close_matches(name, names, 1)
     return f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}"
 
 
 def explain_unknown_variables(prefix: str, known: Iterable[str]) -> str:
-    """Return a sentence for each variable that would be ignored in silence; empty without one.
+    """Return a sentence for each variable with our prefix that is unknown; empty without one.
 
-    Args:
-        prefix: Beginning of the names of our variables.
-        known: The variables that mean something.
+    Such a variable would be ignored in silence.
     """
     names = {*known}
     unknown = sorted(
@@ -63,12 +56,8 @@ def explain(
 ) -> str:
     """Return a sentence for each wrong value.
 
-    Args:
-        error: What pydantic found.
-        prefix: Beginning of the variables of these settings.
-        known: All settings by name; the names have as many parts each.
-        in_file: Content of the file.
-        file: Path of the file.
+    ``known`` has all settings; their names have as many parts each. ``in_file`` is the content of
+    ``file``.
     """
     parts = len(next(iter(known)))
     whys: dict[Name, list[str]] = {}

@@ -50,16 +50,9 @@ def fetch(
     The root is that of the same job, or new. If the step's run is later than all runs of the root,
     the step is the newest from then on, and supersedes what earlier runs have in flight beyond it.
 
-    Args:
-        url: URL of the job's folder in the remote.
-        step: step number; None for the newest valid step there.
-        root: a job's root; created if it is missing.
-        replace: replace a corrupted step, or a step of an earlier run, of the same number.
-        parallel: number of files downloaded at a time.
-        on_progress: called with bytes downloaded and the total.
-
-    Returns:
-        The manifest of the step, and whether anything was downloaded.
+    ``step`` is None for the newest valid step there. ``replace`` replaces a corrupted step, or a
+    step of an earlier run, of the same number. ``parallel`` files are downloaded at a time. Return
+    the manifest of the step, and whether anything was downloaded.
 
     Raises:
         CommitError: the step is not committed there, its bytes differ from its manifest, or the

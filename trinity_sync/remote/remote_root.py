@@ -118,10 +118,7 @@ def parse_protocol(url: str) -> str:
 
 
 class Remote:
-    """The steps of one job in a remote.
-
-    Args:
-        url: URL of the job's folder in the remote.
+    """The steps of one job in a remote, in the folder at ``url``.
 
     Raises:
         ConfigError: the URL cannot be used, or a package for it is missing.
@@ -298,12 +295,7 @@ class Remote:
     # ---------------------------------------------------------------- bytes
 
     def read_file(self, step: int, name: str) -> bytes | None:
-        """Return the content of a small file; None if there is none.
-
-        Args:
-            step: step number.
-            name: path below the step's folder.
-        """
+        """Return the content of a small file below a step's folder; None if there is none."""
         with self._translate_errors(f"read {name} of step {step} in"):
             try:
                 content: bytes = self._fs.cat_file(self._path(step, name))
@@ -312,13 +304,7 @@ class Remote:
         return content
 
     def write_file(self, step: int, name: str, content: bytes) -> None:
-        """Write a small file in one request; in a local folder, durably.
-
-        Args:
-            step: step number.
-            name: path below the step's folder.
-            content: all bytes of the file.
-        """
+        """Write a small file below a step's folder in one request; in a local folder, durably."""
         path = self._path(step, name)
         with self._translate_errors(f"write {name} of step {step} to"):
             if self.folder:
@@ -328,22 +314,11 @@ class Remote:
                 self._fs.pipe_file(path, content)
 
     def create_file(self, step: int, name: str, content: bytes) -> bool:
-        """Create a small file in one request; return False if it exists.
-
-        Args:
-            step: step number.
-            name: path below the step's folder.
-            content: all bytes of the file.
-        """
+        """Create a small file below a step's folder in one request; return False if it exists."""
         return self._create(f"global_step_{step}/{name}", content)
 
     def read_chunks(self, step: int, name: str) -> Iterator[bytes]:
-        """Yield the bytes of a file, in chunks as they arrive.
-
-        Args:
-            step: step number.
-            name: path below the step's folder.
-        """
+        """Yield the bytes of a file below a step's folder, in chunks as they arrive."""
         with (
             self._translate_errors(f"read {name} of step {step} in"),
             self._fs.open(
@@ -356,10 +331,7 @@ class Remote:
     def find_mismatch(self, step: int, record: FileRecord, on_read: Callable[[int], object]) -> str:
         """Read a file and return why it differs from its record; empty if it does not.
 
-        Args:
-            step: step number.
-            record: record of the file in the step's manifest.
-            on_read: called with the bytes of each chunk.
+        ``on_read`` is called with the number of bytes of each chunk.
         """
         digest = xxhash.xxh3_128()
         try:
@@ -373,13 +345,9 @@ class Remote:
         return "" if f"{DIGEST}:{digest.hexdigest()}" == record.digest else "has other bytes"
 
     def upload_file(self, step: int, name: str, chunks: Iterator[bytes], nbytes: int) -> None:
-        """Write a file in chunks, in a local folder durably; if that fails, discard the parts.
+        """Write a file of ``nbytes`` below a step's folder in chunks; if that fails, discard them.
 
-        Args:
-            step: step number.
-            name: path below the step's folder.
-            chunks: content of the file.
-            nbytes: size of the file in bytes.
+        In a local folder it is durable.
 
         Raises:
             RemoteError: the file cannot be written, or has another size afterwards.
@@ -411,24 +379,14 @@ class Remote:
     # ---------------------------------------------------------------- interrupted uploads
 
     def record_upload(self, step: int, record: FileRecord) -> None:
-        """Record a complete file, so that an interrupted upload resumes after it.
-
-        Args:
-            step: step number.
-            record: record of the file in the step's manifest.
-        """
+        """Record a complete file, so that an interrupted upload resumes after it."""
         with self._translate_errors(f"check {record.path} of step {step} in"):
             state = str(self._fs.ukey(self._path(step, record.path)))
         uploaded = _Uploaded(record.nbytes, record.digest, state)
         self.write_file(step, f"{UPLOADED}/{record.path}", encode_record(uploaded).encode())
 
     def is_uploaded(self, step: int, record: FileRecord) -> bool:
-        """Return whether a file was uploaded and recorded, and is unchanged since.
-
-        Args:
-            step: step number.
-            record: record of the file in the step's manifest.
-        """
+        """Return whether a file was uploaded and recorded, and is unchanged since."""
         name = f"{UPLOADED}/{record.path}"
         try:
             found = decode_record(

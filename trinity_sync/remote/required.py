@@ -9,11 +9,8 @@ A checkpoint is committed in the root, replicated (`replicate_required`), and re
 replicated. With its first step, a run creates a record of its number in the remote, by a write that
 succeeds once (``If-None-Match`` on S3); manifests are created the same way. So of two trainings
 that write to one remote, the one that a later run superseded is refused, and of two with the same
-number the second.
-
-A remote has no locks: a superseded training that is uploading a step which the later training has
-uploaded too may overwrite its files. The digests in the manifest reveal that, and a resume uses the
-step before (`fetch_newest`).
+number the second. A remote has no locks, so a superseded training may still overwrite files of a
+step that both upload at the same time; a resume then uses the step before (`fetch_newest`).
 """
 
 import logging
@@ -50,14 +47,9 @@ logger = logging.getLogger(__name__)
 
 
 def init_required_remote(root: Path, url: str) -> Manifest | None:
-    """Check the required remote of a root, and fetch its newest step.
+    """Check the required remote of a root, which may be new, and fetch its newest step.
 
-    Args:
-        root: the job's root; it may be new.
-        url: URL of the job's folder in the remote.
-
-    Returns:
-        Manifest of the step that was fetched; None if the root has the newest step.
+    Return the manifest of the step that was fetched; None if the root has the newest step.
 
     Raises:
         RemoteError: the remote cannot be read and written.
@@ -82,13 +74,7 @@ def fetch_newest(root: Path, remote: Remote) -> Manifest | None:
     """Fetch the newest checkpoint of a remote, unless the root has it or a newer one.
 
     A checkpoint whose bytes differ from its manifest is skipped, as a corrupted one in a root is.
-
-    Args:
-        root: the job's root.
-        remote: the remote.
-
-    Returns:
-        Manifest of the step that was fetched, or None.
+    Return the manifest of the step that was fetched, or None.
     """
     for run in remote.list_runs():
         add_run(root, run)  # the next run here gets an unused number
@@ -114,12 +100,6 @@ def replicate_required(
 ) -> Replicated:
     """Replicate a committed checkpoint to the required remote, and record it.
 
-    Args:
-        root: the job's root.
-        url: URL of the job's folder in the remote.
-        step: a committed step.
-        on_progress: called with bytes sent and the total.
-
     Raises:
         SupersededError: another training resumed from an earlier step, or has this run's number.
         CommitError, RemoteError: as ``replicate``.
@@ -137,10 +117,6 @@ def replicate_missing(root: Path, url: str) -> list[int]:
     """Replicate the older checkpoints that the remote lacks; return their steps.
 
     Failures are logged and retried at the next call. Nothing is done while another process does it.
-
-    Args:
-        root: the job's root.
-        url: URL of the job's folder in the remote.
     """
     replicated = []
     with try_acquire_file_lock(root / PRIVATE_FOLDER / "sending.lock") as acquired:
@@ -156,16 +132,10 @@ def replicate_missing(root: Path, url: str) -> list[int]:
 
 
 def prune_remote(root: Path, url: str, policy: str, now: float) -> tuple[int, ...]:
-    """Remove the steps of a remote that a policy does not keep; return them.
+    """Remove the steps of a remote that a policy, in its short form, does not keep; return them.
 
     The newest step and steps in use in the root are kept. Of a required remote, only steps that
-    this root has sent or fetched are removed.
-
-    Args:
-        root: the job's root.
-        url: URL of the job's folder in the remote.
-        policy: short form of a retention policy.
-        now: seconds since the epoch.
+    this root has sent or fetched are removed. ``now`` is in seconds since the epoch.
 
     Raises:
         ConfigError: the policy is invalid, or another job's steps are there.

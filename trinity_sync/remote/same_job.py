@@ -19,10 +19,6 @@ from trinity_sync.storage.runs import list_runs
 def claim_remote(root: Path, remote: Remote) -> None:
     """Require that a remote is the job's, before it is changed; the first job claims it.
 
-    Args:
-        root: the job's root.
-        remote: the remote.
-
     Raises:
         ConfigError: it has the steps of another job.
         RemoteError: it cannot be read or written.
@@ -37,10 +33,6 @@ def claim_remote(root: Path, remote: Remote) -> None:
 
 def join_remote(root: Path, remote: Remote) -> None:
     """Require that a remote is the job's, before steps are fetched; a new root continues its job.
-
-    Args:
-        root: the job's root; it may be missing.
-        remote: the remote.
 
     Raises:
         ConfigError: it has the steps of another job.

@@ -57,16 +57,10 @@ def replicate(
 ) -> Replicated:
     """Copy a committed step to ``url/global_step_{step}``; files that are there are not sent again.
 
-    Args:
-        root: the job's root.
-        url: URL of the job's folder in the remote.
-        step: a committed step.
-        keep_last: number of newest steps to keep in the remote, in addition to this step; 0 keeps
-            all.
-        read_back: read every uploaded file again, and compare its digest.
-        parallel: number of files uploaded at a time; each takes about three chunks of 16 MiB
-            memory.
-        on_progress: called with bytes sent and the total; ``read_back`` counts each byte twice.
+    ``keep_last`` is the number of newest steps to keep in the remote, in addition to this step; 0
+    keeps all. ``read_back`` reads every uploaded file again, compares its digest, and counts each
+    byte twice in the progress. Each of ``parallel`` files in flight takes about three chunks of 16
+    MiB memory.
 
     Raises:
         CommitError: the step is not committed, or corrupted here.

@@ -34,12 +34,7 @@ class Rules:
     def of_job(
         cls, job: JobSettings, *, keep: str = "", keep_weights: str = "", keep_quarantine: str = ""
     ) -> "Rules":
-        """Return the policies of a job, or others in their place.
-
-        Args:
-            job: settings of the job.
-            keep, keep_weights, keep_quarantine: short forms that replace those of the job; empty
-                for those of the job.
+        """Return the policies of a job; the short forms that are not empty replace them.
 
         Raises:
             ConfigError: a policy is invalid.
@@ -95,12 +90,7 @@ class StepOutcome:
 
 
 def list_outcomes(plan: RemovalPlan, removal: Removal | None) -> list[StepOutcome]:
-    """Return the outcome of every step, oldest first.
-
-    Args:
-        plan: the plan.
-        removal: its result; None if it was not carried out.
-    """
+    """Return the outcome of every step, oldest first; without a ``removal``, that of a dry run."""
     found = [StepOutcome(each, "kept", why) for each, why in plan.kept]
     if removal is None:
         found += [StepOutcome(each, "would be removed") for each in plan.removed]
@@ -118,15 +108,7 @@ def make_step_info(
     corruption: str = "",
     superseded_by: int = 0,
 ) -> StepInfo:
-    """Return the input of policies for the step of a manifest.
-
-    Args:
-        manifest: manifest of the step.
-        metrics: metrics by name.
-        held: reasons why the step must not be removed.
-        corruption: reason why its files are corrupted; empty for a valid step.
-        superseded_by: number of the run that superseded it; 0 for none.
-    """
+    """Return the input of policies for the step of a manifest."""
     return StepInfo(
         manifest.step,
         manifest.run,
@@ -141,15 +123,10 @@ def make_step_info(
 
 
 def plan_removals(steps: Sequence[StepInfo], rules: Rules, now: float) -> RemovalPlan:
-    """Return the steps to remove, and why the others are kept.
+    """Return the steps to remove, and why the others are kept; ``now`` is seconds since the epoch.
 
     These steps are kept whatever the policies say: the newest valid step of each kind, which a
     training resumes from and a reader loads, steps in use, and corrupted steps.
-
-    Args:
-        steps: steps of a root, as from `list_step_infos`.
-        rules: the policies.
-        now: seconds since the epoch.
 
     Raises:
         ConfigError: a policy by itself keeps no step of its type, or names an unknown metric.

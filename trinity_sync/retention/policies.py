@@ -49,9 +49,8 @@ class Policy(Protocol):
     def keeps(self, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
         """Return the steps to keep, each with the reason.
 
-        Args:
-            steps: valid steps of one type (checkpoints, or syncs), oldest first.
-            now: seconds since the epoch.
+        ``steps`` are valid, of one type (checkpoints, or syncs), oldest first. ``now`` is in
+        seconds since the epoch.
         """
 
 
@@ -60,12 +59,7 @@ class All:
     """Keep every step."""
 
     def keeps(self, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
-        """Return the steps to keep; see `Policy.keeps`.
-
-        Args:
-            steps: valid steps of one type, oldest first.
-            now: seconds since the epoch.
-        """
+        """As `Policy.keeps`."""
         return {each.step: "all are kept" for each in steps}
 
     def __str__(self) -> str:
@@ -79,12 +73,7 @@ class LastN:
     count: int
 
     def keeps(self, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
-        """Return the steps to keep; see `Policy.keeps`.
-
-        Args:
-            steps: valid steps of one type, oldest first.
-            now: seconds since the epoch.
-        """
+        """As `Policy.keeps`."""
         return {each.step: f"one of the last {self.count}" for each in steps[-self.count :]}
 
     def __str__(self) -> str:
@@ -98,12 +87,7 @@ class EveryN:
     interval: int
 
     def keeps(self, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
-        """Return the steps to keep; see `Policy.keeps`.
-
-        Args:
-            steps: valid steps of one type, oldest first.
-            now: seconds since the epoch.
-        """
+        """As `Policy.keeps`."""
         chosen = (each for each in steps if each.step % self.interval == 0)
         return {each.step: f"a multiple of {self.interval}" for each in chosen}
 
@@ -123,12 +107,7 @@ class OnePer:
     word: str
 
     def keeps(self, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
-        """Return the steps to keep; see `Policy.keeps`.
-
-        Args:
-            steps: valid steps of one type, oldest first.
-            now: seconds since the epoch.
-        """
+        """As `Policy.keeps`."""
         first: dict[int, StepInfo] = {}
         for each in sorted(steps, key=lambda each: each.committed_at):
             first.setdefault(int(each.committed_at // self.seconds), each)
@@ -146,12 +125,7 @@ class NewerThan:
     seconds: float
 
     def keeps(self, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
-        """Return the steps to keep; see `Policy.keeps`.
-
-        Args:
-            steps: valid steps of one type, oldest first.
-            now: seconds since the epoch.
-        """
+        """As `Policy.keeps`."""
         chosen = (each for each in steps if each.committed_at > now - self.seconds)
         return {each.step: f"newer than {format_duration(self.seconds)}" for each in chosen}
 
@@ -161,7 +135,7 @@ class NewerThan:
 
 @dataclass(frozen=True)
 class BestK:
-    """Keep the steps with the best values of a metric, and the newer ones without a value.
+    """Keep the steps with the best values of a metric, and the newer steps without a value.
 
     An evaluation takes time, so steps newer than the last value are kept until they have one. NaN
     is the worst value.
@@ -172,11 +146,7 @@ class BestK:
     mode: Literal["min", "max"]
 
     def keeps(self, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
-        """Return the steps to keep; see `Policy.keeps`.
-
-        Args:
-            steps: valid steps of one type, oldest first.
-            now: seconds since the epoch.
+        """As `Policy.keeps`.
 
         Raises:
             ConfigError: no step has the metric.
@@ -212,12 +182,7 @@ class AnyOf:
     policies: tuple[Policy, ...]
 
     def keeps(self, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
-        """Return the steps to keep; see `Policy.keeps`.
-
-        Args:
-            steps: valid steps of one type, oldest first.
-            now: seconds since the epoch.
-        """
+        """As `Policy.keeps`."""
         kept: dict[int, str] = {}
         for policy in self.policies:
             for step, why in policy.keeps(steps, now).items():

@@ -85,16 +85,10 @@ def prune(
 ) -> Pruned:
     """Remove the steps of a root, and the folders in quarantine, that no policy keeps.
 
-    Args:
-        root: the job's root.
-        rules: the policies.
-        now: seconds since the epoch, for the policies.
-        spool: this node's spool, whose images may need the files of a step.
-        recycle: keep large files of removed steps for block reuse, as in the settings.
-        dry_run: plan only, and change nothing.
-        confirmed: result of a dry run; nothing else is removed, whatever has changed since then.
-        just_committed: step whose save requests this; it is kept.
-        on_removed: called with the removed steps, e.g. to update the catalog.
+    ``now`` is in seconds since the epoch. ``spool`` is as in `remove_steps`, ``recycle`` as in the
+    settings. ``confirmed`` is the result of a dry run: nothing else is removed, whatever has
+    changed since then. The step ``just_committed``, whose save requests this, is kept.
+    ``on_removed`` is called with the removed steps, e.g. to update the catalog.
 
     Raises:
         ConfigError: a policy by itself keeps no step of its type, or names an unknown metric.
@@ -124,13 +118,9 @@ def remove_steps(
 ) -> Removal:
     """Carry out a plan, as far as it is still valid, and empty the trash.
 
-    Other prunes, saves and readers may run meanwhile.
-
-    Args:
-        root: the job's root.
-        plan: plan for this root.
-        spool: this node's spool, whose images may need the files of a step.
-        recycle: keep large files for block reuse, as many bytes as the newest checkpoint has.
+    Other prunes, saves and readers may run meanwhile. Images in ``spool``, this node's, may need
+    the files of a step. ``recycle`` keeps large files for block reuse, as many bytes as the largest
+    of the newest steps has.
 
     Raises:
         OSError: a step cannot be removed; earlier steps of the plan are removed.

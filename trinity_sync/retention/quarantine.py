@@ -25,20 +25,12 @@ def prune_quarantine(
     dry_run: bool = False,
     only: Sequence[str] | None = None,
 ) -> list[str]:
-    """Remove the folders in quarantine that a policy does not keep.
+    """Remove the folders in quarantine that a policy does not keep; return their sorted names.
 
     Each is renamed into ``.trinity_sync/trash``; the next `prune.remove_steps` removes its files. A
-    folder with a step of another release is kept.
-
-    Args:
-        root: the job's root.
-        policy: policy such as ``newer=30d`` or ``last=2``; a folder counts as a step of its time.
-        now: seconds since the epoch.
-        dry_run: change nothing.
-        only: names of the folders that may be removed; by default all.
-
-    Returns:
-        Names of the folders, oldest first.
+    folder with a step of another release is kept. For the policy, such as ``newer=30d`` or
+    ``last=2``, a folder counts as a step of its time; ``now`` is in seconds since the epoch. With
+    ``only``, folders of other names are kept.
     """
     quarantine, trash = quarantine_folder(root), Path(root) / PRIVATE_FOLDER / "trash"
     if not quarantine.is_dir():

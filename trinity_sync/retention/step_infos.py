@@ -104,11 +104,7 @@ def find_reason_to_keep(
 ) -> str | None:
     """Return why a planned step must be kept; None if it may be removed, empty if it is gone.
 
-    Args:
-        root: the job's root.
-        planned: the step, as in the plan.
-        plan: the plan.
-        spool: spool of the job on this node, whose images may need the files of the step.
+    Images in ``spool``, the job's on this node, may need the files of the step.
 
     Raises:
         FormatError: another release has written a callable status of the step, or has begun a run.

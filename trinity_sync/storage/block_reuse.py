@@ -29,9 +29,7 @@ WORTHWHILE = 1 << 20
 def can_reuse_blocks(root: str | Path, setting: bool | Literal["always"]) -> bool:
     """Return whether files of removed steps may be kept for reuse.
 
-    Args:
-        root: the job's root.
-        setting: as in the settings; ``always`` asserts that no other node reads steps.
+    The setting ``always`` asserts that no other node reads steps.
     """
     return setting == "always" or (setting and not find_mount(root).shared)
 
@@ -39,12 +37,8 @@ def can_reuse_blocks(root: str | Path, setting: bool | Literal["always"]) -> boo
 def remove_folder(root: str | Path, folder: Path, *, keep: int) -> None:
     """Remove a folder of a removed step, and keep its large files as spare files.
 
-    If it is a symbolic link, only the link is removed.
-
-    Args:
-        root: the job's root, on the same file system.
-        folder: folder to remove.
-        keep: bytes that all spare files together may have afterwards; 0 keeps none.
+    The folder is on the root's file system; of a symbolic link, only the link is removed. ``keep``
+    is how many bytes all spare files together may have afterwards; 0 keeps none.
     """
     room = keep - sum(list_spares(root).values())
     for path in () if folder.is_symlink() else folder.rglob("*"):
@@ -83,15 +77,10 @@ def remove_tree(folder: Path) -> bool:
 
 
 def acquire_spare(root: str | Path, temporary: Path, nbytes: int) -> bool:
-    """Rename a spare file to a temporary path; return whether there was one.
+    """Rename a spare file to a temporary path to write over; return whether there was one.
 
     The smallest file that is large enough is chosen, otherwise the largest. There is none for a
     step that is a link to another file system.
-
-    Args:
-        root: the job's root.
-        temporary: path that the writer writes over.
-        nbytes: bytes to be written.
     """
     if nbytes < WORTHWHILE:
         return False

@@ -26,12 +26,7 @@ def await_callable_saves(
 ) -> list[CallableStatus]:
     """Wait until the callable saves of this node have ended, and return their statuses.
 
-    Args:
-        spool: spool of the job on this node.
-        save: the save.
-        at_least: number of callable saves to wait for.
-        rank_timeout_s: seconds to wait for so many to start.
-        clock: monotonic seconds.
+    Their start is awaited for ``rank_timeout_s``, their end without a limit.
 
     Raises:
         SaveError: a callable failed, or its process died.
@@ -58,12 +53,7 @@ def await_callable_saves(
 
 
 def sync_callable_files(save: SaveId, statuses: Sequence[CallableStatus]) -> None:
-    """Sync the files that callables wrote on this node, which may still be in its page cache.
-
-    Args:
-        save: the save.
-        statuses: statuses of its callables on this node.
-    """
+    """Sync the files that callables wrote on this node, which may still be in its page cache."""
     for name in {name for status in statuses for name in status.files}:
         with suppress(FileNotFoundError), (save.folder / name).open("rb") as file:
             os.fsync(file.fileno())  # the commit reports files that are missing
@@ -75,14 +65,11 @@ def list_callable_files(
     written: set[str],
     committed: Mapping[str, FileRecord],
 ) -> Iterator[FileRecord]:
-    """Yield records of the files that callables wrote, digested and synced.
+    """Yield records of the files that callables wrote on any node, digested and synced.
 
-    Args:
-        save: the save.
-        statuses: statuses of its callables on all nodes.
-        written: files of the save to leave out. The list of a callable has every file that changed
-            while it ran, including shards of a sync that was committed meanwhile.
-        committed: what this run has committed of the step, by path.
+    The files in ``written`` are left out, and the images in ``committed``, which this run has
+    committed of the step: the list of a callable has every file that changed while it ran,
+    including shards of a sync that was committed meanwhile.
 
     Raises:
         SaveError: a file is missing, outside of the step's folder, or was committed with other

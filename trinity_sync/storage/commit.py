@@ -73,15 +73,9 @@ def commit(
     checkpoint leaves that checkpoint in place if the weights are the same, byte for byte, and is
     refused otherwise.
 
-    Args:
-        save: the save.
-        written: its files.
-        statuses: statuses of its callable saves.
-        recycle: keep the files of a replaced step, so that later saves write over them.
-        started_at: when the flow run started, in seconds since the epoch; 0 if it has not, and the
-            phases are unknown.
-        persisted_at: when all files were durable, likewise.
-        clock: seconds since the epoch, for the manifest.
+    ``recycle`` keeps the files of a replaced step for block reuse. The flow run started at
+    ``started_at``, and all files were durable at ``persisted_at``, in seconds since the epoch; 0 if
+    that is unknown.
 
     Raises:
         MissingShardsError: ranks or components are missing, or shards of two world sizes are mixed.
@@ -187,12 +181,7 @@ def finish_interrupted(save: SaveId) -> None:
 
 
 def update_latest_pointers(root: str | Path, manifest: Manifest) -> None:
-    """Mark a checkpoint as full and update the latest pointers. Call it under the commit lock.
-
-    Args:
-        root: the job's root.
-        manifest: manifest of the step.
-    """
+    """Mark a checkpoint as full and update the latest pointers. Call it under the commit lock."""
     folder = step_folder(root, manifest.step)
     if "checkpoint" in manifest.kinds:
         (folder / FULL_CHECKPOINT_MARK).touch()
@@ -240,11 +229,6 @@ def list_served_kinds(
     """Return the kinds that a save serves as: a checkpoint with weights is also a sync.
 
     The content of callable saves is unknown, so a checkpoint that has any also serves as both.
-
-    Args:
-        kind: kind of the save.
-        files: records of its files.
-        statuses: statuses of its callable saves.
     """
     weights = statuses or any(record.is_weights for record in files)
     return SERVES_AS[kind] if weights else (kind,)

@@ -36,12 +36,7 @@ class Corruption(Record, format=ROOT_FORMAT, writer=STACK):
 
 
 def read_corruption(root: str | Path, step: int) -> Corruption | None:
-    """Return the corruption mark of a step, or None; a mark that cannot be read still counts.
-
-    Args:
-        root: the job's root.
-        step: step number.
-    """
+    """Return the corruption mark of a step, or None; a mark that cannot be read still counts."""
     path = step_folder(root, step) / CORRUPTION_MARK
     try:
         return decode_record(Corruption, path.read_bytes(), path)
@@ -58,10 +53,6 @@ def read_corruption(root: str | Path, step: int) -> Corruption | None:
 def require_readable_mark(root: str | Path, step: int) -> None:
     """Require that the corruption mark of a step, if any, can be read by this release.
 
-    Args:
-        root: the job's root.
-        step: step number.
-
     Raises:
         FormatError: another release has written it.
     """
@@ -74,11 +65,6 @@ def mark_corrupted(root: str | Path, step: int, corruption: Corruption) -> None:
     """Mark a step as corrupted, durably.
 
     Call it under the commit lock, and repair the latest pointers afterwards.
-
-    Args:
-        root: the job's root.
-        step: step number.
-        corruption: its corrupted files.
     """
     replace_file(step_folder(root, step) / CORRUPTION_MARK, encode_record(corruption, indent=1))
     logger.error("step %d in %s is corrupted: %s", step, root, corruption)

@@ -71,14 +71,6 @@ def diff(
 
     Files of other users are unpickled only as far as they are plain, see ``snapshot.safe_load``.
 
-    Args:
-        root: the job's root.
-        before: the earlier step.
-        after: the later step.
-        role: role of the component.
-        component: name of the component.
-        on_progress: called with bytes of the later step that were compared, and their total.
-
     Raises:
         CommitError: a step is not committed or corrupted, or has no such component.
         ConfigError: the steps were saved by different numbers of ranks.

@@ -75,14 +75,10 @@ def read_step_state(
     *,
     paths: Collection[str] | None = None,
 ) -> StepState:
-    """Return the state of a step.
+    """Return the state of a step, which need not exist.
 
-    Args:
-        root: the job's root.
-        step: step number; the step need not exist.
-        runs: runs of the job, which decide whether the step is superseded; read from the root by
-            default.
-        paths: as in `require_committed`.
+    ``runs`` decide whether it is superseded; they are read from the root by default. ``paths`` are
+    as in `require_committed`.
     """
     try:
         manifest = read_manifest(root, step)
@@ -106,14 +102,7 @@ def read_manifest_state(
     *,
     paths: Collection[str] | None = None,
 ) -> StepState:
-    """Return the state of a step whose manifest was read.
-
-    Args:
-        root: the job's root.
-        manifest: manifest of the step.
-        runs: as in `read_step_state`.
-        paths: as in `require_committed`.
-    """
+    """Return the state of a step whose manifest was read; arguments as in `read_step_state`."""
     step = manifest.step
     if error := _corruption_error(root, manifest, paths):
         return StepState(step, "corrupted", manifest, error)
@@ -199,10 +188,6 @@ def find_newest(root: str | Path, kind: Kind = "checkpoint") -> Manifest | None:
 
     It goes by manifests, not by the latest pointer, which may lag behind after a crash.
 
-    Args:
-        root: the job's root.
-        kind: kind that the step must serve as.
-
     Raises:
         FormatError: another release has committed a step that counts as newer, so whether it can be
             resumed from is unknown.
@@ -217,10 +202,6 @@ def find_newest(root: str | Path, kind: Kind = "checkpoint") -> Manifest | None:
 
 def iter_newest_first(root: str | Path, kind: Kind) -> Iterator[Manifest]:
     """Yield the manifests of a kind, the last step of the last run first.
-
-    Args:
-        root: the job's root.
-        kind: kind that the steps must serve as.
 
     Raises:
         FormatError: the next step was committed by another release, as in `find_newest`.
@@ -239,16 +220,12 @@ def iter_newest_first(root: str | Path, kind: Kind) -> Iterator[Manifest]:
 def require_committed(
     root: str | Path, step: int, *, paths: Collection[str] | None = None
 ) -> Manifest:
-    """Return the manifest of a committed step that is not corrupted.
+    """Return the manifest of a committed step that is not corrupted; it may be superseded.
 
     It asks for the size of every file of the step, which on a file server takes a call for each. So
-    of the ranks of a job, one does it for all (`client.collective.lease_on_rank_0`).
-
-    Args:
-        root: the job's root.
-        step: step number; the step may be superseded.
-        paths: files that are looked at, below the step's folder; all by default. A reader of few
-            files names those, and nobody chooses a step to resume from by that.
+    of the ranks of a job, one does it for all (`client.collective.lease_on_rank_0`). A reader of
+    few files limits it to their ``paths`` below the step's folder; a step to resume from is not
+    chosen that way.
 
     Raises:
         CommitError: the step is not committed, files are missing or truncated, or a verification
@@ -264,10 +241,6 @@ def require_unreplaced(root: str | Path, manifest: Manifest) -> None:
     A later run that commits a step again exchanges its folder, despite leases. Files that were
     opened between the two reads of the manifest belong to it, and stay so while they are open or
     mapped.
-
-    Args:
-        root: the job's root.
-        manifest: manifest that was read before.
 
     Raises:
         CommitError: another run has replaced the step, or it was removed.

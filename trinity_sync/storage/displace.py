@@ -1,8 +1,7 @@
 """Displacement of a step that an earlier run committed, before a save function writes there.
 
 A function computes the paths below ``root/global_step_{N}`` by itself, so the commit that readers
-find there makes way as a whole: its files never change, see "Save functions" in
-``docs/contributing/design.md``.
+find there moves away as a whole: see "Save functions" in ``docs/contributing/design.md``.
 """
 
 from pathlib import Path
@@ -29,9 +28,6 @@ def displace_step(save: SaveId) -> None:
 
     Its files never change. Once this run has committed the step it is removed or quarantined, as a
     step that is replaced. A step that a resume may need stays, and the function is refused.
-
-    Args:
-        save: save of the function.
 
     Raises:
         SaveError: the step is pinned, leased, or the newest of a kind.

@@ -47,12 +47,7 @@ def exports_folder(root: str | Path) -> Path:
 
 
 def write_export_request(root: str | Path, request: ExportRequest) -> None:
-    """Write an export request, durably; writing it again is harmless.
-
-    Args:
-        root: the job's root.
-        request: the request.
-    """
+    """Write an export request, durably; writing it again is harmless."""
     path = _path(root, request.step, request.role)
     make_folder(path.parent)
     replace_file(path, encode_record(request), mode=0o644)
@@ -62,10 +57,6 @@ def list_export_requests(root: str | Path, *, step: int | None = None) -> list[E
     """Return the export requests of a step, or of all steps; skip those that cannot be read.
 
     A request that another user may have written does not allow remote code.
-
-    Args:
-        root: the job's root.
-        step: step number; None for all steps.
     """
     found = []
     prefix = "" if step is None else f"{step_folder(root, step).name}."
@@ -89,10 +80,6 @@ def fail_export_request(root: str | Path, request: ExportRequest) -> None:
     """Mark a request as failed: it no longer keeps its step, and a retry may run it again.
 
     Nothing is marked if a later run has committed the step, because that run exports it.
-
-    Args:
-        root: the job's root.
-        request: the request.
     """
     waiting = [
         each for each in list_export_requests(root, step=request.step) if each.role == request.role
@@ -102,14 +89,7 @@ def fail_export_request(root: str | Path, request: ExportRequest) -> None:
 
 
 def inherit_export_requests(root: str | Path, step: int, run: int, to: int) -> None:
-    """Make the pending export requests of a run those of a later run.
-
-    Args:
-        root: the job's root.
-        step: step that both runs have committed.
-        run: number of the earlier run.
-        to: number of the later run.
-    """
+    """Make the pending export requests of a run for a step those of the later run ``to``."""
     for request in list_export_requests(root, step=step):
         if request.run == run and not request.failed:
             write_export_request(root, replace(request, run=to))
@@ -142,23 +122,12 @@ def list_steps_awaiting_export(root: str | Path) -> dict[int, list[str]]:
 
 
 def remove_export_request(root: str | Path, step: int, role: str) -> None:
-    """Remove an export request.
-
-    Args:
-        root: the job's root.
-        step: step number.
-        role: name of the role.
-    """
+    """Remove an export request."""
     _path(root, step, role).unlink(missing_ok=True)
 
 
 def remove_export_files(root: str | Path, step: int) -> None:
-    """Remove all files that exports left of a removed step: requests and partial exports.
-
-    Args:
-        root: the job's root.
-        step: step number.
-    """
+    """Remove all files that exports left of a removed step: requests and partial exports."""
     for path in list_export_files(root, step):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -167,12 +136,7 @@ def remove_export_files(root: str | Path, step: int) -> None:
 
 
 def list_export_files(root: str | Path, step: int) -> list[Path]:
-    """Return the files of a step's exports: requests, and exports in flight or interrupted.
-
-    Args:
-        root: the job's root.
-        step: step number.
-    """
+    """Return the files of a step's exports: requests, and exports in flight or interrupted."""
     return list_uncached(exports_folder(root), f"{step_folder(root, step).name}.*")
 
 
@@ -184,12 +148,7 @@ def list_steps_with_export_files(root: str | Path) -> set[int]:
 
 
 def is_exported(manifest: Manifest | None, role: str) -> bool:
-    """Return whether a step contains the exported model of a role.
-
-    Args:
-        manifest: manifest of the step; None if it is not committed.
-        role: name of the role.
-    """
+    """Return whether a step contains the exported model of a role; False without a manifest."""
     files = manifest.files if manifest else ()
     return any((file.role, file.component) == (role, COMPONENT) for file in files)
 

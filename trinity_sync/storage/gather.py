@@ -31,12 +31,7 @@ def gather_images(
 ) -> tuple[list[SealedImage], list[Written]]:
     """Return the images to write, and the files that a commit of the same step contains already.
 
-    Args:
-        shards: ranks whose images are on this node.
-        save: the save.
-        component: component of the images.
-        rank_timeout_s: seconds to wait for all ranks.
-        clock: monotonic seconds.
+    The images are awaited for ``rank_timeout_s``.
 
     Raises:
         MissingShardsError: a rank did not submit its image in time.
@@ -163,12 +158,7 @@ def _refuse_evicted(
 ) -> None:
     """Fail for images that can no longer come: a rank seals its steps in order.
 
-    Args:
-        shards: ranks whose images are on this node.
-        save: the save.
-        component: component of the images.
-        missing: ranks without an image to write, by role.
-        later: result of `_find_ranks_past`.
+    ``missing`` has the ranks without an image to write, ``later`` is from `_find_ranks_past`.
 
     Raises:
         EvictedError: a rank is in both.

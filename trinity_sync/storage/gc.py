@@ -127,9 +127,7 @@ def empty_trash(root: Path) -> Iterator[Finding]:
 def remove_exports(root: Path, *, before: float) -> Iterator[Finding]:
     """Remove leftovers of exports whose steps are removed.
 
-    Args:
-        root: the job's root.
-        before: seconds since the epoch; leftovers that changed later are kept.
+    Leftovers that changed after ``before``, in seconds since the epoch, are kept.
     """
     for step in sorted(list_steps_with_export_files(root).difference(steps_on_disk(root))):
         with suppress(FileNotFoundError):  # retention removes them meanwhile
@@ -151,11 +149,9 @@ def remove_temporaries(
     the image. A temporary file next to latest pointers, run records and the like is renamed a
     moment later, unless its process died.
 
-    Args:
-        root: the job's root.
-        images: names of the images in the spool, whose files are kept without a finding.
-        busy: steps of pending flow runs; None if they are unknown, which keeps all.
-        before: seconds since the epoch; files that changed later are kept.
+    Files of ``images``, the names of those in the spool, are kept without a finding, and so are
+    files that changed after ``before``, in seconds since the epoch. ``busy`` are the steps of
+    pending flow runs; None if they are unknown, which keeps the files of all steps.
     """
     folders = {step: step_folder(root, step) for step in steps_on_disk(root)}
     found = [(step, path) for step, folder in folders.items() for path in _temporaries(folder)]
@@ -185,9 +181,7 @@ def remove_temporaries(
 def remove_dead_spool(job: JobSpool, *, before: float) -> Iterator[Finding]:
     """Remove a job's folder in the spool if its root is gone and no process uses the folder.
 
-    Args:
-        job: spool of the job on this node.
-        before: seconds since the epoch; a folder that changed later is kept.
+    A folder that changed after ``before``, in seconds since the epoch, is kept.
     """
     root, where = job.root, str(job.folder)
     if root is None or root.is_dir():

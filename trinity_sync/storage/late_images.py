@@ -21,14 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 def free_committed_slots(spool: JobSpool, save: SaveId, written: Sequence[Written]) -> None:
-    """Free this node's slots of a committed save.
+    """Free this node's slots of a committed save, whose files its tasks here have written.
 
     Until the next save fills a slot, `load_shards` finds the committed file in it.
-
-    Args:
-        spool: spool of the job on this node.
-        save: the committed save.
-        written: files that its tasks on this node have written.
     """
     digests = {image: file.record.digest for file in written for image in file.record.images}
     for sealed in spool.read_step(save.run, save.step)[0]:
@@ -46,10 +41,6 @@ def resolve_late_image(save: SaveId, sealed: SealedImage) -> None:
 
     An image that equals the committed file byte for byte joins the manifest: it is a state that was
     submitted again. Any other image is marked as failed, and evicted first.
-
-    Args:
-        save: the committed save.
-        sealed: the image.
 
     Raises:
         CommitError: this node lost the commit lock of the root to another node.

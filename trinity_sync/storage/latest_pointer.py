@@ -22,12 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_latest_pointer(root: str | Path, kind: Kind) -> int | None:
-    """Return the step in a latest pointer; None if it is missing, empty or torn.
-
-    Args:
-        root: the job's root.
-        kind: kind of the pointer.
-    """
+    """Return the step in a latest pointer; None if it is missing, empty or torn."""
     try:
         text = read_uncached(Path(root) / ITERATION_FILES[kind]).decode().strip()
     except (FileNotFoundError, UnicodeDecodeError):
@@ -36,13 +31,9 @@ def read_latest_pointer(root: str | Path, kind: Kind) -> int | None:
 
 
 def warn_of_other_step(root: str | Path, step: int) -> None:
-    """Log a warning if the latest pointer names another step of the job than the newest commit.
+    """Log a warning if the latest pointer names another step than the newest commit, ``step``.
 
-    It does so after somebody has edited it, which has no effect on what is resumed from.
-
-    Args:
-        root: the job's root.
-        step: newest committed checkpoint.
+    It does so after a user has edited it, which has no effect on what is resumed from.
     """
     named = read_latest_pointer(root, "checkpoint")
     if named not in (None, step) and not is_foreign(step_folder(root, named)):
@@ -56,14 +47,7 @@ def warn_of_other_step(root: str | Path, step: int) -> None:
 def advance_latest_pointer(root: str | Path, kind: Kind, run: int, step: int) -> bool:
     """Update a latest pointer to a committed step, unless it names a newer step already.
 
-    Args:
-        root: the job's root.
-        kind: kind of the pointer.
-        run: number of the run that committed the step.
-        step: a committed step.
-
-    Returns:
-        Whether the pointer names ``step`` now.
+    Return whether the pointer names the step now; it is not updated to a corrupted step.
     """
     path = Path(root) / ITERATION_FILES[kind]
     current = read_latest_pointer(root, kind)
@@ -91,12 +75,7 @@ def repair_latest_pointer(root: str | Path, kind: Kind) -> tuple[int | None, int
     updated the pointer. A step of another system, which has no manifest, is left alone. If no step
     can be loaded, the pointer stays: a resume then fails, instead of starting at step 0 silently.
 
-    Args:
-        root: the job's root.
-        kind: kind of the pointer.
-
-    Returns:
-        The steps that the pointer named before and after; None if it is unchanged.
+    Return the steps that the pointer named before and after; None if it is unchanged.
     """
     current = read_latest_pointer(root, kind)
     best = _find_best(root, kind)
@@ -110,14 +89,7 @@ def repair_latest_pointer(root: str | Path, kind: Kind) -> tuple[int | None, int
 
 
 def latest_pointer_covers(root: str | Path, kind: Kind, run: int, step: int) -> bool:
-    """Return whether a latest pointer names a step, or a step that counts as newer.
-
-    Args:
-        root: the job's root.
-        kind: kind of the pointer.
-        run: number of the run that committed the step.
-        step: step number.
-    """
+    """Return whether a latest pointer names a step of a run, or a step that counts as newer."""
     current = read_latest_pointer(root, kind)
     if current is None:
         return False

@@ -9,8 +9,7 @@
 A lease is a file, so it needs no server, and works for every node that sees the root. It is
 acquired under the shared lock, and only for a committed step; steps are removed under the exclusive
 lock, and only when they are not in use (`pins.list_steps_in_use`). So a reader gets its step or an
-error, never a folder that vanishes while it is read. A root that this user cannot write is read
-without a lease, and a warning says so. The lease of a reader that died blocks its
+error, never a folder that vanishes while it is read. The lease of a reader that died blocks its
 step until the lease ends, or until this node sees that the process is gone. A lease of another
 release keeps its step, and is not removed here.
 """
@@ -121,14 +120,8 @@ class _NoLease(Lease):
 def acquire_lease(root: str | Path, step: int, holder: str, *, ttl_s: float = LEASE_S) -> Lease:
     """Acquire a lease of a committed step; a context manager that releases it.
 
-    A root that cannot be written, such as a read-only mount or another user's, allows no lease; a
-    warning says so.
-
-    Args:
-        root: the job's root.
-        step: a committed step.
-        holder: name of the reader, for messages.
-        ttl_s: seconds that the lease lasts unless it is renewed.
+    The lease lasts ``ttl_s`` unless it is renewed; messages name its ``holder``. A root that cannot
+    be written, such as a read-only mount or another user's, allows no lease; a warning says so.
 
     Raises:
         CommitError: the step is not committed, or corrupted.
@@ -185,13 +178,8 @@ def lease_to_read(
     """Lease a committed step within the block, for a day at most, and yield its manifest.
 
     The step is checked once, under the lock under which it is leased. If it cannot be leased, for
-    example on a full disk or in a root that cannot be written, a warning says so.
-
-    Args:
-        root: the job's root.
-        step: a committed step.
-        holder: name of the reader, for messages.
-        paths: as in `require_committed`.
+    example on a full disk or in a root that cannot be written, a warning says so. ``paths`` are as
+    in `require_committed`.
 
     Raises:
         CommitError: the step is not committed, or corrupted.
@@ -217,11 +205,7 @@ def list_leases(root: str | Path, *, clock: Callable[[], float] | None = None) -
     A lease whose file is torn keeps the step in its file name for `LONG_LEASE_S`; a lease of
     another release keeps it until that release removes it. An ended lease is read again under the
     lock under which leases are renewed before it is removed; within `acquire_removal_lock` it stays
-    for the next call.
-
-    Args:
-        root: the job's root.
-        clock: seconds since the epoch; the clock of the root's file system by default.
+    for the next call. The time is that of the root's file system, unless ``clock`` returns it.
     """
     names = list_uncached(Path(root) / PRIVATE_FOLDER / "leases", "[0-9]*.json")
     paths = [path for path in names if _parse_step(path) is not None]  # others are not leases
@@ -259,13 +243,8 @@ def prevent_removal(
 ) -> Iterator[Manifest]:
     """Prevent the removal of a step within the block, and yield its manifest.
 
-    The step is committed when the block begins.
-
-    Args:
-        root: the job's root.
-        step: a committed step.
-        shared: allow other leases and pins to be acquired meanwhile.
-        paths: as in `require_committed`.
+    The step is committed when the block begins. If ``shared``, other leases and pins can be
+    acquired meanwhile. ``paths`` are as in `require_committed`.
 
     Raises:
         CommitError: the step is not committed, or corrupted.

@@ -32,12 +32,7 @@ LOOK_S = 0.2
 
 @contextmanager
 def hold_run(root: str | Path, number: int) -> Iterator[None]:
-    """Show within the block that a process of a run lives.
-
-    Args:
-        root: the job's root.
-        number: number of the run.
-    """
+    """Show within the block that a process of a run lives."""
     with acquire_file_lock(_lock_path(root, number), shared=True) as lock:
         with suppress(OSError):  # for messages on nodes that do not see this process
             os.pwrite(lock.fd, f"{describe_this_process()}\n".encode(), 0)
@@ -47,11 +42,8 @@ def hold_run(root: str | Path, number: int) -> Iterator[None]:
 def find_living_run(root: str | Path, key: str) -> tuple[Run, str] | None:
     """Return the run that a process is still part of, and a description of the process.
 
-    Of the runs that processes have begun, the newest counts: earlier ones are superseded.
-
-    Args:
-        root: the job's root.
-        key: key of the caller's run, which is not looked for.
+    Of the runs that processes have begun, the newest counts: earlier ones are superseded. The
+    caller's run, which has ``key``, does not count.
 
     Raises:
         CommitError, FormatError: as `list_runs`.
@@ -66,12 +58,9 @@ def find_living_run(root: str | Path, key: str) -> tuple[Run, str] | None:
 
 
 def wait_for_living_run(root: str | Path, key: str, *, take_over: bool) -> None:
-    """Wait for an earlier run to end; return at once if it has ended or is to be superseded.
+    """Wait for an earlier run to end; with ``take_over``, only warn that it is superseded.
 
-    Args:
-        root: the job's root.
-        key: key of the caller's run.
-        take_over: do not wait for a run that is still running.
+    ``key`` is that of the caller's run.
 
     Raises:
         RootInUseError: the run has not ended in time.

@@ -77,9 +77,7 @@ class Manifest(Record, format=ROOT_FORMAT):
     def has_kind(self, kind: Kind, roles: Iterable[str] = ()) -> bool:
         """Return whether ``run`` has committed ``kind``, with files of all ``roles``.
 
-        Args:
-            kind: kind of the save.
-            roles: roles that must have files; each may be synced by itself.
+        Each role may be synced by itself.
         """
         of_run = kind in self.kinds and not (kind == "checkpoint" and self.checkpoint_run)
         return of_run and {*roles} <= {*self.roles}
@@ -105,11 +103,7 @@ class Manifest(Record, format=ROOT_FORMAT):
         return ""
 
     def merge(self, later: "Manifest") -> "Manifest":
-        """Return the manifest of this commit and a later one of the same step.
-
-        Args:
-            later: manifest of the later commit, e.g. of the checkpoint that follows a sync.
-        """
+        """Return the manifest of this and a later commit of the step, such as its checkpoint."""
         theirs = {record.path: record for record in later.files}
         names = {(each.name, each.rank) for each in later.callables}
         saves = {(each.kind, each.roles) for each in self.timings}
@@ -133,22 +127,12 @@ class Manifest(Record, format=ROOT_FORMAT):
 
 
 def write_manifest(root: str | Path, manifest: Manifest) -> None:
-    """Commit a step: write its manifest into its folder, atomically and durably.
-
-    Args:
-        root: the job's root.
-        manifest: manifest of the step.
-    """
+    """Commit a step: write its manifest into its folder, atomically and durably."""
     write_manifest_into(step_folder(root, manifest.step), manifest)
 
 
 def write_manifest_into(folder: Path, manifest: Manifest) -> None:
-    """Write a manifest into a folder that is to become a step's, atomically and durably.
-
-    Args:
-        folder: the folder.
-        manifest: manifest of the step.
-    """
+    """Write a manifest into a folder that is to become a step's, atomically and durably."""
     assert not manifest.parts, "files of other ranks would be lost"
     parts = write_parts(folder, manifest.run, manifest.step, manifest.files)
     files = () if parts else _by_path(manifest.files)
@@ -157,12 +141,7 @@ def write_manifest_into(folder: Path, manifest: Manifest) -> None:
 
 
 def finish_manifest(root: str | Path, step: int) -> None:
-    """Remove what a process left that died after it wrote the manifest of a step.
-
-    Args:
-        root: the job's root.
-        step: step number.
-    """
+    """Remove what a process left that died after it wrote the manifest of a step."""
     if manifest := read_manifest(root, step, ranks=()):
         _remove_other_parts(step_folder(root, step), manifest.parts)
 
@@ -186,11 +165,8 @@ def read_manifest(
 ) -> Manifest | None:
     """Return the manifest of a step, or None if the step is not committed.
 
-    Args:
-        root: the job's root.
-        step: step number.
-        ranks: ranks whose files are wanted; all by default. If the manifest has parts, ``files``
-            has at least theirs, and such a manifest is not to be written.
+    With ``ranks``, the ``files`` of a manifest with parts are at least those of these ranks, and
+    such a manifest is not to be written.
 
     Raises:
         ManifestError: the manifest is torn or was altered.
@@ -235,10 +211,7 @@ def _read(path: Path) -> bytes | None:
 def parse_manifest(content: bytes, path: Path | str, step: int) -> Manifest:
     """Return the manifest encoded in the bytes of a file, without the files in its parts.
 
-    Args:
-        content: all bytes of the file.
-        path: where the file was found, for messages.
-        step: step number of the folder that contains the file.
+    ``path`` is for messages; ``step`` is that of the folder which contains the file.
 
     Raises:
         ManifestError: the manifest is torn or was altered.
@@ -267,10 +240,6 @@ def read_run_number(root: str | Path, step: int) -> int:
     """Return the number of the run that committed a step.
 
     It is 0 if no run did, as for a checkpoint of another system.
-
-    Args:
-        root: the job's root.
-        step: step number.
     """
     try:
         manifest = read_manifest(root, step, ranks=())
@@ -290,13 +259,8 @@ def read_run_manifest(
 ) -> Manifest | None:
     """Return what a run has committed of a step.
 
-    It is None if the run has committed nothing, or the manifest cannot be read.
-
-    Args:
-        root: the job's root.
-        run: number of the run.
-        step: step number.
-        read: `read_manifest`, or what returns the same.
+    It is None if the run has committed nothing, or the manifest cannot be read. ``read`` returns
+    what `read_manifest` returns.
 
     Raises:
         FormatError: another release has committed the step for this run.
@@ -315,14 +279,12 @@ def read_run_manifest(
 def is_committed(
     root: str | Path, run: int, step: int, kind: Kind, roles: Iterable[str] = ()
 ) -> bool:
-    """Return whether a run has committed ``kind`` of a step; False if the manifest cannot be read.
+    """Return whether a run has committed ``kind`` of a step, with files of all ``roles``.
 
-    Args:
-        root: the job's root.
-        run: number of the run.
-        step: step number.
-        kind: kind of the save.
-        roles: roles that must have files.
+    It has not if the manifest cannot be read.
+
+    Raises:
+        FormatError: as `read_run_manifest`.
     """
     manifest = read_run_manifest(root, run, step, read=partial(read_manifest, ranks=()))
     return manifest is not None and manifest.has_kind(kind, roles)

@@ -38,11 +38,9 @@ _OWN = (MANIFEST, FULL_CHECKPOINT_MARK, CORRUPTION_MARK)
 def is_own_file(path: str) -> bool:
     """Return whether a file below a step's folder is part of no save: trinity_sync manages it.
 
-    The manifest, its parts and the marks are at the top of the folder; a file of that name further
-    down is a user's. Temporary files, and what NFS keeps of removed files, are anywhere.
-
-    Args:
-        path: path below the step's folder, with ``/``.
+    ``path`` is below that folder, with ``/``. The manifest, its parts and the marks are at the top
+    of the folder; a file of that name further down is a user's. Temporary files, and what NFS keeps
+    of removed files, are anywhere.
     """
     name = path.rpartition("/")[2]
     passing = name.endswith(TEMPORARY_SUFFIX) or name.startswith(REMOVED_PREFIX)
@@ -66,10 +64,9 @@ class FileRecord:
     where a state was submitted again, none for the files of a callable save."""
 
     def merge(self, later: "FileRecord | None") -> "FileRecord":
-        """Return the record after a later commit of the same path, with the images of both commits.
+        """Return the record after a later commit, whose record is None if it lacks the path.
 
-        Args:
-            later: the record of that commit; None if it does not contain the path.
+        It has the images of both commits if the content is the same, otherwise the later ones.
         """
         if later is None:
             return self
@@ -126,14 +123,7 @@ class _Part(Record, format=ROOT_FORMAT):
 def write_parts(
     folder: Path, run: int, step: int, files: Collection[FileRecord]
 ) -> tuple[ManifestPart, ...]:
-    """Write the parts of a manifest that is to be written next, durably; none if the files are few.
-
-    Args:
-        folder: the step's folder.
-        run: number of the run.
-        step: step number.
-        files: the files of the step.
-    """
+    """Write the parts of a manifest that is written next, durably; none if the files are few."""
     if len(files) <= PART_FILES:
         return ()
     ordered = sorted(files, key=lambda record: (record.rank, record.path))
@@ -159,12 +149,9 @@ def _write_part(folder: Path, run: int, step: int, files: Sequence[FileRecord]) 
 def read_parts(
     folder: Path, parts: Sequence[ManifestPart], ranks: Collection[int] | None
 ) -> list[FileRecord]:
-    """Return the files in the parts of a manifest.
+    """Return the files in the parts of a manifest; None stands for all ranks.
 
-    Args:
-        folder: the step's folder.
-        parts: the parts.
-        ranks: ranks whose files are wanted, and come with some of other ranks; None for all.
+    Files of other ranks that are in the same parts are among them.
 
     Raises:
         ValueError: a part is torn or was altered.
@@ -185,11 +172,7 @@ def read_parts(
 
 
 def remove_other_parts(folder: Path, parts: Sequence[ManifestPart]) -> None:
-    """Remove the parts that the manifest in a folder does not name any more.
-
-    Args:
-        folder: the step's folder.
-        parts: the parts that it names.
+    """Remove the parts in a step's folder that are not among ``parts``, which its manifest names.
 
     Raises:
         OSError: they cannot be removed, and take space until the step is removed.

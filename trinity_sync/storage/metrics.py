@@ -37,11 +37,9 @@ class _Recorded(Record, format=ROOT_FORMAT):
 class MetricsLog:
     """Writes the metrics of a process in a background thread.
 
-    Args:
-        root: the job's root.
-        find_run: returns the number of the run whose step metrics are of, see `find_run_of_step`.
-        has_begun: returns whether the process's run has begun. What was recorded before is recorded
-            again afterwards: it may be of a step that this run makes.
+    ``find_run`` returns the run whose step metrics are of, see `find_run_of_step`. What was
+    recorded before ``has_begun`` returns True, for the process's run, is recorded again afterwards:
+    it may be of a step that this run makes.
     """
 
     def __init__(
@@ -56,10 +54,6 @@ class MetricsLog:
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Submit metrics to be written; see `CheckpointCoordinator.record_metrics`.
-
-        Args:
-            step: step number.
-            metrics: values by name.
 
         Raises:
             ConfigError: as `check_metrics`.
@@ -102,10 +96,6 @@ def check_metrics(step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
 
     Infinities and NaN stay as they are: policies count NaN as the worst value.
 
-    Args:
-        step: step number, for messages.
-        metrics: values by name.
-
     Raises:
         ConfigError: a name cannot be used in a retention policy, or a value is not a number.
     """
@@ -126,10 +116,6 @@ def check_metrics(step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
 def find_run_of_step(root: str | Path, step: int) -> int:
     """Return the run that committed a step, otherwise the newest run, which would commit it.
 
-    Args:
-        root: the job's root.
-        step: step number.
-
     Raises:
         CommitError, FormatError: as `list_runs`.
     """
@@ -147,13 +133,6 @@ def write_metrics(
 ) -> None:
     """Add to the metrics of a step; replace those of an earlier run, keep those of a later run.
 
-    Args:
-        root: the job's root.
-        run: number of the run.
-        step: step number.
-        metrics: values by name.
-        limit_s: seconds to wait for the lock of the metrics.
-
     Raises:
         LockTimeoutError: other processes have held the lock for ``limit_s``.
         FormatError: another release has recorded metrics of the step, which stay.
@@ -170,11 +149,6 @@ def write_metrics(
 def read_metrics(root: str | Path, run: int, step: int) -> dict[str, float]:
     """Return the metrics that a run recorded for a step; none if the file is missing or torn.
 
-    Args:
-        root: the job's root.
-        run: number of the run.
-        step: step number.
-
     Raises:
         FormatError: another release has recorded them.
     """
@@ -185,14 +159,7 @@ def read_metrics(root: str | Path, run: int, step: int) -> dict[str, float]:
 def copy_metrics(
     root: str | Path, step: int, run: int, to: int, *, limit_s: float = WRITE_S
 ) -> None:
-    """Make the metrics that a run recorded for a step those of a later run.
-
-    Args:
-        root: the job's root.
-        step: step number.
-        run: number of the earlier run.
-        to: number of the later run.
-        limit_s: seconds to wait for the lock of the metrics.
+    """Make the metrics that a run recorded for a step those of the later run ``to``.
 
     Raises:
         LockTimeoutError, FormatError: as `write_metrics`.
@@ -207,12 +174,7 @@ def copy_metrics(
 
 
 def remove_metrics(root: str | Path, step: int) -> None:
-    """Remove the metrics of a removed step.
-
-    Args:
-        root: the job's root.
-        step: step number.
-    """
+    """Remove the metrics of a removed step."""
     _file(root, step).unlink(missing_ok=True)
 
 

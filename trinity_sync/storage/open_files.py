@@ -38,10 +38,6 @@ class OpenFiles:
 
     The files are closed at the end of the block, by `close`, or with the object. Lease the step
     until they are open.
-
-    Args:
-        root: the job's root.
-        manifest: manifest of the step.
     """
 
     def __init__(self, root: Path, manifest: Manifest) -> None:
@@ -51,11 +47,7 @@ class OpenFiles:
         self.close = weakref.finalize(self, _close, self._opened, os.getpid())
 
     def open(self, records: Iterable[FileRecord], *, unpickled: bool) -> None:
-        """Open files, and check their sizes and whether they may be unpickled.
-
-        Args:
-            records: records of the files in the manifest.
-            unpickled: whether anything in them is unpickled, so that they have to be this user's.
+        """Open files, check their sizes, and if they are ``unpickled`` that they are this user's.
 
         Raises:
             CommitError: a file cannot be read, has another size, or may be another user's.
@@ -79,9 +71,6 @@ class OpenFiles:
     def compare(self, records: Iterable[FileRecord]) -> None:
         """Compare open files with their digests.
 
-        Args:
-            records: records of the files in the manifest.
-
         Raises:
             CommitError: a file is corrupted, or cannot be read.
         """
@@ -94,19 +83,14 @@ class OpenFiles:
             require_digest(path, record, found)
 
     def get_path(self, path: str) -> Path:
-        """Return a path of an open file, which other processes cannot use.
-
-        Args:
-            path: path of the file below the step's folder.
-        """
+        """Return a path of the open file at ``path`` in the step; other processes cannot use it."""
         return Path(f"/proc/self/fd/{self._fds[path]}")
 
     def make_folder(self, name: str, names: Mapping[str, str]) -> Path:
         """Make a private folder of links to open files, which is removed when they are closed.
 
-        Args:
-            name: name of the folder, with folders above it.
-            names: path of a file below the step's folder, by its path below the new folder.
+        ``name`` may have folders above it. ``names`` has paths below the step's folder by paths
+        below the new folder.
         """
         _remove_leftovers()
         private = Path(tempfile.mkdtemp(prefix=_PREFIX)).resolve()

@@ -59,15 +59,7 @@ def persist(
 ) -> list[Written]:
     """Wait for the images of a component on this node, and write them durably.
 
-    Args:
-        shards: ranks whose images are on this node.
-        save: the save.
-        component: component to write.
-        options: how to write.
-        clock: monotonic seconds.
-
-    Returns:
-        The written files, and those that an earlier commit of the step contains already.
+    Return the written files, and those that an earlier commit of the step contains already.
 
     Raises:
         MissingShardsError: a rank did not submit its image within ``options.rank_timeout_s``.
@@ -229,12 +221,8 @@ def lower_thread_priority(nice: int) -> None:
 def make_attempt_path(final: Path, attempt: str, image: str) -> Path:
     """Return the path that an attempt to save an image writes to before the commit.
 
-    Each attempt has paths of its own, because two may be in flight at a time.
-
-    Args:
-        final: final path of the file.
-        attempt: random name of the attempt.
-        image: random name of the image.
+    Each attempt, which has a random name, has paths of its own, because two may be in flight at a
+    time.
     """
     return final.with_name(f".{final.name}.{attempt}.{image}{TEMPORARY_SUFFIX}")
 
@@ -254,10 +242,6 @@ def read_file_identity(path: Path) -> tuple[int, int]:
 
 def unpack_image(ticket: Ticket, image: memoryview) -> Iterator[tuple[str, memoryview]]:
     """Yield the files that an image becomes: path below the step's folder, and content.
-
-    Args:
-        ticket: ticket of the image.
-        image: bytes of the image.
 
     Raises:
         ImageError: it is the image of a folder and cannot be unpacked.

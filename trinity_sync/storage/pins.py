@@ -69,12 +69,6 @@ def pin(
 ) -> Pin:
     """Keep a committed step until it is unpinned.
 
-    Args:
-        root: the job's root.
-        step: a committed step.
-        reason: free text for other users.
-        clock: seconds since the epoch.
-
     Raises:
         CommitError: the step is not committed, or corrupted.
         FormatError: another release has pinned it.
@@ -91,10 +85,6 @@ def pin_ahead(
 
     Nothing can remove the step between its commit and the pin, as it could before `pin`. A step
     that is pinned already keeps its pin.
-
-    Args:
-        root, reason, clock: as in `pin`.
-        step: a step that need not be committed.
     """
     if not _pin_file(root, step).exists():
         _write_pin(_pin_file(root, step), _PinRecord(step, reason, clock()))
@@ -111,13 +101,8 @@ def tag(
 ) -> Pin:
     """Give a committed step a name, which keeps the step as a pin does.
 
-    Args:
-        root: the job's root.
-        step: a committed step.
-        name: letters, digits, ``_`` and ``-``, and not digits alone.
-        reason: free text for other users.
-        force: move the tag from another step.
-        clock: seconds since the epoch.
+    The name has letters, digits, ``_`` and ``-``, and not digits alone. ``force`` moves the tag
+    from another step.
 
     Raises:
         ConfigError: the name is not valid, or is the tag of another step.
@@ -142,11 +127,7 @@ def tag(
 
 
 def unpin(root: str | Path, which: int | str) -> bool:
-    """Remove a pin or tag durably; return whether there was one.
-
-    Args:
-        root: the job's root.
-        which: step number of the pin, or name of the tag.
+    """Remove the pin of a step number, or a tag by its name, durably; return whether there was one.
 
     Raises:
         ConfigError: the name of the tag is not valid.
@@ -163,9 +144,7 @@ def unpin(root: str | Path, which: int | str) -> bool:
 def list_pins(root: str | Path, *, skip_torn: bool = False) -> list[Pin]:
     """Return the pins and tags by step and name; a pin whose file is torn still counts.
 
-    Args:
-        root: the job's root.
-        skip_torn: leave out the tags whose step is unknown.
+    ``skip_torn`` leaves out the tags whose step is unknown.
 
     Raises:
         CommitError: the file of a tag is torn, so its step is unknown.
@@ -183,11 +162,7 @@ def list_pins(root: str | Path, *, skip_torn: bool = False) -> list[Pin]:
 
 
 def list_tags(root: str | Path, *, skip_torn: bool = False) -> dict[str, Pin]:
-    """Return the tags by name.
-
-    Args:
-        root: the job's root.
-        skip_torn: leave out the tags whose step is unknown.
+    """Return the tags by name; ``skip_torn`` leaves out those whose step is unknown.
 
     Raises:
         CommitError: as `list_pins`, unless torn tags are left out.
@@ -197,10 +172,6 @@ def list_tags(root: str | Path, *, skip_torn: bool = False) -> dict[str, Pin]:
 
 def read_tag(root: str | Path, name: str) -> Pin | None:
     """Return a tag, or None if there is none; other tags are not read.
-
-    Args:
-        root: the job's root.
-        name: name of the tag.
 
     Raises:
         ConfigError: the name is not valid.
@@ -213,10 +184,8 @@ def read_tag(root: str | Path, name: str) -> Pin | None:
 def resolve_step(root: str | Path, text: str) -> int:
     """Return the step that a user names; one named by its number need not be committed.
 
-    Args:
-        root: the job's root.
-        text: step number, tag, ``latest`` for the newest checkpoint that is valid, or ``latest~1``
-            for the one before it.
+    ``text`` is a step number, a tag, ``latest`` for the newest checkpoint that is valid, or
+    ``latest~1`` for the one before it.
 
     Raises:
         ConfigError: the text is none of these.

@@ -66,11 +66,7 @@ class _Placement(Record, format=ROOT_FORMAT, writer=TRAINER):
 
 
 def group_by_node(where: Sequence[tuple[str, str]]) -> tuple[NodeRanks, ...]:
-    """Return the nodes of ranks, the node of rank 0 first.
-
-    Args:
-        where: node and spool of each rank.
-    """
+    """Return the nodes of ranks, the node of rank 0 first, from the node and spool of each rank."""
     ranks: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank, place in enumerate(where):
         ranks[place].append(rank)
@@ -85,13 +81,6 @@ def write_placement(
     places: Sequence[NodeRanks],
 ) -> None:
     """Write the placement of a role for a run; if it is unchanged, only read it.
-
-    Args:
-        root: the job's root.
-        run: number of the run.
-        run_key: key of the run.
-        role: name of the role.
-        places: nodes and their ranks.
 
     Raises:
         OSError: the root cannot be written.
@@ -108,12 +97,6 @@ def write_placement(
 
 def read_placement(root: str | Path, run: int, run_key: str, role: str) -> list[NodeRanks] | None:
     """Return the placement of a role, rank 0's node first; None if the run has not written it.
-
-    Args:
-        root: the job's root.
-        run: number of the run.
-        run_key: key of the run.
-        role: name of the role.
 
     Raises:
         CommitError: the file is torn or was altered.
@@ -143,11 +126,6 @@ def await_node_shards(
     save: SaveId, *, rank_timeout_s: float, clock: Callable[[], float] = time.monotonic
 ) -> list[NodeShards]:
     """Return what each node holds of a save; the node of the first role's rank 0 comes first.
-
-    Args:
-        save: the save.
-        rank_timeout_s: seconds to wait for the placements of its roles.
-        clock: monotonic seconds.
 
     Raises:
         MissingShardsError: a role has not written its placement within ``rank_timeout_s``.

@@ -46,13 +46,7 @@ def fetching_folder(root: str | Path) -> Path:
 def clear_replaced_step(root: str | Path, step: int, *, keep: int = 0) -> Path | None:
     """Quarantine or remove the replaced step in `replacing_folder`. Call it under the commit lock.
 
-    Args:
-        root: the job's root.
-        step: step number.
-        keep: bytes of its files to keep for block reuse, if it is removed.
-
-    Returns:
-        Path of the step in quarantine; None if it was removed.
+    Return its path in quarantine; None if it was removed by `remove_folder`, which gets ``keep``.
 
     Raises:
         FormatError: another release has committed it; it stays.
@@ -80,11 +74,7 @@ def displaced_folder(root: str | Path, step: int) -> Path:
 
 
 def clear_displaced_step(root: str | Path, step: int, *, keep: int = 0) -> Path | None:
-    """Do as `clear_replaced_step` with the step in `displaced_folder`, if there is one.
-
-    Args:
-        root, step, keep: as there.
-    """
+    """Do as `clear_replaced_step` with the step in `displaced_folder`, if there is one."""
     moved, folder = displaced_folder(root, step), step_folder(replacing_folder(root), step)
     if not moved.exists() and not moved.is_symlink():
         return None
@@ -95,12 +85,7 @@ def clear_displaced_step(root: str | Path, step: int, *, keep: int = 0) -> Path 
 
 
 def make_quarantine_folder(root: Path, now: float) -> Path:
-    """Create a new quarantine folder and return its path.
-
-    Args:
-        root: the job's root.
-        now: seconds since the epoch, for its name.
-    """
+    """Create a new quarantine folder and return its path; ``now`` is in seconds since the epoch."""
     folder = _timed_folder(root, now)
     while folder.exists():
         folder = folder.with_name(folder.name + "_")
@@ -109,11 +94,7 @@ def make_quarantine_folder(root: Path, now: float) -> Path:
 
 
 def require_readable_step(root: Path, step: int) -> None:
-    """Require that this release can read the manifest of a step, if there is one.
-
-    Args:
-        root: folder that contains the step.
-        step: step number.
+    """Require that this release can read the manifest, if any, of a step in the folder ``root``.
 
     Raises:
         FormatError: another release has committed the step.

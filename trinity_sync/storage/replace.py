@@ -36,11 +36,6 @@ def is_redundant_sync(save: SaveId, earlier: Manifest, manifest: Manifest) -> bo
 
     The checkpoint then stays. This happens when a run begins with a sync of the step that it
     loaded.
-
-    Args:
-        save: the sync.
-        earlier: manifest of the checkpoint.
-        manifest: manifest of the sync.
     """
     if {*earlier.kinds} <= {*manifest.kinds}:
         return False
@@ -51,12 +46,7 @@ def is_redundant_sync(save: SaveId, earlier: Manifest, manifest: Manifest) -> bo
 
 
 def inherit_exports_and_metrics(save: SaveId, earlier: Manifest) -> None:
-    """Make the export requests and metrics of a checkpoint that stays those of a later run.
-
-    Args:
-        save: save of the later run.
-        earlier: manifest of the checkpoint.
-    """
+    """Make the export requests and metrics of a checkpoint that stays those of a later run."""
     inherit_export_requests(save.root, save.step, earlier.run, save.run)
     try:
         copy_metrics(save.root, save.step, earlier.run, save.run)
@@ -66,11 +56,6 @@ def inherit_exports_and_metrics(save: SaveId, earlier: Manifest) -> None:
 
 def refuse_loss(save: SaveId, earlier: Manifest, kinds: Collection[Kind]) -> None:
     """Refuse to replace a pinned step, or the newest of a kind, by a step of fewer kinds.
-
-    Args:
-        save: the save.
-        earlier: manifest of the step to be replaced.
-        kinds: kinds that the save serves as.
 
     Raises:
         SaveError: the step is the newest of a kind that the save does not serve as, or it is pinned
@@ -103,17 +88,10 @@ def replace_step(
     *,
     recycle: bool,
 ) -> None:
-    """Replace an earlier run's commit of the step by one exchange of folders.
+    """Replace an earlier run's commit of the step by an exchange of folders, under the commit lock.
 
     Files that the earlier manifest does not list, e.g. of a dataloader, move to the new folder.
-
-    Args:
-        save: the save.
-        written: its files.
-        manifest: manifest of the save.
-        earlier: manifest of the step to be replaced.
-        lock: the commit lock of the root.
-        recycle: keep the files of the replaced step for block reuse.
+    ``recycle`` keeps the files of the replaced step for block reuse.
     """
     fresh = step_folder(replacing_folder(save.root), save.step)
     if fresh.exists() or fresh.is_symlink():  # an earlier attempt died
@@ -160,10 +138,6 @@ def swap_folders(fresh: Path, current: Path) -> None:
     """Swap the names of two folders, atomically if the file system supports it.
 
     Otherwise ``current`` does not exist for a moment.
-
-    Args:
-        fresh: the new folder.
-        current: the folder to be replaced.
     """
     if exchange_names(fresh, current):
         return
@@ -176,9 +150,7 @@ def swap_folders(fresh: Path, current: Path) -> None:
 def sync_folders(folder: Path, names: Iterable[str]) -> None:
     """Sync all folders from a step's parent down to its files, so that a power cut loses no name.
 
-    Args:
-        folder: the step's folder.
-        names: paths of the files below it.
+    ``names`` are the paths of the files below the step's folder.
     """
     below = {name.rpartition("/")[0] for name in names}
     above = {parent for name in below for parent in (Path(name), *Path(name).parents)}
@@ -188,11 +160,6 @@ def sync_folders(folder: Path, names: Iterable[str]) -> None:
 
 def require_named_files(save: SaveId, folder: Path, manifest: Manifest) -> None:
     """Require that a manifest names files that are in the folder, and none of trinity_sync's own.
-
-    Args:
-        save: the save, for messages.
-        folder: the folder into which the manifest is to be written.
-        manifest: the manifest.
 
     Raises:
         SaveError: a file is missing, has another size, or belongs to trinity_sync.
@@ -216,12 +183,7 @@ def require_named_files(save: SaveId, folder: Path, manifest: Manifest) -> None:
 
 
 def make_missing_file_error(file: Written, final: str) -> SaveError:
-    """Return the error for a written file that is missing; it names the node that wrote it.
-
-    Args:
-        file: the written file.
-        final: final path of the file.
-    """
+    """Return the error for a written file that is missing; it names the node that wrote it."""
     where = f"which node {file.node} wrote, " if file.node else ""
     return SaveError(
         f"{final}, {where}is missing on the node of the commit. If each node has its own disk at "

@@ -36,13 +36,7 @@ def read_required_remote(root: str | Path) -> str:
 
 
 def record_replicated(root: str | Path, url: str, manifest: Manifest) -> None:
-    """Record that the remote has a step.
-
-    Args:
-        root: the job's root.
-        url: URL of the job's folder in the remote.
-        manifest: manifest of the step.
-    """
+    """Record that the remote at ``url`` has a step."""
     path = _record_path(root, manifest.step)
     make_folder(path.parent)
     replace_file(path, encode_record(_Stored(url, manifest.run, manifest.kinds)))
@@ -50,10 +44,6 @@ def record_replicated(root: str | Path, url: str, manifest: Manifest) -> None:
 
 def is_replicated(root: str | Path, manifest: Manifest) -> bool:
     """Return whether the required remote has a step; True for a sync, or if no remote is required.
-
-    Args:
-        root: the job's root.
-        manifest: manifest of the step.
 
     Raises:
         FormatError: another release has written the URL or the record of the step.
@@ -70,12 +60,7 @@ def is_replicated(root: str | Path, manifest: Manifest) -> bool:
 
 
 def needs_replication(root: str | Path, manifest: Manifest) -> bool:
-    """Return whether the required remote lacks a checkpoint that is not superseded.
-
-    Args:
-        root: the job's root.
-        manifest: manifest of the step.
-    """
+    """Return whether the required remote lacks a checkpoint that is not superseded."""
     if is_replicated(root, manifest):
         return False
     return find_superseding_run(list_runs(root), manifest.run, manifest.step) is None

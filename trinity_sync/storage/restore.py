@@ -60,17 +60,14 @@ def load_shards(
     Files of this user are unpickled as veRL and ``torch.load(weights_only=False)`` do it; files of
     others may contain nothing but tensors and plain values, see ``snapshot.safe_load``.
 
-    Args:
-        root: the job's root.
-        step: a committed step.
-        paths: paths below the step's folder, as in its manifest:
-            ``actor/model_world_size_1_rank_0.pt``.
-        spool: spool of the job on this node; without it, files are read from disk.
-        borrow: paths whose states the caller only copies from. Their tensors may be views of the
-            slot, which costs no memory; they are valid until this generator is closed, and the slot
-            is locked until then. Close it before the next save.
-        manifest: manifest of the step, if it was checked, by this rank or another one. Then no file
-            but those of ``paths`` is looked at.
+    ``paths`` are below the step's folder, as in its manifest:
+    ``actor/model_world_size_1_rank_0.pt``. Without the ``spool`` of the job on this node, files are
+    read from disk. If this rank or another one has checked the ``manifest``, pass it: then no file
+    but those of ``paths`` is looked at.
+
+    The caller only copies from the states of ``borrow``, some of the paths. Their tensors may be
+    views of the slot, which costs no memory; they are valid until this generator is closed, and the
+    slot is locked until then. Close it before the next save.
 
     Raises:
         CommitError: the step is not committed, a file is not part of it or corrupted, or a file
@@ -103,13 +100,19 @@ def load_states(
     Args:
         root: the job's root.
         step: a committed step.
-        role: name of the role.
-        rank: number of the rank.
-        world_size: number of ranks.
-        spool, manifest: as in `load_shards`.
+        role: name of the role, e.g. ``actor``.
+        rank: number of the rank that submitted the states.
+        world_size: number of ranks that saved the role.
+        spool: spool of the job on this node, from which files are read if it still has them; None
+            reads them from disk.
+        manifest: manifest of the step, if it was checked; None reads it, and checks the sizes of
+            all files of the step.
 
     Raises:
-        CommitError: as `load_shards`; or the role has no shards of this rank and world size.
+        CommitError: the step is not committed, a file is not part of it or corrupted, a file that
+            may be another user's contains more than tensors and plain values, or the role has no
+            shards of this rank and world size.
+        FormatError: another release has committed the step.
     """
     manifest = manifest or require_committed(root, step)
     shards_of_role = [r for r in manifest.files if r.role == role and r.is_shard]
@@ -142,12 +145,6 @@ def load_bytes(
     """Return the bytes of one file of a committed step, compared with its digest.
 
     Other files of the step are not looked at.
-
-    Args:
-        root: the job's root.
-        step: a committed step.
-        path: path below the step's folder, as in its manifest.
-        manifest: as in `load_shards`.
 
     Raises:
         CommitError: as `load_shards`.
@@ -225,12 +222,7 @@ def _read_from_disk(path: Path, record: FileRecord) -> Read:
 
 
 def make_read_error(path: Path, error: OSError) -> CommitError:
-    """Return the error of a file of a step that cannot be read.
-
-    Args:
-        path: path of the file.
-        error: what the system says.
-    """
+    """Return the error of a file of a step that cannot be read."""
     return CommitError(
         f"{path} cannot be read: {error.strerror}. Repair that, or load another step "
         "(trinity-sync ls lists them)."
@@ -239,11 +231,6 @@ def make_read_error(path: Path, error: OSError) -> CommitError:
 
 def require_size(path: Path, record: FileRecord, nbytes: int) -> None:
     """Require that a file has the size of its record: no digest tells of bytes beyond the end.
-
-    Args:
-        path: path of the file, for the message.
-        record: record of the file.
-        nbytes: size in bytes that was found.
 
     Raises:
         CommitError: the sizes differ.
@@ -257,11 +244,6 @@ def require_size(path: Path, record: FileRecord, nbytes: int) -> None:
 
 def require_digest(path: Path, record: FileRecord, found: str) -> None:
     """Require that a file has the digest of its record.
-
-    Args:
-        path: path of the file, for the message.
-        record: record of the file.
-        found: digest that was computed.
 
     Raises:
         CommitError: the digests differ.

@@ -1,10 +1,5 @@
 """Rewind: make an earlier committed step the newest step again; nothing is deleted.
 
-::
-
-    root/.trinity_sync/quarantine/20260102T030405Z/
-      global_step_50/                   unchanged; rename it back to undo
-
 Steps that are newer than the target (a later number, or any step of a later run) are quarantined,
 under the commit lock and the removal lock, in an order that keeps the root valid after a crash:
 
@@ -15,9 +10,8 @@ under the commit lock and the removal lock, in an order that keeps the root vali
 3. Rename the newest step, sync both folders; then the next step. After a crash here, ``latest`` is
    the newest of the steps that are left. After the last rename it is the target.
 
-So a resume finds a valid step at every instant, and the same call finishes an interrupted rewind:
-it finds its own run record, and quarantines the steps that are left. Steps stay in quarantine until
-a policy removes them (``keep_quarantine`` of the job) or a user does.
+The same call finishes an interrupted rewind: it finds its own run record, and quarantines the steps
+that are left.
 """
 
 import time
@@ -47,17 +41,12 @@ class RewindResult:
     run: int
     """Number of the run record that resumes from the step."""
     quarantined: tuple[int, ...]
-    """Steps that were quarantined."""
     folder: Path | None
     """Folder that contains them; None if there were none."""
 
 
 def list_newer_steps(root: str | Path, step: int) -> list[int]:
     """Return the steps that a rewind quarantines, in that order: the newest first.
-
-    Args:
-        root: the job's root.
-        step: target of the rewind.
 
     Raises:
         CommitError: the target is not committed, or corrupted.
@@ -82,13 +71,8 @@ def rewind(
     """Make ``step`` the newest step; wait for a commit in flight.
 
     Stop the training first: if it still runs, its saves beyond the step are refused
-    (`SupersededError`).
-
-    Args:
-        root: the job's root.
-        step: a committed step.
-        force: also quarantine pinned and tagged steps, and remove their pins and tags.
-        clock: seconds since the epoch.
+    (`SupersededError`). ``force`` also quarantines pinned and tagged steps, and removes their pins
+    and tags.
 
     Raises:
         ConfigError: the root requires a remote, in which nothing can be quarantined.

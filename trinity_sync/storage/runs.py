@@ -36,14 +36,7 @@ class Run(Record, format=ROOT_FORMAT):
 
 
 def open_run(root: str | Path, key: str, resumed_from: int, resumed_run: int = 0) -> Run:
-    """Return the newest run if it has this key, otherwise begin the next run.
-
-    Args:
-        root: the job's root.
-        key: key of the run.
-        resumed_from: step that the run starts from; 0 for a fresh start.
-        resumed_run: run whose commit of that step a rewind goes back to; 0 for other runs.
-    """
+    """Return the newest run if it has this key, otherwise begin the next run; see `Run`."""
     return join_run(root, key, resumed_from, resumed_run)[0]
 
 
@@ -57,9 +50,7 @@ def join_run(
 ) -> tuple[Run, Run | None]:
     """Do as `open_run`; return also the run before, if this call has begun the next one.
 
-    Args:
-        root, key, resumed_from, resumed_run: as in `open_run`.
-        before_begin: called with the number of the next run before each attempt to begin it.
+    ``before_begin`` is called with the number of the next run before each attempt to begin it.
     """
     folder = _folder(root)
     make_folder(folder)
@@ -77,11 +68,6 @@ def record_resume(root: str | Path, run: Run, step: int) -> Run:
     """Record the step that a run resumes from, if a process that loads nothing opened the run.
 
     Otherwise the run would count as a fresh start, and all earlier steps as superseded.
-
-    Args:
-        root: the job's root.
-        run: the run.
-        step: step that it resumes from.
     """
     resumed = replace(run, resumed_from=step)
     replace_file(_folder(root) / f"{run.number}.json", encode_record(resumed))
@@ -89,11 +75,7 @@ def record_resume(root: str | Path, run: Run, step: int) -> Run:
 
 
 def list_runs(root: str | Path, *, after: int = -1) -> list[Run]:
-    """Return the runs of the job, unordered.
-
-    Args:
-        root: the job's root.
-        after: only runs with a higher number.
+    """Return the runs of the job with a number above ``after``, unordered.
 
     Raises:
         CommitError: the file of a run is torn.
@@ -107,12 +89,7 @@ def list_runs(root: str | Path, *, after: int = -1) -> list[Run]:
 
 
 def add_run(root: str | Path, run: Run) -> None:
-    """Record a run of another root, so that runs here get later numbers.
-
-    Args:
-        root: the job's root.
-        run: the run.
-    """
+    """Record a run of another root, so that runs here get later numbers."""
     newest = find_newest_run(root)
     if newest is None or newest.number < run.number:
         make_folder(_folder(root))
@@ -126,12 +103,7 @@ def find_newest_run(root: str | Path) -> Run | None:
 
 
 def read_fresh_start_time(root: str | Path, number: int) -> float | None:
-    """Return when a run began, in seconds since the epoch, if it began at step 0; otherwise None.
-
-    Args:
-        root: the job's root.
-        number: number of the run.
-    """
+    """Return when a run began, in seconds since the epoch; None unless it began at step 0."""
     path = _folder(root) / f"{number}.json"
     if not path.exists():
         return None
@@ -142,11 +114,7 @@ def read_fresh_start_time(root: str | Path, number: int) -> float | None:
 def run_began_after(root: str | Path, number: int, path: Path, *, behind_s: float = 0.0) -> bool:
     """Return whether a run began after a file was written, by the clock of the root's file system.
 
-    Args:
-        root: the job's root.
-        number: number of the run.
-        path: path of the file.
-        behind_s: seconds by which the clock of the file's mtime is behind.
+    The clock of the file's mtime is ``behind_s`` behind that.
     """
     try:
         written_at = path.stat().st_mtime + behind_s
@@ -167,12 +135,7 @@ class Lineage:
 
 
 def build_lineage(runs: Iterable[Run], run_of_step: Callable[[int], int]) -> Lineage:
-    """Return the `Lineage` of a job.
-
-    Args:
-        runs: all recorded runs.
-        run_of_step: returns the run that committed a step; 0 if there is none.
-    """
+    """Return the `Lineage` of a job; ``run_of_step`` returns 0 for a step that no run committed."""
     by_number = {run.number: run for run in runs}
     found, number = set[int](), max(by_number, default=0)
     while number > 0:
@@ -188,11 +151,7 @@ def build_lineage(runs: Iterable[Run], run_of_step: Callable[[int], int]) -> Lin
 def refuse_superseded(root: str | Path, run: int, run_key: str, step: int) -> None:
     """Refuse to commit a step that a later run has superseded.
 
-    Args:
-        root: the job's root.
-        run: number of the run that commits.
-        run_key: key of that run; empty if only the number is known.
-        step: step number.
+    ``run_key`` is empty if only the number of the run is known.
 
     Raises:
         SupersededError: a later run resumed from before ``step``, or the root was recreated.
@@ -209,14 +168,7 @@ def refuse_superseded(root: str | Path, run: int, run_key: str, step: int) -> No
 
 
 def explain_superseded(root: str | Path, run: int, step: int, later: Run) -> SupersededError:
-    """Return the error of a step that a later run has superseded.
-
-    Args:
-        root: the job's root.
-        run: number of the run that saves the step.
-        step: step number.
-        later: as `find_superseding_run` returns it.
-    """
+    """Return the error of a step that a later run has superseded."""
     return SupersededError(
         f"step {step} of run {run} in {root} is superseded: run {later.number} resumed from "
         f"step {later.resumed_from}. If that was a mistake, end that run and start this one "
@@ -248,13 +200,7 @@ def refuse_other_job(save: SaveId) -> None:
 
 
 def find_superseding_run(runs: Iterable[Run], run: int, step: int) -> Run | None:
-    """Return the later run that superseded a step, or None.
-
-    Args:
-        runs: all runs of the job.
-        run: number of the run that committed or submitted the step.
-        step: step number.
-    """
+    """Return the later run that superseded the step of a run, or None."""
     counting: list[Run] = []
     for later in sorted(runs, key=lambda each: each.number, reverse=True):
         annulled = any(0 < each.resumed_run < later.number for each in counting)

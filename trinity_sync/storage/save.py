@@ -27,7 +27,6 @@ class Written:
     seconds: float
     export: Export = ""
     node: str = ""
-    """Name of the node that wrote it."""
     sealed_s: float = 0.0
     """Time at which its submission was sealed, in seconds of the node's monotonic clock; 0 for a
     file of another save of the step."""
@@ -63,13 +62,7 @@ def remove_files(paths: Iterable[Path]) -> None:
 
 
 def mark_failed(spool: JobSpool, save: SaveId, reason: str) -> None:
-    """Mark the images of a save as failed, so that they are evicted first; drop its request.
-
-    Args:
-        spool: spool of the job on this node.
-        save: the failed save.
-        reason: why it failed, for logs.
-    """
+    """Mark the images of a save as failed, so that they are evicted first; drop its request."""
     remove_request(spool, save.run, save.step, save.kind)
     for sealed in spool.read_step(save.run, save.step)[0]:
         if save.owns(sealed.ticket):
@@ -78,10 +71,6 @@ def mark_failed(spool: JobSpool, save: SaveId, reason: str) -> None:
 
 def mark_image_failed(sealed: SealedImage, reason: str) -> None:
     """Record why an image is not saved, unless its slot holds another image by now.
-
-    Args:
-        sealed: the image.
-        reason: why it is not saved, for logs.
 
     Raises:
         LockTimeoutError: the trainer that fills the slot hangs.

@@ -38,10 +38,6 @@ class LoggedSave:
 def append_save(root: str | Path, manifest: Manifest) -> None:
     """Log the newest save of a manifest. Call it under the commit lock.
 
-    Args:
-        root: the job's root.
-        manifest: manifest of the save, right after its commit.
-
     Raises:
         OSError: the log cannot be written.
     """
@@ -63,11 +59,7 @@ def append_save(root: str | Path, manifest: Manifest) -> None:
 
 
 def read_saves(root: str | Path) -> Sequence[LoggedSave]:
-    """Return the logged saves, oldest first, each once; lines that are torn are skipped.
-
-    Args:
-        root: the job's root.
-    """
+    """Return the logged saves, oldest first, each once; lines that are torn are skipped."""
     try:
         lines = _path(root).read_bytes().splitlines()
     except FileNotFoundError:
@@ -87,8 +79,7 @@ def read_saves(root: str | Path) -> Sequence[LoggedSave]:
 def refuse_removed(save: SaveId) -> None:
     """Refuse to wait for the images of a save that was committed and whose step is gone.
 
-    Args:
-        save: the save, of which neither images nor a manifest are left.
+    Call it if neither images nor a manifest of the save are left.
 
     Raises:
         SaveError: the log has it.

@@ -73,11 +73,7 @@ class SaveTiming:
 
 
 def find_stalls(written: "Iterable[Written]") -> tuple[Stall, ...]:
-    """Return the longest stall of each role, sorted by role.
-
-    Args:
-        written: the files of a save.
-    """
+    """Return the longest stall of each role, sorted by role."""
     longest: dict[str, Stall] = {}
     for file in written:
         if not file.submitted_at:  # of another save of the step
@@ -90,11 +86,7 @@ def find_stalls(written: "Iterable[Written]") -> tuple[Stall, ...]:
 
 
 def find_submission(written: "Iterable[Written]") -> float:
-    """Return when the last rank submitted its images, in seconds since the epoch; 0 for none.
-
-    Args:
-        written: the files of a save.
-    """
+    """Return when the last rank submitted its images, in seconds since the epoch; 0 for none."""
     return max((file.submitted_at for file in written), default=0.0)
 
 
@@ -107,12 +99,8 @@ def measure_save(
 ) -> SaveTiming:
     """Return how long a save took. All times are seconds since the epoch.
 
-    Args:
-        save: the save.
-        written: its files.
-        started_at: when its flow run started; 0 if it has none, and the phases are unknown.
-        persisted_at: when all files were durable, likewise.
-        committed_at: when the manifest is written.
+    ``started_at`` is when its flow run started, ``persisted_at`` when all files were durable; 0 if
+    that is unknown. ``committed_at`` is when the manifest is written.
     """
     submitted_at = find_submission(written)
     own = [file for file in written if file.submitted_at]

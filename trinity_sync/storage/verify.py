@@ -1,8 +1,5 @@
 """Verification: read committed files again and compare them with their manifests.
 
-Disks lose bytes silently. A corruption that is found at a restore costs the step; found while newer
-steps are written, it leaves time to use another step or to fetch a copy.
-
 Reading takes no lock but a lease. The result is recorded under the commit lock: a corrupted step
 gets a mark (``corruption``), and the latest pointers move back to the newest step that can be
 loaded. A crash between the two leaves a pointer at a marked step, which nothing loads, and which
@@ -92,16 +89,11 @@ def choose_files(
     sample: int | float = 0,
     seed: int = 0,
 ) -> list[ChosenFile]:
-    """Return the files to read.
+    """Return the files to read: of ``step``, of the ``newest`` steps, and a ``sample`` of all.
 
-    Args:
-        root: the job's root.
-        step: all files of this step.
-        newest: all files of this number of newest steps.
-        sample: about this number of bytes of all steps, or share of them if it is a float, and at
-            least one file. All files lie on a circle in a fixed order, and each seed selects the
-            next arc of it: with the day's number as seed, every file is selected in turn.
-        seed: number of the arc.
+    The sample has about this number of bytes, or share of them if it is a float, and at least one
+    file. All files lie on a circle in a fixed order, and each seed selects the next arc of it: with
+    the day's number as seed, every file is selected in turn.
 
     Raises:
         CommitError: ``step`` is not committed.
@@ -124,12 +116,7 @@ def choose_files(
 
 
 def split_evenly(files: Sequence[ChosenFile], number: int) -> list[list[ChosenFile]]:
-    """Return the files in lists of about the same total size, without empty lists.
-
-    Args:
-        files: files to read.
-        number: number of lists.
-    """
+    """Return the files in lists of about the same total size, without empty lists."""
     lists: list[list[ChosenFile]] = [[] for _ in range(number)]
     sizes = [0] * number
     for file in sorted(files, key=lambda file: -file.record.nbytes):
@@ -148,11 +135,7 @@ def check_files(
 ) -> list[CheckedFile]:
     """Read files, past the page cache, and compare them with their manifests.
 
-    Args:
-        files: files to read.
-        nice: niceness of the reading thread, as in nice(1).
-        clock: monotonic seconds.
-        on_progress: called with bytes read and the total.
+    ``nice`` is the niceness of the reading thread, as in nice(1).
 
     Raises:
         ConfigError: the root is missing, or this process may not read it, which says nothing about
@@ -181,10 +164,6 @@ def judge_steps(
     checked: Sequence[CheckedFile], *, clock: Callable[[], float] = time.time
 ) -> list[VerifiedStep]:
     """Mark corrupted steps, remove the marks of valid ones, and repair the latest pointers.
-
-    Args:
-        checked: files that were read.
-        clock: seconds since the epoch, for the marks.
 
     Raises:
         OSError: the root cannot be written, so no step can be marked.

@@ -44,10 +44,6 @@ def load_newest(
 
     Files are unpickled as a restart would do it, see ``snapshot.safe_load``.
 
-    Args:
-        root: the job's root.
-        clock: monotonic seconds.
-
     Raises:
         CommitError: the checkpoint cannot be loaded or is empty, or no checkpoint is valid.
     """

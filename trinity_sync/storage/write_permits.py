@@ -29,10 +29,6 @@ def acquire_write_permit(spool: JobSpool, ticket: Ticket) -> Iterator[None]:
     """Hold the write permit of an image within the block; wait for it without a limit.
 
     A warning names the process that holds it from time to time.
-
-    Args:
-        spool: spool of the job on this node.
-        ticket: ticket of the image.
     """
     path = write_permit_path(spool, ticket)
     if path is None:
@@ -43,12 +39,7 @@ def acquire_write_permit(spool: JobSpool, ticket: Ticket) -> Iterator[None]:
 
 
 def write_permit_path(spool: JobSpool, ticket: Ticket) -> Path | None:
-    """Return the path of the lock file of an image's write permit; None if it needs no permit.
-
-    Args:
-        spool: spool of the job on this node.
-        ticket: ticket of the image.
-    """
+    """Return the path of the lock file of an image's write permit; None if it needs no permit."""
     name = "writing.lock"
     match ticket.write_concurrency:
         case "one":
