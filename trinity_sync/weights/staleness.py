@@ -74,12 +74,7 @@ def explorer_needs_sync(
 
 
 def version_lag(newest: int, served: int) -> int:
-    """Return the number of steps by which a version is behind the newest, at least 0.
-
-    Args:
-        newest: step of the newest version.
-        served: step of the version in use; it may be ahead after a rewind.
-    """
+    """Return the steps by which ``served`` is behind; 0 if it is ahead, as after a rewind."""
     return max(0, newest - served)
 
 
