@@ -52,7 +52,7 @@ def encode_delta(
     spans: Spans = (),
     map_pieces: MapPieces = map,
 ) -> Array:
-    """Return the delta, ``uint8``, from one image to another, ``uint8`` of shape ``[nbytes]`` each.
+    """Return the delta, in bytes, from one image to another, both ``uint8`` of shape ``[nbytes]``.
 
     ``base`` and ``version`` are the names of the two, which `apply_delta` compares. ``float32``
     elements in ``spans`` are compared and sent rounded. If an image is overwritten meanwhile, the

@@ -23,7 +23,7 @@ async def form_group(
     group: str,
     timeout_s: float,
 ) -> None:
-    """Make trainer and explorers join one process group; ``timeout_s`` is for each answer.
+    """Make trainer and explorers join one process group; each answer may take ``timeout_s``.
 
     The trainer has rank 0, and the first of an explorer's ``workers`` rank 1. Several explorers get
     the rank of their first worker as ``rank_offset``, in the order of their names.
@@ -65,7 +65,7 @@ async def send_group_address(
     """Send explorers the address of the trainer's group, for a trainer that joins by itself.
 
     Address and port are those of rank 0. ``meta``, unless None, has name, dtype and shape of each
-    tensor. ``timeout_s`` is for each answer.
+    tensor. Each answer may take ``timeout_s``.
 
     Raises:
         WeightSyncError: an explorer failed, died or did not answer in time.
@@ -93,7 +93,7 @@ async def send_group_address(
 async def leave_group(trainer: Any, explorers: Mapping[str, Any], *, timeout_s: float) -> None:
     """Make all members leave, explorers first, so no broadcast is in flight. Never raises.
 
-    An actor that was not found is None. ``timeout_s`` is for each answer.
+    An actor that was not found is None. Each answer may take ``timeout_s``.
     """
     await asyncio.gather(*(_leave(name, each, timeout_s) for name, each in explorers.items()))
     await _leave("trainer", trainer, timeout_s)

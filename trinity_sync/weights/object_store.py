@@ -88,7 +88,7 @@ class ObjectRefs:
 def fetch_images(
     synchronizer: Any, version: Version, ranks: Sequence[int], timeout_s: float
 ) -> list[ImageCopy]:
-    """Transfer images of a version to the object store of this node; return them as in ``ranks``.
+    """Transfer images of a version to the object store of this node, in the order of ``ranks``.
 
     Raises:
         VersionUnavailableError: an image was overwritten, its node is dead, the version is no

@@ -122,7 +122,7 @@ class SyncBarrier:
         return rendezvous
 
     def withdraw(self, rendezvous: Rendezvous, explorer: str | None) -> None:
-        """Stop waiting, as an explorer or the trainer (None); without the latter it is over."""
+        """Stop waiting; without the trainer (``explorer`` is None) the rendezvous is over."""
         if rendezvous.over:
             return
         if explorer is None:

@@ -133,7 +133,7 @@ class VersionOpener:
 
     Leases have the reader's name. ``verify`` compares digests of a checkpoint's files, not their
     sizes alone. ``node`` is the Ray node id (hex) of this process; None if all images are on its
-    node.
+    node. Floating-point tensors are rounded to ``dtype``, unless that is None.
     """
 
     def __init__(

@@ -32,8 +32,8 @@ class WeightGroup:
     call raises, and all members have to join a new one.
 
     ``store`` is None for a group of torch's. A broadcast and the roll call after its failure take
-    at most ``timeout_s``. An ``owned`` backend is aborted when the group breaks or is closed; for a
-    ``watched`` one, which does not notice failed members, the store is polled while waiting.
+    at most ``timeout_s``. An ``owned`` backend is aborted when the group breaks or is closed. A
+    ``watched`` backend does not notice failed members, so the store is polled while waiting.
     """
 
     def __init__(

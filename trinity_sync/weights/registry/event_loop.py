@@ -47,7 +47,6 @@ class AsyncVersionRegistry:
         """(run, step) -> images by rank, of versions that are incomplete."""
         self.versions, self.barrier = VersionRegistry(), SyncBarrier()
         self.identity = read_identity(root)
-        """Identity of the job whose versions these are."""
         self._restore()
         runs = self._runs()
         self.versions.add_runs(runs)

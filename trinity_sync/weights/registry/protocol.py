@@ -22,9 +22,9 @@ class Registry(Protocol):
     ) -> Version | None:
         """Wait for a newer version that can be read; return None at the time-out.
 
-        It is newer than step ``than`` of ``run``, if that is known. A version of another job than
-        ``identity``, if that is not empty, is in the root now, and newer. A ``timeout_s`` of None
-        waits without limit.
+        ``run`` of the job ``identity`` made step ``than``; None and an empty identity are unknown.
+        A version of another job, which is in the root now, is newer. A ``timeout_s`` of None waits
+        without limit.
         """
 
     def set_serving(self, reader: str, step: int, run: int) -> None:
@@ -35,7 +35,7 @@ class Registry(Protocol):
     ) -> Sequence[ImageCopy]:
         """Fetch images that are on other nodes, of the newest version in memory.
 
-        ``timeout_s`` is for all of them, in the order of ``ranks``.
+        They are in the order of ``ranks``; ``timeout_s`` is for all of them.
 
         Raises:
             VersionUnavailableError: an image cannot be fetched.

@@ -125,8 +125,8 @@ class VersionRegistry:
 
         Without ``run``, a step beyond the newest version counts as older if the newest run made
         that version: the newest run has not reached the step, so an earlier, superseded run made
-        it. The same step of a later run is newer only if ``run`` is given. A version of another job
-        than ``identity``, if that is not empty, is in the root now, and newer whatever its step.
+        it. The same step of a later run is newer only if ``run`` is given. A version of another
+        job, which is in the root now, is newer whatever its step; an empty ``identity`` is unknown.
         """
         newest = self.newest(readable=readable)
         if newest is None:
