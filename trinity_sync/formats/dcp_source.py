@@ -52,9 +52,6 @@ _INDEX_CLASSES = {
 class DcpReader(FileSystemReader):
     """A DCP checkpoint in a folder.
 
-    Args:
-        folder: folder of the checkpoint.
-
     Raises:
         ConfigError: the folder is not a DCP checkpoint, or its index cannot be trusted.
     """
@@ -73,11 +70,7 @@ class DcpReader(FileSystemReader):
         return list(dict.fromkeys(str(path[0]) for path in self.paths.values()))[:8]
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the index, without trust.
-
-        Args:
-            args, kwargs: ignored; DCP passes them.
-        """
+        """Read the index, without trust; the arguments, which DCP passes, are ignored."""
         path = self.folder / ".metadata"
         try:
             metadata = parse_index(path.read_bytes(), path)
@@ -105,9 +98,7 @@ class DcpReader(FileSystemReader):
     def select_entries(self, key: str, *, without: str = "") -> Paths:
         """Return the entries below a key of the saved state.
 
-        Args:
-            key: key at the top of the state; empty for all entries.
-            without: if ``key`` is empty, leave out the entries below this key.
+        An empty ``key`` selects all entries but those below the key ``without``.
         """
         if not key:
             return {name: path for name, path in self.paths.items() if path[0] != without}
@@ -119,7 +110,7 @@ class DcpReader(FileSystemReader):
         """Require that entries have the form of an optimizer's state dict.
 
         Raises:
-            ConfigError: they have another form.
+            ConfigError: they do not.
         """
         for path in paths.values():
             if len(path) != 3 or path[0] not in ("state", "param_groups"):
@@ -138,15 +129,10 @@ class DcpReader(FileSystemReader):
         whole: Sequence[str],
         component: str,
     ) -> dict[str, Any]:
-        """Return a rank's state of a component, as FSDP2 would save it.
+        """Return a rank's state of ``model`` or ``optim``, as FSDP2 would save it.
 
-        Args:
-            paths: entries of the component.
-            rank: number of the rank.
-            world_size: number of ranks.
-            device_type: device type of the ranks' mesh.
-            whole: patterns of names of model tensors that are not sharded.
-            component: ``model`` or ``optim``.
+        ``paths`` are the entries of the component. Model tensors whose names match a pattern in
+        ``whole`` are not sharded.
         """
         mesh = make_mesh(device_type, rank, world_size)
         flat: dict[str, Any] = {}
@@ -174,11 +160,7 @@ class DcpReader(FileSystemReader):
 
 
 def parse_index(content: bytes, path: Path) -> Metadata:
-    """Return the index of a DCP checkpoint, without trust.
-
-    Args:
-        content: content of its file.
-        path: path of the file, for messages.
+    """Return the index of a DCP checkpoint from the content of its file, without trust.
 
     Raises:
         ConfigError: it is not an index, or cannot be trusted.

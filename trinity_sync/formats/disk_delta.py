@@ -69,13 +69,9 @@ def encode_tensor(old: torch.Tensor, new: torch.Tensor) -> EncodedTensor | None:
 def write_delta(
     folder: Path, version: int, base: int, changes: Mapping[str, EncodedTensor]
 ) -> None:
-    """Write the files of a delta into a folder.
+    """Write the files of a delta, from version ``base`` to ``version``, into an existing folder.
 
-    Args:
-        folder: an existing folder.
-        version: number of the version.
-        base: number of the version that it builds on.
-        changes: the changed tensors, by name; may be empty.
+    Tensors that are not in ``changes``, which may be empty, are those of the base.
     """
     with from_extra("hf"):
         from safetensors.numpy import save_file
@@ -120,15 +116,9 @@ def read_delta_metadata(folder: Path) -> dict[str, str] | None:
 
 
 def apply_delta(tensors: Tensors, folder: Path, version: int) -> dict[str, torch.Tensor]:
-    """Return the tensors after a delta; those before it are not changed.
+    """Return the tensors after a delta, given those of ``version``, which are not changed.
 
-    Args:
-        tensors: the weights of a version, by name.
-        folder: folder of the delta.
-        version: number of the version that ``tensors`` are.
-
-    Returns:
-        The tensors that have not changed, and new tensors.
+    Tensors without a change are the same objects.
 
     Raises:
         DeltaError: the folder is missing or no delta; it builds on another version; or the result
@@ -204,7 +194,7 @@ def _apply_tensor(
 
 
 def import_zstandard() -> Any:
-    """Return the module.
+    """Import and return zstandard.
 
     Raises:
         MissingPackageError: it is not installed.

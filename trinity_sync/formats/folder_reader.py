@@ -1,12 +1,4 @@
-"""Read versions that a `WeightFolder` published, complete ones and deltas, on any host.
-
-::
-
-    reader = FolderReader("/shared/weights")
-    local = WeightFolder("/local/weights", model="path/of/the/model")
-    while await reader.wait_newer():
-        version = local.publish(reader)  # a complete model on this host's disk
-"""
+"""Read versions that a `WeightFolder` published, complete ones and deltas, on any host."""
 
 import asyncio
 import time
@@ -57,6 +49,13 @@ class PublishedView:
 
 class FolderReader:
     """Reads the newest version of a folder that a `WeightFolder` publishes.
+
+    Usage::
+
+        reader = FolderReader("/shared/weights")
+        local = WeightFolder("/local/weights", model="path/of/the/model")
+        while await reader.wait_newer():
+            version = local.publish(reader)  # a complete model on this host's disk
 
     It keeps the tensors of the version read last, and applies the deltas since then.
 
@@ -142,9 +141,6 @@ class FolderReader:
 
 def verify_version(version: PublishedVersion) -> None:
     """Require that a complete version is as it was published, to the last bit.
-
-    Args:
-        version: the version.
 
     Raises:
         WeightSyncError: it is torn, altered, or a delta.

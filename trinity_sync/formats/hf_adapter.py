@@ -48,12 +48,10 @@ def split_adapter(
 ) -> SplitModel:
     """Split the tensors of a model with an adapter into base model and adapter.
 
-    Args:
-        architecture: the base model; None if its config is not known. Then the tensors have to be
-            the adapter's alone, as ``get_peft_model_state_dict`` returns them, and their shapes
-            are not compared.
-        config: the adapter's ``adapter_config.json``, as ``peft_config.save_pretrained`` wrote it.
-        metas: shape and dtype by name in the step.
+    ``config`` is the adapter's, as ``peft_config.save_pretrained`` wrote it. Without
+    ``architecture``, the base model, it is that of the folder that the config names. If there is
+    none, the tensors have to be the adapter's alone, as ``get_peft_model_state_dict`` returns them,
+    and their shapes are not compared.
 
     Raises:
         ExportError: a tensor is not the model's, or one of the adapter's is missing; or PEFT could
@@ -91,11 +89,7 @@ def _split(
 
 
 def _apply(architecture: Architecture, config: Path) -> tuple[Any, dict[str, str]]:
-    """Apply an adapter to a model on the meta device.
-
-    Returns:
-        PEFT's model, and the names of its tensors by those in the base model.
-    """
+    """Return PEFT's model on the meta device, and its tensors' names by those in the base model."""
     from peft import PeftConfig, get_peft_model
 
     shell = deepcopy(architecture.shell)

@@ -38,11 +38,10 @@ from trinity_sync.storage.manifest_files import FileRecord
 
 @dataclass(frozen=True)
 class ExportResult:
-    """Folder and files of an export."""
+    """Folder of an export, and the paths of its files below it."""
 
     folder: Path
     files: tuple[str, ...]
-    """Paths below the folder."""
     nbytes: int
 
 
@@ -60,18 +59,14 @@ def export_step(
 ) -> ExportResult:
     """Export a model that FSDP ranks saved as a Hugging Face folder; exporting again is harmless.
 
-    Memory holds one file of the result at a time. An interrupted export resumes.
+    ``to`` is a folder that is missing, empty, or an earlier export; by default the step's own.
+    ``dtype`` is ``keep``, for the trained dtype, or a key of `DTYPES`. ``check`` compares the
+    digests of the shards with the manifest before. ``trust_remote_code`` lets source files of the
+    model be imported. ``on_progress`` is called with bytes and their total: of digests, then of
+    written files.
 
-    Args:
-        root: the job's root.
-        step: a committed step.
-        to: a folder that is missing, empty, or an earlier export; by default the step's own.
-        role: role of the model.
-        dtype: dtype of the weights; ``keep`` for the trained dtype.
-        max_shard_bytes: maximum bytes of a file of weights.
-        check: compare the digests of the shards with the manifest before.
-        trust_remote_code: whether source files of the model may be imported.
-        on_progress: called with bytes and their total: of digests, then of written files.
+    Memory holds one file of weights at a time, of ``max_shard_bytes`` or one larger tensor. An
+    interrupted export resumes.
 
     Raises:
         CommitError: the step is not committed or corrupted, or has no model of this role.
@@ -148,10 +143,6 @@ def run_export_request(root: str | Path, request: ExportRequest) -> None:
     """Export a model as requested; its digests were just computed, so they are not compared again.
 
     The request of a step that was removed or replaced meanwhile is removed.
-
-    Args:
-        root: the job's root.
-        request: the request.
 
     Raises:
         CommitError, ExportError, OSError: as `export_step`; the request stays for a retry.

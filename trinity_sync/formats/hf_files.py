@@ -41,15 +41,9 @@ def write_files(
 ) -> None:
     """Write the files of an export, once their names and shapes are known to load.
 
-    Args:
-        progress: progress of the export; its source has the dtype.
-        model: the saved model.
-        role_folder: the role's folder in the step.
-        adapter_config: PEFT's config of the adapter; None if there is none.
-        max_bytes: maximum bytes of a file of weights.
-        trust_remote_code: whether source files of the model may be imported.
-        small: small files of the step to write; none for an export into the step.
-        on_progress: called with bytes written and their total.
+    The source of ``progress`` has the dtype. ``role_folder`` is in the step, and ``adapter_config``
+    PEFT's, None if there is no adapter. ``small`` are the small files of the step to write; none
+    for an export into the step.
 
     Raises:
         ConfigError: source files of the model are not trusted.
@@ -126,13 +120,7 @@ def write_files(
 
 
 def find_adapter_config(folder: Path, manifest: Manifest, role: str) -> Path | None:
-    """Return PEFT's own config, which the FSDP manager or the callback of `Trainer` commits.
-
-    Args:
-        folder: folder of the step.
-        manifest: manifest of the step.
-        role: role of the model.
-    """
+    """Return PEFT's own config, which the FSDP manager or the callback of `Trainer` commits."""
     for path in (f"{role}/{ADAPTER}/{ADAPTER_CONFIG}", f"{ATTACHMENTS}/{ADAPTER_CONFIG}"):
         if manifest.find_file(path):
             return folder / path
@@ -140,11 +128,6 @@ def find_adapter_config(folder: Path, manifest: Manifest, role: str) -> Path | N
 
 
 def set_dtype(config: bytes, dtype: torch.dtype) -> bytes:
-    """Return a model's config with the dtype of the written weights.
-
-    Args:
-        config: content of ``config.json``.
-        dtype: dtype of the weights.
-    """
+    """Return a model's ``config.json`` with the dtype of the written weights."""
     key = "torch_dtype" if b'"torch_dtype"' in config else "dtype"
     return set_in_config(config, **{key: str(dtype).removeprefix("torch.")})

@@ -60,13 +60,7 @@ class Naming:
 
 
 def find_kept(names: Iterable[str], shell: Any, dtype: torch.dtype | None) -> list[str]:
-    """Return the names of the tensors that transformers keeps in ``float32``.
-
-    Args:
-        names: names of a model's tensors.
-        shell: the transformers model.
-        dtype: dtype of the model; None if it is not rounded.
-    """
+    """Return the names that transformers keeps in ``float32`` in a model of ``dtype``."""
     kept = ["strict"] if dtype in (torch.float16, torch.bfloat16) else []
     if dtype is torch.float16:
         kept.append("")
@@ -78,11 +72,9 @@ def find_kept(names: Iterable[str], shell: Any, dtype: torch.dtype | None) -> li
 
 
 class Architecture:
-    """The transformers model of a folder's config, without its weights.
+    """The transformers model of the ``config.json`` in a folder, without its weights.
 
-    Args:
-        folder: folder with ``config.json``.
-        trust_remote_code: whether source files of the model in that folder may be imported.
+    ``trust_remote_code`` lets source files of the model in that folder be imported.
 
     Raises:
         ExportError: there is no config, or transformers cannot build its model.
@@ -112,12 +104,10 @@ class Architecture:
     ) -> Naming:
         """Return how tensors are written, once transformers has loaded their names and shapes.
 
-        Args:
-            metas: shape and dtype by name, without adapters.
-            are_equal: compares the bits of two tensors. Of those that the config says are tied, an
-                equal one is not written; others are, with a config that does not tie them.
-            published: content of the ``config.json`` next to the tensors, if they are those of
-                published files; they are written as they are.
+        ``metas`` are without adapters. ``are_equal`` compares the bits of two tensors: of those
+        that the config says are tied, an equal one is not written; others are, with a config that
+        does not tie them. ``published`` is the content of the ``config.json`` next to the tensors,
+        if they are those of published files; they are written as they are.
 
         Raises:
             ExportError: the tensors are not those of the model; the message names them.
@@ -251,12 +241,7 @@ def find_auto_class(config: Any) -> Any:
 
 
 def set_in_config(config: bytes, **values: Any) -> bytes:
-    """Return a model's config with other values.
-
-    Args:
-        config: content of ``config.json``.
-        values: values by key.
-    """
+    """Return the content of a ``config.json`` with other values."""
     return json.dumps({**json.loads(config), **values}, indent=2).encode() + b"\n"
 
 

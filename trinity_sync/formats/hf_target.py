@@ -16,11 +16,7 @@ from trinity_sync.storage.export_requests import exports_folder
 
 
 def check_target(to: Path, root: Path) -> Path:
-    """Return the absolute path of the folder to export to.
-
-    Args:
-        to: folder as the user passed it.
-        root: the job's root.
+    """Return the absolute path of the folder to export to, given as the user passed it.
 
     Raises:
         ConfigError: it contains other files, or is part of the job.
@@ -47,10 +43,6 @@ def check_target(to: Path, root: Path) -> Path:
 def lock_export(root: Path, scratch: Path) -> Iterator[None]:
     """Hold the lock of an export target within the block; a root that cannot be written has none.
 
-    Args:
-        root: the job's root.
-        scratch: folder that the export is written to.
-
     Raises:
         ExportError: another export holds it.
     """
@@ -72,12 +64,7 @@ def lock_export(root: Path, scratch: Path) -> Iterator[None]:
 
 
 def replace_target(scratch: Path, target: Path) -> None:
-    """Rename a finished export to its target, and remove an earlier export there.
-
-    Args:
-        scratch: folder of the finished export.
-        target: folder to export to.
-    """
+    """Rename a finished export to its target, and remove an earlier export there."""
     old = target.with_name(f".{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():

@@ -31,18 +31,12 @@ def write_complete(
     max_shard_bytes: int,
     config: bytes | None = None,
 ) -> list[str]:
-    """Write a complete model or adapter, with one file of weights in memory at a time.
+    """Write a complete model or adapter into a folder; return the line of each tensor.
 
-    Args:
-        folder: an existing folder.
-        items: names and tensors as in the files.
-        model: folder with config and tokenizer, or with the adapter's config.
-        max_shard_bytes: maximum bytes of a file of weights; a larger tensor gets a file of its own.
-            An adapter has one file.
-        config: content of ``config.json``; by default that of ``model``.
-
-    Returns:
-        The line of each tensor, of which the version's checksum is made.
+    The version's checksum is made of the lines. ``model`` is the folder with config and tokenizer,
+    or with the adapter's config; ``config`` replaces the content of its ``config.json``. One file
+    of weights is in memory at a time, of at most ``max_shard_bytes`` unless one tensor is larger;
+    an adapter has one file.
     """
     whole = is_adapter(model)
     lines: list[str] = []

@@ -59,10 +59,7 @@ class PublishedVersion(VersionRecord):
 
 
 def read_latest(out: Path) -> PublishedVersion | None:
-    """Return the newest version that is published; None if there is none.
-
-    Args:
-        out: the folder with the marker.
+    """Return the version that the marker in ``out`` names; None if nothing was published.
 
     Raises:
         WeightSyncError: the marker was altered.
@@ -76,10 +73,6 @@ def read_latest(out: Path) -> PublishedVersion | None:
 
 def read_version(out: Path, version: int) -> PublishedVersion:
     """Return a published version by its number.
-
-    Args:
-        out: the folder with the marker.
-        version: number of the version.
 
     Raises:
         DeltaError: it is missing.

@@ -56,9 +56,7 @@ class ExportProgress:
     def write_file(self, name: str, write: Callable[[Path], object]) -> bool:
         """Write a file, unless it was written before; return whether it was written.
 
-        Args:
-            name: path below the folder.
-            write: writes the file to a path.
+        ``name`` is its path below the folder.
         """
         if self.has_file(name):
             return False
@@ -75,12 +73,7 @@ class ExportProgress:
 
 
 def open_progress(folder: Path, source: dict[str, Any]) -> ExportProgress:
-    """Return the progress of an export; a folder with an export of another source is emptied.
-
-    Args:
-        folder: folder of the export.
-        source: step, dtype and so on.
-    """
+    """Return the progress of an export; a folder with an export of another source is emptied."""
     found = read_progress(folder)
     if found and found.source == source:
         return found
@@ -111,14 +104,10 @@ def write_model(
 ) -> None:
     """Write the weights to one file, or to several with an index, as ``save_pretrained`` does.
 
-    Args:
-        progress: progress of the export.
-        model: the saved model.
-        names: name in ``model`` by name in the exported model.
-        naming: names that transformers expects.
-        convert_dtype: returns the dtype to write, given a name in the model and the saved dtype.
-        max_bytes: maximum bytes of a file; a larger tensor gets a file of its own.
-        on_progress: called with bytes written and their total.
+    ``names`` has the name in ``model`` by name in the exported model. ``convert_dtype`` returns the
+    dtype to write, given a name in the exported model and the saved dtype. A tensor larger than
+    ``max_bytes`` gets a file of its own. ``on_progress`` is called with bytes written and their
+    total.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
@@ -178,12 +167,7 @@ def write_model(
 
 
 def save_tensors(path: Path, tensors: Tensors) -> None:
-    """Write tensors to a safetensors file; no two of them share memory.
-
-    Args:
-        path: path of the file.
-        tensors: tensors by name.
-    """
+    """Write tensors to a safetensors file; no two of them share memory."""
     from safetensors.torch import save_file
 
     save_file(tensors, path, metadata={"format": "pt"})
@@ -191,10 +175,6 @@ def save_tensors(path: Path, tensors: Tensors) -> None:
 
 def save_compared(path: Path, tensors: Tensors) -> None:
     """Write a file as `save_tensors`, and require that it holds the tensors bit by bit.
-
-    Args:
-        path: path of the file.
-        tensors: tensors by name.
 
     Raises:
         ExportError: it does not.
@@ -213,10 +193,5 @@ def save_compared(path: Path, tensors: Tensors) -> None:
 
 
 def read_metas(model: ShardedModel, names: dict[str, str]) -> dict[str, Meta]:
-    """Return shapes and dtypes by new name.
-
-    Args:
-        model: the saved model.
-        names: name in ``model`` by new name.
-    """
+    """Return shape and dtype by new name, given the name in ``model`` by new name."""
     return {new: model.read_meta(old) for new, old in names.items()}

@@ -41,16 +41,13 @@ from trinity_sync.snapshot.torch_private import get_shard
 class SavedComponent(StorageReader):
     """A component of a role at one step, in W files; ``dcp.load`` reads it.
 
-    Tensors are named by their keys, joined by dots (``state.0.exp_avg``). Files are unpickled with
+    ``folder`` is that of the role in the step, ``component`` is ``model`` or ``optim``. Tensors are
+    named by their keys, joined by dots (``state.0.exp_avg``). Files are unpickled with
     ``weights_only=True``.
 
-    Args:
-        folder: ``<root>/global_step_<N>/<role>``.
-        component: ``model`` or ``optim``.
-        world_size: number of ranks that saved it.
-        flat_lengths: numbers of elements of FSDP1's flat parameters, by their number in the
-            optimizer. The state of each was saved as plain tensors of ``ceil(length / W)``
-            elements, padded.
+    ``flat_lengths`` are the numbers of elements of FSDP1's flat parameters, by their number in the
+    optimizer. The state of each was saved as plain tensors of ``ceil(length / W)`` elements,
+    padded.
 
     Raises:
         CommitError: the file of rank 0 is missing, or ``weights_only`` cannot read it.
@@ -83,15 +80,11 @@ class SavedComponent(StorageReader):
                 self.values[keys] = leaf
 
     def open_shard(self, rank: int) -> Mapping[Any, Any]:
-        """Return the state of a rank, as the function of this name does."""
+        """As `saved_shard.open_shard`."""
         return open_shard(self.folder, self.component, self.world_size, rank)
 
     def get_chunk(self, state: Mapping[Any, Any], index: MetadataIndex) -> torch.Tensor:
-        """Return a chunk of an opened file.
-
-        Args:
-            state: state of the rank that `find_rank` returns.
-            index: name and offsets of the chunk.
+        """Return a chunk of an opened file, that of the rank that `find_rank` returns.
 
         Raises:
             CommitError: the file has another shape in its place.
@@ -115,10 +108,8 @@ class SavedComponent(StorageReader):
         """Require that tensors of which one rank's are read are equal in the files of other ranks.
 
         These are tensors without a placement, and those on one of several equal submeshes, such as
-        a norm under tensor parallelism. Also, all files must contain the same tensors.
-
-        Args:
-            ranks: ranks whose files are compared; by default all.
+        a norm under tensor parallelism. Also, all files must contain the same tensors. ``ranks``
+        are by default all.
 
         Raises:
             CommitError: they differ, so they are parts without a known placement.
@@ -170,20 +161,11 @@ class SavedComponent(StorageReader):
     # ---------------------------------------------------------------- DCP's StorageReader
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Return all tensors and their saved chunks.
-
-        Args:
-            _, __: ignored; DCP passes them.
-        """
+        """Return all tensors and their saved chunks; DCP's arguments are ignored."""
         return Metadata(dict(self.tensors))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy the requested chunks into their target tensors, one file after the other.
-
-        Args:
-            plan: requested chunks.
-            planner: resolves the target tensors.
-        """
+        """Copy the requested chunks into their target tensors, one file after the other."""
         wanted = defaultdict(list)
         for item in plan.items:
             wanted[self._locations[item.storage_index][0]].append(item)
@@ -206,11 +188,7 @@ class SavedComponent(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any
     ) -> None:
-        """Do nothing: all metadata is known from the start.
-
-        Args:
-            metadata, is_coordinator, _, __: ignored; DCP passes them.
-        """
+        """Do nothing: all metadata is known from the start."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan unchanged."""

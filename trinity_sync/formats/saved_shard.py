@@ -15,13 +15,7 @@ Keys = tuple[Any, ...]
 
 
 def open_shard(folder: Path, component: str, world_size: int, rank: int) -> Mapping[Any, Any]:
-    """Return the state that a rank saved; its tensors are mapped from the file.
-
-    Args:
-        folder: ``<root>/global_step_<N>/<role>``.
-        component: ``model`` or ``optim``.
-        world_size: number of ranks that saved it.
-        rank: the rank.
+    """Return a rank's state from the folder of a role; its tensors are mapped from the file.
 
     Raises:
         CommitError: the file is missing, or ``weights_only`` cannot read it.

@@ -29,11 +29,10 @@ Meta = tuple[torch.Size, torch.dtype]
 
 
 class ShardedModel:
-    """A model that ranks saved, each in a file of its own.
+    """A model that ranks saved, each in a file of its own; ``files`` are in the order of ranks.
 
-    Args:
-        files: paths by rank. Files are unpickled with ``weights_only`` if possible, otherwise, if
-            they are trusted (``snapshot.safe_load``), completely as in veRL, which runs their code.
+    Files are unpickled with ``weights_only`` if possible, otherwise, if they are trusted
+    (``snapshot.safe_load``), completely as in veRL, which runs their code.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -82,11 +81,7 @@ class ShardedModel:
         return have_equal_bits(*(self.read_tensor(each, dtype) for each in (name, other)))
 
     def read_tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return a complete tensor, in memory of its own.
-
-        Args:
-            name: name of the tensor.
-            dtype: dtype of the result; each part is converted by itself.
+        """Return a complete tensor, in memory of its own; each part is converted by itself.
 
         Raises:
             ExportError: the files do not contain all of the tensor.

@@ -36,11 +36,9 @@ class View(Protocol):
 
 
 class ViewNaming:
-    """Names and forms of the tensors of all versions of one model.
+    """Names and forms of the tensors of all versions of the model or adapter that engines serve.
 
-    Args:
-        model: folder of the model or adapter that engines serve.
-        trust_remote_code: whether source files of the model may be imported.
+    ``trust_remote_code`` lets source files of the model be imported.
     """
 
     def __init__(self, model: Path, *, trust_remote_code: bool) -> None:
@@ -49,11 +47,10 @@ class ViewNaming:
         self._architecture: Architecture | None = None
 
     def name_tensors(self, view: View) -> tuple[Iterator[tuple[str, torch.Tensor]], bytes | None]:
-        """Compare a view with the model, before anything is written.
+        """Return the tensors of a view as the model's published files have them, and their config.
 
-        Returns:
-            The tensors under the names, and in the form, of the model's published files; and the
-            content of ``config.json``, if it differs from the model's.
+        They are compared with the model before. The config is the content of ``config.json`` if it
+        differs from the model's, otherwise None.
         """
         metas = {
             name: (torch.Size(shape), dtype)

@@ -1,13 +1,5 @@
 """Publish versions of the weights as folders, for engines that load a Hugging Face model.
 
-::
-
-    folder = WeightFolder("weights", model="path/of/the/model")
-    with WeightReader(root="ckpts", name="folder") as reader:
-        while await reader.wait_newer():
-            version = folder.publish(reader)
-            post("/update_weights_from_disk", {"model_path": str(version.folder)})
-
 A version is written under a temporary name, made durable, and renamed; then the marker is replaced,
 and only then old versions are removed. After a crash the marker names a complete version, and the
 next `publish` removes what the last one left. `published` describes the files.
@@ -75,7 +67,10 @@ class WeightFolder:
     Usage::
 
         folder = WeightFolder("weights", model="path/of/the/model")
-        version = folder.publish(reader)  # a WeightReader; version.folder is a Hugging Face model
+        with WeightReader(root="ckpts", name="folder") as reader:
+            while await reader.wait_newer():
+                version = folder.publish(reader)
+                post("/update_weights_from_disk", {"model_path": str(version.folder)})
 
     With an ``adapter_config.json`` in ``model``, the tensors are those of a PEFT adapter, and each
     version is an adapter folder. Names and shapes are compared with the model before anything is

@@ -22,11 +22,8 @@ ANSWER_S = 60.0
 class ActorRegistry:
     """Registry of the versions that a Synchronizer keeps; implements `registry.protocol.Registry`.
 
-    Where the Synchronizer was stopped and another one started, calls go to the new one.
-
-    Args:
-        actor: the job's Synchronizer, a Ray actor.
-        root: the job's root; by default that of the first version.
+    Where the Synchronizer was stopped and another one started, calls go to that of ``root``, by
+    default the root of the first version.
     """
 
     def __init__(self, actor: Any, root: str | Path | None = None) -> None:
@@ -34,7 +31,7 @@ class ActorRegistry:
         self.node: str | None = ray.get_runtime_context().get_node_id()
 
     def latest(self) -> Version | None:
-        """Return the newest version that can be read.
+        """As `Registry.latest`.
 
         Raises:
             WeightSyncError: the Synchronizer does not answer.
@@ -49,13 +46,7 @@ class ActorRegistry:
     async def wait_newer(
         self, than: int, timeout_s: float | None, run: int | None, identity: str = ""
     ) -> Version | None:
-        """Wait for a newer version that can be read; return None at the time-out.
-
-        Args:
-            than: step that the version has to be beyond.
-            timeout_s: seconds to wait; None waits without limit.
-            run: number of the run that made step ``than``.
-            identity: identity of the job that made it, if it is known.
+        """As `Registry.wait_newer`.
 
         Raises:
             WeightSyncError: the Synchronizer was stopped, or lost.
@@ -72,38 +63,19 @@ class ActorRegistry:
                 self._switch_actor(error)
 
     def set_serving(self, reader: str, step: int, run: int) -> None:
-        """Record the version that a reader serves, without waiting for the answer.
-
-        Args:
-            reader: its name.
-            step: the version's step.
-            run: the version's run.
-        """
+        """As `Registry.set_serving`, without waiting for the answer."""
         self._actor.set_serving.remote(reader, step, run)
 
     def fetch_images(
         self, version: Version, ranks: Sequence[int], timeout_s: float
     ) -> Sequence[ImageCopy]:
-        """Fetch images from other nodes; errors are those of `object_store.fetch_images`.
-
-        Args:
-            version: the newest version in memory.
-            ranks: whose images.
-            timeout_s: seconds to wait for all of them.
-        """
+        """As `object_store.fetch_images`."""
         return fetch_images(self._actor, version, ranks, timeout_s)
 
     def fetch_deltas(
         self, base: Version, version: Version, spans: Sequence[Spans], timeout_s: float
     ) -> Sequence[Array]:
-        """Fetch the deltas from ``base``; errors are those of `object_store.fetch_deltas`.
-
-        Args:
-            base: version that the reader has.
-            version: the newest version in memory.
-            spans: for each rank, byte ranges of its image that the reader rounds.
-            timeout_s: seconds to wait for all of them.
-        """
+        """As `object_store.fetch_deltas`."""
         return fetch_deltas(self._actor, base, version, spans, timeout_s)
 
     def _note_root(self, version: Version | None) -> Version | None:

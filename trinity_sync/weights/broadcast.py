@@ -1,7 +1,4 @@
-"""Broadcast of a trainer's full weights to all members of a process group, over gloo or NCCL.
-
-The format of messages and buckets is in ``broadcast_protocol``.
-"""
+"""Broadcast of a trainer's full weights to all members of a process group, over gloo or NCCL."""
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -105,12 +102,8 @@ def send_weights(
 class WeightStream:
     """The tensors of one broadcast, in the order in which they are sent; see `receive_weights`.
 
-    Args:
-        group: group that receives them.
-        on_complete: called once all tensors were received, before this member confirms that.
-
-    Attributes:
-        version: the trainer's step.
+    ``version`` is the trainer's step. ``on_complete`` is called once all tensors were received,
+    before this member confirms that.
     """
 
     def __init__(self, group: WeightGroup, on_complete: Callable[[], None]) -> None:

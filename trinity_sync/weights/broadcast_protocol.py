@@ -60,7 +60,6 @@ class OutgoingBucket:
 
     buffer: torch.Tensor
     records: list[Any] = field(default_factory=list)
-    """Name, dtype, shape and bytes of each tensor."""
     nbytes: int = 0
     """Bytes of all tensors, alignment included."""
     places: list[list[int]] = field(default_factory=list)
@@ -71,13 +70,10 @@ class OutgoingBucket:
     """For each part None, or the tensor to send: name, tensor, its bytes and its change count."""
 
     def add(self, name: str, tensor: torch.Tensor, flat: torch.Tensor, packed_bytes: int) -> None:
-        """Add a tensor.
+        """Add a tensor, whose bytes are ``flat``, ``uint8`` of shape ``[nbytes]``.
 
-        Args:
-            name: its name.
-            tensor: the tensor.
-            flat: its bytes, ``uint8`` of shape ``[nbytes]``.
-            packed_bytes: largest tensor that is copied into the buffer.
+        A tensor of at most ``packed_bytes`` is copied into the buffer; a larger one is sent from
+        its own memory, and may not change until then.
         """
         size, at = len(flat), self.nbytes
         self.records.append(
@@ -119,12 +115,9 @@ class OutgoingBucket:
 def iter_outgoing(
     params: Iterable[Named], group: WeightGroup, bucket_bytes: int
 ) -> Iterator[OutgoingBucket]:
-    """Yield buckets to send; each keeps its tensors until the second one after it.
+    """Yield buckets of ``bucket_bytes``, or more for a single larger tensor.
 
-    Args:
-        params: names and dense tensors, on any device.
-        group: group that sends them.
-        bucket_bytes: bytes of a bucket, unless a single tensor is larger.
+    Each keeps its tensors until the second bucket after it.
 
     Raises:
         ConfigError: a tensor is a DTensor.
@@ -153,10 +146,6 @@ def iter_received(
 
     A bucket is yielded once the receives of the next one are posted, in the other of two buffers.
 
-    Args:
-        group: group that receives them.
-        checksum: compare the checksum of each bucket.
-
     Raises:
         WeightSyncError: a member died, failed or did not send in time, or a checksum differs.
     """
@@ -181,16 +170,7 @@ def iter_received(
 
 
 def start_message(group: WeightGroup, kind: int, **body: Any) -> list[Any]:
-    """Start to send a message.
-
-    Args:
-        group: group that sends it.
-        kind: ``BEGIN``, ``BUCKET``, ``END`` or ``ABORT``.
-        body: JSON values.
-
-    Returns:
-        The works to wait for.
-    """
+    """Start to send a message with JSON values; return the works to wait for."""
     text = json.dumps(body).encode()
     head = bytearray(kind.to_bytes(8, "little") + len(text).to_bytes(8, "little") + text)
     head += bytes(max(0, MESSAGE_BYTES - len(head)))
@@ -208,12 +188,7 @@ def post_receive(group: WeightGroup) -> tuple[torch.Tensor, Any]:
 def read_message(
     group: WeightGroup, posted: tuple[torch.Tensor, Any], *kinds: int
 ) -> tuple[int, dict[str, Any]]:
-    """Wait for a message and return its kind and body.
-
-    Args:
-        group: group that receives it.
-        posted: as `post_receive` returned it.
-        kinds: kinds that may come.
+    """Wait for a message whose receive `post_receive` has posted; return its kind and body.
 
     Raises:
         WeightSyncError: the sender aborted, or sent something else.

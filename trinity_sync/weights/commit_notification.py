@@ -37,11 +37,7 @@ CommitSignature = tuple[FileSignature, FileSignature, FileSignature]
 class CommitNotification:
     """Notices changes of the newest committed weights of a role, and finds them.
 
-    Any number of threads may use it.
-
-    Args:
-        root: the job's root; it may be created later.
-        role: role of the weights.
+    Any number of threads may use it. The root may be created later.
     """
 
     def __init__(self, root: str | Path, role: str) -> None:
@@ -72,11 +68,8 @@ class CommitNotification:
     def find_newest(self, runs: Iterable[Run], *, scan: bool = False) -> Version | None:
         """Return the newest committed version that no later run has superseded.
 
-        Nothing is read unless there was a commit or a run began.
-
-        Args:
-            runs: all runs of the job.
-            scan: read all manifests, as the first call does.
+        ``runs`` are all runs of the job. Nothing is read unless there was a commit or a run began.
+        The first call, and any with ``scan``, reads all manifests.
         """
         state = self.read_signature(), frozenset(runs)
         cached = self._cached

@@ -26,10 +26,6 @@ def iter_committed_weights(root: str | Path, role: str) -> Iterator[Manifest]:
     """Yield the valid commits with the weights of a role, newest first, without superseded ones.
 
     Manifests decide; latest pointers are not read, so an empty pointer does no harm.
-
-    Args:
-        root: the job's root.
-        role: role of the weights.
     """
     found = [
         m for m in iter_committed_steps(root) if "state_dict" in m.kinds and _has_model(m, role)
@@ -45,12 +41,7 @@ def iter_committed_weights(root: str | Path, role: str) -> Iterator[Manifest]:
 
 
 def find_newest_version(root: str | Path, role: str) -> Version | None:
-    """Return the newest committed version; None if there is none.
-
-    Args:
-        root: the job's root.
-        role: role of the weights.
-    """
+    """Return the first of `iter_committed_weights` as a version; None if there is none."""
     identity = read_identity(root)  # first: the root may be recreated meanwhile
     return next(
         (
@@ -64,13 +55,7 @@ def find_newest_version(root: str | Path, role: str) -> Version | None:
 def find_committed_version(root: str | Path, role: str, step: int) -> Version | None:
     """Return a committed step as a version.
 
-    Args:
-        root: the job's root.
-        role: role of the weights.
-        step: the step to look up.
-
-    Returns:
-        None if the step is not committed, corrupted, superseded or without weights of the role.
+    None if it is not committed, corrupted, superseded or without weights of the role.
     """
     identity = read_identity(root)
     try:
@@ -86,16 +71,10 @@ def find_committed_version(root: str | Path, role: str, step: int) -> Version | 
 def find_model_path(root: str | Path, role: str, *, use_huggingface: bool = False) -> Path | None:
     """Return the newest folder to load weights from, as Trinity's ``get_latest_model_path``.
 
-    A folder is skipped if it has a file of weights that is older than the commit and not part of
-    it: loaders prefer such a file to the newer shards next to it.
-
-    Args:
-        root: the job's root.
-        role: role of the weights.
-        use_huggingface: return the ``huggingface`` folder, if the commit put full weights there.
-
-    Returns:
-        ``global_step_N/{role}`` or its ``huggingface``; None if there is none.
+    It is ``global_step_N/{role}``, or with ``use_huggingface`` its ``huggingface`` folder if the
+    commit put full weights there; None if there is none. A folder is skipped if it has a file of
+    weights that is older than the commit and not part of it: loaders prefer such a file to the
+    newer shards next to it.
     """
     for manifest in iter_committed_weights(root, role):
         folder = step_folder(root, manifest.step) / role

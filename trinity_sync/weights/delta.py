@@ -3,17 +3,14 @@
 A step of reinforcement learning changes few of the ``bfloat16`` weights: most updates are smaller
 than half of the last bit. A delta holds the changed elements of an image, compared as 16-bit
 integers whatever the dtypes are, so NaN payloads and ``-0.0`` count. It is exact, except that a
-reader may ask for rounded elements. Images of one layout have their tensors at the same places, so
-their bytes are all that has to be known.
+reader may ask for rounded elements.
 
 Each piece of 4 MiB is encoded by itself, so it stays in the cache and threads share the work. Each
-takes the smallest encoding: *unchanged*; *gaps*, the distance of each changed element from the one
-before in 1, 2 or 4 bytes, followed by the elements; *full*, also where gaps would take half of it,
-because they cost more time. A distance too large for its width is bridged by elements that did not
-change, so applying gaps is a cumulative sum and one scatter, without special cases.
-
-``benchmarks/delta.py`` decided this: with 1 % of a bf16 tensor changed, gaps take 1.6 % of its
-bytes, plain indices 3.0 %, a bit mask 7.3 %, xor with zlib 2.3 % at twenty times the time to apply.
+takes the smallest encoding (``docs/benchmarks/weights.md`` compares others): *unchanged*; *gaps*,
+the distance of each changed element from the one before in 1, 2 or 4 bytes, followed by the
+elements; *full*, also where gaps would take half of it, because they cost more time. A distance too
+large for its width is bridged by elements that did not change, so applying gaps is a cumulative sum
+and one scatter, without special cases.
 
 A buffer consists of: magic, XXH3-128 of all that follows, length of the header, header (JSON),
 blocks. The header names both images, and has the digest of each piece of the new one, so a base
@@ -55,22 +52,11 @@ def encode_delta(
     spans: Spans = (),
     map_pieces: MapPieces = map,
 ) -> Array:
-    """Return the delta from one image to another.
+    """Return the delta, in bytes, from one image to another, both ``uint8`` of shape ``[nbytes]``.
 
-    If ``old`` or ``new`` is overwritten meanwhile, the delta is meaningless: the caller has to
-    check for that.
-
-    Args:
-        old: image that the reader has, ``uint8`` of shape ``[nbytes]``.
-        new: image that it needs, ``uint8`` of shape ``[nbytes]``.
-        base: name of ``old``, which `apply_delta` compares.
-        version: name of ``new``, likewise.
-        spans: byte ranges of ``float32`` elements that are compared and sent rounded; see
-            ``rounding``.
-        map_pieces: ``map``, or that of an executor.
-
-    Returns:
-        The delta, ``uint8``.
+    ``base`` and ``version`` are the names of the two, which `apply_delta` compares. ``float32``
+    elements in ``spans`` are compared and sent rounded. If an image is overwritten meanwhile, the
+    delta is meaningless: the caller has to check for that.
     """
 
     def encode_piece(start: int) -> tuple[int, list[Array], str]:
@@ -98,13 +84,8 @@ def apply_delta(
 ) -> None:
     """Turn the image ``base`` into the image ``version``, in place.
 
-    Args:
-        delta: as `encode_delta` returned it.
-        into: the bytes of ``base``, ``uint8`` of shape ``[nbytes]``. Nothing else may read it
-            meanwhile.
-        base: name of the image in ``into``.
-        version: name of the image to make.
-        map_pieces: ``map``, or that of an executor.
+    ``into`` has the bytes of ``base``, ``uint8`` of shape ``[nbytes]``. Nothing else may read it
+    meanwhile.
 
     Raises:
         DeltaError: the delta is torn or altered, or is between other images, and nothing was

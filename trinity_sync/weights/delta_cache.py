@@ -56,15 +56,10 @@ class DeltaCache:
         fetch_deltas: FetchDeltas,
         keep_float32: Collection[str] = (),
     ) -> Iterator[VersionView]:
-        """Yield a version, made by deltas or, if there are none that fit, read in full.
+        """Yield a version, made by deltas from the cached version, or read in full if none fit.
 
-        While a version is open the memory must not change, so another one bypasses the cache.
-
-        Args:
-            version: version to open.
-            full: opens the full version, without the cache.
-            fetch_deltas: returns the deltas from the cached version.
-            keep_float32: names of tensors that ``full`` does not round.
+        ``full`` opens the version without the cache, and does not round ``keep_float32``. While a
+        version is open the memory must not change, so another one bypasses the cache.
 
         Raises:
             VersionUnavailableError, WeightSyncError: as ``full``, if it is needed.

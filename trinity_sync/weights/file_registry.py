@@ -48,11 +48,8 @@ Signature = tuple[tuple[int, int] | None, CommitSignature]
 class FileRegistry:
     """Registry of the versions that files name; implements `registry.protocol.Registry`.
 
-    Args:
-        root: the job's root; it may be created later.
-        role: role of the weights.
-        settings: settings with the spool of this node, which has to be the trainer's; by default
-            from the environment.
+    The root may be created later. The spool in ``settings``, by default from the environment, has
+    to be the trainer's.
     """
 
     node: str | None = None
@@ -68,7 +65,7 @@ class FileRegistry:
             logger.warning("root %s does not exist yet; waiting for its job", self._root)
 
     def latest(self) -> Version | None:
-        """Return the newest version that can be read on this node.
+        """As `Registry.latest`, on this node.
 
         Raises:
             CommitError: a run file of the root is torn.
@@ -79,15 +76,9 @@ class FileRegistry:
     async def wait_newer(
         self, than: int, timeout_s: float | None, run: int | None, identity: str = ""
     ) -> Version | None:
-        """Wait for a newer version that can be read; return None at the time-out.
+        """As `Registry.wait_newer`.
 
         Files are read in threads, so the event loop never waits for a disk or a file server.
-
-        Args:
-            than: step that the version has to be beyond.
-            timeout_s: seconds to wait; None waits without limit.
-            run: number of the run that made step ``than``.
-            identity: identity of the job that made it, if it is known.
 
         Raises:
             CommitError, SpoolError: as `latest`.
@@ -100,24 +91,12 @@ class FileRegistry:
         return found
 
     def set_serving(self, reader: str, step: int, run: int) -> None:
-        """Do nothing: without a Synchronizer, no record is kept.
-
-        Args:
-            reader: not used.
-            step: not used.
-            run: not used.
-        """
+        """Do nothing: without a Synchronizer, no record is kept."""
 
     def fetch_images(
         self, version: Version, ranks: Sequence[int], timeout_s: float
     ) -> Sequence[ImageCopy]:
-        """Raise `VersionUnavailableError`: images of other nodes need a Synchronizer.
-
-        Args:
-            version: the newest version in memory.
-            ranks: whose images.
-            timeout_s: not used.
-        """
+        """Raise `VersionUnavailableError`: images of other nodes need a Synchronizer."""
         raise VersionUnavailableError(
             f"images of ranks {list(ranks)} of version {version.step} are on other nodes; to read "
             "them, join the Ray cluster of the job's Synchronizer"
@@ -126,13 +105,7 @@ class FileRegistry:
     def fetch_deltas(
         self, base: Version, version: Version, spans: Sequence[Spans], timeout_s: float
     ) -> Sequence[Array]:
-        """Compute the deltas from ``base`` in this process.
-
-        Args:
-            base: version that the reader has.
-            version: the newest version in memory.
-            spans: for each rank, byte ranges of its image that the reader rounds.
-            timeout_s: not used.
+        """As `Registry.fetch_deltas`, computed in this process.
 
         Raises:
             VersionUnavailableError: an image was overwritten, or the layouts or the numbers of

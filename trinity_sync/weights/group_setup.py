@@ -23,17 +23,10 @@ async def form_group(
     group: str,
     timeout_s: float,
 ) -> None:
-    """Make trainer and explorers join one process group.
+    """Make trainer and explorers join one process group; each answer may take ``timeout_s``.
 
-    The trainer has rank 0, and an explorer's first worker rank 1. Several explorers get the rank of
-    their first worker as ``rank_offset``, in the order of their names.
-
-    Args:
-        trainer: Ray actor of the trainer.
-        explorers: Ray actors of the explorers, by name.
-        workers: workers of each explorer that join.
-        group: name of the group.
-        timeout_s: seconds to wait for each answer.
+    The trainer has rank 0, and the first of an explorer's ``workers`` rank 1. Several explorers get
+    the rank of their first worker as ``rank_offset``, in the order of their names.
 
     Raises:
         WeightSyncError: a member failed, died or did not answer in time. Members that had joined
@@ -71,12 +64,8 @@ async def send_group_address(
 ) -> None:
     """Send explorers the address of the trainer's group, for a trainer that joins by itself.
 
-    Args:
-        explorers: Ray actors of the explorers, by name.
-        address: host of the trainer's rank 0.
-        port: port that rank 0 listens on.
-        meta: name, dtype and shape of each tensor; None is not sent.
-        timeout_s: seconds to wait for each answer.
+    Address and port are those of rank 0. ``meta``, unless None, has name, dtype and shape of each
+    tensor. Each answer may take ``timeout_s``.
 
     Raises:
         WeightSyncError: an explorer failed, died or did not answer in time.
@@ -104,10 +93,7 @@ async def send_group_address(
 async def leave_group(trainer: Any, explorers: Mapping[str, Any], *, timeout_s: float) -> None:
     """Make all members leave, explorers first, so no broadcast is in flight. Never raises.
 
-    Args:
-        trainer: Ray actor of the trainer; None if it is not found.
-        explorers: Ray actors of the explorers by name; None if one is not found.
-        timeout_s: seconds to wait for each answer.
+    An actor that was not found is None. Each answer may take ``timeout_s``.
     """
     await asyncio.gather(*(_leave(name, each, timeout_s) for name, each in explorers.items()))
     await _leave("trainer", trainer, timeout_s)

@@ -15,10 +15,8 @@ PROBE_S = 1.0
 class Liveness:
     """Liveness of the actors of one Ray namespace.
 
-    Args:
-        namespace: Ray namespace of the actors.
-        known: names that are known to be actors, also from an earlier process; the caller updates
-            it.
+    ``known`` are the names that are known to be actors, also from an earlier process; the caller
+    updates it.
     """
 
     def __init__(self, namespace: str, known: Collection[str]) -> None:
@@ -58,12 +56,7 @@ class Liveness:
 
 
 async def find_actor(name: str, namespace: str) -> Any:
-    """Return a Ray actor, or None, without blocking the event loop.
-
-    Args:
-        name: name of the actor.
-        namespace: its Ray namespace.
-    """
+    """Return a Ray actor, or None, without blocking the event loop."""
     import ray
 
     try:

@@ -43,9 +43,7 @@ class ObjectRefs:
     def get_image_refs(self, version: Version, ranks: Sequence[int]) -> list[list[Any]]:
         """Return the references of an `ImageCopy` for each rank, the same for all callers.
 
-        Args:
-            version: the newest version in memory.
-            ranks: whose images.
+        ``version`` is the newest in memory.
         """
         self.keep_only(version)
         images = {ref.rank: ref for ref in version.images}
@@ -61,10 +59,7 @@ class ObjectRefs:
     ) -> list[list[Any]]:
         """Return the reference of each rank's delta from ``base``, the same for all callers.
 
-        Args:
-            base: version that the reader has.
-            version: the newest version in memory.
-            spans: for each rank, byte ranges of its image that the reader rounds.
+        ``version`` is the newest in memory; ``spans`` are as in `Registry.fetch_deltas`.
 
         Raises:
             VersionUnavailableError: the images of the two versions are on different nodes, or of a
@@ -93,16 +88,7 @@ class ObjectRefs:
 def fetch_images(
     synchronizer: Any, version: Version, ranks: Sequence[int], timeout_s: float
 ) -> list[ImageCopy]:
-    """Transfer images of a version to the object store of this node.
-
-    Args:
-        synchronizer: the job's Synchronizer, a Ray actor.
-        version: the newest version in memory.
-        ranks: whose images.
-        timeout_s: seconds to wait for all of them.
-
-    Returns:
-        The image of each rank, in the order of ``ranks``.
+    """Transfer images of a version to the object store of this node, in the order of ``ranks``.
 
     Raises:
         VersionUnavailableError: an image was overwritten, its node is dead, the version is no
@@ -118,13 +104,6 @@ def fetch_deltas(
 ) -> list[Array]:
     """Transfer the delta of each rank's image to the object store of this node.
 
-    Args:
-        synchronizer: the job's Synchronizer, a Ray actor.
-        base: version that the reader has.
-        version: the newest version in memory.
-        spans: for each rank, byte ranges of its image that the reader rounds.
-        timeout_s: seconds to wait for all of them.
-
     Raises:
         VersionUnavailableError: as `fetch_images`, for either version.
     """
@@ -138,12 +117,6 @@ def compute_delta(base: Version, version: Version, rank: int, spans: Spans = ())
     No lock is acquired, so a trainer can fill the slots meanwhile and needs no additional ones. A
     slot's version tag is removed before its bytes change: tags that are unchanged after the last
     read prove that the bytes were those of the two images.
-
-    Args:
-        base: version that the reader has.
-        version: version that it needs, of as many ranks.
-        rank: whose images.
-        spans: byte ranges that are compared and sent rounded; see ``rounding``.
 
     Raises:
         VersionUnavailableError: an image was overwritten or removed, or the two images have
@@ -175,14 +148,7 @@ def compute_delta(base: Version, version: Version, rank: int, spans: Spans = ())
 
 
 def name_delta_images(base: Version, version: Version, rank: int, spans: Spans) -> dict[str, str]:
-    """Return the names of a delta's two images, as keyword arguments of ``encode_delta``.
-
-    Args:
-        base: version that the reader has.
-        version: version that it needs.
-        rank: whose images.
-        spans: byte ranges that are rounded.
-    """
+    """Return the names of a delta's two images, as keyword arguments of ``encode_delta``."""
     rounds = ", rounded" if spans else ""
     return {
         "base": base.name_image(base.images[rank]) + rounds,

@@ -96,8 +96,8 @@ def join_weight_group(
     """Join the group of a `WeightGroupHost` as a receiver; returns once all members have joined.
 
     Args:
-        address: address of the host.
-        port: port of the host.
+        address: `WeightGroupHost.address` of the trainer's rank 0.
+        port: `WeightGroupHost.port`.
         rank: from 1 to world_size - 1; 0 is the host.
         world_size: number of members, the host included.
         backend: ``gloo`` or ``nccl``; by default NCCL where there is a GPU. The same for all.

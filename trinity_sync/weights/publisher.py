@@ -24,11 +24,7 @@ logger = logging.getLogger(__name__)
 class Publisher:
     """Publishes the images of one rank, in a process of the Ray cluster.
 
-    Args:
-        synchronizer: the job's Synchronizer, a Ray actor.
-        root: the job's root.
-        spool: the job's spool on this node.
-        gather_s: seconds that a version waits for the images of all ranks.
+    A version waits ``gather_s`` seconds for the images of all ranks.
 
     Raises:
         StackError: Ray is not installed.
@@ -71,9 +67,6 @@ class Publisher:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until all versions to which this rank added its image are published.
-
-        Args:
-            timeout_s: seconds to wait; None waits without limit.
 
         Raises:
             WeightSyncError: versions were not published; each of them is raised once.

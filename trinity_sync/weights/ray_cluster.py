@@ -14,10 +14,7 @@ def in_ray_cluster() -> bool:
 
 
 def require_ray(why: str) -> ModuleType:
-    """Import and return Ray.
-
-    Args:
-        why: reason that Ray is needed, with which the message of the error begins.
+    """Import and return Ray; the message of the error begins with ``why``.
 
     Raises:
         StackError: Ray is not installed.

@@ -1,11 +1,5 @@
 """Read new versions of the weights in a rollout worker, and load them into a model.
 
-::
-
-    reader = WeightReader(root="ckpts", name="explorer-0")
-    while await reader.wait_newer() is not None:
-        reader.load_into(model)
-
 A reader opens the newest version. If the trainer overwrites it meanwhile, the reader opens a newer
 one, or the commit of the same step; never parts of two versions, and never an older version than it
 had. The trainer does not wait for readers.
@@ -64,7 +58,7 @@ class WeightReader:
         role: role of the weights, as the trainer's `upload` names it; by default that of the
             Synchronizer, or ``actor``.
         deltas: keep a private copy of the weights, and fetch the elements that changed, where there
-            is a delta; otherwise the full version. See ``delta_cache``.
+            is a delta; otherwise the full version.
         dtype: dtype to which floating-point tensors are rounded as they are copied, e.g.
             ``torch.bfloat16`` for a trainer with ``float32`` master weights; deltas are of the
             rounded elements. Not rounded is what `load_into` loads into a ``float32`` tensor, what
@@ -75,7 +69,6 @@ class WeightReader:
 
     Attributes:
         version: the version that was read last; None before the first.
-        dtype: as it was passed.
 
     Raises:
         ConfigError: there is neither ``root`` nor a Synchronizer.

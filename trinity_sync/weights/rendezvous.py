@@ -20,13 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class BroadcastRendezvous:
-    """The methods of Trinity's Synchronizer that a broadcast needs.
-
-    Args:
-        registry: versions and members of the job.
-        namespace: Ray namespace of the members.
-        settings: names of the members, and time limits.
-    """
+    """The methods of Trinity's Synchronizer that a broadcast needs."""
 
     def __init__(
         self, registry: AsyncVersionRegistry, namespace: str, settings: SyncSettings
@@ -53,7 +47,7 @@ class BroadcastRendezvous:
 
         Args:
             module: ``trainer`` or ``explorer``.
-            trainer_step: step that the trainer sends.
+            trainer_step: step that the trainer sends; an explorer passes none.
             explorer: name of the explorer; by default the one in the settings.
             timeout_s: seconds to wait; by default those of the settings.
 

@@ -13,12 +13,10 @@ class SyncReport:
     """State of a job's Synchronizer when it last wrote its state file."""
 
     newest: Version | None
-    """The newest version; None if there is none."""
     readers: tuple[Reader, ...]
     trainer: str
-    """Status of the trainer."""
     explorers: dict[str, str]
-    """Status of each explorer, by name."""
+    """Status by name."""
     written_at: float
     """Seconds since the epoch of the last change."""
     lives: bool | None
@@ -30,9 +28,7 @@ class SyncReport:
 def read_sync_report(root: str | Path, now: float) -> SyncReport | None:
     """Return the report of a job; None if it had no Synchronizer.
 
-    Args:
-        root: the job's root.
-        now: seconds since the epoch, to which staleness is computed.
+    Staleness is computed to ``now``, in seconds since the epoch.
 
     Raises:
         FormatError: another release has written a state file.

@@ -21,16 +21,9 @@ BLOCK = 1 << 17
 
 
 def read_rounded(image: Array, start: int, stop: int, spans: Spans) -> Array:
-    """Return a byte range of an image with its ``float32`` elements rounded.
+    """Return bytes ``[start, stop)`` of an image with the elements in ``spans`` rounded.
 
-    Args:
-        image: ``uint8`` of shape ``[nbytes]``.
-        start: first byte.
-        stop: byte after the last.
-        spans: byte ranges of the ``float32`` elements in the image.
-
-    Returns:
-        ``uint8`` of shape ``[stop - start]``: a copy if anything is rounded, otherwise a view.
+    They are a copy if anything is rounded, otherwise a view.
     """
     found = image[start:stop]
     within = [(max(a, start), min(b, stop)) for a, b in spans if a < stop and b > start]
@@ -44,13 +37,7 @@ def read_rounded(image: Array, start: int, stop: int, spans: Spans) -> Array:
 def round_in_place(
     image: Array, spans: Spans, map_pieces: Callable[..., Iterable[Any]] = map
 ) -> None:
-    """Round the ``float32`` elements of an image in place.
-
-    Args:
-        image: ``uint8`` of shape ``[nbytes]``.
-        spans: byte ranges of the ``float32`` elements.
-        map_pieces: ``map``, or that of an executor.
-    """
+    """Round the elements in ``spans`` of an image, ``uint8`` of shape ``[nbytes]``."""
     pieces = [
         image[at : min(at + 4 * BLOCK, stop)]
         for start, stop in spans

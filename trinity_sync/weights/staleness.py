@@ -32,8 +32,8 @@ def trainer_needs_sync(
         interval: Trinity's ``sync_interval``, in trainer steps.
         last_sync_step: trainer step of the last sync.
         explorer_requires: answer of the Synchronizer's `explorer_requires_sync`.
-        method: method of the sync. A broadcast is repeated for an explorer that asks; a version
-            that can be read again is not, so call `notify_no_new_model_state_dict` instead.
+        method: Trinity's ``sync_method``. A broadcast is repeated for an explorer that asks; a
+            version that can be read again is not, so call `notify_no_new_model_state_dict` instead.
 
     Raises:
         ConfigError: the style is unknown, or the interval below 1.
@@ -62,7 +62,7 @@ def explorer_needs_sync(
         offset: Trinity's ``sync_offset``: first steps that do not count.
         trainer_requires: answer of the Synchronizer's `trainer_requires_weight_sync`; used for
             trainer-driven broadcasts only, which need both sides.
-        method: method of the sync.
+        method: Trinity's ``sync_method``.
 
     Raises:
         ConfigError: the style is unknown, or the interval below 1.
@@ -74,12 +74,7 @@ def explorer_needs_sync(
 
 
 def version_lag(newest: int, served: int) -> int:
-    """Return the number of steps by which a version is behind the newest, at least 0.
-
-    Args:
-        newest: step of the newest version.
-        served: step of the version in use; it may be ahead after a rewind.
-    """
+    """Return the steps by which ``served`` is behind; 0 if it is ahead, as after a rewind."""
     return max(0, newest - served)
 
 

@@ -24,12 +24,10 @@ from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT
 
 @dataclass(frozen=True)
 class Address(Record, format=ROOT_FORMAT):
-    """Address of a job's Synchronizer."""
+    """Address of a job's Synchronizer, a Ray actor."""
 
     name: str
-    """Name of the Ray actor."""
     namespace: str
-    """Its Ray namespace."""
     host: str
     """Host or container, as `read_process_namespace` names it."""
     process: str
@@ -59,13 +57,7 @@ def state_path(root: str | Path) -> Path:
 
 
 def write_address(root: str | Path, name: str, namespace: str) -> None:
-    """Record this process as the job's Synchronizer.
-
-    Args:
-        root: the job's root.
-        name: name of the Ray actor.
-        namespace: its Ray namespace.
-    """
+    """Record this process as the job's Synchronizer."""
     here = read_process_namespace(), read_process_identity(os.getpid())
     address = Address(name, namespace, *here, str(Path(root).resolve()))
     make_folder(address_path(root).parent)
@@ -83,12 +75,7 @@ def read_address(root: str | Path) -> Address | None:
 
 
 def write_state(root: str | Path, state: Mapping[str, Any]) -> None:
-    """Replace the state file atomically.
-
-    Args:
-        root: the job's root.
-        state: JSON values.
-    """
+    """Replace the state file atomically by JSON values."""
     replace_file(state_path(root), encode_record(_State(dict(state))), sync=False)
 
 

@@ -86,10 +86,6 @@ class SyncBarrier:
 
         An explorer that stops, or is found dead, while the trainer waits makes the rendezvous fail:
         it is part of the group, and a broadcast without it would hang.
-
-        Args:
-            explorer: its name.
-            status: its new status.
         """
         before = self.explorers.get(explorer)
         self.changes += before is None or _without_wait(before) is not _without_wait(status)
@@ -110,15 +106,10 @@ class SyncBarrier:
         return {name for name, status in self.explorers.items() if status is not Status.STOPPED}
 
     def arrive(self, explorer: str | None, step: int | None = None) -> Rendezvous:
-        """Record that a member is ready for a broadcast.
+        """Record that an explorer, or the trainer (None), is ready for a broadcast.
 
-        Args:
-            explorer: its name; None is the trainer.
-            step: step that the trainer sends.
-
-        Returns:
-            The rendezvous, which is over once all members have arrived, or at once if there is no
-            other member.
+        The trainer passes the step that it sends. The rendezvous is over once all members have
+        arrived, or at once if there is no other member.
         """
         rendezvous = self._rendezvous
         if explorer is None:
@@ -131,12 +122,7 @@ class SyncBarrier:
         return rendezvous
 
     def withdraw(self, rendezvous: Rendezvous, explorer: str | None) -> None:
-        """Stop waiting; without the trainer the rendezvous is over.
-
-        Args:
-            rendezvous: what `arrive` returned.
-            explorer: its name; None is the trainer.
-        """
+        """Stop waiting; without the trainer (``explorer`` is None) the rendezvous is over."""
         if rendezvous.over:
             return
         if explorer is None:

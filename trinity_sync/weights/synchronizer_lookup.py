@@ -20,10 +20,7 @@ def find_synchronizer(root: str | Path) -> Any | None:
 def resolve_actor_name(root: str, namespace: str | None, name: str) -> tuple[str, str]:
     """Return name and Ray namespace of a root's Synchronizer, so that it has one at most.
 
-    Args:
-        root: the job's root.
-        namespace: namespace of a new Synchronizer; None for that of a running one, or `NAMESPACE`.
-        name: name of a new Synchronizer.
+    A running Synchronizer has its own; a new one gets ``name``, and ``namespace`` or `NAMESPACE`.
 
     Raises:
         ConfigError: the root's Synchronizer runs in another namespace.

@@ -17,13 +17,7 @@ from trinity_sync.weights.version import Source, Version
 
 
 class TrinityMethods(BroadcastRendezvous):
-    """Methods of Trinity-RFT's Synchronizer.
-
-    Args:
-        registry: versions and members of the job.
-        namespace: Ray namespace of the members.
-        settings: names of the members, and time limits.
-    """
+    """Methods of Trinity-RFT's Synchronizer."""
 
     def __init__(
         self, registry: AsyncVersionRegistry, namespace: str, settings: SyncSettings
@@ -73,9 +67,8 @@ class TrinityMethods(BroadcastRendezvous):
     async def get_model_state_dict(self) -> tuple[dict[str, Any] | str | None, int]:
         """Return what `set_model_state_dict` was given last, and its step.
 
-        Returns:
-            Tensors by name, or a path, and their step. Without any, as after a restart: None and
-            the step of the newest version, which is read from memory or from its commit.
+        That is tensors by name, or a path. Without any, as after a restart: None and the step of
+        the newest version, which is read from memory or from its commit.
         """
         step, state = self._state
         if isinstance(state, dict):
@@ -96,11 +89,7 @@ class TrinityMethods(BroadcastRendezvous):
             yield name, await reference
 
     async def get_state_dict_meta(self) -> list[tuple[str, str, tuple[int, ...]]] | None:
-        """Describe the tensors of the state dict.
-
-        Returns:
-            Name, dtype (such as ``bfloat16``) and shape of each tensor; None without a state dict.
-        """
+        """Return name, dtype (``bfloat16``) and shape of each tensor; None without a state dict."""
         state = self._state[1]
         if not isinstance(state, dict):
             return None

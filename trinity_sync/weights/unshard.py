@@ -105,12 +105,9 @@ def plan_unshard(images: Sequence[memoryview]) -> tuple[FullTensor, ...]:
 def round_plan(
     plan: Sequence[FullTensor], dtype: torch.dtype | None, keep_float32: Collection[str]
 ) -> tuple[FullTensor, ...]:
-    """Return a plan by which floating-point tensors are rounded as they are read.
+    """Return a plan by which floating-point tensors are rounded to ``dtype`` as they are read.
 
-    Args:
-        plan: as `plan_unshard` returned it.
-        dtype: dtype to round to; None rounds nothing.
-        keep_float32: names of tensors that are not rounded.
+    Those named in ``keep_float32`` are not; a dtype of None rounds nothing.
     """
     return tuple(
         replace(full, read_dtype=dtype)
@@ -127,12 +124,8 @@ def iter_full_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and tensor of each entry of the plan; tied tensors once, under their first name.
 
-    Each tensor is on the CPU, in memory of its own.
-
-    Args:
-        plan: as `plan_unshard` returned it.
-        images: the image of each rank, ``uint8`` of shape ``[nbytes]``.
-        slices: parts of tensors to return, by name; all others are returned in full.
+    Each tensor, or the part of it in ``slices``, is on the CPU, in memory of its own. The images of
+    all ranks are ``uint8`` of shape ``[nbytes]``.
 
     Raises:
         WeightSyncError: a slice is of an unknown tensor, or outside of it.
@@ -146,10 +139,6 @@ def view_full_tensor(full: FullTensor, images: Sequence[torch.Tensor]) -> torch.
     """Return a full tensor on the CPU: a view of its image if that holds all of it, or a copy.
 
     A rounded tensor is a copy.
-
-    Args:
-        full: an entry of a plan.
-        images: the image of each rank, ``uint8`` of shape ``[nbytes]``.
     """
     if len(full.chunks) == 1 and full.read_dtype == full.dtype:
         return _view_chunk(full.dtype, full.chunks[0], images)
@@ -164,11 +153,8 @@ def copy_full_tensors(
 ) -> None:
     """Copy every tensor of the plan into the target of its name: all of them, or none.
 
-    Args:
-        plan: as `plan_unshard` returned it.
-        images: the image of each rank, ``uint8`` of shape ``[nbytes]``.
-        targets: tensors to fill, by name in the plain model, on any device.
-        slices: parts of tensors to copy, by name; all others are copied in full.
+    Targets are named as in the plain model, on any device. Of a tensor in ``slices`` that part is
+    copied.
 
     Raises:
         WeightSyncError: names, shapes or dtypes differ, or a target is a DTensor, has no memory, or

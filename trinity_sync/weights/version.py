@@ -41,7 +41,6 @@ class Version:
     """Number of the run that made it."""
     source: Source
     root: str
-    """The job's root."""
     role: str = "actor"
     images: tuple[ImageRef, ...] = ()
     """The images of all ranks, by rank, if the source is memory."""

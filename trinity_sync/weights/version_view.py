@@ -84,11 +84,7 @@ class VersionView:
         return [(full.names, full.shape, full.read_dtype) for full in self.plan]
 
     def read(self, name: str) -> torch.Tensor:
-        """Return one full tensor to read from, as `iter_views`.
-
-        Args:
-            name: its name, or that of a tensor that is tied to it.
-        """
+        """Return one full tensor, as `iter_views`, by any of its names."""
         full = next(full for full in self.plan if name in full.names)
         return view_full_tensor(full, self.images)
 
@@ -124,10 +120,7 @@ class VersionView:
 
 
 def list_targets(target: Target) -> dict[str, torch.Tensor]:
-    """Return what to load into, by name in the plain model.
-
-    Args:
-        target: a module, in any of torch's wrappers, or tensors by name.
+    """Return tensors to load into by name in the plain model, without names of torch's wrappers.
 
     Raises:
         WeightSyncError: two tensors have one name.
@@ -136,13 +129,11 @@ def list_targets(target: Target) -> dict[str, torch.Tensor]:
 
 
 class VersionOpener:
-    """Opens versions for one reader; keeps slots mapped and unsharding plans between them.
+    """Opens versions for the reader ``name``; keeps slots mapped and unsharding plans between them.
 
-    Args:
-        name: of the reader, for its leases.
-        verify: compare the digests of a checkpoint's files, not their sizes alone.
-        node: Ray node id (hex) of this process; None if all images are on its node.
-        dtype: dtype to which floating-point tensors are rounded; None keeps theirs.
+    Leases have the reader's name. ``verify`` compares digests of a checkpoint's files, not their
+    sizes alone. ``node`` is the Ray node id (hex) of this process; None if all images are on its
+    node. Floating-point tensors are rounded to ``dtype``, unless that is None.
     """
 
     def __init__(
@@ -165,11 +156,6 @@ class VersionOpener:
         self, version: Version, fetch_images: FetchImages, keep_float32: Collection[str] = ()
     ) -> Iterator[VersionView]:
         """Yield a version in shared memory: images of this node in place, others as copies.
-
-        Args:
-            version: version whose source is memory.
-            fetch_images: returns the images that are on other nodes.
-            keep_float32: names of tensors that are not rounded.
 
         Raises:
             VersionUnavailableError: an image was overwritten or removed, or cannot be fetched.
@@ -222,10 +208,6 @@ class VersionOpener:
         self, version: Version, keep_float32: Collection[str] = ()
     ) -> Iterator[VersionView]:
         """Yield a committed step, mapped from its files.
-
-        Args:
-            version: version whose source is a checkpoint.
-            keep_float32: names of tensors that are not rounded.
 
         Raises:
             VersionUnavailableError: the step is corrupted, or no longer committed by that run.

@@ -31,15 +31,9 @@ class WeightGroup:
     time: all members send or receive the same version. After an error the group is broken: each
     call raises, and all members have to join a new one.
 
-    Args:
-        backend: a torch backend, as ``ProcessGroupGloo``.
-        store: the store of the group's members; None if the group is torch's.
-        rank: of this process.
-        world_size: number of members.
-        device: device of the tensors that the backend sends.
-        timeout_s: seconds for a broadcast and the roll call after its failure.
-        owned: abort the backend when the group breaks or is closed.
-        watched: poll the store while waiting, for a backend that does not notice failed members.
+    ``store`` is None for a group of torch's. A broadcast and the roll call after its failure take
+    at most ``timeout_s``. An ``owned`` backend is aborted when the group breaks or is closed. A
+    ``watched`` backend does not notice failed members, so the store is polled while waiting.
     """
 
     def __init__(
@@ -110,12 +104,7 @@ class WeightGroup:
     def get_buffer(self, index: int, nbytes: int) -> torch.Tensor:
         """Return a buffer that is kept from one broadcast to the next.
 
-        Args:
-            index: which buffer.
-            nbytes: smallest size.
-
-        Returns:
-            ``uint8`` on the group's device, of ``nbytes`` bytes or more.
+        It is ``uint8`` on the group's device, of at least ``nbytes``.
         """
         found = self._buffers.get(index)
         if found is None or len(found) < nbytes:
@@ -125,11 +114,7 @@ class WeightGroup:
         return found
 
     def fail(self, reason: str) -> WeightSyncError:
-        """Leave the group after a failure.
-
-        Returns:
-            The error to raise, which names the members that stay silent.
-        """
+        """Leave the group after a failure; return an error that names the silent members."""
         if not self.broken:
             self._broken = f"it failed: {reason}"
             answers = self._roll_call(reason)
@@ -198,10 +183,7 @@ def wrap_process_group(group: "WeightGroup | dist.ProcessGroup", timeout_s: floa
     """Return a torch process group as a weight group; a weight group is returned unchanged.
 
     An error in torch's group names no member, and torch decides whether the group is still usable.
-
-    Args:
-        group: the group; group rank 0 sends.
-        timeout_s: seconds for a broadcast, since torch's groups do not tell theirs.
+    A broadcast gets ``timeout_s``, since torch's groups do not tell theirs.
 
     Raises:
         ConfigError: ``group`` is neither.
@@ -226,14 +208,7 @@ def wrap_process_group(group: "WeightGroup | dist.ProcessGroup", timeout_s: floa
 
 
 def find_absent(store: Store, what: str, ranks: Iterable[int], limit: timedelta) -> list[int]:
-    """Return the ranks that do not write a key to the store in time.
-
-    Args:
-        store: store of the group.
-        what: first part of the key, ``{what}/{rank}``.
-        ranks: the ranks to wait for.
-        limit: longest wait.
-    """
+    """Return the ranks that do not write the key ``{what}/{rank}`` to the store in time."""
     keys = {rank: f"{what}/{rank}" for rank in ranks}
     try:
         store.wait(list(keys.values()), limit)

@@ -34,10 +34,7 @@ T = TypeVar("T")
 class AsyncVersionRegistry:
     """Version registry and sync barrier of the job at ``root``, restored from its state file.
 
-    Args:
-        root: the job's root.
-        role: the role whose weights are synced.
-        clock: returns seconds since the epoch.
+    ``clock`` returns seconds since the epoch.
     """
 
     def __init__(self, root: str, role: str, clock: Callable[[], float] = time.time) -> None:
@@ -50,7 +47,6 @@ class AsyncVersionRegistry:
         """(run, step) -> images by rank, of versions that are incomplete."""
         self.versions, self.barrier = VersionRegistry(), SyncBarrier()
         self.identity = read_identity(root)
-        """Identity of the job whose versions these are."""
         self._restore()
         runs = self._runs()
         self.versions.add_runs(runs)
@@ -73,14 +69,10 @@ class AsyncVersionRegistry:
         return self._clock()
 
     async def refresh(self, *, read_commits: bool = False, scan: bool = False) -> bool:
-        """Read the runs that started since the last call, and remove superseded versions.
+        """Read the runs that began since the last call; return whether there is a newer commit.
 
-        Args:
-            read_commits: read the newest commit also if no run started.
-            scan: read the manifests of all commits.
-
-        Returns:
-            Whether there is a newer commit than before.
+        Superseded versions are removed. The newest commit is read if a run began, or with
+        ``read_commits`` or ``scan``, which reads the manifests of all commits.
         """
         identity = await asyncio.to_thread(read_identity, self.root)
         if identity and self.identity not in ("", identity):
@@ -120,19 +112,11 @@ class AsyncVersionRegistry:
         return is_newest
 
     async def add_images(self, shard: Version, world_size: int, timeout_s: float) -> Version | None:
-        """Collect the images of one version, which each rank uploads by itself.
+        """Add the images of the calling rank to a version, of which each rank uploads its own.
 
-        A version that stays incomplete is dropped when a newer one is complete, or when a rank has
-        waited for ``timeout_s``.
-
-        Args:
-            shard: the version with the images of the calling rank.
-            world_size: number of ranks that upload images.
-            timeout_s: seconds to wait for the other ranks.
-
-        Returns:
-            The complete version, for the rank that completed it; the others get None once this
-            version, or a newer one, is recorded.
+        Return the complete version to the rank that completes it; None to the others, once this
+        version or a newer one is recorded. A version that stays incomplete is dropped when a newer
+        one is complete, or when a rank has waited for ``timeout_s``.
 
         Raises:
             WeightSyncError: ranks did not upload their images in time; the message names them.
@@ -160,17 +144,11 @@ class AsyncVersionRegistry:
         await self.save()
 
     async def until(self, answer: Callable[[], T | None], timeout_s: float | None) -> T | None:
-        """Wait until ``answer`` returns a value.
+        """Wait until ``answer`` returns a value, and return it; None after the time-out.
 
-        The state file is written before this returns: a caller that has its answer does not ask
-        again, so a restart has to know what the answer depends on.
-
-        Args:
-            answer: called after each change; None means to wait on.
-            timeout_s: seconds to wait; None waits without limit.
-
-        Returns:
-            The value; None after the time-out.
+        ``answer`` is called after each change. The state file is written before this returns: a
+        caller that has its answer does not ask again, so a restart has to know what the answer
+        depends on.
         """
         if answer() is None:
             async with self._changed:

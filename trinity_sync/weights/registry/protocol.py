@@ -22,32 +22,20 @@ class Registry(Protocol):
     ) -> Version | None:
         """Wait for a newer version that can be read; return None at the time-out.
 
-        Args:
-            than: step that the version has to be beyond.
-            timeout_s: seconds to wait; None waits without limit.
-            run: number of the run that made step ``than``.
-            identity: identity of the job that made it, if it is known. A version of another job,
-                which is in the root now, is newer.
+        ``run`` of the job ``identity`` made step ``than``; None and an empty identity are unknown.
+        A version of another job, which is in the root now, is newer. A ``timeout_s`` of None waits
+        without limit.
         """
 
     def set_serving(self, reader: str, step: int, run: int) -> None:
-        """Record the version that a reader serves.
-
-        Args:
-            reader: its name.
-            step: the version's step.
-            run: the version's run.
-        """
+        """Record the version that a reader serves."""
 
     def fetch_images(
         self, version: Version, ranks: Sequence[int], timeout_s: float
     ) -> Sequence[ImageCopy]:
-        """Fetch images that are on other nodes.
+        """Fetch images that are on other nodes, of the newest version in memory.
 
-        Args:
-            version: the newest version in memory.
-            ranks: whose images.
-            timeout_s: seconds to wait for all of them.
+        They are in the order of ``ranks``; ``timeout_s`` is for all of them.
 
         Raises:
             VersionUnavailableError: an image cannot be fetched.
@@ -56,13 +44,10 @@ class Registry(Protocol):
     def fetch_deltas(
         self, base: Version, version: Version, spans: Sequence[Spans], timeout_s: float
     ) -> Sequence[Array]:
-        """Fetch the delta of each rank's image from ``base``.
+        """Fetch the delta of each rank's image from ``base``, which the reader has.
 
-        Args:
-            base: version that the reader has.
-            version: the newest version in memory.
-            spans: for each rank, byte ranges of its image that the reader rounds.
-            timeout_s: seconds to wait for all of them.
+        ``version`` is the newest in memory. For each rank, ``spans`` are the byte ranges of its
+        image that the reader rounds. ``timeout_s`` is for all deltas.
 
         Raises:
             VersionUnavailableError: there is no delta between the two versions.

@@ -66,14 +66,9 @@ class VersionRegistry:
     # Versions
 
     def record(self, version: Version, now: float) -> bool:
-        """Record a version, or another source of it.
+        """Record a version, or another source of it; return whether it is the newest now.
 
-        Args:
-            version: version to record; ignored if superseded.
-            now: seconds since the epoch.
-
-        Returns:
-            Whether it is the newest version now.
+        A superseded version is ignored.
         """
         key = (version.run, version.step)
         if self.is_superseded(*key):
@@ -102,21 +97,11 @@ class VersionRegistry:
         return True
 
     def is_superseded(self, run: int, step: int) -> bool:
-        """Return whether a later run superseded a step.
-
-        Args:
-            run: number of the run that made the step.
-            step: the step.
-        """
+        """Return whether a later run superseded a step of ``run``."""
         return find_superseding_run(self.runs.values(), run, step) is not None
 
     def newest(self, source: Source | None = None, *, readable: bool = False) -> Version | None:
-        """Return the newest version; None if there is none.
-
-        Args:
-            source: consider versions of this source only; by default the best source of each.
-            readable: consider versions that a reader can open only.
-        """
+        """Return the newest version, by default of the best source; None if there is none."""
         for _, found in sorted(self._versions.items(), reverse=True):
             for each in (source,) if source else PREFERENCE:
                 if each in found and (found[each].readable or not readable):
@@ -124,12 +109,7 @@ class VersionRegistry:
         return None
 
     def find(self, step: int, source: Source) -> Version | None:
-        """Return the version of a step, of the newest run that has it; None if unknown.
-
-        Args:
-            step: the version's step.
-            source: the version's source.
-        """
+        """Return the version of a step, of the newest run that has it; None if unknown."""
         keys = [key for key, found in self._versions.items() if key[1] == step and source in found]
         return self._versions[max(keys)][source] if keys else None
 
@@ -141,18 +121,12 @@ class VersionRegistry:
         readable: bool = False,
         identity: str = "",
     ) -> Version | None:
-        """Return the newest version if it is newer than a step, otherwise None.
+        """Return the newest version if it is newer than step ``than`` of ``run``, otherwise None.
 
         Without ``run``, a step beyond the newest version counts as older if the newest run made
         that version: the newest run has not reached the step, so an earlier, superseded run made
-        it. The same step of a later run is newer only if ``run`` is given.
-
-        Args:
-            than: step to compare with.
-            run: number of the run that made that step.
-            readable: as in `newest`.
-            identity: identity of the job that made that step, if it is known. A version of another
-                job, which is in the root now, is newer whatever its step.
+        it. The same step of a later run is newer only if ``run`` is given. A version of another
+        job, which is in the root now, is newer whatever its step; an empty ``identity`` is unknown.
         """
         newest = self.newest(readable=readable)
         if newest is None:
@@ -174,11 +148,7 @@ class VersionRegistry:
     def set_serving(self, reader: str, step: int, now: float, run: int | None = None) -> None:
         """Record the version that a reader serves.
 
-        Args:
-            reader: its name.
-            step: the version's step.
-            now: seconds since the epoch.
-            run: number of the version's run; by default the newest that has the step.
+        The run is by default the newest that has the step.
         """
         if run is None:
             made_by = [r for r, s in self._versions if s == step]
