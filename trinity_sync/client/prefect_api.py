@@ -62,7 +62,6 @@ class FlowRun:
     state: str
     """Type of its state, such as ``RUNNING``; empty if it has none."""
     name: str
-    """Name of its state."""
     message: str
     since: float
     """Time of its state by the server's clock, in seconds since the epoch."""
@@ -108,13 +107,9 @@ class _Server:
 class PrefectApi:
     """The API of a Prefect server; an instance belongs to one event loop at a time.
 
-    The URL is looked up before each call, so a server that restarts on another port is found.
-
-    Args:
-        settings: name the folder of the local stack's state file.
-        api_url: URL of the API, which ends with ``/api``; by default ``PREFECT_API_URL``, or that
-            of the local stack.
-        answer_s: seconds to wait for an answer.
+    The URL, which ends with ``/api``, is by default ``PREFECT_API_URL`` or that of the local stack,
+    whose state file is in ``settings.home``. It is looked up before each call, so a server that
+    restarts on another port is found.
     """
 
     def __init__(
@@ -150,9 +145,8 @@ class PrefectApi:
     async def create_flow_run(self, fields: Mapping[str, Any], *, again: bool = False) -> None:
         """Create the flow run of a save, to start at once, unless its idempotency key has one.
 
-        Args:
-            fields: `SaveRequest.flow_run`: ``parameters``, ``idempotency_key``, ``name``, ...
-            again: retry the flow run that its key has, if that has ended without a commit.
+        With ``again``, a flow run of that key that ended without a commit is retried. ``fields``
+        are those of `SaveRequest.flow_run`.
 
         Raises:
             RequestRefusedError: the server will never accept the request.
@@ -190,12 +184,7 @@ class PrefectApi:
     async def read_saves(
         self, job: str, *, step: int | None = None, limit: int = 200
     ) -> list[SaveRun]:
-        """Read the flow runs of the saves of a job, the newest first.
-
-        Args:
-            job: identifier of the job.
-            step: step whose saves are read; None for all.
-            limit: number of flow runs that are read, at most 200.
+        """Read at most ``limit`` (up to 200) flow runs of a job's saves, the newest first.
 
         Raises:
             PrefectApiError: the server does not answer as it should; the message says what to do.
@@ -226,9 +215,6 @@ class PrefectApi:
 
     async def retry_flow_run(self, run: uuid.UUID) -> None:
         """Schedule an ended flow run again, as the Retry button of the Prefect UI does.
-
-        Args:
-            run: id of the flow run.
 
         Raises:
             PrefectApiError: the server does not answer as it should; the message says what to do.
@@ -482,8 +468,7 @@ def _known_authorities() -> str:
 def read_local_stack(home: Path) -> tuple[str, str]:
     """Return URL and password of the API of this user's local stack; empty if there is none.
 
-    Args:
-        home: the stack's folder, `Settings.home`.
+    ``home`` is `Settings.home`.
 
     Raises:
         PrefectApiError: the state file is not trusted or cannot be read.
