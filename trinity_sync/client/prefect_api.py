@@ -4,11 +4,9 @@ Importing Prefect would cost each trainer 2 CPU seconds and 70 MB, and Prefect c
 next to vLLM. httpx is imported by the thread that makes the first call.
 
 The server, the password and the certificates come from the variables that Prefect's own client
-reads, and have the same meaning: ``PREFECT_API_URL``, ``PREFECT_API_AUTH_STRING`` before
-``PREFECT_API_KEY``, ``PREFECT_API_SSL_CERT_FILE``, ``PREFECT_API_TLS_INSECURE_SKIP_VERIFY`` and
-``PREFECT_CLIENT_CUSTOM_HEADERS``. Unlike Prefect's client, this one follows no redirect to another
-host, uses no proxy for this node and reads no profiles. Without ``PREFECT_API_URL``, the state file
-of this user's local stack names the server.
+reads, with the same meaning. Unlike Prefect's client, this one follows no redirect to another host,
+uses no proxy for this node and reads no profiles. Without ``PREFECT_API_URL``, the state file of
+this user's local stack names the server.
 """
 
 import asyncio
