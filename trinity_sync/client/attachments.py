@@ -19,12 +19,7 @@ _NAME = re.compile(r"(?!rank_\d+$)[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class Attachments:
-    """The attachments of one rank.
-
-    Args:
-        root: the job's root.
-        rank: rank of this process.
-    """
+    """The attachments of one rank."""
 
     def __init__(self, root: Path, rank: int) -> None:
         self._root = root
@@ -35,12 +30,7 @@ class Attachments:
         """By step, the role that takes its attachments."""
 
     def add(self, step: int, name: str, content: str | Path | bytes) -> None:
-        """Keep a copy of a small file for a step that is not saved yet.
-
-        Args:
-            step: training step.
-            name: file name.
-            content: bytes, or the path of a file.
+        """Keep a copy of a file, given as bytes or its path, for a step that is not saved yet.
 
         Raises:
             ConfigError: the name or the path is invalid, the content is larger than `LIMIT`, or the
@@ -70,9 +60,7 @@ class Attachments:
     def take(self, step: int, role: str) -> bytes | None:
         """Return all attachments of a step, packed; afterwards the step accepts no more.
 
-        Args:
-            step: training step.
-            role: role that is saved; None is returned if another one was before it.
+        None if the step has none, or if another role of the step has taken them before.
         """
         self._newest_taken = max(step, self._newest_taken)
         mine = self._pending.get(step)
@@ -87,11 +75,6 @@ class Attachments:
 
     def read(self, step: int, name: str, rank: int) -> bytes:
         """Return what a rank attached to a committed step.
-
-        Args:
-            step: training step.
-            name: file name.
-            rank: rank that attached it.
 
         Raises:
             CommitError: the step is not committed, is corrupted, or has no such attachment.

@@ -1,8 +1,8 @@
 """Run save functions of the user (Megatron, adapters, ``save_pretrained``), in threads.
 
-A function writes anywhere below the step's folder; if an earlier run has committed the step, that
-commit makes way before. A status file in the spool tells the step's flow
-run when the function has ended, which files it wrote, or why it failed.
+A function writes anywhere below the step's folder, from which an earlier run's commit is moved
+away before. A status file in the spool tells the step's flow run when the function has ended, which
+files it wrote, or why it failed.
 """
 
 import logging
@@ -25,12 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class CallableSaver:
-    """Runs the save functions of one process.
-
-    Args:
-        root: the job's root.
-        spool: the job's folder on this node.
-    """
+    """Runs the save functions of one process."""
 
     def __init__(self, root: Path, spool: JobSpool) -> None:
         self._root = root
@@ -41,10 +36,7 @@ class CallableSaver:
     def start(self, name: str, save_fn: Callable[[], Any], status: CallableStatus) -> None:
         """Run a save function in a thread, after an earlier one of the same name.
 
-        Args:
-            name: name of the save.
-            save_fn: called without arguments.
-            status: its status before the call.
+        Its error is logged, and `wait` returns it.
         """
         write_status(self._spool, status)
         previous = self._threads.get(name)
@@ -63,20 +55,14 @@ class CallableSaver:
         thread.start()
 
     def call(self, save_fn: Callable[[], Any], status: CallableStatus) -> None:
-        """Run a save function in the calling thread, and raise its errors.
-
-        Args:
-            save_fn: called without arguments.
-            status: its status before the call.
-        """
+        """Run a save function in the calling thread, and raise its errors."""
         write_status(self._spool, status)
         self._run(save_fn, status)
 
     def wait(self, deadline: float | None) -> list[str]:
         """Join all threads; return the failures since the last call.
 
-        Args:
-            deadline: when to stop waiting (monotonic seconds); None for no limit.
+        The deadline is in monotonic seconds.
 
         Raises:
             SaveTimeoutError: a function still runs.

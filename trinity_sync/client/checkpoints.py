@@ -37,7 +37,7 @@ class Checkpoints:
     stack, and writes nothing but metrics and a lease of the step that it reads.
 
     Args:
-        root: the job's root.
+        root: the job's root, a folder.
 
     Raises:
         ConfigError: the root is a URL, or is not a folder.
@@ -87,10 +87,10 @@ class Checkpoints:
         """Load the states that one rank saved at a committed step.
 
         Args:
-            step: training step.
+            step: number of the step.
             role: role whose states are loaded.
             rank: rank that saved them.
-            world_size: number of ranks that saved together.
+            world_size: number of ranks that saved together; any other raises `CommitError`.
 
         Returns:
             State by component, as `CheckpointCoordinator.load`.
@@ -114,7 +114,7 @@ class Checkpoints:
         """Copy the weights of a committed step into a module, whatever number of ranks saved them.
 
         Args:
-            step: training step.
+            step: number of the step.
             target: module, or tensors by name, on any device; every parameter and buffer is filled.
                 Shapes are those of the trainer's full tensors.
             role: role of the weights.
@@ -136,8 +136,8 @@ class Checkpoints:
         """Return what a rank attached to a committed step.
 
         Args:
-            step: training step.
-            name: name of the attachment.
+            step: number of the step.
+            name: name that `CheckpointCoordinator.attach` was given.
             rank: rank that attached it.
 
         Raises:
@@ -147,10 +147,10 @@ class Checkpoints:
         return Attachments(self.root, 0).read(check_number("step", step), name, rank)
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Return the metrics of a step by name.
+        """Return the metrics of a step by name; empty if it has none.
 
         Args:
-            step: training step.
+            step: number of the step, which need not be committed.
 
         Raises:
             FormatError: another release has recorded them.
@@ -165,7 +165,7 @@ class Checkpoints:
         or, before its commit, for the newest run.
 
         Args:
-            step: training step.
+            step: number of the step.
             metrics: numbers by name; a tensor of one element is a number.
 
         Raises:

@@ -24,14 +24,10 @@ T = TypeVar("T")
 
 
 def run_on_all_ranks(what: Path, work: Callable[[], T]) -> T:
-    """Run a function on every rank, to find or load a checkpoint; a collective call.
+    """Run a function on every rank, and return its result; a collective call.
 
-    Args:
-        what: path that is loaded, for messages.
-        work: the function. After an error it must not leave other ranks in a collective.
-
-    Returns:
-        What the function returns on this rank.
+    After an error the function must not leave other ranks in a collective. ``what`` is the path
+    that is loaded, for messages.
 
     Raises:
         TrinitySyncError: on all ranks: the error of the first rank on which it failed.
@@ -59,11 +55,7 @@ def run_on_all_ranks(what: Path, work: Callable[[], T]) -> T:
 
 
 def broadcast_from_rank_0(what: Path, work: Callable[[], T]) -> T:
-    """Return on every rank what a function returns on rank 0; a collective call.
-
-    Args:
-        what: path that is loaded, for messages.
-        work: the function, called on rank 0 only.
+    """Return on every rank what a function returns on rank 0, which alone calls it; collective.
 
     Raises:
         TrinitySyncError: as in `run_on_all_ranks`.
@@ -81,10 +73,6 @@ def lease_on_rank_0(root: Path, step: int) -> Iterator[Manifest]:
     Rank 0 alone acquires the lease and looks at all files of the step, and tells the others. A
     rank looks at the files that it reads, and nothing else. The beginning of the block is a
     collective call; let its end be one as well, so that rank 0 leaves it when all ranks have read.
-
-    Args:
-        root: the job's root.
-        step: a committed step.
 
     Raises:
         TrinitySyncError: on all ranks: the step is not committed, or corrupted.
@@ -106,12 +94,6 @@ def open_on_all_ranks(
 
     Each rank compares a part of the files, for all ranks: then the step is still that of the
     manifest, so every rank has the same files open. A collective call if there is a process group.
-
-    Args:
-        root: the job's root.
-        manifest: manifest of the step.
-        records: records of the files in it.
-        unpickled: as in `OpenFiles.open`.
 
     Raises:
         CommitError: on all ranks: a file is corrupted, cannot be read, or may be another user's and

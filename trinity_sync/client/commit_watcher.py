@@ -50,12 +50,7 @@ MANY = 64
 class CommitWatcher:
     """Requests and follows the saves of one process until each is committed or has failed.
 
-    Args:
-        trigger: requests flow runs and queries their states.
-        spool: the job's folder on this node.
-        rank: rank of this process.
-        world_size: number of ranks that save together.
-        run: run of this process, which notices in the thread of rank 0 that it is superseded.
+    With ``run``, the thread of rank 0 also notices that a later run supersedes this one.
     """
 
     def __init__(
@@ -109,13 +104,10 @@ class CommitWatcher:
         exports: str = "",
         submit: bool = False,
     ) -> None:
-        """Follow a save and the export of a role's model; return at once.
+        """Follow a save, and the export of a role's model if one is named; return at once.
 
-        Args:
-            request: request of the save.
-            images: random names of this process's images.
-            exports: role whose model is to be exported; empty for none.
-            submit: request the flow run from this process.
+        This process requests the flow run only with ``submit``. ``images`` are the random names of
+        its images, all of which have to be part of the commit.
         """
         if submit:
             self._trigger.submit(request)
@@ -135,11 +127,7 @@ class CommitWatcher:
             self._start()
 
     def has_failed(self, key: str) -> bool:
-        """Return whether a submitted save has failed, as far as this process or rank 0 knows.
-
-        Args:
-            key: key of the save's request.
-        """
+        """Return whether a submitted save has failed, as far as this process or rank 0 knows."""
         with self._lock:
             known, pending = key in self._failed, self._pending.get(key)
         if known or pending is None or self._leads:
@@ -153,8 +141,7 @@ class CommitWatcher:
     def wait(self, deadline: float | None) -> list[str]:
         """Wait until no save is pending; return the failures since the last call.
 
-        Args:
-            deadline: when to stop waiting (monotonic seconds); None for no limit.
+        The deadline is in monotonic seconds.
 
         Raises:
             SaveTimeoutError: a save is still pending at the deadline, or after `close`.
@@ -166,13 +153,9 @@ class CommitWatcher:
             return failures
 
     def wait_for(self, key: str) -> str:
-        """Wait until one save is not pending; return why it failed, which `wait` returns as well.
+        """Wait until one save is not pending; return why it failed, empty if it is committed.
 
-        Args:
-            key: key of the save's request.
-
-        Returns:
-            Empty for a save that is committed.
+        `wait` returns the failure as well.
 
         Raises:
             SaveTimeoutError: the save is still pending after `close`.
@@ -225,11 +208,7 @@ class CommitWatcher:
             self._log.close()
 
     def end_at_most(self, timeout: float) -> None:
-        """As `close`, without waiting for the thread.
-
-        Args:
-            timeout: seconds.
-        """
+        """As `close`, without waiting for the thread."""
         with self._lock:
             self._end_at = min(self._end_at, time.monotonic() + timeout)
             self._wake_up()

@@ -43,15 +43,10 @@ def run_emergency_save(
 ) -> EmergencySave:
     """Submit what fits into the time that is left, then wait for the commit until the deadline.
 
-    Args:
-        step: training step.
-        components: state by component.
-        deadline_s: seconds for staging and commit together.
-        kinds: kinds to save, in this order.
-        save: stages and submits; returns the sealed components, or raises.
-        wait: waits for all saves, at most the given seconds; raises as `wait_all`.
-        failures: returns failures of earlier saves that ``wait`` has not raised.
-        committed: returns the kinds that are committed of the step.
+    ``deadline_s`` is for staging and commit together; ``kinds`` are saved in their order. ``save``
+    stages and submits, and returns the sealed components, or raises. ``wait`` waits at most the
+    given seconds for all saves, and raises as `wait_all`; ``failures`` returns those of earlier
+    saves that it has not raised.
     """
     deadline = time.monotonic() + deadline_s
     weights = {name: state for name, state in components.items() if name == "model"}

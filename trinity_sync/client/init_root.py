@@ -47,7 +47,6 @@ class _Rank:
     root: str
     node: str
     spool: str
-    """The node's spool."""
     key: str
     job: str
     """Identifier of the job; empty on other ranks than 0, which may not see it yet."""
@@ -71,17 +70,11 @@ def resolve_root(root: str | Path) -> Path:
 
 
 def open_root(root: str | Path, job: Mapping[str, Any] | None = None) -> Path:
-    """Create and check a job's root; one process of the job calls it.
+    """Create and check a job's root, and return its full path.
 
-    With a required remote, the remote's newest step is in the root afterwards. A root with steps
-    that cannot be written can be loaded from; a warning says so, and nothing else is done.
-
-    Args:
-        root: the job's root.
-        job: settings of the job to change, by name.
-
-    Returns:
-        The full path of the root.
+    The job's settings in ``job`` are changed. One process of the job calls it. With a required
+    remote, the remote's newest step is in the root afterwards. A root with steps that cannot be
+    written can be loaded from; a warning says so, and nothing else is done.
 
     Raises:
         ConfigError: the root is a URL or cannot be created, or a setting of the job is invalid.
@@ -117,15 +110,8 @@ def open_together(
 ) -> tuple[tuple[NodeRanks, ...], str]:
     """Open a job's root on all ranks of the default process group; a collective call.
 
-    Args:
-        root: the job's root.
-        settings: settings of this process.
-        key: run key of this process; rank 0's is used.
-        job: settings of the job to change, by name; rank 0's are used.
-        check: called on rank 0 first.
-
-    Returns:
-        The ranks of each node, and rank 0's run key.
+    Return the ranks of each node, and rank 0's run key. Rank 0 calls ``check`` first; its ``job``,
+    the settings to change, are used.
 
     Raises:
         RootError: on all ranks: the ranks name different roots, or their nodes do not share the
@@ -188,9 +174,7 @@ def _introduction(
 
 @contextmanager
 def _proof(root: Path) -> Iterator[Path | None]:
-    """Yield the path of a file that exists and is locked within the block; None in a root that
-    cannot be written.
-    """
+    """Yield the path of a locked file of this process; None in a root that cannot be written."""
     path = root / f".meeting.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
     with ExitStack() as held:
         try:

@@ -57,11 +57,7 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 class OutcomeLog:
-    """The file that this process, a rank 0, writes.
-
-    Args:
-        request: request of any save of the run.
-    """
+    """The file that this process, a rank 0, writes; ``request`` is any of the run's."""
 
     def __init__(self, request: SaveRequest) -> None:
         self._request = request
@@ -131,11 +127,7 @@ class _File:
 
 
 class OutcomeLogs:
-    """The files of a run, as the other ranks read them.
-
-    Args:
-        request: request of any save of the run.
-    """
+    """The files of a run, as the other ranks read them; ``request`` is any of the run's."""
 
     def __init__(self, request: SaveRequest) -> None:
         self._folder = _folder(request.root)
@@ -169,9 +161,7 @@ class OutcomeLogs:
     def is_followed(self, key: str, age_s: float) -> bool:
         """Return whether a living rank 0 follows a save, or may still begin to.
 
-        Args:
-            key: request key of the save.
-            age_s: seconds since this process submitted it.
+        ``age_s`` is counted from when this process submitted the save.
 
         Raises:
             OSError: the root cannot be read.

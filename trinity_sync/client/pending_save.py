@@ -50,7 +50,6 @@ class PendingSave:
     submitted_at: float
     """When it was submitted, in seconds since the epoch."""
     rank: int = 0
-    """Rank of this process."""
     images: set[str] = field(default_factory=set)
     """Random names of this process's images; all of them have to be part of the commit."""
     exports: set[str] = field(default_factory=set)
@@ -71,12 +70,9 @@ class PendingSave:
     def find_result(self, outcome: Outcome | None, spool: JobSpool) -> SaveResult | None:
         """Return how the save ended; None if it has not.
 
-        Images that wait although the flow run has completed are compared with the commit. A worker
-        of this node does the same, but a node need not have a worker.
-
-        Args:
-            outcome: outcome of the flow run; None if the server was not queried.
-            spool: the job's folder on this node.
+        Without an ``outcome`` the server was not queried. Images that wait although the flow run
+        has completed are compared with the commit. A worker of this node does the same, but a node
+        need not have a worker.
 
         Raises:
             OSError, TrinitySyncError: the root or the spool cannot be read.

@@ -47,12 +47,8 @@ class Preemption:
     def notice(self, signum: int, grace_s: float) -> None:
         """Install a handler that records a signal, in the place of the earlier handler.
 
-        In forked children, the earlier handler is called. Workers of a DataLoader that start
-        afterwards outlive the signal.
-
-        Args:
-            signum: number of the signal.
-            grace_s: seconds from the signal until the process is killed.
+        The process is killed ``grace_s`` seconds after the signal. In forked children, the earlier
+        handler is called. Workers of a DataLoader that start afterwards outlive the signal.
 
         Raises:
             ConfigError: this is not the main thread, or the signal cannot be caught.
@@ -106,10 +102,6 @@ class Preemption:
 
 class _Handler:
     """A signal handler that takes the place of the earlier one until it has ended.
-
-    Args:
-        signum: number of the signal.
-        on_signal: called at the signal.
 
     Raises:
         ValueError, OSError: as in ``signal.signal``.

@@ -4,11 +4,9 @@ Importing Prefect would cost each trainer 2 CPU seconds and 70 MB, and Prefect c
 next to vLLM. httpx is imported by the thread that makes the first call.
 
 The server, the password and the certificates come from the variables that Prefect's own client
-reads, and have the same meaning: ``PREFECT_API_URL``, ``PREFECT_API_AUTH_STRING`` before
-``PREFECT_API_KEY``, ``PREFECT_API_SSL_CERT_FILE``, ``PREFECT_API_TLS_INSECURE_SKIP_VERIFY`` and
-``PREFECT_CLIENT_CUSTOM_HEADERS``. Unlike Prefect's client, this one follows no redirect to another
-host, uses no proxy for this node and reads no profiles. Without ``PREFECT_API_URL``, the state file
-of this user's local stack names the server.
+reads, with the same meaning. Unlike Prefect's client, this one follows no redirect to another host,
+uses no proxy for this node and reads no profiles. Without ``PREFECT_API_URL``, the state file of
+this user's local stack names the server.
 """
 
 import asyncio
@@ -62,7 +60,6 @@ class FlowRun:
     state: str
     """Type of its state, such as ``RUNNING``; empty if it has none."""
     name: str
-    """Name of its state."""
     message: str
     since: float
     """Time of its state by the server's clock, in seconds since the epoch."""
@@ -108,13 +105,9 @@ class _Server:
 class PrefectApi:
     """The API of a Prefect server; an instance belongs to one event loop at a time.
 
-    The URL is looked up before each call, so a server that restarts on another port is found.
-
-    Args:
-        settings: name the folder of the local stack's state file.
-        api_url: URL of the API, which ends with ``/api``; by default ``PREFECT_API_URL``, or that
-            of the local stack.
-        answer_s: seconds to wait for an answer.
+    The URL, which ends with ``/api``, is by default ``PREFECT_API_URL`` or that of the local stack,
+    whose state file is in ``settings.home``. It is looked up before each call, so a server that
+    restarts on another port is found.
     """
 
     def __init__(
@@ -184,12 +177,7 @@ class PrefectApi:
     async def read_saves(
         self, job: str, *, step: int | None = None, limit: int = 200
     ) -> list[SaveRun]:
-        """Read the flow runs of the saves of a job, the newest first.
-
-        Args:
-            job: identifier of the job.
-            step: step whose saves are read; None for all.
-            limit: number of flow runs that are read, at most 200.
+        """Read at most ``limit`` (up to 200) flow runs of a job's saves, the newest first.
 
         Raises:
             PrefectApiError: the server does not answer as it should; the message says what to do.
@@ -220,9 +208,6 @@ class PrefectApi:
 
     async def retry_flow_run(self, run: uuid.UUID) -> None:
         """Schedule an ended flow run again, as the Retry button of the Prefect UI does.
-
-        Args:
-            run: id of the flow run.
 
         Raises:
             PrefectApiError: the server does not answer as it should; the message says what to do.
@@ -476,8 +461,7 @@ def _known_authorities() -> str:
 def read_local_stack(home: Path) -> tuple[str, str]:
     """Return URL and password of the API of this user's local stack; empty if there is none.
 
-    Args:
-        home: the stack's folder, `Settings.home`.
+    ``home`` is `Settings.home`.
 
     Raises:
         PrefectApiError: the state file is not trusted or cannot be read.

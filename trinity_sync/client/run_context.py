@@ -2,8 +2,7 @@
 
 All processes of a run share a key, and the first of them opens the run: at the step that it loads,
 or at step 0 if its role has nothing to load. A key that is used again at the next start would make
-that start the same run, and the earlier steps would count as its own. Where that is noticed, it is
-an error.
+that start the same run; where that is noticed, it is an error.
 
 A run begins with the first save, upload, save function or resume of a process, and with nothing
 else. It supersedes saves of the run before it, so it waits for the processes of that run to end,
@@ -44,11 +43,8 @@ logger = logging.getLogger(__name__)
 class RunContext:
     """The run that this process is part of.
 
-    Args:
-        root: the job's root.
-        key: key that all processes of the run share and no other run has.
-        leads: whether this process shows that the run lives, as rank 0 does.
-        takes_over: begin the run even while an earlier one lives.
+    A context that ``leads``, as rank 0's does, shows that the run lives. One that ``takes_over``
+    begins the run even while an earlier one lives.
     """
 
     def __init__(
@@ -168,11 +164,6 @@ class RunContext:
         A resume would not find such a step, and a policy would remove it first. Before a role's
         first checkpoint, the newest step that the run has committed counts; the step that it
         resumed from does not.
-
-        Args:
-            step: step to save.
-            role: role that saves it.
-            kind: kind of the save.
 
         Raises:
             ConfigError: the step is before it, or the run's key was used by an earlier start.
@@ -337,8 +328,7 @@ _living: "WeakSet[RunContext]" = WeakSet()
 def find_run_key(root: Path) -> str | None:
     """Return the key of the run of a root that this process is part of; None if there is none.
 
-    Args:
-        root: the job's root, as `init_root.resolve_root` returns it.
+    The root is a path that `init_root.resolve_root` has returned.
     """
     context = _contexts.get(root)
     return context._key if context else None

@@ -30,18 +30,7 @@ from trinity_sync.storage.placement import NodeRanks, read_placement, write_plac
 class SaveSubmitter:
     """Names the saves of one rank, and submits them to the commit watcher.
 
-    Args:
-        root: the job's root.
-        spool: the job's folder on this node.
-        run: this process's run of the job.
-        watcher: requests and follows the flow runs.
-        attachments: this rank's attachments, deleted once a later step is submitted.
-        identity: identity of the job.
-        rank: rank of this process.
-        world_size: number of ranks that save together.
-        roles: roles that make one checkpoint together.
-        places: ranks of each node.
-        write_concurrency: shards of the job that are written at once.
+    ``roles`` make one checkpoint together.
     """
 
     def __init__(
@@ -82,12 +71,7 @@ class SaveSubmitter:
     ) -> Origin:
         """Return the origin of this rank's images of a save that is submitted now.
 
-        Args:
-            step: training step.
-            role: role of the images.
-            kind: the sync or the checkpoint of the step.
-            keep: number of checkpoints to keep after the commit; 0 for all.
-            export: whether to export the role's model after the commit.
+        After the commit ``keep`` checkpoints are kept; 0 keeps all.
 
         Raises:
             ConfigError: the role cannot be part of a file name.
@@ -114,12 +98,6 @@ class SaveSubmitter:
     ) -> None:
         """Check the arguments of `CheckpointCoordinator.save`.
 
-        Args:
-            step: training step, for messages.
-            components: state by component.
-            role: role of the states.
-            kind: the sync or the checkpoint of the step.
-
         Raises:
             ConfigError: there is no component or an unknown one, or the role is not the job's.
         """
@@ -139,10 +117,6 @@ class SaveSubmitter:
     def require_not_monitored(self, step: int, kind: Kind) -> None:
         """Require that `submit_callables` has not submitted a save.
 
-        Args:
-            step: training step.
-            kind: the sync or the checkpoint of the step.
-
         Raises:
             ConfigError: it has, and the save may be committed already.
         """
@@ -153,12 +127,7 @@ class SaveSubmitter:
             )
 
     def submit_states(self, origin: Origin, staged: Staged) -> None:
-        """Submit a save whose images are sealed.
-
-        Args:
-            origin: save, role and rank of the images.
-            staged: what was staged.
-        """
+        """Submit a save whose images are sealed."""
         components: Sequence[str] = staged.components
         if origin.kind == "checkpoint":
             self._attachments.discard_before(origin.step)
@@ -184,10 +153,7 @@ class SaveSubmitter:
     def submit_callables(self, step: int, kind: Kind, expected: int) -> None:
         """Submit a step of save functions, with the states that are staged for it.
 
-        Args:
-            step: training step.
-            kind: the sync or the checkpoint of the step.
-            expected: least number of save functions and images of all ranks to expect.
+        The commit expects at least ``expected`` save functions and images of all ranks together.
         """
         self._monitored = {each for each in self._monitored if each[0] == step}
         self._monitored.add((step, kind))

@@ -58,14 +58,10 @@ NOT_REQUESTED = Outcome("pending", "its flow run has not been requested yet")
 
 
 class SaveTrigger:
-    """Requests the flow runs of saves, and queries their states.
+    """Requests the flow runs of saves, and queries their states; arguments as of `PrefectApi`.
 
     `submit` may be called by any thread. The coroutines run in the event loop of `CommitWatcher`,
     where requests and queries are separate tasks: a query that hangs delays no request.
-
-    Args:
-        settings: name the local stack's folder and the node's spool.
-        api_url: URL of the Prefect API; by default that of the environment or the local stack.
     """
 
     def __init__(self, settings: Settings | None = None, api_url: str | None = None) -> None:
@@ -80,12 +76,7 @@ class SaveTrigger:
         """When this process heard of a crash (monotonic), by run and the server's time of it."""
 
     def warn_without_stack(self, root: Path, spool: Path) -> None:
-        """Log a warning if neither the environment nor the local stack names a server.
-
-        Args:
-            root: the job's root, for the message.
-            spool: folder in which its saves wait, for the message.
-        """
+        """Log a warning if neither the environment nor the local stack names a server."""
         try:
             self._api.find_server()
         except PrefectApiError as error:
@@ -143,11 +134,7 @@ class SaveTrigger:
             self._unsent.popleft()
 
     async def outcomes(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
-        """Query the states of the flow runs of saves.
-
-        Returns:
-            The outcome of each save, by request key.
-        """
+        """Query the states of the flow runs of saves; return the outcome of each by request key."""
         found = {request.key: NOT_REQUESTED for request, _ in self._unsent}
         found |= {key: Outcome("failed", why) for key, why in self._refused.items()}
         wanted = [request.key for request in requests if request.key not in found]

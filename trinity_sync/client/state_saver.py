@@ -78,21 +78,14 @@ class StateSaver:
     ) -> Staged:
         """Stage the components that are new at this step or have changed, and submit the save.
 
-        The commit compares changed components with what was staged before, and fails this save. A
-        save that has failed is submitted again as a whole; images that are still there and equal
-        are not copied again.
+        Return what was staged, or will be with ``overlap``, which copies large tensors in a thread
+        while training continues. The commit compares changed components with what was staged
+        before, and fails this save. A save that has failed is submitted again as a whole; images
+        that are still there and equal are not copied again.
 
-        Args:
-            origin: save, role and rank that the images belong to.
-            components: state by component.
-            metadata: small files, or their folder; ignored on other ranks than 0.
-            attachments: packed attachments of the step; None if there are none. Those of a save
-                that was submitted are part of it already.
-            overlap: copy large tensors in a thread while training continues.
-            began: value of `time.perf_counter` from which the stall is counted; by default now.
-
-        Returns:
-            What was staged; with ``overlap``, what will be.
+        ``metadata``, small files or their folder, is ignored on other ranks than 0. ``attachments``
+        are packed; those of a save that was submitted are part of it already. The stall is counted
+        from ``began`` (`time.perf_counter`), by default from now.
 
         Raises:
             ConfigError: components come after the save was submitted.
@@ -161,13 +154,9 @@ class StateSaver:
     ) -> tuple[VersionTag | None, Staged]:
         """Stage the model, unless the step's save did, and publish it to readers; save nothing.
 
-        Args:
-            origin: step, role and rank of the weights.
-            collect: returns the model's state; called only if it has to be staged, or compared with
-                an earlier upload of the step.
-
-        Returns:
-            The tag of the published version, None if it could not be staged; and what staging cost.
+        Return the tag of the published version, None if it could not be staged, and what staging
+        cost. ``collect`` returns the model's state. It is called only if the model has to be
+        staged, or compared with an earlier upload of the step.
 
         Raises:
             ConfigError: a later step was uploaded before, or this one with other weights, so that
@@ -233,10 +222,6 @@ class StateSaver:
 
     def fail(self, origin: Origin, error: Exception) -> Staged:
         """Log that a save cannot be staged, and have `take_failures` return why.
-
-        Args:
-            origin: save, role and rank of the images.
-            error: why.
 
         Raises:
             SpoolError, ImageError: as in `save`, for the first save of the process.

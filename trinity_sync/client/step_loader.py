@@ -25,16 +25,7 @@ from trinity_sync.storage.restore import load_states
 
 
 class StepLoader:
-    """Finds and loads the committed steps of a job for one rank.
-
-    Args:
-        root: the job's root.
-        spool: the job's folder on this node.
-        run: this process's run of the job.
-        rank: rank of this process.
-        world_size: number of ranks that load together.
-        places: ranks of each node.
-    """
+    """Finds and loads the committed steps of a job for one rank."""
 
     def __init__(
         self,
@@ -56,12 +47,7 @@ class StepLoader:
         """Whether all ranks of the default process group find and load steps together."""
 
     def latest_step(self, kind: Kind, settle_s: float) -> int | None:
-        """Return the newest committed step; see `CheckpointCoordinator.latest_step`.
-
-        Args:
-            kind: ``checkpoint`` or ``state_dict``.
-            settle_s: seconds to wait first for saves in flight.
-        """
+        """As `CheckpointCoordinator.latest_step`."""
 
         def find() -> int | None:
             manifest = find_newest(self._root, kind)
@@ -76,12 +62,7 @@ class StepLoader:
         return broadcast_from_rank_0(self._root, find)
 
     def load(self, step: int, role: str) -> dict[str, Any]:
-        """Load this rank's states of a step; see `CheckpointCoordinator.load`.
-
-        Args:
-            step: training step.
-            role: role whose states are loaded.
-        """
+        """As `CheckpointCoordinator.load`."""
 
         def read(manifest: Manifest) -> dict[str, Any]:
             return load_states(
@@ -104,13 +85,9 @@ class StepLoader:
         return states
 
     def require_can_begin_at(self, step: int, wait_staged: Callable[[], object]) -> None:
-        """Require that the run can begin at a step; see `CheckpointCoordinator.check_resume`.
+        """As `CheckpointCoordinator.check_resume`, after a call of ``wait_staged``.
 
         The ranks have one key, so rank 0 looks at the runs in the root for all.
-
-        Args:
-            step: training step.
-            wait_staged: called first.
         """
 
         def check() -> None:
@@ -126,13 +103,7 @@ class StepLoader:
             check()
 
     def begin_at(self, step: int) -> None:
-        """Begin the run at a step; see `CheckpointCoordinator.resumed_from`.
-
-        Rank 0 begins it for all.
-
-        Args:
-            step: training step.
-        """
+        """Begin the run at a step; rank 0 begins it for all."""
         if self._asks_together:
             folder = step_folder(self._root, step)
             self._run.join(broadcast_from_rank_0(folder, lambda: self._run.begin_at(step)))

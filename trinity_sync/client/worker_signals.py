@@ -25,8 +25,7 @@ _start_process = BaseProcess.start
 def keep_workers_alive(signum: int) -> Callable[[], None]:
     """Have workers of DataLoaders that start from now on outlive a signal.
 
-    Returns:
-        What ends this for workers that start afterwards.
+    The returned function ends this for workers that start after its call.
     """
     _signals.append(signum)
     BaseProcess.start = _start  # type: ignore[method-assign,assignment]

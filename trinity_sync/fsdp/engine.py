@@ -60,9 +60,7 @@ def use_trinity_sync(engine: Any, coordinator: CheckpointCoordinator) -> FSDPChe
 def estimate_image_bytes(module: Any, optimizer: Any) -> int:
     """Return the bytes of one rank's images, with twice the model's for the optimizer, as for Adam.
 
-    Args:
-        module: the FSDP model.
-        optimizer: its optimizer; None counts the model alone.
+    Without an optimizer, the model alone counts.
     """
     shards = map(get_shard, module.parameters())
     model = sum(shard.numel() * shard.element_size() for shard in shards)
@@ -90,7 +88,7 @@ def fsdp_save_state_dict(
         logger: logs what was staged.
 
     Returns:
-        What was staged; nothing if the step's weights were submitted before.
+        What was staged: nothing if the step's weights were submitted before. None without a path.
 
     Raises:
         ConfigError: path and step disagree.

@@ -272,8 +272,8 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
         steps once this one is committed.
 
         Args:
-            new_path: path of the checkpoint.
-            max_ckpt_to_keep: number of checkpoints to keep.
+            new_path: ``<root>/global_step_<N>/<role>``.
+            max_ckpt_to_keep: recorded only; `save_checkpoint` has submitted it.
         """
         if not self.previous_saved_paths or self.previous_saved_paths[-1] != new_path:
             self.previous_saved_paths.append(new_path)

@@ -41,14 +41,7 @@ def metadata_folder(
 ) -> Path | None:
     """Return the spool folder with the small files of ``model``, written at the first call.
 
-    Args:
-        coordinator: the job's coordinator on this rank.
-        role: role of the model in the job.
-        model: the FSDP model.
-        processing_class: tokenizer or processor; may be None.
-
-    Returns:
-        None on ranks other than 0, which submit no metadata.
+    None on ranks other than 0, which submit no metadata. The tokenizer or processor may be None.
     """
     if coordinator.rank:
         return None
@@ -66,9 +59,6 @@ def metadata_folder(
 def try_metadata(model: Any, processing_class: Any) -> None:
     """Write the small files once and discard them, so that errors come before the first save.
 
-    Args:
-        model, processing_class: as in `metadata_folder`.
-
     Raises:
         ConfigError: as `write_metadata`.
     """
@@ -79,15 +69,10 @@ def try_metadata(model: Any, processing_class: Any) -> None:
 def write_metadata(folder: Path, model: Any, processing_class: Any, *, world_size: int) -> None:
     """Write ``fsdp_config.json``, ``huggingface/`` and, with adapters, what describes them.
 
-    ``huggingface/`` holds the model's config, its generation config, the tokenizer or processor,
-    and the source files of a custom model. ``lora_adapter/`` holds PEFT's own config of the
-    adapter, for exports; veRL's merger reads ``lora_train_meta.json``.
-
-    Args:
-        folder: existing folder, whose contents go to the role's folder.
-        model: the FSDP model.
-        processing_class: tokenizer or processor; may be None.
-        world_size: number of ranks that save shards.
+    The contents of ``folder`` go to the role's folder. ``huggingface/`` holds the model's config,
+    its generation config, the tokenizer or processor (may be None), and the source files of a
+    custom model. ``lora_adapter/`` holds PEFT's own config of the adapter, for exports; veRL's
+    merger reads ``lora_train_meta.json``.
 
     Raises:
         ConfigError: transformers refuses to save the model's config. All other files of

@@ -30,23 +30,14 @@ class FlatPlace(NamedTuple):
     """Start and end of this rank's piece, in the parameter."""
 
     def cut(self, world_size: int, rank: int) -> tuple[int, int]:
-        """Return start and end of a rank's piece, in the parameter.
-
-        Args:
-            world_size: number of ranks that share the flat parameter.
-            rank: one of them.
-        """
+        """Return start and end of a rank's piece, in the parameter."""
         begin, size = compute_chunk(self.total, world_size, rank)
         first, last = (min(max(at - self.start, 0), self.length) for at in (begin, begin + size))
         return first, last
 
 
 def find_places(model: Any, params: Sequence[Any]) -> dict[int, FlatPlace]:
-    """Return the place of each parameter, by its number; none without ``use_orig_params``.
-
-    Args:
-        model: any model.
-        params: the optimizer's parameters.
+    """Return the place of each optimizer parameter, by number; none without ``use_orig_params``.
 
     Raises:
         ConfigError: some parameters are FSDP1's, and others are not.
@@ -76,11 +67,7 @@ def load_pieces(
 ) -> dict[int, dict[str, Any]]:
     """Return this rank's optimizer states, by number of the parameter and name of the state.
 
-    Args:
-        folder: ``<root>/global_step_<N>/<role>``.
-        saved_by: number of ranks that saved it.
-        params: the optimizer's parameters.
-        places: as `find_places` returns them.
+    The folder is a role's, which ``saved_by`` ranks saved.
 
     Raises:
         CommitError: a file cannot be read.

@@ -49,9 +49,7 @@ logger = logging.getLogger(__name__)
 def is_on_this_mesh(role_folder: Path, model: Any) -> bool:
     """Return whether the model was saved on its mesh, with its placements; a collective call.
 
-    Args:
-        role_folder: folder that as many ranks saved as there are now.
-        model: FSDP1 or FSDP2 model.
+    As many ranks saved the folder as there are now.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     live = get_model_state(model)
@@ -84,15 +82,9 @@ def load_resharded(
     """Yield this rank's state of each component, as this rank would have saved it.
 
     Collective on the default process group: every rank iterates to the end, and the step is leased
-    until then. Under FSDP2 the model's state is the live parameters, with their new values.
-
-    Args:
-        role_folder: ``<root>/global_step_<N>/<role>``, or another folder in veRL's layout.
-        saved_by: number of ranks that saved it.
-        components: components to load, of ``model``, ``optim`` and ``extra_state``.
-        committed: whether the step has a manifest; the same on all ranks.
-        model: FSDP1 or FSDP2 model to load into.
-        optimizer: optimizer of the model.
+    until then. Under FSDP2 the model's state is the live parameters, with their new values. A step
+    that is ``committed``, the same on all ranks, has a manifest; a folder elsewhere may be in
+    veRL's layout. ``saved_by`` ranks saved it.
 
     Raises:
         CommitError: a file is missing, corrupted or cannot be read. All ranks raise it.
@@ -259,11 +251,9 @@ def _load_extra_state(role_folder: Path, saved_by: int, rank: int) -> dict[str, 
 
 
 def derive_rng(rng: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Return deterministic RNG states for a rank that has no saved ones.
+    """Return deterministic RNG states for a rank that has no saved ones, from those of rank 0.
 
-    Args:
-        rng: RNG states of rank 0, as veRL's ``get_rng_state`` returns them.
-        rank: the rank without RNG states.
+    Both have the form of veRL's ``get_rng_state``.
     """
     digest = hashlib.sha256(rng["cpu"].numpy().tobytes() + str(rank).encode()).digest()
     seed = int.from_bytes(digest[:4], "big")

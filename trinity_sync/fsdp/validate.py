@@ -26,17 +26,10 @@ _SHARD = re.compile(r"(?P<component>\w+)_world_size_(?P<world_size>\d+)_rank_\d+
 def check_loadable(role_folder: Path, world_size: int, components: Sequence[str]) -> int:
     """Require that a folder is committed and complete; return the number of ranks that saved it.
 
+    That is ``world_size``, of the ranks that load it, if the folder has shards of as many.
     One rank calls it for all. The names of the files are checked, not their sizes or content.
     Only files are checked in jobs that trinity_sync never saved, and in a step without a manifest
     that the latest pointer names: another system saved it into this job.
-
-    Args:
-        role_folder: ``<root>/global_step_<N>/<role>``, or another folder in veRL's layout.
-        world_size: number of ranks that load it.
-        components: components to load.
-
-    Returns:
-        ``world_size`` if the folder has shards of as many ranks, otherwise the number that it has.
 
     Raises:
         CommitError: the step is not committed, or a component or a rank's shard is missing.
@@ -95,10 +88,6 @@ def require_whole_parameters(model: Any, optimizer: Any) -> None:
 
     With VeOmni's expert parallelism the ranks have different experts under one name, in DTensors of
     the same shape and place. It and Muon also have several optimizers with one state dict.
-
-    Args:
-        model: FSDP model of any engine.
-        optimizer: its optimizer, or None.
 
     Raises:
         ConfigError: the model or optimizer is one of these.

@@ -30,14 +30,7 @@ def patch_after_import(patches: Mapping[str, Patch]) -> None:
 
 
 def rebind(module: ModuleType, name: str, new: Any, *, within: Sequence[str]) -> None:
-    """Replace a name of a module, and of the modules that have imported it.
-
-    Args:
-        module: the module that defines it.
-        name: the name.
-        new: its new value.
-        within: packages whose modules are changed as well.
-    """
+    """Replace a name of a module, and of the modules in some packages that have imported it."""
     old = getattr(module, name)
     packages = tuple(f"{package}." for package in within)
     for other in [each for key, each in list(sys.modules.items()) if key.startswith(packages)]:

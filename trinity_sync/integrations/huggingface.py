@@ -56,7 +56,7 @@ class TrinitySyncCallback(TrainerCallback):
 
     Args:
         root: the job's root.
-        coordinator: additional arguments of `CheckpointCoordinator`.
+        coordinator: additional keyword arguments of `CheckpointCoordinator`.
 
     Example::
 
@@ -121,7 +121,7 @@ class TrinitySyncCallback(TrainerCallback):
 
         Args:
             step: the version of the weights, `Trainer`'s ``state.global_step``.
-            model: the model.
+            model: the model, whose ``state_dict()`` is published.
 
         Raises:
             ConfigError: there are several processes.
@@ -139,10 +139,7 @@ class TrinitySyncCallback(TrainerCallback):
             saves.wait_all()  # which raises why
 
     def save(self, trainer: Any) -> None:
-        """Submit the state of a trainer, in the place of `Trainer._save_checkpoint`.
-
-        Args:
-            trainer: the trainer, which calls it on all ranks.
+        """Submit the state of a trainer, in the place of `Trainer._save_checkpoint`; collective.
 
         Raises:
             ConfigError, SpoolError, ImageError: as `CheckpointCoordinator.save`.
@@ -171,9 +168,6 @@ class TrinitySyncCallback(TrainerCallback):
     def require_saveable(self, trainer: Any) -> None:
         """Require that the methods of a trainer's class save nothing that the callback cannot.
 
-        Args:
-            trainer: the trainer.
-
         Raises:
             ConfigError: one does; the message names it.
         """
@@ -187,8 +181,7 @@ class TrinitySyncCallback(TrainerCallback):
     def find_own_step(self, folder: str | None) -> int | None:
         """Return the step of a folder as `latest` makes it; None for any other folder.
 
-        Args:
-            folder: absolute path, such as `Trainer`'s ``state.best_model_checkpoint``.
+        The path is absolute.
         """
         own = {self._folder_of(0).parent, *([self._opened[1].parent] if self._opened else [])}
         return _step_of(folder) if folder and Path(folder).parent in own else None
@@ -196,13 +189,9 @@ class TrinitySyncCallback(TrainerCallback):
     def load_best(self, trainer: Any) -> bool:
         """Make the folder that `Trainer._load_best_model` loads, once all saves are committed.
 
-        If an earlier training could not save the best step, it is the best one before it.
-
-        Args:
-            trainer: the trainer, which calls it on all ranks.
-
-        Returns:
-            Whether there is one to load; otherwise the weights stay as they are, with a warning.
+        Return whether there is one; otherwise the weights stay as they are, with a warning. If an
+        earlier training could not save the best step, it is the best one before it. A collective
+        call.
 
         Raises:
             SaveFailedError: a save failed.
@@ -232,12 +221,6 @@ class TrinitySyncCallback(TrainerCallback):
     def on_init_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Require that `Trainer`'s arguments and the model are supported.
 
-        Args:
-            args: `Trainer`'s arguments.
-            state: not used.
-            control: not used.
-            parts: the model, among others.
-
         Raises:
             ConfigError: they are not; the message names what.
         """
@@ -251,12 +234,6 @@ class TrinitySyncCallback(TrainerCallback):
         """Begin a run of the job, at the step that `Trainer` has loaded.
 
         Each training is a run of its own, also after one that raised.
-
-        Args:
-            args: `Trainer`'s arguments.
-            state: `Trainer`'s state.
-            control: not used.
-            parts: the model, among others.
 
         Raises:
             ConfigError: as `on_init_end`, for a callback that was added later.
@@ -282,8 +259,7 @@ class TrinitySyncCallback(TrainerCallback):
     def note_loaded(self, folder: str) -> None:
         """Remember the step whose folder `Trainer` loads; the run begins there with the training.
 
-        Args:
-            folder: what `Trainer` loads; folders that `latest` has not made are ignored.
+        Folders that `latest` has not made are ignored.
         """
         self._loaded = self.find_own_step(str(Path(folder).resolve()))
 
@@ -295,15 +271,7 @@ class TrinitySyncCallback(TrainerCallback):
         logs: Mapping[str, Any] | None = None,
         **parts: Any,
     ) -> None:
-        """Record what is logged at a saved step, such as ``eval_loss``, for retention policies.
-
-        Args:
-            args: not used.
-            state: `Trainer`'s state.
-            control: not used.
-            logs: what `Trainer` logs, or a trainer that derives from it.
-            parts: not used.
-        """
+        """Record what is logged at a saved step, such as ``eval_loss``, for retention policies."""
         step, logged = self._logged
         known = logged if step == state.global_step else {}
         self._logged = (state.global_step, {**known, **(logs or {})})
@@ -311,24 +279,11 @@ class TrinitySyncCallback(TrainerCallback):
             self._saves.record_metrics(*self._logged)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Close the files that `Trainer` has loaded, which keep a removed step's space.
-
-        Args:
-            args: not used.
-            state: not used.
-            control: not used.
-            parts: not used.
-        """
+        """Close the files that `Trainer` has loaded, which keep a removed step's space."""
         self._close_files()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Wait until all saves are committed.
-
-        Args:
-            args: not used.
-            state: not used.
-            control: not used.
-            parts: not used.
 
         Raises:
             SaveFailedError: a save failed, on all ranks.

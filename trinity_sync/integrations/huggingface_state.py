@@ -66,12 +66,7 @@ MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 def list_unsupported(args: Any, model: torch.nn.Module) -> list[str]:
-    """Return what of a training the callback cannot save, in words.
-
-    Args:
-        args: `Trainer`'s arguments.
-        model: the model that is trained.
-    """
+    """Return what of a training the callback cannot save, in words."""
     accelerator = AcceleratorState()
     kind = accelerator.distributed_type
     plugin = accelerator.fsdp_plugin if kind is FSDP else None
@@ -91,11 +86,7 @@ def list_unsupported(args: Any, model: torch.nn.Module) -> list[str]:
 
 
 def list_lost_methods(trainer: Any) -> list[str]:
-    """Return which methods of a subclass of `Trainer` save what the callback cannot.
-
-    Args:
-        trainer: the trainer.
-    """
+    """Return which methods of a subclass of `Trainer` save what the callback cannot."""
     lost = list_overridden(trainer, "_save_checkpoint")
     owner = next(each for each in type(trainer).__mro__ if "_save_checkpoint" in vars(each))
     if owner.__module__.startswith("trl."):  # writes a model card, and calls Trainer's
@@ -108,32 +99,21 @@ def list_lost_methods(trainer: Any) -> list[str]:
 def reads_checkpoints(callback: Any) -> bool:
     """Return whether a callback reads ``checkpoint-N`` in its ``on_save``, as W&B's may.
 
-    Args:
-        callback: a callback; those of transformers keep in these attributes whether they do.
+    Callbacks of transformers keep that in ``_log_model`` and ``_log_checkpoints``.
     """
     models = getattr(callback, "_log_model", None) in ("checkpoint", "all")
     return models or bool(getattr(callback, "_log_checkpoints", None))
 
 
 def collect_replicated(trainer: Any, embeddings: bool = False) -> dict[str, Any]:
-    """Return model and optimizer of a trainer, of which each rank has all; of PEFT the adapter.
-
-    Args:
-        trainer: the trainer.
-        embeddings: as in `get_adapter_state`.
-    """
+    """Return model and optimizer of a trainer, of which each rank has all; of PEFT the adapter."""
     model = trainer.model
     weights = get_adapter_state(model, embeddings) if is_adapted(model) else model.state_dict()
     return {"model": weights, "optim": trainer.optimizer.state_dict()}
 
 
 def collect_sharded(trainer: Any, embeddings: bool = False) -> dict[str, Any]:
-    """Return this rank's shards of model and optimizer, under the names that Accelerate uses.
-
-    Args:
-        trainer: a trainer with FSDP2.
-        embeddings: as in `get_adapter_state`.
-    """
+    """Return this rank's shards of model and optimizer under FSDP2, with Accelerate's names."""
     model = trainer.model
     if is_adapted(model):
         weights = get_adapter_state(model, embeddings)
@@ -145,12 +125,8 @@ def collect_sharded(trainer: Any, embeddings: bool = False) -> dict[str, Any]:
 def collect_files(trainer: Any) -> dict[str, bytes]:
     """Return the small files of a checkpoint, as `Trainer` and its subclass write them, by name.
 
-    Args:
-        trainer: the trainer.
-
-    Returns:
-        RNG states of this rank and what a subclass writes; on rank 0 also the state of trainer,
-        schedule, gradient scaler and the config of the adapter.
+    They are the RNG states of this rank and what a subclass writes; on rank 0 also the state of
+    trainer, schedule, gradient scaler and the config of the adapter.
 
     Raises:
         ConfigError: a subclass writes a folder, or a file that holds weights or the optimizer.
@@ -178,12 +154,7 @@ def collect_files(trainer: Any) -> dict[str, bytes]:
 
 
 def list_overridden(trainer: Any, *names: str) -> list[str]:
-    """Return which methods of `Trainer` a subclass, or the trainer itself, has replaced.
-
-    Args:
-        trainer: the trainer.
-        names: names of methods.
-    """
+    """Return which methods of `Trainer` a subclass, or the trainer itself, has replaced."""
     own = vars(trainer)
     return [n for n in names if n in own or getattr(type(trainer), n) is not getattr(Trainer, n)]
 
@@ -224,11 +195,7 @@ def _small_files_only() -> Iterator[None]:
 
 
 def export_callbacks(trainer: Any) -> dict[str, Any]:
-    """Return the states of a trainer's callbacks by class, several of a class as a list.
-
-    Args:
-        trainer: the trainer.
-    """
+    """Return the states of a trainer's callbacks by class, several of a class as a list."""
     states: dict[str, list[Any]] = {}
     for each in [*trainer.callback_handler.callbacks, trainer.control]:
         if isinstance(each, ExportableState):
@@ -239,9 +206,7 @@ def export_callbacks(trainer: Any) -> dict[str, Any]:
 def name_files(manifest: Manifest, attached: set[str]) -> dict[str, str]:
     """Return the paths of a step's large files, by the names that `Trainer` expects.
 
-    Args:
-        manifest: manifest of the step.
-        attached: names of its attachments, which have the same names.
+    ``attached`` are the names of the step's attachments, which have the same names.
     """
     if any(record.component == "dcp" for record in manifest.files):
         folders = f"{FSDP_MODEL_NAME}_0", f"{Path(OPTIMIZER_NAME).stem}_0"
@@ -259,11 +224,7 @@ def name_files(manifest: Manifest, attached: set[str]) -> dict[str, str]:
 
 
 def is_adapted(model: torch.nn.Module) -> bool:
-    """Return whether a model is PEFT's, of which only the adapter is saved.
-
-    Args:
-        model: the model.
-    """
+    """Return whether a model is PEFT's, of which only the adapter is saved."""
     if not is_peft_available():
         return False
     from peft import PeftModel
@@ -272,12 +233,10 @@ def is_adapted(model: torch.nn.Module) -> bool:
 
 
 def get_adapter_state(model: Any, embeddings: bool) -> dict[str, Any]:
-    """Return the tensors of a model's active adapter, as PEFT saves them.
+    """Return the tensors of the active adapter of a model of PEFT, as PEFT saves them.
 
-    Args:
-        model: a model of PEFT.
-        embeddings: include the embeddings. PEFT would decide it at each save, and ask the Hub;
-            `has_own_embeddings` decides it once.
+    PEFT would decide at each save whether to include the embeddings, and ask the Hub;
+    `has_own_embeddings` decides it once.
     """
     from peft import get_peft_model_state_dict
 
@@ -292,10 +251,8 @@ def has_own_embeddings(model: torch.nn.Module) -> bool:
     As PEFT decides it (``save_embedding_layers="auto"``), without the Hub: the adapter targets
     them, unless by trainable tokens, or the vocabulary has another size than the base model's,
     whose config is read from its folder or the Hub's cache. They are kept too if they are trained
-    themselves, or if that config is found in neither place.
-
-    Args:
-        model: the model; other models than PEFT's have no adapter, and all of them is saved.
+    themselves, or if that config is found in neither place. Models without an adapter are saved as
+    a whole.
     """
     if not is_adapted(model):
         return False
@@ -339,11 +296,7 @@ def has_own_embeddings(model: torch.nn.Module) -> bool:
 
 @contextmanager
 def load_shards(trainer: Any) -> Iterator[None]:
-    """Have `Trainer` load shards under FSDP within the block, whatever it would save itself.
-
-    Args:
-        trainer: the trainer.
-    """
+    """Have `Trainer` load shards under FSDP within the block, whatever it would save itself."""
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     names = ("state_dict_type", "state_dict_config", "optim_state_dict_config")
     before = {name: getattr(plugin, name) for name in names} if plugin else {}

@@ -62,7 +62,7 @@ class TrinitySyncCallback(ModelCheckpoint):
         keep: number of steps to keep once a newer one is committed; 0 keeps all.
         settle_s: seconds for which ``ckpt_path="last"`` waits for saves that an earlier run
             submitted on these nodes.
-        coordinator: additional arguments of `CheckpointCoordinator`.
+        coordinator: additional keyword arguments of `CheckpointCoordinator`.
 
     Raises:
         ConfigError: ``every_n_steps`` is less than 1.
@@ -102,11 +102,6 @@ class TrinitySyncCallback(ModelCheckpoint):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Replace the methods of the trainer's strategy that save and load a checkpoint.
 
-        Args:
-            trainer: Lightning's trainer.
-            pl_module: not used.
-            stage: not used.
-
         Raises:
             ConfigError: the strategy is not supported.
         """
@@ -136,24 +131,13 @@ class TrinitySyncCallback(ModelCheckpoint):
         """Record the step that the training starts at, which is not saved again.
 
         With accumulated gradients, batches after it are of the same step.
-
-        Args:
-            trainer: Lightning's trainer.
-            pl_module: not used.
         """
         self._saved = trainer.global_step
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Restore the RNG states of the step that was resumed from.
-
-        Args:
-            trainer: not used.
-            pl_module: not used.
-            batch: not used.
-            batch_idx: not used.
-        """
+        """Restore the RNG states of the step that was resumed from."""
         if self._rng is not None:
             set_rng_state(self._rng)
             self._rng = None
@@ -161,33 +145,16 @@ class TrinitySyncCallback(ModelCheckpoint):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save every ``every_n_steps`` steps, and where the training ends within an epoch.
-
-        Args:
-            trainer: Lightning's trainer.
-            pl_module: not used.
-            outputs: not used.
-            batch: not used.
-            batch_idx: not used.
-        """
+        """Save every ``every_n_steps`` steps, and where the training ends within an epoch."""
         if trainer.global_step % self._every_n_steps == 0 or _ends_within_epoch(trainer):
             self._save(trainer)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Record the metrics of the step that was saved before the validation.
-
-        Args:
-            trainer: Lightning's trainer.
-            pl_module: not used.
-        """
+        """Record the metrics of the step that was saved before the validation."""
         self._record_metrics(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Wait until all saves are committed; the last step is the ``best_model_path`` then.
-
-        Args:
-            trainer: not used.
-            pl_module: not used.
 
         Raises:
             SaveFailedError: a save failed, on all ranks.
@@ -201,23 +168,11 @@ class TrinitySyncCallback(ModelCheckpoint):
             self.best_model_path = str(step_folder(self._root, self._saved))
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Release all resources; saves that are submitted are committed nevertheless.
-
-        Args:
-            trainer: not used.
-            pl_module: not used.
-            exception: not used.
-        """
+        """Release all resources; saves that are submitted are committed nevertheless."""
         self._close()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Release all resources, also of a training that had no step left.
-
-        Args:
-            trainer: not used.
-            pl_module: not used.
-            stage: not used.
-        """
+        """Release all resources, also of a training that had no step left."""
         self._close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -389,12 +344,7 @@ class _SaveLastStep(Callback):
         self._saves = saves
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save the last step, unless it is saved already.
-
-        Args:
-            trainer: Lightning's trainer.
-            pl_module: not used.
-        """
+        """Save the last step, unless it is saved already."""
         self._saves._save(trainer)
 
 

@@ -73,9 +73,7 @@ CONTENT_METADATA = "content_metadata"
 
 
 class DistCheckpointSaver:
-    """Saves sharded state dicts of one role; each rank has one.
-
-    A collective call.
+    """Saves sharded state dicts of one role; each rank has one, and making it is a collective call.
 
     Args:
         saves: this rank's coordinator, of all ranks of the default process group.
@@ -185,10 +183,7 @@ class DistCheckpointSaver:
 def raise_first(failure: str, what: str, group: dist.ProcessGroup | None) -> None:
     """Raise the failure of the first rank that has one, on all ranks; a collective call.
 
-    Args:
-        failure: of this rank; empty if there is none.
-        what: the save, for the message.
-        group: process group of the ranks; None for one process.
+    An empty failure is none; without a group there is one process.
 
     Raises:
         ImageError: a rank has one.

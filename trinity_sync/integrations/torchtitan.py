@@ -88,12 +88,6 @@ class TrinitySyncCheckpointManager(CheckpointManager):
     ) -> None:
         """Stage a state and submit its save, which then commits even if this process dies.
 
-        Args:
-            state_dict: this rank's state, with objects that have a ``state_dict``.
-            checkpoint_id: ``<root>/global_step_<N>/<role>``.
-            args: not used.
-            kwargs: not used.
-
         Raises:
             SpoolError, ImageError: as in `StepWriter.stage`, for the first save of this process.
         """
@@ -108,12 +102,6 @@ class TrinitySyncCheckpointManager(CheckpointManager):
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
         """Load a committed step into a state; TorchTitan loads what is no step of trinity_sync.
-
-        Args:
-            state_dict: this rank's state, with objects that have a ``state_dict``.
-            checkpoint_id: folder to load: a step's, or that of ``initial_load_path``.
-            from_hf: whether it has Hugging Face's files.
-            from_quantized: whether these are quantized.
 
         Raises:
             CheckpointException: the step is not committed or is corrupted; see `StepReader`.
@@ -165,7 +153,10 @@ def use_trinity_sync(
         --override.imports trinity_sync.integrations.torchtitan.use_trinity_sync
 
     Args:
-        config: settings of the checkpoint manager.
+        config: settings of TorchTitan's own checkpoint manager, or of this one.
+
+    Returns:
+        The same settings, which build a `TrinitySyncCheckpointManager`.
 
     Raises:
         ConfigError: they are of another manager, which does more than TorchTitan's own.

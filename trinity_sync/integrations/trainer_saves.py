@@ -56,11 +56,6 @@ class TrainerSaves:
     Each rank has one. All methods but `record_metrics` are collective calls: every rank returns, or
     every rank raises the error of one.
 
-    Args:
-        root: the job's root.
-        sharded: whether each rank has a part of the state.
-        coordinator: additional arguments of `CheckpointCoordinator`.
-
     Raises:
         ConfigError, RootError, SpoolError: as `CheckpointCoordinator`.
     """
@@ -104,13 +99,10 @@ class TrainerSaves:
     ) -> None:
         """Submit a step; a second call for the same step does nothing.
 
-        Args:
-            step: training step.
-            collect: returns the state and files to attach, by name; each rank has other names. The
-                state is ``model`` and ``optim`` of a replicated one, of which rank 0's is saved;
-                anything that DCP saves of a sharded one. After an error it must not leave other
-                ranks in a collective.
-            keep: as in `CheckpointCoordinator.save`.
+        ``collect`` returns the state, and files to attach by name; each rank has other names. The
+        state is ``model`` and ``optim`` of a replicated one, of which rank 0's is saved; anything
+        that DCP saves of a sharded one. After an error it must not leave other ranks in a
+        collective.
 
         Raises:
             ConfigError, SpoolError, ImageError: as `CheckpointCoordinator.save`.
@@ -138,9 +130,7 @@ class TrainerSaves:
     def record_metrics(self, step: int, logged: Mapping[str, Any]) -> None:
         """Record what was logged for the step that was saved last; other steps are ignored.
 
-        Args:
-            step: training step.
-            logged: values by name, of which `select_metrics` takes those that can be recorded.
+        `select_metrics` selects what can be recorded.
         """
         if self.rank == 0 and step == self._saved and (metrics := select_metrics(logged)):
             self.coordinator.record_metrics(step, metrics)
@@ -149,12 +139,9 @@ class TrainerSaves:
         """Keep the best step, whatever the retention policy; call it before each save.
 
         The root is written once another step is the best. It is read until that step is committed:
-        then the best steps before it are no longer kept.
-
-        Args:
-            step: training step.
-            is_next: the step is saved next. If it cannot be pinned, that is a warning: no policy
-                removes the newest step, and the next call tries again.
+        then the best steps before it are no longer kept. If a step that ``is_next`` to be saved
+        cannot be pinned, that is a warning: no policy removes the newest step, and the next call
+        tries again.
 
         Raises:
             CommitError: the step cannot be pinned; the message names the path.
@@ -194,11 +181,7 @@ class TrainerSaves:
             self._best_is_alone = self.run_on_rank_0(unpin_others)
 
     def find_best(self, step: int) -> int | None:
-        """Return the best step if it is committed, or else the newest one that is pinned as best.
-
-        Args:
-            step: the best step.
-        """
+        """Return the best step if it is committed, otherwise the newest that is pinned as best."""
 
         def find() -> int | None:
             if read_manifest(self.root, step, ranks=()):
@@ -237,11 +220,7 @@ class TrainerSaves:
     # ------------------------------------------------------------ resuming
 
     def latest_step(self, *, settle_s: float = 0.0) -> int | None:
-        """Return the newest committed step, or None if there is none.
-
-        Args:
-            settle_s: as in `CheckpointCoordinator.latest_step`.
-        """
+        """Return the newest committed step, or None if there is none."""
         if self.is_sharded:
             return self.coordinator.latest_step(settle_s=settle_s)
         return self.run_on_rank_0(lambda: self.coordinator.latest_step(settle_s=settle_s))
@@ -249,9 +228,6 @@ class TrainerSaves:
     @contextmanager
     def lease(self, step: int) -> Iterator[Manifest]:
         """Lease a step within the block, and yield its manifest.
-
-        Args:
-            step: a committed step.
 
         Raises:
             CommitError: the step is not committed, or corrupted.
@@ -274,9 +250,7 @@ class TrainerSaves:
     def open_files(self, manifest: Manifest, paths: Iterable[str]) -> OpenFiles:
         """Open files of a leased step on each rank, compared with their digests.
 
-        Args:
-            manifest: manifest of the step.
-            paths: paths of the files below the step's folder, the same on all ranks.
+        The paths are relative to the step's folder, and the same on all ranks.
 
         Raises:
             CommitError: a file is corrupted, cannot be read, or may be another user's and would be
@@ -297,9 +271,7 @@ class TrainerSaves:
     def load_attachment(self, manifest: Manifest, name: str) -> Any:
         """Return what `torch.save` wrote into an attachment of a leased step; None without it.
 
-        Args:
-            manifest: manifest of the step.
-            name: name of the attachment, of any rank; each rank may load another one.
+        Each rank may load another one, of any rank.
 
         Raises:
             CommitError: the file is corrupted, or another user's and holds more than tensors.
@@ -316,9 +288,6 @@ class TrainerSaves:
 
     def begin_at(self, step: int) -> None:
         """Record that this run resumes from a step; see `CheckpointCoordinator.resumed_from`.
-
-        Args:
-            step: a committed step.
 
         Raises:
             ConfigError: this run has already begun at another step.
@@ -369,9 +338,6 @@ def select_metrics(logged: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers in what a trainer has logged, under names that a policy can use.
 
     ``:``, ``=`` and commas in a name become ``_``.
-
-    Args:
-        logged: values of any type by name.
     """
     found = {}
     for name, value in logged.items():

@@ -30,12 +30,7 @@ _Form = tuple[torch.dtype, torch.Size, tuple[int, ...]]
 
 
 class DistcpLayouter:
-    """Lays out the files of a rank.
-
-    Args:
-        name: file name, as ``FileSystemWriter`` chooses it: ``__{rank}_0.distcp``.
-        folder: folder of the files, below that of the role; empty for the role's.
-    """
+    """Lays out the files of a rank; an empty folder is the role's."""
 
     def __init__(self, name: str, folder: str = "") -> None:
         self._name = name
@@ -46,10 +41,6 @@ class DistcpLayouter:
         self, items: Sequence[WriteItem], planner: SavePlanner
     ) -> tuple[LaidOut, list[WriteResult]]:
         """Return the file of the items of a plan, and where each of them is in it.
-
-        Args:
-            items: what this rank writes.
-            planner: returns the data of an item.
 
         Raises:
             ImageError: a value cannot be pickled.
@@ -103,11 +94,7 @@ class DistcpLayouter:
 
 
 class LayoutStorage(StorageWriter):
-    """A storage for which DCP's ``save`` plans, and which lays out a file and writes nothing.
-
-    Args:
-        layouter: lays out the file.
-    """
+    """A storage for which DCP's ``save`` plans, and which lays out a file and writes nothing."""
 
     def __init__(self, layouter: DistcpLayouter) -> None:
         self._layouter = layouter

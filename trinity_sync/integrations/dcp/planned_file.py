@@ -24,13 +24,10 @@ from trinity_sync.snapshot.torch_private import disable_plan_cache
 
 
 class PlannedFile:
-    """A rank's file of a folder, laid out anew for each save.
+    """A rank's file of a folder, laid out again for each save.
 
-    Args:
-        rank: rank of this process.
-        group: process group in which the ranks plan; None for one process.
-        make_planner: makes the planner of a save.
-        folder: folder of the file, below that of the role; empty for the role's.
+    The ranks plan in ``group``; None for one process. The folder is below that of the role; empty
+    for the role's.
     """
 
     def __init__(
@@ -53,10 +50,6 @@ class PlannedFile:
 
     def plan(self, state: dict[str, Any], what: str) -> LaidOut:
         """Plan a save with all ranks, and lay out this rank's file; a collective call.
-
-        Args:
-            state: state of this rank.
-            what: the save, for messages.
 
         Raises:
             ImageError: on all ranks: a rank cannot plan its part, or pickle a value.
@@ -83,11 +76,7 @@ class PlannedFile:
         return planned.take_file()
 
     def lay_out_again(self, state: dict[str, Any]) -> LaidOut | None:
-        """Return this rank's file by the plan of the save before; None if that no longer fits.
-
-        Args:
-            state: state of this rank.
-        """
+        """Return this rank's file by the plan of the save before; None if that no longer fits."""
         known = self._planned
         if known is None:
             return None
@@ -112,11 +101,9 @@ class PlannedFile:
 
 
 def reduce_flags(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[bool]:
-    """Return for each flag whether it is set on any rank; a collective call.
+    """Return for each flag whether it is set on any rank of a group; a collective call.
 
-    Args:
-        flags: as many on each rank.
-        group: process group of the ranks; None for one process.
+    All ranks pass equally many flags. Without a group there is one process.
     """
     if group is None:
         return list(flags)
@@ -129,9 +116,6 @@ def make_planning_group(saves: CheckpointCoordinator) -> dist.ProcessGroup | Non
     """Return a process group of all ranks, in which they plan; None for one process.
 
     A collective call. Others may use the default group at the same time.
-
-    Args:
-        saves: this rank's coordinator.
 
     Raises:
         ConfigError: the coordinator is not one of all ranks of the default process group.

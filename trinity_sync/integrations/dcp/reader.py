@@ -158,11 +158,7 @@ class StepReader(FileSystemReader):
 
 
 class _Opened(FileSystem):
-    """Files that are open already.
-
-    Args:
-        paths: paths of the open files, by their names in the index.
-    """
+    """Files that are open already; ``paths`` are those of the open files, by name in the index."""
 
     def __init__(self, paths: dict[str, Path]) -> None:
         self._paths = paths

@@ -19,14 +19,9 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 def describe_structure(planner: SavePlanner) -> list[Any] | None:
     """Return what decides this rank's plan of the state that a planner was set up for.
 
-    Values besides tensors have no part in it but their names: DCP pickles them when it writes.
-
-    Args:
-        planner: a planner that was set up.
-
-    Returns:
-        A list to compare with that of another state on the same rank; None if another planner or a
-        tensor of another class decides.
+    The list is compared with that of another state on the same rank. None if another planner or a
+    tensor of another class decides. Values besides tensors have no part in it but their names: DCP
+    pickles them when it writes.
     """
     made_by = getattr(type(planner), "create_local_plan", None)
     if made_by is not DefaultSavePlanner.create_local_plan:

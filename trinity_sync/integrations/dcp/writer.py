@@ -91,12 +91,7 @@ class DcpSaver:
         return StepWriter(self, check_number("step", step), keep)
 
     def stage(self, state: dict[str, Any], step: int, keep: int) -> Staged:
-        """Plan, copy and submit a save; see `StepWriter.stage`.
-
-        Args:
-            state: state of this rank.
-            step, keep: as in `CheckpointCoordinator.save`.
-        """
+        """Plan, copy and submit a save; see `StepWriter.stage`."""
 
         def lay_out() -> DcpFolders:
             file = self._file.lay_out_again(state)

@@ -1,10 +1,5 @@
 """The back end ``trinity_sync`` of veRL's weight transfer: versions that can be read at any time.
 
-::
-
-    checkpoint_engine.backend=trinity_sync
-    checkpoint_engine.custom_backend_module=trinity_sync.integrations.verl.checkpoint_engine
-
 The trainer's rank 0 publishes the full tensors in its node's shared memory, as a version of the
 role `ROLE`, and waits for no reader. A rollout worker reads one version, whole: the step that it is
 told to (`receive_weights`), or later the newest there is (`get_weights`), also after the trainer
@@ -134,10 +129,7 @@ class TrinitySyncCheckpointEngine(CheckpointEngineWithCache):
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         """Return what each worker is told: the sender's info; nothing connects them.
 
-        Args:
-            actor_wg_world_size: ranks of the trainer, which come first in ``metadata``.
-            rollout_world_size: rollout workers.
-            metadata: what `prepare` returned in each of them.
+        ``metadata`` is what `prepare` returned in each worker, the trainer's ranks first.
 
         Raises:
             ConfigError: the workers have different roots.
@@ -152,11 +144,7 @@ class TrinitySyncCheckpointEngine(CheckpointEngineWithCache):
         return {"sender": [sender] * actor_wg_world_size}, {"sender": [sender] * rollout_world_size}
 
     def init_process_group(self, sender: SenderInfo | None) -> None:
-        """Note which run sends the next update; there is no process group.
-
-        Args:
-            sender: of the trainer's rank 0.
-        """
+        """Note which run sends the next update; there is no process group."""
         known, self._sender_info = self._sender_info, sender
         if sender and known and sender.synchronizer != known.synchronizer:
             self._opened = None
@@ -311,11 +299,7 @@ class _Sender:
     """The trainer's rank 0: keeps the tensors of the last update, and publishes them.
 
     The memory for them is kept between updates: new memory costs more than the copy into it.
-
-    Args:
-        root: the job's root.
-        commit: as in the engine.
-        trigger: of the commits; by default the stack's.
+    Commits are requested by ``trigger``, by default the stack's.
     """
 
     def __init__(self, root: Path, *, commit: bool, trigger: SaveTrigger | None = None) -> None:

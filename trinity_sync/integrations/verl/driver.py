@@ -134,10 +134,6 @@ def wrap_get_ppo_ray_runtime_env(
     These are the key of the run, which is new at each launch and the same for actor and critic; the
     roles of a checkpoint; the root, for the back end of the weight transfer; settings that are not
     secret; and the switch itself.
-
-    Args:
-        original: veRL's function.
-        switch: name of the switch's module.
     """
 
     @functools.wraps(original)

@@ -49,12 +49,9 @@ class CommitsPositions(ManagerOfPaths):
     def save_checkpoint(
         self, local_path: str | None, *, global_step: int = 0, **named: Any
     ) -> Staged | None:
-        """Submit a save, with the positions in the step's folder.
+        """Submit a save as the engine's manager does, with the positions in the step's folder.
 
-        Args:
-            local_path: ``<root>/global_step_<N>/<role>``, or the step's folder; None does nothing.
-            global_step: training step, the N of the path.
-            named: as in the engine's manager, which returns the result and raises the errors.
+        The path may be the step's folder.
         """
         if local_path is not None:
             is_sft = is_step_folder(local_path)
@@ -85,10 +82,8 @@ class CommitsPositions(ManagerOfPaths):
     ) -> None:
         """Load a step and restore the dataloaders' positions that were committed with it.
 
-        Args:
-            local_path: ``<root>/global_step_<N>/<role>``, or the step's folder; None does nothing.
-            hdfs_path: not used.
-            del_local_after_load: remove downloaded files; local files are never removed.
+        The path may be the step's folder. Only files that were downloaded are removed after the
+        load.
 
         Raises:
             ConfigError: as the engine's manager, or the SFT trainer has another number of ranks
@@ -153,11 +148,6 @@ def restore_data(role_folder: Path) -> None:
 
 def restore_attachment(folder: Path, name: str, to: Path) -> None:
     """Write an attachment of a committed step to a file, if the step has it.
-
-    Args:
-        folder: the step's folder.
-        name: name of the attachment.
-        to: file to write.
 
     Raises:
         CommitError: the attachment is corrupted.

@@ -3,7 +3,6 @@
 ::
 
     export VERL_USE_EXTERNAL_MODULES=trinity_sync.integrations.verl.switch
-    python -m verl.trainer.main_ppo ...
 
 veRL imports the modules that the variable names in each of its processes, before its own, and
 importing this module is the switch. A few names of veRL's modules are replaced (`PATCHES`), each

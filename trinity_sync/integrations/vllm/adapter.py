@@ -1,11 +1,5 @@
 """Bring a running vLLM engine to the newest version of a LoRA adapter; the base model stays.
 
-::
-
-    folder = WeightFolder("adapters", model="adapter")       # has adapter_config.json
-    adapter = VLLMAdapter("http://127.0.0.1:8000")           # or an LLM
-    name = adapter.load(folder.publish(reader))              # the model to request
-
 Each version is an adapter of its own for vLLM. Loading a new version in place of the old one
 (``load_inplace``) would keep the name, but vLLM 0.32 then reads the files again for every token.
 Requests in flight end with the version that they began with, if ``max_loras`` is at least 2.
@@ -38,7 +32,7 @@ class VLLMAdapter:
 
     Args:
         engine: URL of a vLLM server, or an ``LLM`` of this process; started with ``enable_lora``.
-        name: name of the adapter; that of a version has its number and the begin of its checksum,
+        name: name of the adapter; that of a version has its number and the start of its checksum,
             ``name-3-5f1c09ab``, since numbers begin at 1 again in a folder that was emptied.
         api_key: the key of the server, if it has one.
         timeout_s: seconds for an answer of the server.

@@ -37,9 +37,7 @@ class Claim:
 def make_claim(calls_s: float, name: str = "") -> dict[str, Any]:
     """Return the fields of a claim of this process.
 
-    Args:
-        calls_s: seconds in which all calls of an update have timed out.
-        name: name of the updater; a new one by default.
+    All calls of an update have timed out after ``calls_s``. Without a name, it gets a new one.
     """
     process, namespace = read_process_identity(os.getpid()), read_process_namespace()
     return asdict(Claim(name or uuid.uuid4().hex, process, namespace, time.time() + calls_s))
@@ -48,9 +46,7 @@ def make_claim(calls_s: float, name: str = "") -> dict[str, Any]:
 def require_free(held: dict[str, Any], wanted: dict[str, Any]) -> None:
     """Require that no other updater is in an update.
 
-    Args:
-        held: fields of the claim of the update in progress; empty without one.
-        wanted: fields of the claim of the next update.
+    Both are the fields of claims: of the update in progress, empty without one, and of the next.
 
     Raises:
         WeightSyncError: another one is.

@@ -182,9 +182,8 @@ class TrinitySyncEngine(WeightTransferEngine):
     ) -> tuple[Iterable[Named] | None, str]:
         """Open the same version in all workers, once it fits all of their models.
 
-        Returns:
-            Its tensors, which are valid until ``opened`` is closed; or None in all workers, and
-            the problem.
+        Return its tensors, which are valid until ``opened`` is closed; or None in all workers, and
+        the problem.
         """
         if (reader := self._reader) and (info := self._info):
             version, problem = _do_on_first(

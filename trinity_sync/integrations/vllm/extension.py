@@ -31,7 +31,7 @@ class LoadVersion:
         Args:
             root: the job's root, an absolute path.
             role: role of the weights.
-            **wanted: the fields of `Wanted`.
+            **wanted: the fields of `Wanted`; by default the newest version is loaded.
 
         Raises:
             WeightSyncError: there is no such version in time, or it is gone.

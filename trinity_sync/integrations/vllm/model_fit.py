@@ -52,14 +52,9 @@ class _Counts:
 def require_fit(model: Any, model_config: Any, tensors: Sequence[Outline]) -> dict[str, int]:
     """Raise an error unless the tensors fill the model of this worker, which is not changed.
 
-    Args:
-        model: vLLM's model, as this worker holds it.
-        model_config: vLLM's configuration of the model.
-        tensors: names, full shapes and dtypes, in the order in which they will be loaded.
-
-    Returns:
-        For each tensor of which this worker takes something, the number of elements; see
-        `find_oversized`.
+    ``tensors`` have the full shapes, in the order in which they will be loaded. Return the number
+    of elements that this worker takes of each, for `require_whole`; tensors without any are left
+    out.
 
     Raises:
         WeightSyncError: a tensor is unknown, or of another shape than the model's, or parameters
@@ -113,9 +108,7 @@ def require_fit(model: Any, model_config: Any, tensors: Sequence[Outline]) -> di
 def require_whole(tensors: Sequence[Outline], taken: Sequence[dict[str, int]]) -> None:
     """Raise an error if a tensor has elements that no worker takes: it is larger than the model's.
 
-    Args:
-        tensors: as for `require_fit`.
-        taken: what `require_fit` returned in each worker.
+    ``taken`` is what `require_fit` returned in each worker.
 
     Raises:
         WeightSyncError: there are such tensors; it names them.

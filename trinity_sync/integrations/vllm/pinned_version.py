@@ -40,13 +40,7 @@ class Wanted:
 
 
 def select_version(reader: WeightReader, root: str, role: str, wanted: Wanted) -> Version:
-    """Return the version to load, once it can be read.
-
-    Args:
-        reader: looks for it; blocks the caller for up to ``wanted.timeout_s``.
-        root: the job's root.
-        role: role of the weights.
-        wanted: which version.
+    """Return the version to load, once it can be read; wait for it up to ``wanted.timeout_s``.
 
     Raises:
         WeightSyncError: there is none in time, or the step is gone or of another run.

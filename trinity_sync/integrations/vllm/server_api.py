@@ -10,13 +10,9 @@ class RefusedError(WeightSyncError):
 
 
 class ServerApi:
-    """A vLLM server.
+    """A vLLM server, which is allowed ``timeout_s`` for an answer.
 
-    Args:
-        url: its URL.
-        api_key: its key, if it has one.
-        timeout_s: seconds for an answer.
-        options: what the server has to be started with to have the calls, for the error message.
+    ``options`` are what it has to be started with to have the calls, for the error message.
     """
 
     def __init__(self, url: str, api_key: str | None, timeout_s: float, *, options: str) -> None:
@@ -32,15 +28,9 @@ class ServerApi:
         )
 
     def call(self, method: str, path: str, **request: Any) -> Any:
-        """Make one call.
+        """Make one call; return the JSON that a GET answers, None for other methods.
 
-        Args:
-            method: of HTTP.
-            path: of the call, from ``/`` on.
-            request: ``json`` or ``params``, as for httpx.
-
-        Returns:
-            What a GET answers; None for others, whose answers are not always JSON.
+        The path begins with ``/``; ``request`` is ``json`` or ``params``, as for httpx.
 
         Raises:
             RefusedError: the server answers with an error.

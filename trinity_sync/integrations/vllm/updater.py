@@ -1,10 +1,5 @@
 """Bring a running vLLM engine to the newest version of the weights.
 
-::
-
-    updater = VLLMUpdater("http://127.0.0.1:8000", root="ckpts")   # or an LLM
-    step = updater.update()
-
 The updater opens the version before it tells the engine to load it, so on the trainer's node
 nothing can overwrite it meanwhile; the weights themselves do not pass through this process. By
 default it lets requests in flight end first, so that no answer is of two versions.
@@ -108,7 +103,8 @@ class VLLMUpdater:
         Args:
             min_step: wait for a version of at least this step; by default, for any.
             timeout_s: seconds to wait for it. The engine generates meanwhile.
-            pause: what becomes of requests in flight.
+            pause: what becomes of requests in flight: ``wait`` lets them end first, ``abort`` ends
+                them, ``keep`` freezes them and continues them with the new weights.
 
         Returns:
             The step that the engine serves now.
