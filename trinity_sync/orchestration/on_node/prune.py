@@ -77,7 +77,6 @@ def prune_after_commit(request: SaveRequest) -> None:
 
 
 def _update_catalog(root: Path, _steps: Sequence[int]) -> None:
-    """Rebuild the catalog from the files of the root."""
     try:
         with open_catalog(get_catalog_url(*read_settings())) as engine:
             rebuild(engine, root)
