@@ -33,7 +33,7 @@ async def prune(
 
 @task(name="prune", persist_result=False)
 async def prune_after_commit(request: SaveRequest, node: str) -> None:
-    """Remove all checkpoints but the newest ``request.keep``, after the save is committed."""
+    """Remove all checkpoints but the newest ``request.keep`` and what the job's policy keeps."""
     await run_on_node(node, on_node.prune_after_commit, request)
 
 
