@@ -48,12 +48,7 @@ class NodeSave:
         return [make_failed_task(self.name, what, error) for what, error in self.errors.items()]
 
     def list_shares(self, request: SaveRequest, *, commits: bool) -> list[Share]:
-        """Return what is to be persisted on this node.
-
-        Args:
-            request: The save.
-            commits: Whether this is the node of the commit task, which awaits its callable saves.
-        """
+        """Return what to persist here; a node that ``commits`` awaits its callables then."""
         shares = [
             Share(component)
             for component in request.components
@@ -65,13 +60,7 @@ class NodeSave:
         return [Share(first.component, awaits_callables=True), *others]
 
     def add_outcome(self, request: SaveRequest, share: Share, outcome: object) -> None:
-        """Add what has become of a share.
-
-        Args:
-            request: The save.
-            share: The share.
-            outcome: The result of its task, or the error of the task or of Ray.
-        """
+        """Add the result of a share's task, or the error of the task or of Ray."""
         if isinstance(outcome, Persisted):
             self.persisted.append(outcome)
             return
@@ -84,12 +73,7 @@ class NodeSave:
         self.errors[share.what] = error
 
     def make_lost_error(self, request: SaveRequest, why: str) -> SaveError:
-        """Return the error of a node whose images cannot be reached.
-
-        Args:
-            request: The save.
-            why: What has happened to the node.
-        """
+        """Return the error of a node whose images cannot be reached."""
         return SaveError(
             f"{request.run_name} of {request.root} is not committed: node {self.name}, which holds "
             f"{self.shards}, {why}. If its memory is intact, start Ray there, by that name, and "
@@ -100,9 +84,7 @@ class NodeSave:
 async def persist_images(request: SaveRequest, nodes: Sequence[NodeSave]) -> None:
     """Persist every component on every node in parallel, and add the results to ``nodes``.
 
-    Args:
-        request: The save.
-        nodes: The nodes that hold its images, starting with the node of rank 0.
+    The first node is that of rank 0.
 
     Raises:
         SaveError: A node is not in the Ray cluster, or died before its images were persisted.
@@ -170,11 +152,7 @@ class NodeGroup:
         return " .. ".join(dict.fromkeys((names[0], names[-1])))
 
     async def persist(self, node: NodeSave) -> None:
-        """Persist the shares of one node, and repeat those that failed with an I/O error.
-
-        Args:
-            node: A node of the group.
-        """
+        """Persist the shares of one node, and repeat those that failed with an I/O error."""
         logger, shares, delays_s = get_run_logger(), self.nodes[node], [*RETRY_DELAYS_S]
         while shares:
             again: dict[Share, Exception] = {}
@@ -208,9 +186,6 @@ class NodeGroup:
 @task(name="persist", persist_result=False)
 async def persist_group(group: NodeGroup) -> None:
     """Persist the images of a group of nodes, on all of them in parallel.
-
-    Args:
-        group: The nodes, to which the results are added.
 
     Raises:
         SaveError: Nodes failed; it names them.

@@ -34,11 +34,8 @@ async def replicate_step(root: str, step: int, url: str, keep_last: int = 0) -> 
 async def request_replication(request: SaveRequest) -> None:
     """Create a flow run that copies a committed checkpoint to the job's remote, if it has one.
 
-    A root with a required remote needs none, because the save itself uploads the step. A failure
-    is logged and does not affect the save.
-
-    Args:
-        request: The committed save.
+    A root with a required remote needs none, because the save itself uploads the step. A failure is
+    logged and does not affect the save.
     """
     if request.kind != "checkpoint":
         return

@@ -85,13 +85,7 @@ async def save_step(request: SaveRequest) -> State[Any] | None:
 
 
 def report_step(outcome: StepOutcome, request: SaveRequest, **payload: Any) -> None:
-    """Send the event of a save, see `emit_step_event`.
-
-    Args:
-        outcome: How the save ended.
-        request: The save.
-        payload: More values of the event.
-    """
+    """Send the event of a save, see `emit_step_event`."""
     emit_step_event(
         outcome,
         request.root,
@@ -114,16 +108,10 @@ async def find_nodes(request: SaveRequest) -> list[NodeSave]:
 async def commit(
     request: SaveRequest, nodes: Sequence[NodeSave], started_at: float, persisted_at: float
 ) -> bool:
-    """Commit what the tasks of all nodes have persisted, and free the slots of the first node.
+    """Commit what all nodes have persisted, and free the slots of the first node.
 
-    Args:
-        request: The save.
-        nodes: The nodes that hold its images, starting with the node of rank 0.
-        started_at: When the flow run started, in seconds since the epoch.
-        persisted_at: When all files were durable, likewise.
-
-    Returns:
-        Whether models of the step are to be exported.
+    It is the node of rank 0. Times are in seconds since the epoch. Return whether models of the
+    step are to be exported.
     """
     persisted = [result for node in nodes for result in node.persisted]
     return await commit_step(request, persisted, nodes[0].shards, started_at, persisted_at)
@@ -134,10 +122,6 @@ async def free_remaining_slots(request: SaveRequest, nodes: Sequence[NodeSave]) 
 
     A node that cannot be reached keeps its slots until a worker there frees them, or later saves
     evict them.
-
-    Args:
-        request: The save.
-        nodes: The nodes.
     """
     alive = list_living_nodes() if nodes else {}
     running = [
@@ -156,12 +140,7 @@ async def free_remaining_slots(request: SaveRequest, nodes: Sequence[NodeSave]) 
 
 
 async def upload_if_required(request: SaveRequest, node: NodeSave) -> None:
-    """Upload a checkpoint to the required remote of the root, without which it does not count.
-
-    Args:
-        request: The save.
-        node: The node to upload from.
-    """
+    """Upload a checkpoint to the required remote of the root, without which it does not count."""
     if request.kind != "checkpoint":
         return
     if url := await run_in_thread(read_required_remote, request.root):
@@ -169,22 +148,12 @@ async def upload_if_required(request: SaveRequest, node: NodeSave) -> None:
 
 
 async def export_models(request: SaveRequest, node: NodeSave) -> None:
-    """Export the models that the trainer requested with the save.
-
-    Args:
-        request: The save.
-        node: The node to export on.
-    """
+    """Export the models that the trainer requested with the save."""
     await export_requested_models(request, node.name)
 
 
 async def prune(request: SaveRequest, node: NodeSave) -> None:
-    """Remove older checkpoints; a failure is logged and does not affect the save.
-
-    Args:
-        request: The save.
-        node: The node to prune on.
-    """
+    """Remove older checkpoints; a failure is logged and does not affect the save."""
     try:
         await prune_after_commit(request, node.name)
     except Exception as error:
@@ -201,13 +170,8 @@ async def mark_failed(
 ) -> dict[str, int]:
     """Mark the images of a failed save on every living node; never raises.
 
-    Args:
-        request: The save.
-        nodes: The nodes that hold its images; empty if the placement is unknown.
-        reason: Why the save failed.
-
-    Returns:
-        Number of images of the save that are still in memory, by living node.
+    ``nodes`` is empty if the placement is unknown. Return the number of the save's images that are
+    still in memory, by living node.
     """
     try:
         alive = list_living_nodes()

@@ -35,15 +35,8 @@ async def commit_step(
 ) -> bool:
     """Commit what the tasks of all nodes have persisted, then free the slots of a node.
 
-    Args:
-        request: The save.
-        persisted: The results of the persist tasks of all nodes.
-        shards: The shards that the node of the commit holds.
-        started_at: When the flow run started, in seconds since the epoch.
-        persisted_at: When all files were durable, likewise.
-
-    Returns:
-        Whether models of the step are to be exported.
+    Return whether models of the step are to be exported. Arguments are those of
+    `on_node.save.commit_step`.
     """
     run = str(flow_run.id)
     arguments = (request, persisted, shards, started_at, persisted_at, run)

@@ -11,12 +11,7 @@ from trinity_sync.orchestration.quantities import format_bytes, make_artifact_ke
 
 @task(name="export-requested-models", persist_result=False)
 async def export_requested_models(request: SaveRequest, node: str) -> None:
-    """Export the models that the trainer requested with a committed save.
-
-    Args:
-        request: The save.
-        node: The node to export on.
-    """
+    """Export the models that the trainer requested with a committed save."""
     await run_on_node(node, on_node.export_requested_models, request)
 
 
@@ -24,16 +19,7 @@ async def export_requested_models(request: SaveRequest, node: str) -> None:
 async def export_model(
     root: str, step: int, role: str, dtype: str, max_shard_gb: float, to: str | None
 ) -> None:
-    """Write one role's model of a committed step as a Hugging Face folder.
-
-    Args:
-        root: Full path of the job's root folder.
-        step: A committed step.
-        role: Role whose model is exported.
-        dtype: Data type of the exported weights: keep, bf16, fp16 or fp32.
-        max_shard_gb: Maximum size of a safetensors file in GB.
-        to: Full path of a new folder; None for the step's own folder.
-    """
+    """Write one role's model of a committed step as a Hugging Face folder."""
     done = await run_here(on_node.export_model, root, step, role, dtype, max_shard_gb, to)
     await acreate_markdown_artifact(
         key=make_artifact_key("exported-model", root),

@@ -29,12 +29,7 @@ async def create_failure_artifact(
 ) -> None:
     """Show in the Prefect UI what failed, what is safe and what to do; never raises.
 
-    Args:
-        request: The save.
-        outcome: How it ended.
-        reason: Why.
-        failed: The tasks that failed.
-        remaining: Images of the save that are still in memory, by node.
+    ``remaining`` has the images of the save that are still in memory, by node.
     """
     try:
         newest = await run_in_thread(find_newest, request.root, request.kind)

@@ -36,13 +36,9 @@ async def run_on_node(
 ) -> T:
     """Run a function in a Ray process of a node, and return its result.
 
-    Meanwhile the process is named by the Prefect task, such as ``ray::persist-model``.
-
-    Args:
-        node: A name of the node, see `list_living_nodes`; None for any node.
-        function: The function, which its module and name identify there.
-        args: Its arguments.
-        kwargs: Its arguments by name.
+    Meanwhile the process is named by the Prefect task, such as ``ray::persist-model``. ``node`` is
+    a name from `list_living_nodes`, or None for any node. The function's module and name identify
+    it there.
 
     Raises:
         StackError: No node of that name is alive. Ray would wait for it forever.

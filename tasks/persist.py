@@ -22,24 +22,13 @@ async def persist_component(
     shards: NodeShards,
     with_callables: bool = False,
 ) -> Persisted:
-    """Persist the images of one component on the node that holds them.
-
-    Args:
-        request: The save.
-        component: The component; None if the node has callable saves only.
-        shards: The shards that the node holds.
-        with_callables: Also wait for the callable saves of the node, and sync their files.
-    """
+    """Persist the images of one component on the node that holds them."""
     arguments = (request, component, shards, with_callables)
     return await run_on_node(shards.node, save.persist_component, *arguments)
 
 
 async def has_io_error(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
-    """Return whether a task failed with an I/O error, as Prefect's ``retry_condition_fn``.
-
-    Args:
-        state: The Failed state of the task run.
-    """
+    """Return whether a task failed with an I/O error, as Prefect's ``retry_condition_fn``."""
     try:
         await state.aresult()
     except Exception as error:

@@ -20,13 +20,6 @@ async def prune(
 ) -> None:
     """Remove the steps that no policy keeps, root by root.
 
-    Args:
-        root: Root of the job; None for all known jobs.
-        keep: Policy for checkpoints; empty for each job's own.
-        keep_weights: Policy for steps that hold weights only; empty for each job's own.
-        dry_run: Show what would be removed, and remove nothing.
-        now: Current time for the policies; by default the present.
-
     Raises:
         ConfigError: A policy is invalid, or a root could not be pruned; the others were.
     """
@@ -40,22 +33,12 @@ async def prune(
 
 @task(name="prune", persist_result=False)
 async def prune_after_commit(request: SaveRequest, node: str) -> None:
-    """Remove all checkpoints but the newest ``request.keep``, after the save is committed.
-
-    Args:
-        request: The save.
-        node: The node to work on.
-    """
+    """Remove all checkpoints but the newest ``request.keep`` and what the job's policy keeps."""
     await run_on_node(node, on_node.prune_after_commit, request)
 
 
 async def create_retention_artifact(done: Pruned, *, dry_run: bool) -> None:
-    """Show in the Prefect UI what became of every step of a job.
-
-    Args:
-        done: The result.
-        dry_run: Whether it is a preview.
-    """
+    """Show in the Prefect UI what became of every step of a job."""
     await acreate_table_artifact(
         key=make_artifact_key(RETENTION, done.root),
         description=f"{len(done.removed)} steps of `{done.root}` "

@@ -20,12 +20,7 @@ from trinity_sync.storage.gc import Finding
 
 @task(name="repair", persist_result=False)
 async def repair(root: str | None, grace_s: float = GRACE_S) -> None:
-    """Repair what crashes left on this node, and show what was repaired and what was left.
-
-    Args:
-        root: Root of the job; None for all known jobs.
-        grace_s: Minimum age in seconds of a file or slot that is removed as unused.
-    """
+    """Repair what crashes left on this node, and show what was repaired and what was left."""
     roots, found = await run_here(repair_on_node, root, grace_s)
     await create_findings_artifacts(found, Settings())
     for each in roots:
@@ -33,12 +28,7 @@ async def repair(root: str | None, grace_s: float = GRACE_S) -> None:
 
 
 def repair_on_node(root: str | None, grace_s: float) -> tuple[list[Path], list[Finding]]:
-    """Repair jobs in a process of Ray, which imports Prefect for this, and return them.
-
-    Args:
-        root: Root of the job; None for all known jobs.
-        grace_s: Minimum age in seconds of a file or slot that is removed as unused.
-    """
+    """Repair jobs in a process of Ray, which imports Prefect for this, and return them."""
     settings = Settings()
     roots = select_roots(root, settings)
     return roots, asyncio.run(_reconcile(settings, roots, grace_s))
@@ -50,12 +40,7 @@ async def _reconcile(settings: Settings, roots: Sequence[Path], grace_s: float) 
 
 
 async def create_findings_artifacts(found: Sequence[Finding], settings: Settings) -> None:
-    """Show the findings in the Prefect UI: those of each job, and those of the node's spool.
-
-    Args:
-        found: The findings.
-        settings: Names of this node and of its spool.
-    """
+    """Show the findings in the Prefect UI: those of each job, and those of the node's spool."""
     own = f"reconciled-node-{re.sub(r'[^a-z0-9]+', '-', settings.node.lower())}"
     groups: dict[str, list[Finding]] = {}
     for finding in found:

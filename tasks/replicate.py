@@ -30,14 +30,7 @@ async def _is_remote_error(_task: Task[Any, Any], _run: TaskRun, state: State[An
     persist_result=False,
 )
 async def replicate_to_remote(root: str, step: int, url: str, keep_last: int) -> None:
-    """Upload a step to a remote, from any node.
-
-    Args:
-        root: Full path of the job's root folder.
-        step: A committed step.
-        url: URL of the job's folder in the remote, without credentials.
-        keep_last: Number of newest steps to keep in the remote; 0 keeps all.
-    """
+    """Upload a step to a remote, from any node."""
     arguments = (root, step, url, keep_last)
     done, removed = await run_on_node(None, on_node.replicate_to_remote, *arguments)
     pruned = f"; removed from the remote: steps {removed}" if removed else ""
@@ -56,12 +49,5 @@ async def replicate_to_remote(root: str, step: int, url: str, keep_last: int) ->
     persist_result=False,
 )
 async def upload_to_required_remote(root: str, step: int, url: str, node: str) -> None:
-    """Upload a committed step to the required remote of its root.
-
-    Args:
-        root: Full path of the job's root folder.
-        step: A committed step.
-        url: URL of the job's folder in the remote, without credentials.
-        node: The node to upload from.
-    """
+    """Upload a committed step to the required remote of its root."""
     await run_on_node(node, on_node.upload_to_required_remote, root, step, url)

@@ -20,15 +20,7 @@ from trinity_sync.storage.verify import CheckedFile, ChosenFile, VerifiedStep, j
 async def choose_files(
     root: str | None, step: int | None, newest: int, sample_percent: float, seed: int | None
 ) -> list[ChosenFile]:
-    """Choose the files to read, of one job or of all known jobs.
-
-    Args:
-        root: Root of the job; None for all known jobs.
-        step: Step to read in addition to the newest ones.
-        newest: Number of newest steps to read, per job.
-        sample_percent: Approximate percentage of the bytes of all steps to read as well.
-        seed: Which sample to read; None for the number of the day.
-    """
+    """Choose the files to read, of one job or of all known jobs."""
     return await run_here(on_node.choose_files, root, step, newest, sample_percent, seed)
 
 
@@ -62,9 +54,6 @@ async def mark_steps(checked: Sequence[CheckedFile]) -> None:
 @task(name="load-checkpoints", persist_result=False)
 async def load_newest_checkpoints(root: str | None) -> None:
     """Load the newest checkpoint of a job, or of all known jobs, and show how long it took.
-
-    Args:
-        root: Root of the job; None for all known jobs.
 
     Raises:
         CommitError: A checkpoint cannot be loaded; the others were loaded and are shown.

@@ -31,9 +31,7 @@ _MIGRATION_LOCK = 7_274_106  # key of PostgreSQL's advisory lock, any unique num
 def get_catalog_url(settings: Settings, stack: StackSettings | None = None) -> str:
     """Return the URL of the catalog that the settings name.
 
-    Args:
-        settings: ``home`` is the folder of the default catalog.
-        stack: Settings of the stack; by default those of the environment and the file.
+    Without ``stack``, the settings of the environment and the file count.
     """
     return (
         stack or StackSettings()
@@ -114,10 +112,6 @@ def read_consistently(engine: sa.Engine) -> Iterator[sa.Connection]:
 def read_rows(connection: sa.Connection, wanted: sa.Select[Any]) -> Iterator[sa.Row[Any]]:
     """Yield rows, and check that their values have the types of their columns.
 
-    Args:
-        connection: Connection to the catalog.
-        wanted: A selection of columns.
-
     Raises:
         CatalogError: A value has another type, or is missing, as in a corrupted file.
     """
@@ -142,12 +136,7 @@ def read_rows(connection: sa.Connection, wanted: sa.Select[Any]) -> Iterator[sa.
 
 
 def make_corruption_error(connection: sa.Connection, why: str) -> CatalogError:
-    """Return the error for a database with values that this package has not written.
-
-    Args:
-        connection: Connection to the catalog.
-        why: What is corrupted.
-    """
+    """Return the error for a database with values that this package has not written."""
     where = connection.engine.url.render_as_string(hide_password=True)
     return CatalogError(
         f"the catalog {where} is corrupted: {why}. Saves continue without it; run: trinity-sync "
@@ -184,7 +173,6 @@ def _migrate(engine: sa.Engine, where: str) -> None:
 
 @contextmanager
 def _migration_lock(engine: sa.Engine) -> Iterator[None]:
-    """Hold the lock of migrations."""
     if engine.dialect.name == "sqlite":
         with acquire_file_lock(Path(f"{engine.url.database}.lock")):
             with closing(sqlite3.connect(str(engine.url.database))) as database:

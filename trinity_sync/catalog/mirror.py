@@ -54,12 +54,8 @@ def mirror(
 ) -> None:
     """Update the rows of some steps, and of the job's runs, pins, tags and leases, from the files.
 
-    Args:
-        engine: The catalog, see `database.open_catalog`.
-        root: Root of the job.
-        steps: Steps that were committed or removed.
-        flow_run: Prefect's id of the flow run that has just committed them.
-        clock: The current time in seconds since the epoch.
+    ``steps`` were committed or removed; ``flow_run`` is Prefect's id of the run that has just
+    committed them.
     """
     chosen = list(steps)
     replaced = Step.step.in_(chosen)
@@ -67,12 +63,7 @@ def mirror(
 
 
 def add_versions(engine: sa.Engine, root: str | Path) -> None:
-    """Add the versions of the weights in the state file of the job's Synchronizer, if there is one.
-
-    Args:
-        engine: The catalog, see `database.open_catalog`.
-        root: Root of the job.
-    """
+    """Add the versions of the weights in the state file of the job's Synchronizer, if any."""
     job = job_id(root)
     versions = _read_versions(job, root)
     with engine.begin() as connection:
@@ -91,13 +82,6 @@ def try_mirror(
     """Update the catalog of the settings with `mirror`; a failure is only logged.
 
     The next `rebuild` adds what is missing.
-
-    Args:
-        settings: ``home`` is the folder of the default catalog.
-        root: Root of the job.
-        steps: Steps that were committed or removed.
-        stack: Settings of the stack; by default those of the environment and the file.
-        flow_run: Prefect's id of the flow run that has just committed them.
     """
     try:
         with open_catalog(get_catalog_url(settings, stack)) as engine:
@@ -118,16 +102,9 @@ def rebuild(
     clock: Callable[[], float] = time.time,
     on_progress: OnProgress = no_progress,
 ) -> int:
-    """Write all rows of a job again from its files.
+    """Write all rows of a job again from its files, and return the number of committed steps.
 
-    Args:
-        engine: The catalog, see `database.open_catalog`.
-        root: Root of the job.
-        clock: The current time in seconds since the epoch.
-        on_progress: Called with the number of steps read.
-
-    Returns:
-        The number of committed steps.
+    ``on_progress`` is called with the number of steps read.
     """
 
     def steps() -> Iterator[int]:
@@ -140,15 +117,7 @@ def rebuild(
 
 
 def remove_job(engine: sa.Engine, root: str | Path) -> bool:
-    """Remove all rows of a job, and of earlier jobs at its root; its files stay.
-
-    Args:
-        engine: The catalog, see `database.open_catalog`.
-        root: Root of the job.
-
-    Returns:
-        Whether there were any.
-    """
+    """Remove all rows of a job, and of earlier jobs at its root; return whether there were any."""
     with engine.begin() as connection:
         at_root = Job.root == str(Path(root).resolve())
         return bool(connection.execute(sa.delete(Job).where(at_root)).rowcount)
@@ -157,10 +126,8 @@ def remove_job(engine: sa.Engine, root: str | Path) -> bool:
 def find_differences(engine: sa.Engine, root: str | Path, *, claims: bool = True) -> list[str]:
     """Return the differences between the catalog and the files of a job; empty if they agree.
 
-    Args:
-        engine: The catalog, see `database.open_catalog`.
-        root: Root of the job.
-        claims: Also compare pins, tags and leases. Leases change without an update of the catalog.
+    Leases change without an update of the catalog, so a caller may leave out the ``claims``: pins,
+    tags and leases.
     """
     job = job_id(root)
     columns = [c for c in Step.__table__.columns if c.name not in ("job", "flow_run")]
@@ -207,15 +174,9 @@ def _replace_rows(
     flow_run: str | None,
     clock: Callable[[], float],
 ) -> int:
-    """Replace rows of steps, and the job's row, by what the files say; return how many rows.
+    """Replace the ``replaced`` rows of steps, and the job's row; return the number of new ones.
 
-    Args:
-        engine: The catalog.
-        root: Root of the job.
-        steps: Returns the steps whose files are read.
-        replaced: The job's rows that are replaced.
-        flow_run: The flow run that has just committed the steps.
-        clock: The current time in seconds since the epoch.
+    ``steps`` returns the steps to read, and is called again if another writer was faster.
     """
     job, real = job_id(root), str(Path(root).resolve())
 
@@ -305,14 +266,7 @@ def _insert_rows(
 def _make_step_rows(
     job: str, root: str | Path, steps: Iterable[int], flow_run: str | None
 ) -> list[dict[str, Any]]:
-    """Make the rows of committed steps from their files.
-
-    Args:
-        job: Id of the job.
-        root: Root of the job.
-        steps: Steps that were committed or removed.
-        flow_run: The flow run that has just committed them.
-    """
+    """Make the rows of steps from their files; those that are not committed have none."""
     rows = []
     for step in steps:
         try:

@@ -58,7 +58,7 @@ class WeightVersion(Base):
     """A version of the weights in the state file of a job's Synchronizer when it was read.
 
     The file lists the last eight versions and the newest of each source, so versions that are
-    published between two reads may be missing. Rows are never removed.
+    published between two reads may be missing. Rows are removed only with the job's.
     """
 
     __tablename__ = "weight_versions"

@@ -47,26 +47,16 @@ class JobSteps:
 
 
 def list_jobs_at(engine: sa.Engine, root: str | Path) -> list[JobSteps]:
-    """Read the jobs at a root, which may be gone: the one that is there now comes first.
-
-    Args:
-        engine: The catalog, see `database.open_catalog`.
-        root: The root.
-    """
+    """Read the jobs at a root, which may be gone: the one that is there now comes first."""
     real, now = str(Path(root).resolve()), job_id(root)
     found = [each for each in list_jobs(engine) if each.root == real]
     return sorted(found, key=lambda each: each.job != now)
 
 
 def list_jobs(engine: sa.Engine, job: str | None = None) -> list[JobSteps]:
-    """Read all jobs with their steps, by three statements in all.
+    """Read all jobs, or the one with an id, with their steps, by three statements in all.
 
-    Args:
-        engine: The catalog, see `database.open_catalog`.
-        job: Id of the job to read; None for all.
-
-    Returns:
-        The jobs, sorted by root. Pins, tags and leases are those of the last update of the job.
+    They are sorted by root. Pins, tags and leases are those of the last update of the job.
     """
     steps: dict[str, list[sa.Row[tuple[object, ...]]]] = defaultdict(list)
     versions: dict[str, list[PublishedVersion]] = defaultdict(list)

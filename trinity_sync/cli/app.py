@@ -169,11 +169,7 @@ def _is_root_missing(
 ) -> bool:
     """Return whether the first of some arguments is not a root but a step.
 
-    Args:
-        given: The arguments.
-        required: How many arguments other than the root are required.
-        most: How many arguments the command takes.
-        find_root: Finds the default root.
+    ``required`` counts the arguments other than the root, and ``most`` all that the command takes.
     """
     if len(given) == most or "://" in given[0] or os.sep in given[0]:
         return False
@@ -204,12 +200,7 @@ class App(typer.Typer):
 
 
 def examples(*commands: str, note: str = "") -> str:
-    """Return the end of a command's help: a note, and examples that can be copied.
-
-    Args:
-        *commands: Commands without the name of the program.
-        note: Text before them.
-    """
+    """Return the end of a command's help: a note, and commands without ``trinity-sync``."""
     lines = "\n".join(f"[bold]  trinity-sync {command}[/]" for command in commands)
     return "\n\n".join([*([note] if note else []), f"Examples:\n{lines}"])
 
@@ -380,11 +371,7 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmat
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Ask before something that cannot be undone.
-
-    Args:
-        question: What will be done, without a question mark.
-        yes: Value of ``--yes``: do not ask.
+    """Ask before something that cannot be undone; ``question`` has no question mark.
 
     Raises:
         typer.Abort: The answer is no.
@@ -428,11 +415,7 @@ def require_existing(root: Path) -> Path:
 
 
 def resolve_step_argument(root: Path, step: str) -> int:
-    """Return the number of a step.
-
-    Args:
-        root: Root of the job.
-        step: Number or tag of the step, ``latest`` or ``latest~N``.
+    """Return the number of a step, given by number or tag, as ``latest`` or as ``latest~N``.
 
     Raises:
         ConfigError: The root is not a folder, or the job has no such tag.
@@ -444,12 +427,7 @@ def resolve_step_argument(root: Path, step: str) -> int:
 
 
 def print_error(error: BaseException, *, as_json: bool) -> None:
-    """Print an error and its hint to stderr.
-
-    Args:
-        error: The error.
-        as_json: Whether to print a JSON object.
-    """
+    """Print an error and its hint to stderr."""
     kind = type(error).__name__
     if isinstance(error, ClickException):
         message = error.format_message()  # type: ignore[attr-defined]

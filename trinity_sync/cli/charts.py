@@ -79,13 +79,8 @@ def draw_bars(
 ) -> Chart:
     """Draw a bar for each save, in order of time.
 
-    Args:
-        title: What is drawn.
-        summary: As in `Chart`.
-        bars: The saves; none is an empty chart. Those with a value that is not finite are left out.
-        names: Names of the series of each bar, from the bottom.
-        label: Formats a value of the y axis.
-        combine: Makes the value of a group of saves.
+    Those with a value that is not finite are left out; without any, the chart is empty. ``names``
+    are those of the series, from the bottom. ``combine`` makes the value of a group of saves.
     """
     bars = [bar for bar in bars if all(map(is_drawable, bar.values))]
     size = math.ceil(len(bars) / MAX_BARS) or 1
@@ -128,11 +123,7 @@ def draw_lines(
 ) -> Chart:
     """Draw a value over steps as a line; its axis need not begin at zero.
 
-    Args:
-        title: What is drawn.
-        summary: As in `Chart`.
-        points: Step and value, at least one.
-        label: Formats a value of the y axis.
+    ``points`` are at least one pair of step and value.
     """
     low, high = min(value for _, value in points), max(value for _, value in points)
     if low == high:
@@ -161,9 +152,8 @@ def draw_lines(
 def draw_progress(lines: Sequence[Sequence[Point]], marks: Sequence[Point]) -> Chart | None:
     """Draw steps over time, a line for each run: a slope is progress, a resume a jump back.
 
-    Args:
-        lines: Committed saves of each run, in order of time.
-        marks: What is not on a line, such as failed saves.
+    ``lines`` are the committed saves of each run, in order of time, and ``marks`` what is on no
+    line, such as failed saves.
     """
     points = [*(point for line in lines for point in line), *marks]
     if not points:
@@ -202,11 +192,7 @@ def draw_progress(lines: Sequence[Sequence[Point]], marks: Sequence[Point]) -> C
 
 
 def draw_key(name: str) -> Markup:
-    """Return the sign of a series or mark for a legend.
-
-    Args:
-        name: Its class.
-    """
+    """Return the sign of a series or mark, which its class names, for a legend."""
     if name in SHAPES:
         shape = _draw_mark(8, 8, Point(0, 0, name, ""))
     else:
@@ -222,12 +208,7 @@ def choose_duration_label(longest: float) -> Callable[[float], str]:
 
 
 def choose_size_label(largest: float, suffix: str = "") -> Callable[[float], str]:
-    """Return a formatter of sizes in the unit that fits the largest.
-
-    Args:
-        largest: Bytes.
-        suffix: What follows the unit, such as ``/s``.
-    """
+    """Return a formatter of bytes in the largest's unit, with a suffix such as ``/s``."""
     power = min(int(math.log10(largest) / 3) if largest >= 1 else 0, 5)
     name = ("B", "kB", "MB", "GB", "TB", "PB")[power]
     return lambda nbytes: f"{nbytes / 1000**power:.3g} {name}{suffix}"
@@ -242,12 +223,7 @@ def summarize_durations(seconds: Sequence[float]) -> str:
 
 
 def summarize_bytes(sizes: Sequence[float], suffix: str = "") -> str:
-    """Return the newest and the middle of some sizes, in words.
-
-    Args:
-        sizes: Bytes.
-        suffix: What follows each, such as ``/s``.
-    """
+    """Return the newest and the middle of some sizes, in words, with a suffix such as ``/s``."""
     last, middle = format_bytes(sizes[-1]), format_bytes(median(sizes))
     return f"last {last}{suffix}, median {middle}{suffix}"
 

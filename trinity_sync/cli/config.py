@@ -149,12 +149,7 @@ def _comment(text: str) -> list[str]:
 
 
 def _to_toml(value: Any, dumped: Any = None) -> str:
-    """Return a value in TOML.
-
-    Args:
-        value: The value.
-        dumped: Its form in JSON, which is that of TOML for all but paths.
-    """
+    """Return a value in TOML; ``dumped`` is its JSON, which is the same for all but paths."""
     if isinstance(value, tuple):
         return json.dumps([str(each) for each in value])
     return json.dumps(value if dumped is None else dumped)

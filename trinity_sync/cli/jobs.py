@@ -198,7 +198,6 @@ def set_job(
 
 
 def _list_settings(root: Path) -> list[JobSettingRow]:
-    """Return all settings of a job."""
     from trinity_sync.storage.job_settings import (
         JobSettings,
         read_job_settings,

@@ -74,11 +74,8 @@ color: Color = "auto"
 class Column:
     """How a field of a row appears in the table.
 
-    Attributes:
-        heading: Heading of the column.
-        right: Whether it is aligned to the right.
-        wide: Whether it is shown by ``wide`` only.
-        form: Writes a value; by default according to its type.
+    ``wide`` is whether only that format shows it. ``form`` writes a value, by default according to
+    its type.
     """
 
     heading: str
@@ -183,12 +180,8 @@ def print_rows(
 ) -> None:
     """Print rows in a format.
 
-    Args:
-        noun: Key of the rows in the JSON document, such as ``steps``.
-        row: Dataclass of the rows.
-        rows: The rows.
-        output: The format.
-        empty: Sentence for stderr if there are no rows.
+    ``noun`` is their key in the JSON document, such as ``steps``. ``empty`` is a sentence for
+    stderr if there are none.
     """
     if output is OutputFormat.JSON:
         _print_document(noun, rows)
@@ -209,11 +202,8 @@ def print_object(
 ) -> None:
     """Print the result of a command that has no rows.
 
-    Args:
-        noun: Its key in the JSON document, such as ``pin``.
-        value: A dataclass, or None.
-        output: The format.
-        text: What ``table`` and ``wide`` print, or a function that prints it.
+    ``noun`` is its key in the JSON document, such as ``pin``. ``text`` is what ``table`` and
+    ``wide`` print, or a function that prints it.
     """
     if output is OutputFormat.JSON:
         _print_document(noun, value)
@@ -278,10 +268,7 @@ def print_table(row: type, rows: Sequence[Any], *, wide: bool = False) -> None:
 def _narrow(widths: list[int], texts: Sequence[int], room: int) -> None:
     """Reduce the widest columns of text until all columns but the last fit, if they can.
 
-    Args:
-        widths: Width of each column, which are changed.
-        texts: Columns that may be cut.
-        room: Characters for all columns but the last.
+    ``texts`` are the columns that may be cut, and ``room`` is for all columns but the last.
     """
     for _ in range(sum(widths[:-1]) - room):
         widest = max(texts, key=lambda at: widths[at], default=None)

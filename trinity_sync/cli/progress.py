@@ -9,11 +9,9 @@ from trinity_sync.fs.progress import OnProgress, no_progress
 
 @contextmanager
 def progress_bar(what: str, *, of_steps: bool = False) -> Iterator[OnProgress]:
-    """Show a progress bar, and yield the callback that updates it.
+    """Show a progress bar of bytes or steps, and yield the callback that updates it.
 
-    Args:
-        what: Description of the work, such as ``reading``.
-        of_steps: Whether the progress counts steps instead of bytes.
+    ``what`` describes the work, such as ``reading``.
     """
     if not sys.stderr.isatty():
         yield no_progress

@@ -120,12 +120,7 @@ def draw_job(report: JobReport) -> Chart | None:
 
 
 def chart_saves(report: JobReport, kind: str) -> list[Chart]:
-    """Return the charts of the saves of a kind: stall, time to commit, speed, size.
-
-    Args:
-        report: The report.
-        kind: ``checkpoint`` or ``state_dict``.
-    """
+    """Return the charts of the saves of a kind: stall, time to commit, speed, size."""
     saves = [each for each in report.saves if each.timing.kind == kind]
     if not saves:
         return []

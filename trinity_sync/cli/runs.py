@@ -178,12 +178,8 @@ def _await_step(
 ) -> WaitedSave:
     """Wait until a step is committed and not superseded, and return it.
 
-    Args:
-        root: Root of the job.
-        step: The step.
-        saves: Run and kind of the saves that must be in the step; none for any.
-        deadline: Time at which to give up, as `time.monotonic` has it.
-        timeout_s: Seconds of the whole wait, for the error.
+    ``saves`` are run and kind of what must be in the step; empty for any. ``deadline`` is by
+    `time.monotonic`, and ``timeout_s`` for the error.
 
     Raises:
         SaveFailedError: Its save failed, or was superseded.

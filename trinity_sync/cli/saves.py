@@ -21,11 +21,6 @@ FAILED = ("FAILED", "CRASHED", "CANCELLED")
 def query(settings: Settings, ask: Callable[[PrefectApi], Awaitable[T]], answer_s: float) -> T:
     """Ask the Prefect server.
 
-    Args:
-        settings: Name the local stack's folder.
-        ask: The question.
-        answer_s: Seconds to wait for each answer.
-
     Raises:
         PrefectApiError: The server does not answer as it should.
     """
@@ -43,13 +38,7 @@ def query(settings: Settings, ask: Callable[[PrefectApi], Awaitable[T]], answer_
 def read_saves(
     settings: Settings, root: Path, *, step: int | None = None, answer_s: float = ANSWER_S
 ) -> list[SaveRun]:
-    """Return the saves of a job, the newest first.
-
-    Args:
-        settings: Name the local stack's folder.
-        root: Root of the job.
-        step: Step whose saves are read; None for all.
-        answer_s: Seconds to wait for the answer.
+    """Return the saves of a job, or of one of its steps, the newest first.
 
     Raises:
         PrefectApiError: The server does not answer as it should.
@@ -68,12 +57,7 @@ def try_read_saves(root: Path) -> list[SaveRun]:
 
 
 def describe_status(save: SaveRun, runs: Sequence[Run]) -> str:
-    """Return the status of a save, in a word.
-
-    Args:
-        save: The save.
-        runs: The runs of the job, which decide whether a later one has superseded it.
-    """
+    """Return the status of a save, in a word; a later run may have superseded it."""
     if save.state.state == "COMPLETED":
         return "committed"
     if save.state.state in FAILED:

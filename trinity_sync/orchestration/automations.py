@@ -43,12 +43,8 @@ def register_heartbeat_monitoring(
 ) -> None:
     """Create the automations, or update those that exist; paused ones stay paused.
 
-    Args:
-        client: Client of the Prefect server.
-        watched: Ids of the deployments whose runs are monitored. ``reconcile`` must not be among
-            them, because each of its crashes would run it again.
-        reconcile: Id of the deployment to run after a crash.
-        silent_s: Seconds without a heartbeat or a final state after which a run is crashed.
+    A run is crashed after ``silent_s`` without a heartbeat or a final state. ``reconcile`` runs
+    after a crash and must not be in ``watched``: each of its crashes would run it again.
     """
     # an update sends only fields that were set, so types and other defaults are set explicitly
     monitored: dict[str, Any] = {
@@ -95,11 +91,7 @@ def register_heartbeat_monitoring(
 
 
 def create_alerts(client: SyncPrefectClient) -> None:
-    """Create the automations that watch steps, paused; existing ones stay as users changed them.
-
-    Args:
-        client: Client of the Prefect server.
-    """
+    """Create the automations that watch steps, paused; existing ones stay as users changed them."""
     jobs: dict[str, Any] = {
         "match": {"prefect.resource.id": f"{JOB_RESOURCE}*"},
         "for_each": {"prefect.resource.id"},

@@ -50,14 +50,9 @@ PRIORITIES = (QUEUES["state_dict"], QUEUES["checkpoint"], "maintenance")
 def deploy(stack: StackSettings, api_url: str | None = None, auth: str = "") -> list[str]:
     """Register the work pool, its queues, the deployments of prefect.yaml and the automations.
 
-    Args:
-        stack: The work pool of all deployments, their schedules, and the time without a heartbeat
-            after which a run is crashed.
-        api_url: The server; by default ``PREFECT_API_URL`` or that of the Prefect profile.
-        auth: ``user:password`` of the server; by default that of the environment.
-
-    Returns:
-        Names of the deployments, as ``flow/deployment``.
+    Return the deployments, as ``flow/deployment``. The default server is that of
+    ``PREFECT_API_URL`` or of the Prefect profile; ``auth`` is ``user:password``, by default that of
+    the environment.
 
     Raises:
         StackError: The server cannot be reached, refuses a call, or has a pool of the same name and
@@ -166,10 +161,6 @@ def make_schedule(
     """Return a schedule of prefect.yaml as the settings want it.
 
     Its slug says what the settings want: with other settings, it is another schedule.
-
-    Args:
-        entry: An entry of ``schedules`` in prefect.yaml.
-        maintenance: The settings.
     """
     name, zone = entry["slug"], find_time_zone(maintenance)
     active, parameters = maintenance.schedules, entry.get("parameters", {})

@@ -24,10 +24,6 @@ _visits = RootVisits("is it there")
 def register_job(settings: Settings, root: str | Path) -> None:
     """Register the root of a job, unless it is registered already.
 
-    Args:
-        settings: ``home`` is the folder of the registry.
-        root: Root of the job.
-
     Raises:
         OSError: ``TRINITY_SYNC_HOME`` cannot be written.
     """
@@ -59,9 +55,6 @@ def list_registered_roots(settings: Settings) -> list[Path]:
     """Return all roots in the registry, sorted by name, also those that do not exist now.
 
     It does not look at the roots, whose file systems may hang.
-
-    Args:
-        settings: ``home`` is the folder of the registry.
     """
     roots = []
     for entry in sorted(_registry_folder(settings).glob("*.json")):
@@ -73,25 +66,12 @@ def list_registered_roots(settings: Settings) -> list[Path]:
 
 
 def is_registered(settings: Settings, root: str | Path) -> bool:
-    """Return whether a root is in the registry.
-
-    Args:
-        settings: ``home`` is the folder of the registry.
-        root: Root of the job.
-    """
+    """Return whether a root is in the registry."""
     return _entry(settings, root).exists()
 
 
 def unregister_job(settings: Settings, root: str | Path) -> bool:
-    """Remove a root from the registry.
-
-    Args:
-        settings: ``home`` is the folder of the registry.
-        root: Root of the job.
-
-    Returns:
-        Whether it was registered.
-    """
+    """Remove a root from the registry, and return whether it was there."""
     try:
         _entry(settings, root).unlink()
     except FileNotFoundError:
@@ -102,11 +82,7 @@ def unregister_job(settings: Settings, root: str | Path) -> bool:
 def select_roots(
     root: str | None, settings: Settings, stack: StackSettings | None = None
 ) -> list[Path]:
-    """Return the given root, or those of all known jobs.
-
-    Args:
-        root: Full path of a job's root; None for all known jobs.
-        settings: The registry and the allowed folders of this node.
+    """Return the given root, a full path, or for None those of all known jobs.
 
     Raises:
         ConfigError: The root is not the full path of a folder, or is not allowed.
@@ -125,9 +101,6 @@ def select_roots(
 def require_allowed(path: str | Path, stack: StackSettings | None = None) -> None:
     """Refuse a path, passed as a flow parameter, that flows may not use on this node.
 
-    Args:
-        path: The path.
-
     Raises:
         ConfigError: The path is not below one of ``worker.allowed_paths``.
     """
@@ -143,8 +116,7 @@ def require_allowed(path: str | Path, stack: StackSettings | None = None) -> Non
 def require_allowed_store(url: str, stack: StackSettings | None = None) -> None:
     """Refuse a remote that is a folder of this node which flows may not use.
 
-    Args:
-        url: URL of the remote. The folder that it resolves to decides, not its spelling.
+    The folder that the URL resolves to decides, not its spelling.
 
     Raises:
         ConfigError: The remote is, or may be, a folder that is not allowed; or the URL is invalid.
@@ -174,9 +146,7 @@ def require_allowed_store(url: str, stack: StackSettings | None = None) -> None:
 def is_allowed(stack: StackSettings, path: str | Path) -> bool:
     """Return whether flows may use a path on this node.
 
-    Args:
-        stack: The allowed folders.
-        path: The path. Its file system is asked for the real path.
+    Its file system, which may hang, is asked for the real path.
     """
     real = Path(path).resolve()
     allowed = stack.worker.allowed_paths

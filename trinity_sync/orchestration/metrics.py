@@ -89,12 +89,8 @@ class WorkerMetrics:
     ) -> None:
         """Count a committed save, its bytes and its durations.
 
-        Args:
-            request: The save.
-            persisted: The results of its persist tasks.
-            started_at: When the flow run started, in seconds since the epoch.
-            persisted_at: When all files were durable, likewise.
-            committed_at: When the commit task had ended, likewise.
+        Times are in seconds since the epoch: the flow run's start, all files durable, and the end
+        of the commit task.
         """
         labels = (request.job, request.kind)
         written = [file for result in persisted for file in result.written]
@@ -113,22 +109,13 @@ class WorkerMetrics:
             self._update_newest(request.job, kind, request.run_key, request.step, time.time())
 
     def count_failed_save(self, request: SaveRequest, outcome: StepOutcome) -> None:
-        """Count a save that was not committed.
-
-        Args:
-            request: The save.
-            outcome: ``failed``, ``evicted`` or ``superseded``.
-        """
+        """Count a save that was not committed: ``failed``, ``evicted`` or ``superseded``."""
         self._saves.labels(request.job, request.kind, outcome).inc()
 
     def serve(self, settings: Settings, stack: StackSettings) -> int:
         """Serve the metrics at ``worker.metrics`` in a thread, and return the port.
 
         They include those of the node and of known jobs (`node_metrics`).
-
-        Args:
-            settings: The registry of jobs.
-            stack: The address and port; and the folders that flows may use.
 
         Raises:
             StackError: The port is in use, or the host is not an address of this node.
@@ -147,13 +134,7 @@ class WorkerMetrics:
         return int(server.server_port)
 
     def read_newest(self, job: str, kind: Kind, newest: Manifest) -> None:
-        """Update the newest step of a job from its root, see `RootObserver`.
-
-        Args:
-            job: Identifier of the job.
-            kind: Kind of the commit.
-            newest: Manifest of the newest commit.
-        """
+        """Update the newest step of a job from its root, see `RootObserver`."""
         self._update_newest(job, kind, None, newest.step, newest.committed_at)
 
     def _update_newest(
@@ -181,4 +162,3 @@ def _seconds_since(committed_at: float) -> float:
 
 
 METRICS = WorkerMetrics()
-"""The metrics of this process."""

@@ -44,11 +44,7 @@ RECHECK_S = 600.0
 
 
 class SpoolCollector(Collector):
-    """Images that wait in the spool of this node, images that were lost, and free memory.
-
-    Args:
-        spool: The node's spool.
-    """
+    """Images that wait in the spool of this node, images that were lost, and free memory."""
 
     def __init__(self, spool: Path) -> None:
         self._spool = spool
@@ -125,12 +121,7 @@ class RootObserver(Collector):
     """Corrupted steps, free disk space and the lag of readers, of the jobs that this node knows.
 
     A root that cannot be read, or hangs, is logged once, and its metrics are left out until it can
-    be read.
-
-    Args:
-        settings: Where the registry of jobs is.
-        stack: The folders that flows may use.
-        on_newest: Called with job, kind and the newest commit that is found.
+    be read. ``on_newest`` is called with a job, a kind and the newest commit that is found.
     """
 
     def __init__(

@@ -43,10 +43,8 @@ logger = logging.getLogger(__name__)
 def look_up(name: str, owner: object = None) -> Any:
     """Return the object that a qualified name of Prefect refers to.
 
-    Args:
-        name: The qualified name, which starts with ``prefect``.
-        owner: The object whose attribute is the last part of the name, if it is neither a module
-            nor a class.
+    ``owner`` has the last part of the name as its attribute; it is needed if that owner is neither
+    a module nor a class.
 
     Raises:
         UnsupportedPrefectError: The installed version lacks the name.
@@ -209,11 +207,7 @@ class InProcessWorker(_Worker):
         self._prefetch_seconds = seconds
 
     def start_service(self, service: Callable[[anyio.CancelScope], Any]) -> None:
-        """Run an async function until the worker stops.
-
-        Args:
-            service: Called with the scope that is cancelled when the worker stops.
-        """
+        """Run an async function until the worker stops, which cancels the scope passed to it."""
         assert self._runs_task_group is not None  # made by setup
         scope = anyio.CancelScope()
         self._scheduled_task_scopes.add(scope)
@@ -285,12 +279,9 @@ def begin_transactions_as_writers() -> None:
 
 
 def persist_events_if(is_kept: Callable[[str], bool]) -> None:
-    """Store only some events in the database; triggers and subscribers still get all.
+    """Store only events whose names ``is_kept`` accepts; triggers and subscribers still get all.
 
     If the name is gone: all are stored, 0.4 MB a save.
-
-    Args:
-        is_kept: Whether to store events of a name.
     """
     persister = look_up("prefect.server.events.services.event_persister")
     if write := getattr(persister, "write_events", None):

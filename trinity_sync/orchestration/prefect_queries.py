@@ -98,11 +98,9 @@ def open_client(
 ) -> Iterator[SyncPrefectClient]:
     """Open a client of a Prefect server, and turn errors within it into a `PrefectApiError`.
 
-    Args:
-        api_url: URL of the server's API; by default that of the environment.
-        auth: ``user:password``; by default that of the environment.
-        answer_s: Seconds to wait for each answer, without retries; by default as Prefect's settings
-            say, which is minutes.
+    URL and ``auth`` (``user:password``) are by default those of the environment. Each answer is
+    awaited for ``answer_s`` without retries, by default as Prefect's settings say, which is
+    minutes.
 
     Raises:
         PrefectApiError: No server is configured, it cannot be reached, or it refuses a call.
@@ -149,11 +147,8 @@ def open_client(
 def compute_clock_skew(date: str | None, before: float, after: float) -> float:
     """Return the seconds by which a server's clock is ahead of this node's; negative if behind.
 
-    Args:
-        date: The ``Date`` header of a response, truncated to the second; None if it has none.
-        before: This node's clock when the request was sent, in seconds since the epoch.
-        after: This node's clock when the response arrived. A skew that the truncation or the
-            transfer can explain counts as 0.
+    ``date`` is the ``Date`` header of a response, truncated to the second. A skew that the
+    truncation or the transfer can explain counts as 0, and so does a missing header.
     """
     if not date:
         return 0.0
@@ -164,12 +159,7 @@ def compute_clock_skew(date: str | None, before: float, after: float) -> float:
 async def measure_clock_skew(
     client: PrefectClient, clock: Callable[[], float] = time.time
 ) -> float:
-    """Return the seconds by which the server's clock is ahead of this node's.
-
-    Args:
-        client: Client of the server.
-        clock: This node's clock, in seconds since the epoch.
-    """
+    """Return the seconds by which the server's clock is ahead of this node's."""
     before = clock()
     answer = await client.request("GET", "/admin/version")
     return compute_clock_skew(answer.headers.get("date"), before, clock())
@@ -193,16 +183,9 @@ def make_due_state(scheduled: Callable[[], State[Any]] = Scheduled) -> State[Any
 async def request_run(
     client: PrefectClient, deployment_id: UUID, fields: Mapping[str, Any]
 ) -> FlowRun:
-    """Create a flow run that is due now, unless one with its idempotency key exists.
+    """Create a flow run that is due now, or return the one that has its idempotency key.
 
-    Args:
-        client: Client of the server.
-        deployment_id: Id of the run's deployment.
-        fields: Fields of the flow run, such as ``parameters`` and ``idempotency_key``;
-            `SaveRequest.flow_run` for a save.
-
-    Returns:
-        The new or existing run.
+    ``fields`` are those of the run, such as ``parameters``; `SaveRequest.flow_run` for a save.
 
     Raises:
         RequestRefusedError: The server will never accept the request, as after an upgrade of one
@@ -228,14 +211,7 @@ async def request_run(
 async def read_pool_runs(
     client: PrefectClient, pool: str, *states: StateType, deployment: str | None = None
 ) -> list[FlowRun]:
-    """Read all flow runs of a work pool that are in one of some states.
-
-    Args:
-        client: Client of the server.
-        pool: Name of the work pool.
-        states: Types of the states.
-        deployment: Name of the deployment whose runs are read; by default all.
-    """
+    """Read all runs of a work pool, or of one deployment, that are in one of some states."""
     wanted = FlowRunFilterState(type=FlowRunFilterStateType(any_=list(states)))
     named = DeploymentFilter(name=DeploymentFilterName(any_=[deployment])) if deployment else None
     found: list[FlowRun] = []
@@ -257,11 +233,6 @@ async def read_due_runs(
 
     A response for the whole pool has `PAGE` runs at most, those of the queue with the highest
     priority first. So many may wait of a single job.
-
-    Args:
-        client: Client of the server.
-        pool: Name of the work pool.
-        before: Time before which the runs are due.
     """
     found: dict[UUID, WorkerFlowRunResponse] = {}
     for queue in await client.read_work_queues(work_pool_name=pool):
@@ -283,12 +254,7 @@ async def read_due_runs(
 
 
 def count_waiting_runs(client: SyncPrefectClient, pool: str) -> int:
-    """Return how many runs of a work pool are due and not yet acquired by a worker.
-
-    Args:
-        client: Client of the server.
-        pool: Name of the work pool.
-    """
+    """Return how many runs of a work pool are due and not yet acquired by a worker."""
     return client.count_flow_runs(
         flow_run_filter=FlowRunFilter(
             state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])),
@@ -300,12 +266,7 @@ def count_waiting_runs(client: SyncPrefectClient, pool: str) -> int:
 
 
 def read_heartbeats(client: SyncPrefectClient, pool: str) -> dict[str, datetime | None]:
-    """Return the time of the last heartbeat of each online worker of a work pool, by its name.
-
-    Args:
-        client: Client of the server.
-        pool: Name of the work pool.
-    """
+    """Return the time of the last heartbeat of each online worker of a work pool, by its name."""
     try:
         workers = client.read_workers_for_work_pool(pool)
     except ObjectNotFound:
@@ -363,12 +324,7 @@ class ArtifactTable:
 
 
 def read_job_runs(client: SyncPrefectClient, root: str | Path) -> list[FlowRunSummary]:
-    """Read the newest flow runs of a job, at most `PAGE`, newest first.
-
-    Args:
-        client: Client of the server.
-        root: Root of the job.
-    """
+    """Read the newest flow runs of a job, at most `PAGE`, newest first."""
     tags = FlowRunFilterTags(all_=[f"job:{job_id(root)}"])
     runs = client.read_flow_runs(
         flow_run_filter=FlowRunFilter(tags=tags),
@@ -381,13 +337,7 @@ def read_job_runs(client: SyncPrefectClient, root: str | Path) -> list[FlowRunSu
 
 
 def read_table(client: SyncPrefectClient, what: str, root: str | Path) -> ArtifactTable | None:
-    """Read the newest table artifact about a job, or None.
-
-    Args:
-        client: Client of the server.
-        what: Subject of the artifact, such as `RETENTION`.
-        root: Root of the job.
-    """
+    """Read the newest table artifact about a job, such as that of `RETENTION`, or None."""
     key = make_artifact_key(what, Path(root).resolve())
     artifacts = client.read_artifacts(
         artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=[key])),

@@ -29,20 +29,14 @@ def format_duration(seconds: float) -> str:
 
 
 def format_rate(nbytes: float, seconds: float) -> str:
-    """Return a throughput such as ``2.6 GB/s``; empty if nothing was written.
-
-    Args:
-        nbytes: Bytes written.
-        seconds: Seconds that it took.
-    """
+    """Return a throughput such as ``2.6 GB/s``; empty if nothing was written."""
     return f"{format_bytes(nbytes / seconds)}/s" if nbytes and seconds > 0 else ""
 
 
 def make_artifact_key(what: str, root: str | Path) -> str:
     """Return the key of an artifact about a job: keys are global on a Prefect server.
 
-    Args:
-        what: Subject of the artifact, of lower-case letters and dashes.
-        root: Real path of the job's root, which is not looked up: its file system may hang.
+    ``what`` has lower-case letters and dashes only. ``root`` is the real path, which is not looked
+    up: its file system may hang.
     """
     return f"{what}-{re.sub(r'[^a-z0-9]+', '-', job_id_of(Path(root)).lower())}"

@@ -27,13 +27,7 @@ R = TypeVar("R")
 
 
 def start_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-    """Call a function in a daemon thread of its own, in the caller's context.
-
-    Args:
-        function: The function.
-        args: Its arguments.
-        kwargs: Its arguments by name.
-    """
+    """Call a function in a daemon thread of its own, in the caller's context."""
     future: Future[R] = Future()
     future.set_running_or_notify_cancel()  # it cannot be cancelled from now on
     call = partial(copy_context().run, function, *args, **kwargs)
@@ -51,23 +45,14 @@ def start_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) ->
 
 
 async def run_in_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Await a function that `start_thread` calls; if this is cancelled, the call goes on.
-
-    Args:
-        function: The function.
-        args: Its arguments.
-        kwargs: Its arguments by name.
-    """
+    """Await a function that `start_thread` calls; if this is cancelled, the call goes on."""
     return await asyncio.wrap_future(start_thread(function, *args, **kwargs))
 
 
 class RootVisits:
     """Rounds over the roots of several jobs; one that hangs is left out until it answers.
 
-    It is logged once, and again when it answers.
-
-    Args:
-        purpose: What the rounds are for, for the log.
+    It is logged once, and again when it answers. ``purpose`` names the rounds in the log.
     """
 
     def __init__(self, purpose: str) -> None:
@@ -84,11 +69,9 @@ class RootVisits:
     ) -> dict[Path, R]:
         """Call a function for each root, and return the results of those that answered.
 
-        Args:
-            roots: The roots.
-            function: Called in a thread of its own for each root.
-            each_s: Seconds to wait for a root before the next one is visited; 0 visits all at once.
-            limit_s: Seconds to wait for all once the last one is visited.
+        Each call has a thread of its own. A root delays the visit of the next one for at most
+        ``each_s``; 0 visits all at once. ``limit_s`` is the wait for all once the last one is
+        visited.
 
         Raises:
             Exception: The first error of a call, once all are done or given up.

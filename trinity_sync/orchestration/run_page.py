@@ -74,12 +74,8 @@ def describe_commit(
 ) -> str:
     """Return the page of a committed save, as markdown.
 
-    Args:
-        request: The save.
-        manifest: What it has committed.
-        written: The files that the tasks of all nodes have written.
-        pointers: Step that each latest pointer named before and after the commit.
-        resources: Memory and disk of the node; None if unknown.
+    ``written`` are the files of all nodes, and ``pointers`` the steps that each latest pointer
+    named before and after the commit.
     """
     timing = manifest.timings[0]
     rows = {
@@ -120,12 +116,7 @@ def describe_commit(
 
 
 def summarize_commit(request: SaveRequest, manifest: Manifest) -> str:
-    """Return the line about a committed save on the card of its artifact.
-
-    Args:
-        request: The save.
-        manifest: What it has committed.
-    """
+    """Return the line about a committed save on the card of its artifact."""
     timing = manifest.timings[0]
     stall = timing.longest_stall
     held = f", trainer stall {format_duration(stall.seconds)}" if stall else ""
@@ -136,24 +127,14 @@ def summarize_commit(request: SaveRequest, manifest: Manifest) -> str:
 
 
 def summarize_failure(request: SaveRequest, failure: SaveFailure) -> str:
-    """Return the line about a failed save on the card of its artifact.
-
-    Args:
-        request: The save.
-        failure: Why, and what is safe.
-    """
+    """Return the line about a failed save on the card of its artifact."""
     retry = f"trinity-sync retry {shlex.quote(request.root)} {request.step}"
     what = f". Its images are in memory: `{retry}`" if failure.can_be_retried else ""
     return f"{request.flow_run_name}: {failure.outcome}{what}"
 
 
 def describe_failure(request: SaveRequest, failure: SaveFailure) -> str:
-    """Return the page of a save that was not committed, as markdown.
-
-    Args:
-        request: The save.
-        failure: Why, and what is safe.
-    """
+    """Return the page of a save that was not committed, as markdown."""
     images = sum(failure.remaining.values())
     places = [f"{count} on `{node}`" for node, count in failure.remaining.items() if count]
     where = ", ".join(places[:MOST_ROWS])
@@ -314,13 +295,7 @@ def _quote(text: str) -> str:
 
 
 def make_failed_task(node: str, what: str, error: BaseException) -> FailedTask:
-    """Return what a task's error says.
-
-    Args:
-        node: Name of the node.
-        what: Component, or what else the task does.
-        error: The error.
-    """
+    """Return what a task's error says."""
     rank, path = getattr(error, "rank", -1), getattr(error, "path", None)
     where = f"{what} of rank {rank}" if rank >= 0 else what
     return FailedTask(node, where, str(error), str(path or ""))

@@ -34,15 +34,8 @@ def emit_step_event(
     """Send the event ``trinity_sync.step.<outcome>``; never raises.
 
     None is sent for weights that were evicted: newer weights supersede them, so nothing is lost.
-
-    Args:
-        outcome: What became of the step.
-        root: Real path of the job's root.
-        step: Step number.
-        job: Identifier of the job.
-        run: Number of the run; None if it is unknown.
-        kind: Kind of the save; None for the whole step.
-        payload: More values, which JSON can represent.
+    ``root`` is a real path; ``run`` is None if it is unknown, ``kind`` for the whole step. JSON can
+    represent the values of ``payload``.
     """
     if not PREFECT_API_URL.value():  # Prefect would start a server of its own
         return

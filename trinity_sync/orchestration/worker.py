@@ -130,11 +130,7 @@ class TrinitySyncWorker(
         raise NotImplementedError
 
     async def execute_run(self, flow_run: FlowRun) -> None:
-        """Run a flow in this process; an error of the flow does not end the worker.
-
-        Args:
-            flow_run: An acquired flow run.
-        """
+        """Run a flow in this process; an error of the flow does not end the worker."""
         end: State[Any]
         try:
             flow = load_flow(await self._find_entrypoint(flow_run))
@@ -282,12 +278,7 @@ class TrinitySyncWorker(
     # ------------------------------------------------------------ services
 
     async def start(self, *args: Any, **kwargs: Any) -> None:
-        """Serve until the worker is stopped, as Prefect's worker does.
-
-        Args:
-            args: As of Prefect's worker.
-            kwargs: Likewise.
-        """
+        """Serve until the worker is stopped, as Prefect's worker does."""
         spare_calls_of_runs()
         # for all runs at once: settings are validated again each time that one is changed
         with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: HEARTBEAT_S}):

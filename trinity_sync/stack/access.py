@@ -30,12 +30,8 @@ with grpc.insecure_channel(sys.argv[1], [("grpc.enable_http_proxy", 0)]) as chan
 def require_refusals(stack: StackSettings, state: StackState) -> list[str]:
     """Check that the stack's own server and Ray cluster refuse connections without credentials.
 
-    Args:
-        stack: Its settings: a server with the password ``none`` is not checked.
-        state: The running stack. Services that it did not start are not checked.
-
-    Returns:
-        Names of the services that refused a connection.
+    Return the names of those that refused. A server with the password ``none`` and services that
+    the stack did not start are not checked.
 
     Raises:
         StackError: A service accepts such a connection, or does not answer.

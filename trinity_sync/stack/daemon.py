@@ -35,7 +35,6 @@ class Daemon:
     process: str
     """``pid/start time``."""
     log: str
-    """File with its output."""
     log_from: int = 0
     """Size of the log in bytes before this daemon started."""
 
@@ -57,14 +56,7 @@ class Daemon:
 
 
 def start(command: Sequence[str], *, env: Mapping[str, str], cwd: Path, log: Path) -> Daemon:
-    """Start a daemon.
-
-    Args:
-        command: The command and its arguments.
-        env: Its environment.
-        cwd: Its working directory.
-        log: File to append its output to, in a folder that only this user can read.
-    """
+    """Start a daemon whose output is appended to ``log``, in a folder that only this user reads."""
     make_private_folder(log.parent)
     with log.open("ab") as output:
         log_from = output.tell()
@@ -97,10 +89,6 @@ def lower_priority(daemon: Daemon, nice: int) -> None:
     Linux shares the CPU between sessions first where autogroups are on, which is usual outside of
     containers. There, the niceness of a process counts within its session only, so the session of
     the daemon gets the same niceness.
-
-    Args:
-        daemon: A daemon that was just started.
-        nice: The nice value, as in nice(1).
     """
     with suppress(ProcessLookupError):  # it has ended, which its caller sees
         if nice > os.getpriority(os.PRIO_PROCESS, daemon.pid):
@@ -117,11 +105,7 @@ def lower_priority(daemon: Daemon, nice: int) -> None:
 
 
 class StartupDeadline:
-    """A deadline that several services share, and the time that each of them took.
-
-    Args:
-        timeout_s: Seconds from now until the deadline.
-    """
+    """A deadline that several services share, and the time that each of them took."""
 
     def __init__(self, timeout_s: float) -> None:
         self._start = time.monotonic()
@@ -159,12 +143,8 @@ def await_ready(
 ) -> None:
     """Poll a daemon until it is ready.
 
-    Args:
-        service: Name of the daemon in messages.
-        daemon: The daemon.
-        is_ready: Returns whether it is ready.
-        deadline: The deadline, which records the time of this wait.
-        at_least_s: Minimum time for this daemon in seconds, even past the deadline.
+    ``at_least_s`` is the minimum time for this daemon, even past the deadline. The deadline records
+    the time of the wait.
 
     Raises:
         StackError: The daemon ended, or was not ready in time.
@@ -206,9 +186,7 @@ def find_error_line(daemon: Daemon) -> str:
 def stop(daemon: Daemon, timeout_s: float) -> None:
     """Stop a daemon with SIGTERM, and kill what is left of it and of the processes it started.
 
-    Args:
-        daemon: The daemon, which may have ended already.
-        timeout_s: Seconds until SIGKILL.
+    It gets SIGKILL after ``timeout_s``, and may have ended already.
     """
     deadline = time.monotonic() + timeout_s
     family = _find_family(daemon)

@@ -46,13 +46,7 @@ REMOVES_IPC = [
 def run_checks(
     settings: Settings, root: Path | None = None, *, clock: Callable[[], float] = time.time
 ) -> Iterator[Check]:
-    """Run all checks, and yield each result as soon as it is known.
-
-    Args:
-        settings: Settings of this process's environment.
-        root: Root of a job to check as well.
-        clock: The current time in seconds since the epoch.
-    """
+    """Run all checks, also those of a job if its root is given; yield each result once known."""
     state = embedded.find(settings)
     yield from _guard("settings", lambda: [_check_settings(state)])
     stack = embedded.read_running_settings(state) or StackSettings()
@@ -310,12 +304,7 @@ def check_logout(spool: Path, uid: int, lingering: Path = LINGERING) -> Check | 
     """Return a warning if systemd removes the spool when the user logs out (``RemoveIPC``).
 
     systemd-logind removes all files of a user in ``/dev/shm`` when the last session ends, except
-    those of system users and lingering users.
-
-    Args:
-        spool: The node's spool.
-        uid: Its user's id.
-        lingering: systemd's folder with a file for each lingering user.
+    those of system users and lingering users. Each of the latter has a file in ``lingering``.
     """
     if uid <= SYSTEM_UID_MAX or not spool.resolve().is_relative_to("/dev/shm"):
         return None

@@ -47,13 +47,7 @@ class Check:
 
 
 def check_root(root: Path, settings: Settings, stack: StackSettings) -> Iterator[Check]:
-    """Run all checks of a job, and yield each result as soon as it is known.
-
-    Args:
-        root: Root of the job.
-        settings: Settings of this node.
-        stack: Settings of the stack.
-    """
+    """Run all checks of a job, and yield each result as soon as it is known."""
     if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
         found = f"this user cannot read and write {root}"
         yield Check("root", "fail", found, f"change its owner or mode: ls -ld {root}")

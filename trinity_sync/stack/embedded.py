@@ -82,16 +82,10 @@ def up(
 
     A running stack is returned as it is. A service that died is restarted, the server at its old
     URL, with the settings that the stack was started with. Deployments are applied whenever a
-    service was started.
-
-    Args:
-        settings: ``home`` holds the database, logs and state file; the worker gets all settings.
-        stack: Settings of a new stack; by default those of the environment and the file.
-        num_cpus: CPUs of the Ray node instead of the settings'.
-        worker: Whether to start the flow worker as well.
-        timeout_s: Time-out in seconds for all services together. The flow worker, which is last,
-            gets at least 60 s.
-        joining: The stack of another machine that this machine joins.
+    service was started. ``stack`` are the settings of a new stack, by default those of the
+    environment and the file; ``num_cpus`` is used instead of its ``ray.cpus``. ``timeout_s`` is for
+    all services together, but the flow worker, which is last, gets at least `WORKER_S`. ``joining``
+    is the stack of another machine that this machine joins.
 
     Raises:
         StackError: A service did not start or accepts connections without credentials, or an
@@ -155,10 +149,8 @@ def _with_own_address(stack: StackSettings) -> StackSettings:
 def join(settings: Settings, invitation: Path, **arguments: Any) -> StackState:
     """Join the stack of another machine: start a Ray node and a flow worker here.
 
-    Args:
-        settings: Settings of this machine, whose ``home`` has no stack yet.
-        invitation: A copy of the other machine's `INVITATION`.
-        **arguments: Arguments of `up`, which starts both.
+    ``invitation`` is a copy of the other machine's `INVITATION`. ``home`` of the settings has no
+    stack yet. The other arguments are those of `up`.
 
     Raises:
         StackError: This machine has a stack already, the file is not an invitation, or a service
@@ -175,16 +167,10 @@ def join(settings: Settings, invitation: Path, **arguments: Any) -> StackState:
 
 
 def down(settings: Settings | None = None, *, timeout_s: float = 20.0) -> bool:
-    """Stop the services that `up` started, and remove Ray's temporary folder.
+    """Stop the services that `up` started, and return whether there was a stack.
 
-    Database and logs stay in ``home``, and images that are not persisted yet in the spool.
-
-    Args:
-        settings: ``home`` is the stack's folder.
-        timeout_s: Seconds until a service is killed.
-
-    Returns:
-        Whether there was a stack.
+    Ray's temporary folder is removed. Database and logs stay in ``home``, and images that are not
+    persisted yet in the spool. A service is killed after ``timeout_s``.
     """
     settings = settings or Settings()
     if find(settings) is None:
@@ -198,12 +184,7 @@ def down(settings: Settings | None = None, *, timeout_s: float = 20.0) -> bool:
 
 
 def status(settings: Settings | None = None, stack: StackSettings | None = None) -> StackStatus:
-    """Return the status of each service, and of the work pool on the Prefect server.
-
-    Args:
-        settings: ``home`` is the stack's folder.
-        stack: Settings of the stack; by default those of the environment and the file.
-    """
+    """Return the status of each service, and of the work pool on the Prefect server."""
     settings = settings or Settings()
     state = find(settings) or StackState()
     changed = find_changes(state, stack)
@@ -248,11 +229,7 @@ def running(settings: Settings | None = None, **arguments: Any) -> Iterator[Stac
     """Run a stack for the duration of a ``with`` block.
 
     A stack that runs already is used, and left running. `StackState.environment` has the variables
-    for trainers; the caller's environment stays as it is.
-
-    Args:
-        settings: ``home`` is the stack's folder.
-        **arguments: Arguments of `up`.
+    for trainers; the caller's environment stays as it is. The other arguments are those of `up`.
     """
     settings = settings or Settings()
     before = find(settings)
@@ -278,10 +255,8 @@ def _stop_remains(service: Daemon | None) -> None:
 def find_changes(state: StackState, stack: StackSettings | None = None) -> tuple[str, ...]:
     """Return what differs between the settings and those of a stack, see `StackStatus.changed`.
 
-    Args:
-        state: The stack.
-        stack: The settings; by default those of the environment and of the file that the stack
-            was started with.
+    The settings are by default those of the environment and of the file that the stack was started
+    with.
     """
     running = read_running_settings(state)
     if running is None:

@@ -27,16 +27,11 @@ def is_own_address(host: str) -> bool:
 
 
 def free_port(preferred: str = "", host: str = "127.0.0.1", *, first: int = 0) -> int:
-    """Return a free port of a host.
+    """Return a free port: that of the URL ``preferred``, ``first`` or one after it, or any.
 
+    With ``first``, ``preferred`` counts only if it is one of the `FOLLOWING` ports from there on.
     The kernel's ports for outgoing connections are the last choice, because another process may get
     the port before the server listens there.
-
-    Args:
-        preferred: URL whose port is returned if it is free; "" for none. With ``first``, only if it
-            is one of the ports that are tried then.
-        host: Address of this machine.
-        first: Port that is tried first, and then those after it; 0 for any port.
 
     Raises:
         StackError: All ports are in use, or the host is not this machine.

@@ -1,20 +1,11 @@
 """A Prefect server on SQLite that does not block; takes the arguments of ``prefect``.
 
-Garbage collection: a connection holds its lock while it waits up to a minute for another
-transaction. A failed statement leaves its cursor in a traceback, and the thread that collects it
-needs the lock. If the event loop's thread collects it, the server stands still for that minute. So
-a separate thread collects garbage. What exists half a minute after the start, the code above all,
-is left out from then on: looking at it stops the server for up to a second.
+A transaction takes the write lock when it begins, the vacuum pauses after each batch for as long as
+the batch took, and a separate thread collects garbage: ``docs/contributing/design.md`` says why.
+That thread leaves out what exists half a minute after the start, the code above all: looking at it
+stops the server for up to a second.
 
-Vacuum: Prefect removes old rows in batches, one transaction each. Other writers retry every tenth
-of a second and rarely meet the instant between two batches. So the vacuum pauses after each batch
-for as long as the batch took.
-
-Transactions: one that reads before it writes fails at once if another has written in between: a
-call is answered with 503, a heartbeat or an event is lost. So each transaction takes the write lock
-when it begins.
-
-Events: a save sends two dozen, of which Prefect stores 17 KB each, with their indexes. Most repeat
+A save sends two dozen events, of which Prefect stores 17 KB each, with their indexes. Most repeat
 what the tables of states, runs and artifacts say, so only the others are stored.
 """
 
@@ -70,9 +61,6 @@ def is_event_stored(name: str) -> bool:
     """Return whether events of a name say what the database does not hold already.
 
     These are all but those of tasks, workers and artifacts, and flow runs that have not ended.
-
-    Args:
-        name: Name of the event, such as ``prefect.flow-run.Completed``.
     """
     return not name.startswith(REPEATED)
 

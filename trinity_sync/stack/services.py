@@ -103,12 +103,7 @@ class StackState:
         return {name: value for name, value in variables.items() if value}
 
     def with_external(self, api_url: str, ray_address: str) -> "StackState":
-        """Return the stack with an external server or Ray cluster instead of its own.
-
-        Args:
-            api_url: URL of the Prefect API; "" for the stack's own.
-            ray_address: Address of the Ray cluster; "" for the stack's own.
-        """
+        """Return the stack with an external server or Ray cluster; "" keeps its own."""
         state = self
         if api_url not in ("", self.api_url):
             state = replace(state, api_url=api_url, api_auth="", server=None)
@@ -146,16 +141,10 @@ def make_home(home: Path) -> None:
 
 
 def start_server(settings: Settings, stack: StackSettings, state: StackState) -> StackState:
-    """Start a Prefect server.
+    """Start a Prefect server, and return the stack with it; it may not be ready yet.
 
-    Args:
-        settings: Home of the stack.
-        stack: Host, port, password, retention and priority of the server.
-        state: The stack so far; the port of its URL is used again if it is free, and the settings'
-            port or one of those after it.
-
-    Returns:
-        The stack with the server, which may not be ready yet.
+    The port of the URL in ``state`` is used again if it is one of the settings' ports (see
+    `free_port`) and free.
     """
     host = stack.server.host
     port = free_port(state.api_url, host, first=stack.server.port)
@@ -183,15 +172,9 @@ def is_server_ready(state: StackState) -> bool:
 
 
 def start_ray(settings: Settings, stack: StackSettings, state: StackState) -> StackState:
-    """Start a Ray head node.
+    """Start a Ray head node, and return the stack with it; it may not be ready yet.
 
-    Args:
-        settings: Home and node name.
-        stack: Host and resources of the node.
-        state: The stack so far; the port of its Ray address is used again if it is free.
-
-    Returns:
-        The stack with the node, which may not be ready yet.
+    The port of the Ray address in ``state`` is used again if it is free.
     """
     host = stack.server.host
     port = free_port(state.ray_address, host)
@@ -206,15 +189,9 @@ def start_ray(settings: Settings, stack: StackSettings, state: StackState) -> St
 
 
 def join_ray(settings: Settings, stack: StackSettings, state: StackState) -> StackState:
-    """Start a Ray node that joins an existing cluster.
+    """Start a Ray node that joins the cluster of ``state``, and return the stack with it.
 
-    Args:
-        settings: Home and node name.
-        stack: Host and resources of the node.
-        state: The stack, whose Ray address is that of the cluster.
-
-    Returns:
-        The stack with the node, which may not have joined yet.
+    It may not have joined yet.
     """
     options = [f"--address={state.ray_address}"]
     if stack.server.host != LOCAL_HOST:  # otherwise Ray detects it
@@ -266,16 +243,7 @@ def remove_ray_folder(state: StackState) -> None:
 
 
 def start_worker(settings: Settings, stack: StackSettings, state: StackState) -> StackState:
-    """Start the flow worker.
-
-    Args:
-        settings: Settings of the worker's process.
-        stack: Settings of the stack, which the worker gets.
-        state: The stack with its server and Ray cluster.
-
-    Returns:
-        The stack with the worker, which may not be online yet.
-    """
+    """Start the flow worker, and return the stack with it; it may not be online yet."""
     env = build_environment(settings, stack, state)
     worker = _start("worker", ["-m", WORKER_MODULE], settings, env)
     daemon.lower_priority(worker, stack.worker.nice)
@@ -289,11 +257,6 @@ def build_environment(
 
     It is the caller's environment without variables of a Ray job, and with the addresses of the
     stack and all settings, so these processes read no file.
-
-    Args:
-        settings: The settings of the process.
-        stack: The settings of the stack.
-        state: The stack.
     """
     env = {**os.environ, **_QUIET, **_retention_variables(stack), **state.environment}
     for name in [name for name in env if name in _RAY_JOB_VARIABLES]:

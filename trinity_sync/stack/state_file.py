@@ -27,10 +27,7 @@ INVITATION_FIELDS = ("api_url", "api_auth", "ray_address", "ray_auth")
 
 @contextmanager
 def lock_home(home: Path) -> Iterator[None]:
-    """Hold the lock of a stack's home, so that one `up` or `down` runs at a time.
-
-    Args:
-        home: The stack's folder, which is created if it is missing.
+    """Hold the lock of a stack's home, which is created: one `up` or `down` runs at a time.
 
     Raises:
         StackError: The home cannot be used.
@@ -81,12 +78,7 @@ def read_state(home: Path) -> StackState | None:
 
 
 def write_state(home: Path, state: StackState) -> None:
-    """Write the state of a stack, or remove the file if the state is empty.
-
-    Args:
-        home: The stack's folder.
-        state: The state.
-    """
+    """Write the state of a stack, or remove the file if the state is empty."""
     path = home / STACK_FILE
     if state == StackState():
         path.unlink(missing_ok=True)
@@ -95,12 +87,7 @@ def write_state(home: Path, state: StackState) -> None:
 
 
 def write_invitation(settings: Settings, state: StackState) -> None:
-    """Write the invitation for `embedded.join`, if other machines can reach this one.
-
-    Args:
-        settings: Home of the stack.
-        state: The stack.
-    """
+    """Write the invitation for `embedded.join`, if other machines can reach this one."""
     if not state.server or not state.ray or state.host == LOCAL_HOST:
         return
     auth = dict(state.ray_auth or {})

@@ -28,13 +28,8 @@ def export_model(
 ) -> "ExportResult":
     """Write one role's model of a committed step as a Hugging Face folder.
 
-    Args:
-        root: Full path of the job's root folder.
-        step: A committed step.
-        role: Role whose model is exported.
-        dtype: Data type of the exported weights: keep, bf16, fp16 or fp32.
-        max_shard_gb: Maximum size of a safetensors file in GB.
-        to: Full path of a new folder; None for the step's own folder.
+    ``dtype`` is keep, bf16, fp16 or fp32. ``to`` is the full path of a new folder; None for the
+    step's own.
     """
     from trinity_sync.formats.hf_export import export_step  # imports torch, which is slow
 

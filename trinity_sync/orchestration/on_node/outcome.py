@@ -47,13 +47,7 @@ class Outcome(Generic[T]):
 def call(
     function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
 ) -> Outcome[T]:
-    """Call a function in a Ray process.
-
-    Args:
-        function: The function.
-        args: Its arguments.
-        kwargs: Its arguments by name.
-    """
+    """Call a function, and return its result or error in a form that can be pickled."""
     try:
         return Outcome(function(*args, **kwargs or {}))
     except Exception as error:

@@ -27,15 +27,8 @@ def prune(
 ) -> list[Pruned | str]:
     """Remove the steps that no policy keeps, root by root.
 
-    Args:
-        root: Root of the job; None for all known jobs.
-        keep: Policy for checkpoints; empty for each job's own.
-        keep_weights: Policy for steps that hold weights only; empty for each job's own.
-        dry_run: Remove nothing.
-        now: Current time for the policies; None for the present.
-
-    Returns:
-        For each root, what became of its steps, or why it could not be pruned.
+    None means the roots of all known jobs, and an empty policy each job's own. Return what became
+    of the steps of each root, or why it could not be pruned.
 
     Raises:
         ConfigError: This node's settings do not allow flows to work on the root.
@@ -84,7 +77,6 @@ def prune_after_commit(request: SaveRequest) -> None:
 
 
 def _update_catalog(root: Path, _steps: Sequence[int]) -> None:
-    """Rebuild the catalog from the files of the root."""
     try:
         with open_catalog(get_catalog_url(*read_settings())) as engine:
             rebuild(engine, root)

@@ -16,18 +16,10 @@ logger = logging.getLogger(__name__)
 def replicate_to_remote(
     root: str, step: int, url: str, keep_last: int
 ) -> tuple[Replicated, list[int]]:
-    """Upload the files of a step that the remote lacks, then the manifest.
+    """Upload the files of a step that the remote lacks, then the manifest, and prune the remote.
 
-    If ``url`` is the job's remote, also prune it by its ``remote_keep``.
-
-    Args:
-        root: Full path of the job's root folder.
-        step: A committed step.
-        url: URL of the job's folder in the remote, without credentials.
-        keep_last: Number of newest steps to keep in the remote; 0 keeps all.
-
-    Returns:
-        What was uploaded, and the steps that were removed from the remote.
+    ``keep_last`` newest steps stay there; 0 keeps all. If ``url`` is the job's remote, its
+    ``remote_keep`` counts as well. Also return the steps that were removed from the remote.
     """
     _require_allowed(root, url)
     job = read_job_settings(root)
@@ -43,11 +35,6 @@ def upload_to_required_remote(root: str, step: int, url: str) -> None:
 
     Then upload earlier steps that the remote lacks because it was away, and prune it. If that
     fails, the next save retries it.
-
-    Args:
-        root: Full path of the job's root folder.
-        step: A committed step.
-        url: URL of the job's folder in the remote, without credentials.
     """
     _require_allowed(root, url)
     replicate_required(Path(root), url, step)

@@ -89,11 +89,8 @@ def persist_component(
 ) -> Persisted:
     """Persist the images of one component on one node, durably and under temporary names.
 
-    Args:
-        request: The save.
-        component: The component; None if the node has callable saves only.
-        shards: The shards that this node holds.
-        with_callables: Also wait for the callable saves of this node, and sync their files.
+    ``component`` is None if the node has callable saves only. ``with_callables`` also waits for the
+    node's callable saves, and syncs their files.
     """
     (_, stack), save = read_settings(), make_save(request)
     refuse_other_job(save)
@@ -113,13 +110,7 @@ def persist_component(
 def persist_node(
     request: SaveRequest, shares: Sequence[Share], shards: NodeShards
 ) -> list[Outcome[Persisted]]:
-    """Persist shares of one node in parallel; one that fails does not affect the others.
-
-    Args:
-        request: The save.
-        shares: What is to be persisted.
-        shards: The shards that this node holds.
-    """
+    """Persist shares of one node in parallel; one that fails does not affect the others."""
 
     def persist_share(share: Share) -> Outcome[Persisted]:
         arguments = (request, share.component, shards, share.awaits_callables)
@@ -139,13 +130,9 @@ def commit_step(
 ) -> Committed:
     """Commit what the tasks of all nodes have persisted, then free the slots of this node.
 
-    Args:
-        request: The save.
-        persisted: The results of the persist tasks of all nodes.
-        shards: The shards that this node holds.
-        started_at: When the flow run started, in seconds since the epoch.
-        persisted_at: When all files were durable, likewise.
-        flow_run: Id of the flow run, for the catalog.
+    ``persisted`` has the results of all nodes. ``started_at`` (of the flow run) and
+    ``persisted_at`` (all files durable) are seconds since the epoch; ``flow_run`` is for the
+    catalog.
     """
     (settings, stack), save = read_settings(), make_save(request)
     refuse_other_job(save)
@@ -192,9 +179,7 @@ def commit_step(
 def count_expected_callables(request: SaveRequest, written: Sequence[Written]) -> int:
     """Return how many save functions must have started, at least.
 
-    Args:
-        request: The save.
-        written: The files that the tasks of all nodes have written.
+    ``written`` are the files of all nodes.
     """
     shards = sum(file.record.component not in FOLDERS for file in written)
     committed = read_run_manifest(request.root, request.run, request.step)
@@ -203,12 +188,7 @@ def count_expected_callables(request: SaveRequest, written: Sequence[Written]) -
 
 
 def write_export_requests(save: SaveId, written: Sequence[Written]) -> None:
-    """Write down which models the trainer wants exported, so that a retry finds it.
-
-    Args:
-        save: The save.
-        written: The files that the tasks of all nodes have written.
-    """
+    """Write down which models the trainer wants exported, so that a retry finds it."""
     requested = {(file.record.role, file.export) for file in written if file.export}
     for role, export in requested:
         trusted = export == "hf_model with remote code"
@@ -218,10 +198,7 @@ def write_export_requests(save: SaveId, written: Sequence[Written]) -> None:
 def free_slots(request: SaveRequest, persisted: Sequence[Persisted], shards: NodeShards) -> None:
     """Free the slots of a committed save on a node that did not run the commit.
 
-    Args:
-        request: The committed save.
-        persisted: The results of this node's persist tasks.
-        shards: The shards that this node holds.
+    ``persisted`` has the results of this node only.
     """
     written = [file for result in persisted for file in result.written]
     save = make_save(request)
@@ -231,18 +208,10 @@ def free_slots(request: SaveRequest, persisted: Sequence[Persisted], shards: Nod
 def mark_images_failed(
     request: SaveRequest, persisted: Sequence[Persisted], shards: NodeShards, reason: str
 ) -> int:
-    """Mark the images of a failed save on one node, and remove its temporary files.
+    """Mark the images of a failed save on one node, and return how many are still in memory.
 
     Later saves evict such images first. Until then, a retry of the flow run can persist them again.
-
-    Args:
-        request: The failed save.
-        persisted: The results of this node's persist tasks.
-        shards: The shards that this node holds.
-        reason: Why the save failed.
-
-    Returns:
-        Number of images of the save that are still in memory.
+    Temporary files, of this node's ``persisted``, are removed.
     """
     save = make_save(request)
     for result in persisted:

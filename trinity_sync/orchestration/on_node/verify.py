@@ -19,14 +19,11 @@ if TYPE_CHECKING:
 def choose_files(
     root: str | None, step: int | None, newest: int, sample_percent: float, seed: int | None
 ) -> list[ChosenFile]:
-    """Choose the files to read, of one job or of all known jobs.
+    """Choose the files to read, of one job or for None of all known jobs.
 
-    Args:
-        root: Root of the job; None for all known jobs.
-        step: Step to read in addition to the newest ones.
-        newest: Number of newest steps to read, per job.
-        sample_percent: Approximate percentage of the bytes of all steps to read as well.
-        seed: Which sample to read; None for the number of the day.
+    These are all files of ``step`` and of the ``newest`` steps of each job, and a sample of about
+    ``sample_percent`` of the bytes of all steps. ``seed`` selects the sample; None is the number of
+    the day.
     """
     roots = select_roots(root, Settings())
     return [
@@ -48,13 +45,9 @@ def read_files(files: Sequence[ChosenFile]) -> list[CheckedFile]:
 
 
 def load_newest_checkpoints(root: str | None) -> "list[tuple[Path, LoadedCheckpoint | str]]":
-    """Load the newest checkpoint of a job, or of all known jobs that have one.
+    """Load the newest checkpoint of a job, or for None of all known jobs that have one.
 
-    Args:
-        root: Root of the job; None for all known jobs.
-
-    Returns:
-        Each root and its checkpoint, or why that cannot be loaded.
+    One that cannot be loaded is returned as the reason.
     """
     from trinity_sync.storage.verify_load import load_newest  # imports torch, which is slow
 

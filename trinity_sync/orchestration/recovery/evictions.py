@@ -12,11 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class EvictionReporter:
-    """Reports each save whose images are evicted on this node from now on, once.
-
-    Args:
-        spool: The node's spool.
-    """
+    """Reports each save whose images are evicted on this node from now on, once."""
 
     def __init__(self, spool: Path) -> None:
         self._spool = spool

@@ -61,11 +61,7 @@ separately, and again every 30 s until the server has them."""
 async def recover_zombie(client: PrefectClient, run: FlowRun, here: str, *, spool: Path) -> None:
     """Set the final state of an unfinished run, if it is a zombie, and retry it.
 
-    Args:
-        client: Client of the Prefect server.
-        run: The run.
-        here: This process, as ``node/pid/start time``.
-        spool: This node's spool.
+    ``here`` is this process, as ``node/pid/start time``.
     """
     with try_run_lock(spool, run.id) as free:
         if free:
@@ -102,13 +98,7 @@ async def retry_crashed(client: PrefectClient, run_id: UUID, here: str, *, spool
 
     A server that was away for long shows a run as Crashed while it is still executed. Such a run
     usually ends soon, in the state that it reports. On this node the run's lock shows it. A run of
-    another node is not retried for a minute.
-
-    Args:
-        client: Client of the Prefect server.
-        run_id: Id of the run.
-        here: This process, as ``node/pid/start time``.
-        spool: This node's spool.
+    another node is not retried for a minute. ``here`` is as in `recover_zombie`.
     """
     with try_run_lock(spool, run_id) as free:
         if free:
@@ -133,10 +123,7 @@ async def _retry_crashed(client: PrefectClient, run_id: UUID, here: str) -> None
 async def end_unreported_tasks(client: PrefectClient, pool: str, *, late_s: float = LATE_S) -> None:
     """Set the final state of task runs whose own final states were lost with a server.
 
-    Args:
-        client: Client of the Prefect server.
-        pool: Name of the work pool of their flow runs.
-        late_s: Seconds after the end of a flow run in which states of its tasks may still arrive.
+    States of its tasks may still arrive within ``late_s`` after the end of a flow run.
     """
     before = datetime.now(timezone.utc) - timedelta(seconds=late_s)
     final = [StateType.COMPLETED, StateType.FAILED, StateType.CRASHED, StateType.CANCELLED]

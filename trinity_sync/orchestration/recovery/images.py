@@ -48,13 +48,8 @@ def find_orphaned_saves(
     """Return the requests of saves with orphaned images or functions, oldest first of each job.
 
     Commits that were interrupted after their manifest are finished, and their slots released. Jobs
-    whose roots do not answer are left out.
-
-    Args:
-        spool: The node's spool, with one folder per job.
-        grace_s: Minimum age in seconds of a sealed image, in which the trainer may request the run
-            itself, and of a commit, in which its process may release the slots itself.
-        clock: The current time in seconds since the epoch.
+    whose roots do not answer are left out. Within ``grace_s``, the trainer may still request the
+    run of a sealed image itself, and the process of a commit release its slots.
     """
     jobs = defaultdict(list)  # an earlier job of a root may have a folder as well
     for job in list_job_spools(spool):
@@ -74,13 +69,7 @@ def find_orphaned_saves(
 def find_orphaned_saves_of(
     job: JobSpool, *, grace_s: float = GRACE_S, clock: Callable[[], float] = time.time
 ) -> list[SaveRequest]:
-    """Return the requests of the orphaned saves of one job, see `find_orphaned_saves`.
-
-    Args:
-        job: The job's folder in the spool.
-        grace_s: As there.
-        clock: As there.
-    """
+    """Return the requests of the orphaned saves of one job, see `find_orphaned_saves`."""
     try:
         found = {each.key: each for each in _find_in_job(job, grace_s, clock() - grace_s)}
         # these know how many functions to expect
@@ -160,13 +149,7 @@ def warn_once(message: str) -> None:
 
 
 async def try_allow_eviction(spool: Path, parameters: Mapping[str, Any], reason: str) -> None:
-    """Call `allow_eviction`, and wait no longer than `MARK_S` for it.
-
-    Args:
-        spool: As there.
-        parameters: As there.
-        reason: As there.
-    """
+    """Call `allow_eviction`, and wait no longer than `MARK_S` for it."""
     with anyio.move_on_after(MARK_S):
         await run_in_thread(allow_eviction, spool, parameters, reason)
 
@@ -174,11 +157,8 @@ async def try_allow_eviction(spool: Path, parameters: Mapping[str, Any], reason:
 def allow_eviction(spool: Path, parameters: Mapping[str, Any], reason: str) -> None:
     """Mark the images of a save that ended without a commit, so that later saves evict them first.
 
-    Args:
-        spool: This node's spool, with one folder per job.
-        parameters: Parameters of the flow run. A run of another flow, or of a trainer of another
-            release, is ignored.
-        reason: Why the save ended.
+    ``parameters`` are the flow run's. A run of another flow, or of a trainer of another release, is
+    ignored.
     """
     try:
         request = SaveRequest.model_validate(parameters["request"])
@@ -194,10 +174,6 @@ def compare_late_images(spool: Path, request: SaveRequest) -> None:
     """Compare the remaining images of a completed save with its commit; drop its request.
 
     No other run will commit them: equal images are released, and others are marked as failed.
-
-    Args:
-        spool: This node's spool, with one folder per job.
-        request: The save.
     """
     save, job = request.save, JobSpool(spool / request.job)
     try:

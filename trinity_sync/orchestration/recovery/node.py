@@ -39,13 +39,9 @@ class NodeRecovery:
     """Recovers the runs and images of one worker's node.
 
     Runs and images are recovered independently: a spool that hangs must not delay cancellations. So
-    are the images of each job: nor must a root that hangs delay other jobs.
-
-    Args:
-        spool: The node's spool.
-        here: The worker's process, as ``node/pid/start time``.
-        executes: Returns whether the worker executes a run.
-        cancel: Cancels a run that the worker executes.
+    are the images of each job: nor must a root that hangs delay other jobs. ``here`` is the
+    worker's process, as ``node/pid/start time``. ``executes`` returns whether it executes a run,
+    and ``cancel`` cancels such a run.
     """
 
     def __init__(
@@ -64,12 +60,7 @@ class NodeRecovery:
         """Recoveries of jobs that have not ended."""
 
     async def recover_flow_runs(self, client: PrefectClient, pool: str) -> None:
-        """Cancel runs on request, and end zombie runs and their unreported tasks.
-
-        Args:
-            client: Client of the Prefect server.
-            pool: Name of the worker's pool.
-        """
+        """Cancel runs on request, and end zombie runs and their unreported tasks."""
         candidates = []
         for run in await read_pool_runs(client, pool, *UNDER_WAY):
             if not self._executes(run.id):
@@ -84,11 +75,7 @@ class NodeRecovery:
         await end_unreported_tasks(client, pool)
 
     async def recover_images(self, client: PrefectClient) -> None:
-        """Report evictions, request the flow runs of orphaned images, and retry crashed runs.
-
-        Args:
-            client: Client of the Prefect server.
-        """
+        """Report evictions, request the flow runs of orphaned images, and retry crashed runs."""
         await run_in_thread(self._evictions.report)
         begun = {}
         for job in await run_in_thread(lambda: list(list_job_spools(self._spool))):

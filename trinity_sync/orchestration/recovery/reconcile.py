@@ -55,19 +55,11 @@ async def reconcile(
     grace_s: float = GRACE_S,
     clock: Callable[[], float] | None = None,
 ) -> list[Finding]:
-    """Repair what crashes left in jobs and on this node.
+    """Repair what crashes left in jobs and on this node; return what was repaired or left.
 
-    Args:
-        settings: The spool of this node.
-        roots: Roots of the jobs.
-        client: Client of the Prefect server; None if there is no server. Files that a run may need
-            are then left.
-        grace_s: Minimum age in seconds of a file or slot that is removed as unused.
-        clock: The current time in seconds since the epoch; by default the clock of each root's file
-            server for its files.
-
-    Returns:
-        What was repaired and what was left: runs, images, files and catalog, shared memory.
+    Without a server (``client`` is None), files that a run may need are left, as are files and
+    slots younger than ``grace_s``. The age of a file is by the clock of its root's file server,
+    unless ``clock`` is given.
     """
     found: list[Finding] = []
     runs: list[FlowRun] | None = None
@@ -86,8 +78,7 @@ async def reconcile(
 def repair_known_roots(settings: Settings) -> list[Finding]:
     """Repair the latest pointers and interrupted replacements of steps, without a server.
 
-    Returns:
-        What was repaired and what was left, which is also logged.
+    What was repaired and what was left is also logged.
     """
     found = RootVisits("repair at start").visit(list_known_roots(settings), _repair_and_log)
     return [finding for findings in found.values() for finding in findings]

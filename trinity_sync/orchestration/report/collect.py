@@ -73,13 +73,7 @@ class _Server:
 def collect_report(
     settings: Settings, root: Path, *, clock: Callable[[], float] = time.time
 ) -> JobReport:
-    """Read the files of a job, and query the Prefect server if it answers.
-
-    Args:
-        settings: Where the spool and the Prefect server are.
-        root: Root of the job.
-        clock: The current time in seconds since the epoch.
-    """
+    """Read the files of a job, and query the Prefect server if it answers."""
     root, now = root.resolve(), clock()
     server = _query_server(settings, root)
     known = list_known_runs(root)

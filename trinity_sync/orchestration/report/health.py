@@ -32,12 +32,7 @@ def judge_health(
 ) -> Health:
     """Return whether a job is saved now, measured by its own interval.
 
-    Args:
-        saves: Committed saves in order of time.
-        steps: Steps on disk.
-        failures: Groups of failures.
-        in_flight: Saves that are submitted and not committed.
-        now: The current time in seconds since the epoch.
+    ``saves`` are the committed ones, in order of time.
     """
     problems = [
         f"step {row.step} is corrupted: {row.reason}" for row in steps if row.status == "corrupted"
@@ -74,8 +69,7 @@ def judge_health(
 def measure_interval(saves: Sequence[LoggedSave]) -> float | None:
     """Return the median seconds between recent commits of a run; None for fewer than three.
 
-    Args:
-        saves: Committed saves in order of time.
+    ``saves`` are in order of time.
     """
     recent = [each for each in saves if each.run == saves[-1].run][-RECENT:] if saves else []
     times = sorted({each.committed_at for each in recent})
@@ -91,15 +85,7 @@ def group_failures(
     steps: Sequence[StepRow],
     committed: Committed,
 ) -> tuple[FailureGroup, ...]:
-    """Return the failures by cause, those with something to do first, then the newest first.
-
-    Args:
-        root: Root of the job.
-        runs: Flow runs of the job.
-        evictions: Evictions on this node.
-        steps: Steps on disk.
-        committed: Saves that are committed.
-    """
+    """Return the failures by cause, those with something to do first, then the newest first."""
     groups: dict[tuple[str, str], list[FlowRunSummary]] = {}
     for run in runs:
         if run.failed:

@@ -23,15 +23,7 @@ def list_in_flight(
     runs: Sequence[FlowRunSummary],
     committed: Committed,
 ) -> Iterator[InFlight]:
-    """Yield the saves with images on this node, and those whose flow run has not ended.
-
-    Args:
-        settings: The name of this node.
-        root: Root of the job.
-        spool: Spool of the job on this node.
-        runs: Flow runs of the job.
-        committed: Saves that are committed.
-    """
+    """Yield the saves with images on this node, and those whose flow run has not ended."""
     under_way = {
         (int(run.tags["step"]), run.tags["kind"]): run
         for run in runs
@@ -80,9 +72,7 @@ def _find_missing_ranks(settings: Settings, root: Path, tickets: Sequence[Ticket
 def measure_memory(folder: Path, spool: JobSpool) -> Memory | None:
     """Return the state of this node's spool; None if there is none.
 
-    Args:
-        folder: The node's spool.
-        spool: Spool of the job in it.
+    ``folder`` is the node's spool, and ``spool`` the job's in it.
     """
     if not folder.is_dir():
         return None

@@ -17,13 +17,7 @@ DAY_S = 86400.0
 def preview_policies(
     infos: Sequence[StepInfo], rules: Rules, now: float
 ) -> tuple[PolicyEffect, ...]:
-    """Return what each policy for checkpoints would remove now, the one in force first.
-
-    Args:
-        infos: Steps of the root, as from `list_step_infos`.
-        rules: The policies in force.
-        now: The current time in seconds since the epoch.
-    """
+    """Return what each policy for checkpoints would remove now, the one in force first."""
     in_force = str(rules.checkpoints)
     metrics = sorted({name for info in infos for name in info.metrics})
     names = [*EXAMPLES, *(f"last=1,best=2:{name}:max" for name in metrics[:1])]
@@ -49,11 +43,8 @@ def measure_growth(saves: Sequence[LoggedSave], rules: Rules) -> float | None:
     """Return the bytes that saves add to the disk in a day; None if it cannot be told.
 
     A policy that keeps all steps adds what is written; one with a limit adds nothing in the long
-    run, and for other policies (such as one step an hour) it is not predicted.
-
-    Args:
-        saves: Committed saves in order of time.
-        rules: The policies in force.
+    run, and for other policies (such as one step an hour) it is not predicted. ``saves`` are in
+    order of time.
     """
     if not isinstance(rules.checkpoints, All):
         limited = all(
