@@ -119,7 +119,8 @@ def read_file(path: Path, nbytes: int) -> tuple[memoryview, str]:
     """Read the first ``nbytes`` of a file, past the page cache if the file system allows it.
 
     Return the bytes, aligned to a page, writable and owned by the caller, and their digest in the
-    form of `write_file`. A shorter file is padded with zeros, which the digest shows.
+    form of `write_file`. A shorter file is padded with zeros, so its size has to be compared as
+    well.
 
     Raises:
         OSError: the file is missing or the disk is broken.
@@ -143,8 +144,9 @@ def open_direct(path: Path) -> Iterator[int]:
 
 
 def digest_file(path: Path, nbytes: int, on_read: Callable[[int], object] = no_progress) -> str:
-    """Return the digest that `read_file` would return, with a few pieces in memory at a time.
+    """Return the digest of the first ``nbytes`` of a file, with a few pieces in memory at a time.
 
+    A shorter file may have the digest of the whole one, so its size has to be compared as well.
     ``on_read`` is called with the size of each piece in bytes.
     """
     with open_direct(path) as fd:
