@@ -1,1 +1,1 @@
-"""What a save costs, beside the physical limit and the usual way, in the same run."""
+"""What a save costs, next to the physical limit and the usual way, in the same run."""

@@ -1,4 +1,4 @@
-"""What packing, checking and confirming cost a broadcast, beside the bytes alone.
+"""What packing, checking and confirming cost a broadcast, compared with the bytes alone.
 
 ::
 
@@ -7,8 +7,8 @@
 Two processes over gloo and loopback send MIB (1024 by default) of bf16 weights, shaped like a small
 model's, by ``send_weights`` and ``receive_weights``, and the same bytes as one flat buffer in one
 ``broadcast``; in turn, seven times, after one of each that does not count. A turn ends when both
-sides have it all. The ratio wanted is at most 1.15. CPU seconds are of one turn, threads and kernel
-included: where two sides have two cores, what these add up to is the limit.
+sides have all bytes. The ratio wanted is at most 1.15. CPU seconds are of one turn, threads and
+kernel included: where two sides have two cores, their sum is the limit.
 """
 
 import multiprocessing
@@ -42,7 +42,7 @@ class Turn:
 
 
 def _model(mib: int) -> dict[str, torch.Tensor]:
-    """Names and shapes of a Qwen2 of half a billion, with as many layers as fit."""
+    """Return names and shapes of a Qwen2 of half a billion, with as many layers as fit."""
     left, made = mib << 19, dict[str, torch.Tensor]()
     shapes: Iterable[tuple[str, tuple[int, ...]]] = [("embedding", EMBEDDING)]
     while left > 0:

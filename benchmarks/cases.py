@@ -32,7 +32,7 @@ from trinity_sync.fs.atomic import sync_folder
 T = TypeVar("T")
 
 AFTERMATH_S = 1.0
-"""Seconds after a save in which what it leaves to do is looked for."""
+"""Seconds after a save in which the work that it leaves is measured."""
 
 WARM_UP = 2
 """Saves of each system before any is measured: the first one makes what the second one finds."""
@@ -49,9 +49,9 @@ class Case:
     window: int = 0
     """Training steps, a save at the first, over which its cost is measured; 0 is a save alone."""
     cores: int = 1
-    """Cores that a training step computes on; a save finds the others, as beside a GPU."""
+    """Cores that a training step computes on; a save finds the others, as next to a GPU."""
     back_to_back: bool = False
-    """Each save is followed at once by another one, or by what else needs all cores."""
+    """Each save is followed at once by another one, or by other work that needs all cores."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Bench:
     steps: Iterator[int]
 
     def figures(self, system: str, values: dict[str, float]) -> None:
-        """Keep one turn's figures, over all ranks."""
+        """Keep one turn's figures, over all ranks: the highest, of CPU time the sum."""
         everyone: list[Any] = [None] * self.case.size.ranks
         dist.all_gather_object(everyone, values)
         for metric in values:
@@ -74,7 +74,7 @@ class Bench:
 
     @contextmanager
     def step(self, system: System) -> Iterator[int]:
-        """A new step, begun by all ranks together and removed from the disk afterwards."""
+        """Begin a step on all ranks together; remove it from the disk after the block."""
         step = next(self.steps)
         dist.barrier()
         yield step
@@ -86,10 +86,10 @@ class Bench:
 
 
 def measure(case: Case, folder: Path, shared: Path) -> tuple[Samples, dict[str, str]]:
-    """One rank's program; returns the samples, and why some systems could not take part.
+    """Run one rank; return the samples, and why some systems could not take part.
 
     Raises:
-        WrongState: a system did not bring the bits back that it was given.
+        WrongState: a system loaded other bits than it was given.
     """
     training = Training(case.size, shared, cores=case.cores)
     systems, absent = _opened(case, training, folder)
@@ -142,13 +142,13 @@ def _opened(
 
 
 def shuffled(names: Iterable[T], turn: int) -> list[T]:
-    """The order of a turn, by chance, but the same on all ranks and in all runs."""
+    """Return the order of a turn, which is random, but the same on all ranks and in all runs."""
     every = list(names)
     return Random(turn).sample(every, len(every))
 
 
 def _save(system: System, step: int) -> dict[str, float]:
-    """A save while nothing else runs: the stall, and the time to durable from the call."""
+    """Save while nothing else runs; return the stall, and the time from the call to durable."""
     roots = (os.getpid(), *system.daemons())
     cpu = cpu_seconds(roots)
     start = time.perf_counter()
@@ -162,7 +162,7 @@ def _save(system: System, step: int) -> dict[str, float]:
 
 
 def _save_twice(bench: Bench, system: System, step: int, limits: Limits) -> dict[str, float]:
-    """Two saves without a pause, then memcpys in the second in which the last one still works."""
+    """Save twice without a pause, then time memcpys while the last save still works."""
     first = _save(system, step)
     with bench.step(system) as again:
         second = _save(system, again)
@@ -180,7 +180,7 @@ def _save_twice(bench: Bench, system: System, step: int, limits: Limits) -> dict
 
 
 def _window(bench: Bench, system: System | None, step: int) -> dict[str, float]:
-    """Training with one save at its beginning, until its last step and until all is durable."""
+    """Train with one save at the beginning, until the last step and until all is durable."""
     blocked = 0.0
 
     def blocking(call: Callable[[], None]) -> None:
@@ -209,7 +209,7 @@ def _window(bench: Bench, system: System | None, step: int) -> dict[str, float]:
 
 
 def _load(bench: Bench, system: System, step: int) -> dict[str, float]:
-    """The proof that a system brings back what it saved."""
+    """Require that a system loads what it saved."""
     training = bench.training
     saved = training.digest()
     system.save(step)
@@ -226,7 +226,7 @@ def _load(bench: Bench, system: System, step: int) -> dict[str, float]:
 
 
 def _losses(case: Case, samples: Samples) -> Samples:
-    """Windows as losses a save against those without one, and CPU time as of each GB."""
+    """Turn windows into losses a save, compared with those without one, and CPU time a GB."""
     baseline = median(samples.get((BASELINE, "trained"), [0.0]))
     result: Samples = {}
     for (system, metric), values in samples.items():

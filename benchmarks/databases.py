@@ -11,23 +11,23 @@ from pathlib import Path
 from typing import Any
 
 Insert = Callable[[str, Sequence[tuple[Any, ...]]], None]
-"""Adds rows, one at least, with all columns, to the table of a name."""
+"""Adds rows, at least one and with all columns, to the table of this name."""
 
 
 class Database(ABC):
-    """What a benchmark needs of it."""
+    """A database that a benchmark reads and fills."""
 
     environment: dict[str, str]
-    """What a server needs in its environment to use it."""
+    """Variables with which a server uses the database."""
     _NAMES: str
 
     @abstractmethod
     def read(self, query: str) -> list[tuple[Any, ...]]:
-        """Rows, with cells that `filling` takes; ids and times are text."""
+        """Return rows with cells that `filling` takes; ids and times are text."""
 
     @abstractmethod
     def filling(self) -> AbstractContextManager[Insert]:
-        """One transaction of many rows, in any order of tables; the server is stopped."""
+        """Fill tables, in any order, in one transaction; the server is stopped."""
 
     @property
     @abstractmethod
@@ -36,19 +36,19 @@ class Database(ABC):
 
     @abstractmethod
     def in_use(self) -> int:
-        """Bytes on disk that new rows cannot have."""
+        """Return the bytes on disk that new rows cannot use."""
 
     def count(self, rows: str) -> int:
-        """How many rows there are of what follows FROM."""
+        """Return the number of rows of a FROM clause."""
         return int(self.read(f"SELECT count(*) FROM {rows}")[0][0])
 
     def tables(self) -> dict[str, int]:
-        """Rows of each table."""
+        """Return the number of rows of each table."""
         return {name: self.count(f'"{name}"') for (name,) in self.read(self._NAMES)}
 
 
 class SQLite(Database):
-    """The file of a server that runs or not."""
+    """The file of a server, which may run."""
 
     _NAMES = "SELECT name FROM sqlite_master WHERE type = 'table'"
 
@@ -83,7 +83,7 @@ class SQLite(Database):
         return self._path.stat().st_size
 
     def in_use(self) -> int:
-        """All pages but the free ones."""
+        """Return the bytes of all pages but the free ones."""
         size, pages, free = (
             self.read(f"PRAGMA {name}")[0][0]
             for name in ("page_size", "page_count", "freelist_count")
@@ -92,11 +92,9 @@ class SQLite(Database):
 
 
 class PostgreSQL(Database):
-    """A database of its own in a PostgreSQL server that runs; its log (WAL) does not count.
+    """A new database in a running PostgreSQL server, without the server's log (WAL).
 
-    Args:
-        url: of another database there, with the name and password of a superuser.
-        name: of this one, which is made.
+    ``url`` is that of another database there, with the name and password of a superuser.
     """
 
     _NAMES = "SELECT tablename FROM pg_tables WHERE schemaname = 'public'"
@@ -110,7 +108,7 @@ class PostgreSQL(Database):
         self.environment = {"PREFECT_SERVER_DATABASE_CONNECTION_URL": driven}
 
     def read(self, query: str) -> list[tuple[Any, ...]]:
-        """Rows, with all cells as text."""
+        """Return rows with all cells as text."""
         copied = f"COPY ({query}) TO STDOUT"
         with self._connected() as connection, connection.cursor().copy(copied) as copy:
             return list(copy.rows())
@@ -135,7 +133,7 @@ class PostgreSQL(Database):
         return int(self.read("SELECT pg_database_size(current_database())")[0][0])
 
     def in_use(self) -> int:
-        """What vacuum has not found to be free; it works now, and not minutes later by itself."""
+        """Return the bytes that a vacuum, run now rather than minutes later, does not find free."""
         self._execute("VACUUM (ANALYZE)")
         free = self.read(
             "SELECT sum(avail) FROM pg_class, LATERAL pg_freespace(oid) "

@@ -20,7 +20,7 @@ TURNS = 7
 
 
 def full(run: Run) -> Iterator[str]:
-    """1 GiB and 4 GB in all; of the larger state, more at a time do not fit into 24 GiB."""
+    """Measure 1 GiB and 4 GB; of the larger, only two systems at a time fit into 24 GiB."""
     middle, large = Size(1 << 30, 300, ranks=2), Size(4 * 10**9, 300, ranks=2)
     with run.stack():
         for case, held in (
@@ -33,7 +33,7 @@ def full(run: Run) -> Iterator[str]:
 
 
 def quick(run: Run) -> Iterator[str]:
-    """All systems on a small state."""
+    """Measure all systems on a small state."""
     systems = (PLUG_INS, PROCESS, THREAD, SUCCESSOR)
     case = make_case(Size(1 << 27, 300, ranks=2), systems, 3, what="DCP")
     with run.stack():

@@ -85,7 +85,7 @@ def _pieces(whole: Bits) -> list[slice]:
 def measure(
     old: Bits, new: Bits, threads: int, map_pieces: MapPieces
 ) -> dict[str, tuple[float, float, float]]:
-    """Bytes, encoding and applying of each, beside a full copy."""
+    """Return bytes, encoding and applying of each encoding, relative to a full copy."""
     into = old.copy()
     base, after, target = (bits.view(np.uint8) for bits in (old, new, into))
     names: dict[str, Any] = {"base": "base", "version": "version", "map_pieces": map_pieces}

@@ -50,7 +50,7 @@ class Side:
     database: Database
     first_step: int
     keep_h: tuple[float, float] = (FAR, FAR)
-    """Of events and of runs."""
+    """Hours for which events and runs are kept."""
     steps: int = 0
     state: Any = None
     pipe: Any = None
@@ -58,19 +58,19 @@ class Side:
 
     @property
     def root(self) -> Path:
-        """Of the job."""
+        """The job's root."""
         return self.folder / "job"
 
     @property
     def settings(self) -> Any:
-        """Of the job."""
+        """Settings of the job."""
         from trinity_sync.settings import Settings
 
         return Settings(home=self.folder / "home", spool=self.folder / "spool")
 
     @property
     def stack_settings(self) -> Any:
-        """Of the server."""
+        """Settings of the server."""
         from trinity_sync.settings import MaintenanceSettings, ServerSettings, StackSettings
 
         events, runs = (timedelta(hours=hours) for hours in self.keep_h)
@@ -80,7 +80,7 @@ class Side:
         )
 
     def start(self) -> float:
-        """Start the server; seconds until it answers."""
+        """Start the server; return the seconds until it answers."""
         from trinity_sync.orchestration.deploy import deploy
         from trinity_sync.stack import daemon, services
 
@@ -112,7 +112,7 @@ class Side:
         return took
 
     def ask(self, name: str) -> float:
-        """Put a question; seconds that the answer took."""
+        """Put a question; return the seconds that the answer took."""
         self.pipe.send(name)
         answer = self.pipe.recv()
         if isinstance(answer, str):
@@ -121,7 +121,7 @@ class Side:
         return float(answer)
 
     def stop(self, *, settled: bool = False) -> None:
-        """End both processes; ``settled``: when the server has written down what it knows."""
+        """End both processes, ``settled`` only after the server has stored its events."""
         from trinity_sync.stack import daemon
 
         if self.state:
@@ -139,7 +139,6 @@ class Side:
 
 
 def main() -> None:
-    """Measure, print and judge."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("saves", nargs="?", type=int, default=10_000)
     parser.add_argument("--postgres", action="store_true", help="instead of SQLite")
@@ -160,7 +159,7 @@ def main() -> None:
 
 @contextmanager
 def _sides(saves: int, postgres: bool) -> Iterator[tuple[Side, Side]]:
-    """The short and the long one, which end with the block."""
+    """Yield the server with the short and that with the long history; they end with the block."""
     with ExitStack() as ends:
         folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="bench-history-")))
         names = ("short", "long")
@@ -184,7 +183,7 @@ def _sides(saves: int, postgres: bool) -> Iterator[tuple[Side, Side]]:
 
 
 def _compare(short: Side, long: Side, saves: int) -> tuple[list[str], Saves]:
-    """The same questions of both; what of ours grows, and the real saves of the long one."""
+    """Put the same questions to both; return which of ours grow, and the long one's real saves."""
     began: dict[str, int] = {}
     for side in (short, long):
         side.start()
@@ -221,7 +220,7 @@ def _compare(short: Side, long: Side, saves: int) -> tuple[list[str], Saves]:
 
 
 def _retain(long: Side, real: Saves, saves: int) -> list[str]:
-    """What the shipped retention takes and leaves."""
+    """Measure what the shipped retention removes and leaves."""
     from trinity_sync.settings import Settings
 
     shipped = Settings.model_fields["keep_events_h"].default, _runs_h()
@@ -257,7 +256,7 @@ def _runs_h() -> float:
 
 
 def _too_old(database: Database, now: datetime, events_h: float, runs_h: float) -> int:
-    """Rows that were too old ``now`` and that retention has still to remove."""
+    """Return the rows that were too old ``now`` and that retention has still to remove."""
     return sum(
         database.count(f"{table} WHERE {column} < '{now - timedelta(hours=hours)}'")
         for table, column, hours in (
@@ -277,14 +276,13 @@ def _settled(database: Database) -> None:
 
 
 def _names() -> list[str]:
-    """All questions, in order."""
     from benchmarks.questions import NAMES
 
     return [*NAMES, SAVE]
 
 
 def _asking(pipe: Any, variables: dict[str, str], root: Path, first_step: int) -> None:
-    """A process that puts questions to one server."""
+    """Put questions to one server, in a process of its own."""
     os.environ |= variables
     from benchmarks.questions import Questions
 

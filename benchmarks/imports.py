@@ -1,6 +1,6 @@
 """What importing the client adds to a process that has imported torch and its DTensors.
 
-Medians of several processes, beside what importing torch took in the same ones.
+Medians of several processes, next to the import of torch in the same processes.
 """
 
 import json
@@ -24,7 +24,6 @@ print(json.dumps([[b - a for a, b in zip(*pair)] for pair in zip(marks, marks[1:
 
 
 def main() -> None:
-    """Print seconds, CPU seconds and MB of each."""
     runs = [
         json.loads(subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True).stdout)
         for _ in range(RUNS)

@@ -11,7 +11,7 @@ from trinity_sync.snapshot.image import Layout, lay_out
 
 
 def fixed_cost(size: Size, runs: int, _folder: Path, shared: Path) -> Samples:
-    """A rank's program: seconds to lay a state out, for the first time and unchanged."""
+    """Return the seconds to lay a state out on a rank, for the first time and unchanged."""
     training = Training(size, shared)
     samples: Samples = defaultdict(list)
     for _ in range(runs):

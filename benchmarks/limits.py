@@ -1,4 +1,4 @@
-"""What the machine can do at best with as many bytes as a rank saves, on all ranks at once."""
+"""The best that the machine can do with as many bytes as a rank saves, on all ranks at once."""
 
 import mmap
 import os
@@ -13,9 +13,9 @@ from trinity_sync.fs.atomic import sync_folder
 
 CHUNK = 16 << 20
 IN_FLIGHT = 4
-"""Chunks on their way to or from the disk at a time."""
+"""Chunks in flight to or from the disk."""
 BUFFER = 1 << 30
-"""Bytes of the buffers at most; what is larger goes over them again."""
+"""Bytes of the buffers at most; larger sizes reuse them."""
 FRESH = 1 << 30
 """Bytes of fresh memory that are touched at most; the time for more follows from them."""
 
@@ -23,9 +23,7 @@ FRESH = 1 << 30
 class Limits:
     """Warm memcpy, direct I/O to and from the disk, and a bare fsync.
 
-    Args:
-        nbytes: that this rank saves; rounded down to whole pages.
-        folder: an empty one, on the disk that is measured.
+    ``nbytes``, which this rank saves, is rounded down to whole pages; ``folder`` is empty.
     """
 
     def __init__(self, nbytes: int, folder: Path) -> None:
@@ -42,7 +40,7 @@ class Limits:
         self._path = folder / "raw"
 
     def of_saving(self) -> dict[tuple[str, str], float]:
-        """Seconds of what bounds a save, by name and by the metric that it bounds."""
+        """Return the seconds of what bounds a save, by name and by the metric that it bounds."""
         self._path.unlink(missing_ok=True)
         sync_folder(self._folder)
         return {
@@ -53,11 +51,11 @@ class Limits:
         }
 
     def memcpy_s(self) -> float:
-        """Seconds of a warm memcpy of as many bytes, with all cores."""
+        """Return the seconds of a warm memcpy of as many bytes, with all cores."""
         return _timed(self._copy)
 
     def of_loading(self) -> dict[tuple[str, str], float]:
-        """Likewise of what bounds a load from disk."""
+        """Return the seconds of what bounds a load from disk, as `of_saving`."""
         if not self._path.exists():
             self._write()
         return {("raw read", "restore"): _timed(self._read)}
@@ -103,10 +101,10 @@ class Limits:
 
 
 def first_touch(nbytes: int) -> float:
-    """Seconds for memory that a state which is loaded needs anew, in pages of the kernel's choice.
+    """Return the seconds to touch fresh memory for a state, in pages of the kernel's choice.
 
-    To be measured before anything else takes what was freed last: a virtual machine's host takes
-    freed pages back, and memory that it has to find again costs several times as much.
+    Measure it before anything else takes what was freed last: a virtual machine's host reclaims
+    freed pages, and memory that it has to find again costs several times as much.
     """
     size = min(FRESH, nbytes)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.training import Size
 
 Samples = dict[tuple[str, str], list[float]]
-"""Figures by system and metric, one a turn."""
+"""Figures by system and metric, one for each turn."""
 
 BASELINE = "no saves"
 """System whose windows of training the others' are compared with."""
@@ -38,7 +38,6 @@ class Record:
 
 
 def records_of(case: str, size: Size, samples: Samples) -> list[Record]:
-    """Sum the samples up, in the order in which they came."""
     return [
         Record(
             case,
@@ -57,7 +56,6 @@ def records_of(case: str, size: Size, samples: Samples) -> list[Record]:
 
 
 def joined(*parts: Samples) -> Samples:
-    """All samples of several measurements."""
     together: Samples = defaultdict(list)
     for part in parts:
         for key, values in part.items():
@@ -66,7 +64,6 @@ def joined(*parts: Samples) -> Samples:
 
 
 def machine() -> str:
-    """What the figures were taken on."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     about = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.partition(": ")[2] for line in about if line.startswith("model name")), "")
@@ -75,7 +72,7 @@ def machine() -> str:
 
 
 def versions() -> dict[str, str]:
-    """What was compared."""
+    """Return the versions of the systems that are compared."""
     found = {"python": platform.python_version()}
     for package in VERSIONS:
         try:
@@ -86,7 +83,7 @@ def versions() -> dict[str, str]:
 
 
 def write(path: Path, records: list[Record], absent: dict[str, str]) -> None:
-    """Write the records as JSON, with what they were taken on and who could not take part."""
+    """Write the records as JSON, with what they were taken on and which systems are absent."""
     body = {
         "machine": machine(),
         "date": time.strftime("%Y-%m-%d"),

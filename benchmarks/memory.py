@@ -1,4 +1,4 @@
-"""Peak memory that saving takes beside the training, each system in processes of its own."""
+"""Peak memory that saving takes in addition to the training, each system in its own processes."""
 
 import time
 from pathlib import Path
@@ -13,10 +13,10 @@ SAVES = 2
 
 
 def peak_memory_a_byte(size: Size, name: str, folder: Path, shared: Path) -> float | None:
-    """A rank's program: the peak of saving under training above that of training alone.
+    """Return the peak of saving above that of training alone, in bytes a byte of state.
 
-    All that a system needs counts: staged copies, slots, and its helper processes. One that lets
-    several saves be under way at a time is given as many. Returns None where it cannot run.
+    It includes staged copies, slots and helper processes. A system that allows several saves in
+    flight gets as many. None where it cannot run.
     """
     found = find(name)
     if isinstance(found, str):

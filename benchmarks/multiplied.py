@@ -1,8 +1,8 @@
-"""Many saves out of a few real ones: rows of a Prefect server's database, and folders of steps.
+"""Many saves made of a few real ones: rows of a Prefect server's database, and folders of steps.
 
-Rows are those of real flow runs as they lie in the database. A copy has new ids wherever the ids of
-the save stand, in JSON and in resource names too, and all its times are earlier by the same shift;
-times within JSON stay. The server must not run meanwhile.
+A copy of a flow run's rows has new ids wherever the ids of the save stand, in JSON and in resource
+names too, and all its times are earlier by the same shift; times within JSON stay. The server must
+not run meanwhile.
 """
 
 import os
@@ -29,11 +29,11 @@ ROWS = {
     "events": _ABOUT,
     "event_resources": f"event_id IN (SELECT id FROM events WHERE {_ABOUT})",
 }
-"""Where the rows of the save of a ``run`` are, by table."""
+"""Conditions that select the rows of the save of a ``run``, by table."""
 _UUID = re.compile(r"([0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12})")
 _TIME = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)((?:\.\d+)?(?:\+00)?)")
 AT_ONCE = 100
-"""Saves whose rows go in with one statement a table."""
+"""Saves whose rows are inserted with one statement a table."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,7 @@ class _Row:
 
 
 class Saves:
-    """The rows of the real saves in a database, to be copied.
-
-    Args:
-        database: of a server that is stopped.
-    """
+    """The rows of the real saves in a database, to be copied; its server is stopped."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -67,12 +63,12 @@ class Saves:
 
     @property
     def rows(self) -> dict[str, float]:
-        """Rows a save, by table."""
+        """Mean number of rows a save, by table."""
         each = len(self._saves)
         return {name: sum(len(s[0][name]) for s in self._saves) / each for name in ROWS}
 
     def multiply(self, numbers: range, every_s: int) -> None:
-        """Add a copy a number, that many times ``every_s`` seconds older than its original."""
+        """Add a copy for each number, which is number times ``every_s`` seconds older."""
         with self._database.filling() as insert:
             for start in range(0, len(numbers), AT_ONCE):
                 copies = [self._copy(n, n * every_s) for n in numbers[start : start + AT_ONCE]]
@@ -110,7 +106,7 @@ def multiply_steps(root: Path, original: int, steps: Sequence[int], every_s: flo
 
 
 def _rows_of(database: Database, run: str) -> tuple[dict[str, list[_Row]], set[str], str]:
-    """The rows of a save, its own ids, and its idempotency key, which has to be unique as well."""
+    """Return a save's rows, its ids, and its idempotency key, which has to be unique as well."""
     of = {name: f'"{name}" WHERE {where.format(run=run)}' for name, where in ROWS.items()}
     own = {each for rows in of.values() for (each,) in database.read(f"SELECT id FROM {rows}")}
     key = str(database.read(f"SELECT idempotency_key FROM {of['flow_run']}")[0][0])
@@ -127,7 +123,7 @@ def _taken_apart(row: tuple[Any, ...], own: set[str], key: str) -> _Row:
 
 
 def _later(old: str, shift: timedelta, random: Random) -> str:
-    """An id of the same kind; those that begin with their time have it shifted."""
+    """Return an id of the same kind; the time in one that begins with it is shifted."""
     bits = random.getrandbits(128)
     was = uuid.UUID(old)
     if was.version == 7:

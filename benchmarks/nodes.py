@@ -1,4 +1,4 @@
-"""What it takes until new weights are in readers on two nodes, whole and by deltas.
+"""The time until new weights are in readers on two nodes, whole and by deltas.
 
 ::
 
@@ -6,10 +6,9 @@
 
 A trainer uploads bf16 weights of MIB (512 by default), PERCENT (1 by default) of whose elements are
 new at random places each time. One reader at a time waits for them, on the trainer's node or on a
-second Ray node of this machine, so that what crosses goes over loopback; whole or by deltas.
-Printed are median, lowest and highest of seven versions, after two that do not count: seconds from
-the call of the upload to the last byte in the reader's parameters, seconds of the upload itself,
-and the bytes that the reader was sent.
+second Ray node of this machine, reached over loopback. Printed are median, lowest and highest of
+seven versions, after two that do not count: seconds from the call of the upload to the last byte in
+the reader's parameters, seconds of the upload itself, and the bytes that the reader was sent.
 """
 
 import asyncio
@@ -40,7 +39,6 @@ READERS = {
 
 
 def weights(mib: int) -> "dict[str, torch.Tensor]":
-    """Warm."""
     import torch
 
     return {f"{n}": torch.ones((mib << 19) // TENSORS).bfloat16() for n in range(TENSORS)}
@@ -48,7 +46,7 @@ def weights(mib: int) -> "dict[str, torch.Tensor]":
 
 @ray.remote(num_cpus=0)
 class Reader:
-    """With parameters of its own."""
+    """A reader with parameters of its own."""
 
     def __init__(self, synchronizer: Any, name: str, mib: int, *, deltas: bool) -> None:
         import torch
@@ -60,7 +58,7 @@ class Reader:
         self._state = weights(mib)
 
     def follow(self, step: int) -> tuple[float, int | None]:
-        """Load the version after ``step``; when that was done, and the bytes of its deltas."""
+        """Load the version after ``step``; return the time of that and the bytes of its deltas."""
         version = asyncio.run(self._reader.wait_newer(step))
         assert self._reader.load_into(self._state, version) == step + 1
         done = time.perf_counter()
@@ -97,7 +95,7 @@ class Trainer:
             value[-1] = float(self.step)
 
     def upload(self) -> int:
-        """Hand the weights over; returns their bytes."""
+        """Upload the weights; return their bytes."""
         origin = self._origin(self.step)
         self._stager.stage(origin, {"model": self._state}, seals=False).result()
         published = self._stager.publish(origin, "model")
@@ -107,7 +105,7 @@ class Trainer:
 
 
 def measure(trainer: Trainer, reader: Any) -> tuple[list[float], list[float], list[float]]:
-    """Of each version: seconds until it is loaded, those of the upload, and its bytes in MB."""
+    """Return for each version the seconds until it is loaded and of the upload, and its MB."""
     loaded, stalls, sent = [], [], []
     for turn in range(WARM_UP + TURNS):
         answer = reader.follow.remote(trainer.step)
@@ -125,7 +123,6 @@ def measure(trainer: Trainer, reader: Any) -> tuple[list[float], list[float], li
 
 
 def main() -> None:
-    """Measure and print."""
     from trinity_sync.weights.synchronizer import Synchronizer
 
     mib = int(sys.argv[1]) if len(sys.argv) > 1 else 512

@@ -18,11 +18,11 @@ from trinity_sync.client.coordinator import CheckpointCoordinator
 NAME = "trinity_sync + Prefect"
 WARM_UP = 3
 TASKS = 5
-"""Of a save: one for each component, and the commit."""
+"""Tasks of a save: one for each component, and the commit."""
 
 
 def orchestration(runs: int, folder: Path, shared: Path) -> Samples:
-    """One save after the other, four tasks each, on the stack that the environment names."""
+    """Save one step after the other, five tasks each, on the stack that the environment names."""
     del shared  # the stack has a spool
     metadata = folder / "metadata"
     metadata.mkdir()

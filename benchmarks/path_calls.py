@@ -32,8 +32,7 @@ sys.addaudithook(_on_event)  # it stays until the process ends
 
 @contextmanager
 def watch_path_calls(tell: Tell, *below: Path) -> Iterator[None]:
-    """Tell of each call within the block, of any thread, for a path below one of some folders, just
-    before it is made."""
+    """Tell of each call for a path below some folders just before it is made, in any thread."""
     stat, lstat, told = os.stat, os.lstat, (tuple(map(str, below)), tell)
 
     def counted_stat(path: Any, *args: Any, **options: Any) -> os.stat_result:

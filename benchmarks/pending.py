@@ -1,4 +1,4 @@
-"""What a save that is pending costs the ranks of a node: calls to the server, and CPU time.
+"""What a pending save costs the ranks of a node: calls to the server, and CPU time.
 
 Each rank is a process of its own with gloo, and reaches a real Prefect server through a relay of
 its own, which counts its calls. No worker takes the flow run, so the save stays pending.
@@ -20,12 +20,12 @@ from benchmarks.ranks import on_ranks
 
 SECONDS = 10.0
 SETTLE_S = 3.0
-"""For the request of the flow run, and what is imported for it."""
+"""Seconds for the request of the flow run, and for what is imported for it."""
 PHASES = ("before the first save", "pending, training goes on", "pending, in wait_all")
 
 
 class Relay(ThreadingHTTPServer):
-    """Passes calls on to a server, and notes when they came."""
+    """Passes calls on to a server, and records when they came."""
 
     daemon_threads = True
 
@@ -37,7 +37,7 @@ class Relay(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Of the API behind it."""
+        """URL of the API behind the relay."""
         return f"http://127.0.0.1:{self.server_port}/api"
 
 
@@ -69,7 +69,7 @@ class _Call(BaseHTTPRequestHandler):
 
 
 def wait_in_each_phase(root: str, urls: list[str]) -> list[dict[str, tuple[float, float, float]]]:
-    """On each rank: begin and end (seconds since the epoch) and CPU seconds of each phase."""
+    """Return each phase's begin and end (seconds since the epoch) and CPU seconds, by rank."""
     import torch
     import torch.distributed as dist
 
@@ -108,7 +108,7 @@ def wait_in_each_phase(root: str, urls: list[str]) -> list[dict[str, tuple[float
 
 
 def main() -> None:
-    """Measure with as many ranks as are named, 8 by default, and print a table."""
+    """Measure with the given numbers of ranks, 8 by default, and print a table."""
     from benchmarks.scale import prefect_server
 
     ranks = int(sys.argv[1]) if len(sys.argv) > 1 else 8

@@ -1,8 +1,9 @@
-"""Which cases are measured, in which order, and who takes part in each.
+"""The cases that are measured, in order, with the systems that take part in each.
 
 A ratio holds within a case only: its systems took turns with each other and with the limits. Those
-of one case hold their memory at the same time, and a stack that idles is felt, so there are several
-cases of one size: what a user would choose from, what orchestration adds, and what overlaps.
+of one case hold their memory at the same time, and an idle stack costs CPU time, so there are
+several cases of one size: what a user would choose from, what orchestration adds, and what
+overlaps.
 """
 
 from collections.abc import Iterator
@@ -18,21 +19,21 @@ if TYPE_CHECKING:
 
 TURNS = 5
 WINDOW = 3
-"""Steps of training: what a save takes from them, it takes from the first ones."""
+"""Steps of training: a save slows the first ones."""
 EVERYBODY = tuple(name for name in SYSTEMS if "overlapped" not in name and "Prefect" not in name)
 MAIN = ("trinity_sync", "torch.save", "DCP async, process", "torch-checkpointing")
 MANY = ("trinity_sync", "torch.save", "DCP async, thread", "torch-checkpointing")
 """The peers of the least stall, where each turn takes long."""
 ORCHESTRATED = "trinity_sync + Prefect, recycled files"
 WITH_PREFECT = (ORCHESTRATED, "torch.save", "DCP async, thread")
-"""Of the largest state, more at a time do not fit into 24 GiB."""
+"""Systems for the largest state: more at a time do not fit into 24 GiB."""
 NEXT = (ORCHESTRATED, "DCP async, process", "torch-checkpointing")
-"""Of saves without a pause, what copies first and writes then."""
+"""Systems for saves without a pause: they copy first and write then."""
 OVERLAPPED = tuple(name for name in SYSTEMS if "overlapped" in name and "Prefect" not in name)
 
 
 def quick(run: "Run") -> Iterator[str]:
-    """One small state and the main peers; says what comes next."""
+    """Measure one small state and the main peers; yield what comes next."""
     small = make_case(Size(1 << 28, 300), MAIN, turns=3)
     yield small.name
     run.case(small, held=4)
@@ -42,7 +43,7 @@ def quick(run: "Run") -> Iterator[str]:
 
 
 def full(run: "Run") -> Iterator[str]:
-    """Everything; says what comes next."""
+    """Measure everything; yield what comes next."""
     small, middle, large = Size(1 << 28, 300), Size(1 << 30, 300), Size(4 * 10**9, 300)
     alone = make_case(middle, EVERYBODY)
     yield alone.name

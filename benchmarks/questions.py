@@ -1,4 +1,4 @@
-"""What is asked of a Prefect server and of the catalog: by our own code, by the UI, by commands."""
+"""The questions that our own code, the UI and commands ask a Prefect server and the catalog."""
 
 import asyncio
 import time
@@ -32,11 +32,9 @@ HOUR, DAY = timedelta(hours=1), timedelta(days=1)
 
 
 class Questions:
-    """Each as a function of nothing, by name; and a save.
+    """Questions as functions without arguments, by name; and a save.
 
-    Args:
-        root: of the job, which is made or gone on with.
-        first_step: that is saved.
+    The job at ``root`` is created or continued, with saves from ``first_step`` on.
     """
 
     def __init__(self, root: Path, first_step: int) -> None:
@@ -56,7 +54,7 @@ class Questions:
         }
 
     def save(self) -> float:
-        """Stage, trigger and run one save here; seconds from the trigger on."""
+        """Stage, trigger and run one save here; return the seconds from the trigger on."""
         return float(self._run(self._saved()))
 
     async def _saved(self) -> float:
@@ -173,7 +171,7 @@ UI: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Paths and bodies; a span is that far from now, RUN is the newest flow run."""
+"""Paths and bodies; a span is relative to now, RUN is the newest flow run."""
 COMMANDS = {
     "trinity-sync ls": ("ls", "ROOT"),
     "trinity-sync show": ("show", "ROOT", "STEP"),
@@ -183,7 +181,7 @@ COMMANDS = {
     "trinity-sync jobs reindex": ("jobs", "reindex", "ROOT"),
 }
 NAMES = (*OURS, *UI, *(name for name in COMMANDS if name != "trinity-sync jobs reindex"))
-"""All that are asked in turn."""
+"""Questions that are asked in turn."""
 
 
 def _filled(value: Any, now: datetime, run: str) -> Any:

@@ -1,4 +1,4 @@
-"""All ranks of a job in a few processes: real coordinators, which save one by one."""
+"""All ranks of a job in a few processes: real coordinators, which save one after the other."""
 
 import gc
 import multiprocessing
@@ -20,17 +20,13 @@ RANKS_A_PROCESS = 1024
 SAMPLE = 16
 """Ranks of a process, other than 0, whose `wait_all` is measured."""
 SLOT_BYTES = 4096
-"""Slots are multiples of that here, and of 2 MiB in a job: 4,096 ranks have 12,288 of them."""
+"""Multiple to which slots are rounded up, in a job 2 MiB: 4,096 ranks have 12,288 slots."""
 
 
 class RankProcesses:
-    """The processes, as the harness has them.
+    """The processes of the ranks, which are spread evenly over the nodes.
 
-    Args:
-        root: of the job.
-        memory: folder of the nodes' spools.
-        ranks: number of them, spread evenly over the nodes.
-        nodes: number of them.
+    ``memory`` is the folder of the nodes' spools.
     """
 
     def __init__(self, root: Path, memory: Path, ranks: int, nodes: int) -> None:
@@ -53,8 +49,7 @@ class RankProcesses:
     def save(self, step: int) -> dict[str, Any]:
         """Save on all ranks, on rank 0 last, which then asks for the flow run.
 
-        Returns:
-            ``request``; ``triggered_at`` in seconds since the epoch; ``cpu_s`` of a rank.
+        Return ``request``; ``triggered_at`` in seconds since the epoch; ``cpu_s`` of a rank.
         """
         if others := self._ask(self._blocks[1:], ("save", step)):
             return self._ask(self._blocks[:1], ("save", step))[0] | {"cpu_s": _mean(others)}
@@ -63,8 +58,7 @@ class RankProcesses:
     def wait(self) -> dict[str, Any]:
         """Have rank 0 and some others wait for the save, which has ended.
 
-        Returns:
-            ``rank_0_cpu_s`` since `save`, ``cpu_s`` of another rank, and rank 0's ``calls``.
+        Return ``rank_0_cpu_s`` since `save`, ``cpu_s`` of another rank, and rank 0's ``calls``.
         """
         answers = self._ask(self._blocks, ("wait", 0))
         return answers[0] | {"cpu_s": _mean(answers)}
@@ -88,7 +82,7 @@ def _mean(answers: Sequence[dict[str, Any]]) -> float:
 
 
 def place_ranks(memory: Path, ranks: int, nodes: int) -> dict[str, tuple[Path, tuple[int, ...]]]:
-    """Spool and ranks of each node, by its name."""
+    """Return spool and ranks of each node, by its name."""
     each = ranks // nodes
     return {
         f"node{number}": (memory / f"node{number}", (*range(number * each, (number + 1) * each),))
@@ -151,7 +145,7 @@ def _serve(
 
 
 def _get_request(root: Path, step: int) -> Any:
-    """What rank 0 asks for."""
+    """Return the request that rank 0 sends."""
     from trinity_sync.client.save_request import SaveRequest
     from trinity_sync.snapshot.job_identity import read_identity
     from trinity_sync.storage.runs import find_newest_run

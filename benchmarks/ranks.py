@@ -1,7 +1,4 @@
-"""Gloo ranks, each a process of its own, forked from a server that has imported torch already.
-
-A measurement of a few seconds is worth a process of its own only if that process is there at once.
-"""
+"""Gloo ranks, each a process of its own, forked at once from a server that has imported torch."""
 
 import importlib
 import multiprocessing
@@ -31,18 +28,13 @@ def on_ranks(
     log: Path,
     timeout_s: float = 900.0,
 ) -> Any:
-    """Call a function on every rank of a new process group; returns rank 0's result.
+    """Call a function on every rank of a new process group; return rank 0's result.
 
-    Args:
-        ranks: how many.
-        program: ``module:function``, imported once the environment is set.
-        arguments: of the function.
-        environment: added to that of each rank.
-        log: what ranks and their helpers print; shown only if something fails.
-        timeout_s: seconds that it may take.
+    ``program`` is ``module:function``, imported once the environment is set; ``environment`` is
+    added to that of each rank. The log of ranks and their helpers is shown only if something fails.
 
     Raises:
-        RankFailed: one of them did not return a result in time.
+        RankFailed: a rank did not return a result in time.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -110,7 +102,7 @@ def _rank(
 
 
 def _group(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """What ``init_process_group`` and the helpers of some systems read."""
+    """Return the variables that ``init_process_group`` and the helpers of some systems read."""
     return {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),

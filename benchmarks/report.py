@@ -17,10 +17,10 @@ LIMITS = {
     "restore": "raw read",
     "restore from memory": "first touch",
 }
-"""What each metric is a multiple of."""
+"""Limit of which each metric is a multiple."""
 
 UNITS = {"cpu a GB": "s", "memory a byte": "bytes"}
-"""Of what is not milliseconds."""
+"""Units of metrics that are not in milliseconds."""
 
 FIRST = (
     "stall",
@@ -32,14 +32,14 @@ FIRST = (
     "loss a save",
     "loss a save and durable",
 )
-"""Columns; others follow."""
+"""First columns; others follow."""
 
 WIDTH = 150
-"""Columns of a table that no terminal bounds."""
+"""Columns of a table outside of a terminal."""
 
 
 def show(records: Sequence[Record], absent: dict[str, str]) -> None:
-    """One table a case: a row a system, a column a metric, each beside its limit."""
+    """Print one table a case: a row a system, a column a metric, each next to its limit."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     for case in dict.fromkeys(record.case for record in records):
         own = [r for r in records if r.case == case and r.system != BASELINE]
@@ -63,10 +63,10 @@ def _place(metric: str) -> tuple[int, str]:
 
 
 def plot(records: Sequence[Record], case: str, path: Path) -> None:
-    """Stall and time to durable of one case, in seconds, beside the limits.
+    """Plot stall and time to durable of one case, in seconds, next to the limits.
 
-    The same case with Prefect is part of it, since that is how users run trinity_sync. Systems that
-    are torn by the next step are left out.
+    The same case with Prefect is included, since users run trinity_sync that way. Systems whose
+    files the next step tears are left out.
     """
     import matplotlib as mpl
 

@@ -1,4 +1,4 @@
-"""What the kernel knows of a process tree: its CPU time and memory; and the page cache."""
+"""CPU time and memory of a process tree, as the kernel reports them; and the page cache."""
 
 import os
 import threading
@@ -12,7 +12,7 @@ INTERVAL_S = 0.02
 
 
 def tree(roots: Iterable[int]) -> list[psutil.Process]:
-    """The processes ``roots`` and all that descend from them."""
+    """Return the processes ``roots`` and all their descendants."""
     found: dict[int, psutil.Process] = {}
     for root in roots:
         try:
@@ -24,7 +24,7 @@ def tree(roots: Iterable[int]) -> list[psutil.Process]:
 
 
 def cpu_seconds(roots: Iterable[int]) -> float:
-    """CPU time that the trees below ``roots`` have used, with that of children that ended."""
+    """Return the CPU time of the trees below ``roots``, with that of children that ended."""
     seconds = 0.0
     for process in tree(roots):
         try:
@@ -35,7 +35,7 @@ def cpu_seconds(roots: Iterable[int]) -> float:
 
 
 def memory_bytes(root: int) -> int:
-    """Memory of a tree: what is anonymous or shared, each page counted once.
+    """Return the anonymous and shared memory of a tree, each page counted once.
 
     Shared memory counts by its mappings, not by the size of ``/dev/shm``, which other programs use
     as well. Mapped files do not count: their pages are cache.
@@ -53,14 +53,14 @@ def memory_bytes(root: int) -> int:
 
 
 class Peak:
-    """The most memory that was seen."""
+    """The most memory that was seen, in bytes."""
 
     nbytes = 0
 
 
 @contextmanager
 def peak_memory() -> Iterator[Peak]:
-    """Watch this process's tree while the ``with`` block runs."""
+    """Watch this process's tree within the block."""
     peak = Peak()
     over = threading.Event()
 
@@ -91,5 +91,5 @@ def drop_page_cache(folder: Path) -> None:
 
 
 def available_bytes() -> int:
-    """Memory that can be had without swapping."""
+    """Return the memory that is available without swapping."""
     return int(psutil.virtual_memory().available)

@@ -40,7 +40,7 @@ class Ranks:
     def __init__(self, number: int) -> None:
         self.number = number
         self.at_work = 0
-        """The rank that works: what its own threads do counts as its work."""
+        """The rank that works: work of its own threads counts as its work."""
         self._mine = threading.local()
         self._baton = threading.Lock()
         self._barrier = threading.Barrier(number)
@@ -102,11 +102,10 @@ class Restart:
 
     ranks: int
     calls: dict[str, list[int]]
-    """Of each rank by phase, beyond those on its own files."""
+    """Calls of each rank by phase, without those on its own files."""
     own: list[int]
-    """Of each rank on its own files."""
+    """Calls of each rank on its own files."""
     leases: int
-    """Leases that were acquired."""
 
     def count(self, rank: int) -> int:
         """Return the calls of a rank in `latest_step` and `load`."""
@@ -166,12 +165,7 @@ def commit_step(root: Path, ranks: int, step: int = 1) -> None:
 
 
 def restart(folder: Path, ranks: int) -> Restart:
-    """Load a step on all ranks, and count their calls.
-
-    Args:
-        folder: an empty folder, for the root and the spools.
-        ranks: number of ranks.
-    """
+    """Load a step on all ranks, and count their calls; ``folder`` is empty."""
     from trinity_sync.client.coordinator import CheckpointCoordinator
     from trinity_sync.settings import Settings
 
@@ -213,7 +207,6 @@ def restart(folder: Path, ranks: int) -> Restart:
 
 
 def main() -> None:
-    """Count, print and judge."""
     sizes = [int(each) for each in sys.argv[1:]] or SIZES
     print(HEAD)
     wrong = False

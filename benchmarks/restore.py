@@ -1,8 +1,8 @@
-"""Loading, in a process that has only begun: one saves and ends, and others load what it left.
+"""Loading in a process that has just begun: one process saves and ends, others load its files.
 
-A process that has loaded or saved before has memory at hand that a restarted trainer has not, and
-which was measured to change the figures by several times. Each program here runs in a process of
-its own, so nothing but files and shared memory goes from one to the next.
+A process that has loaded or saved before has memory at hand that a restarted trainer has not, which
+changes the figures by several times. So nothing but files and shared memory goes from one program
+here to the next.
 """
 
 import time
@@ -25,7 +25,7 @@ class WrongState(Exception):
 
 
 def saved(size: Size, name: str, folder: Path, shared: Path) -> tuple[str, bool]:
-    """Save once and end; returns the state's digest, and whether memory can bring it back."""
+    """Save once and end; return the state's digest, and whether memory can restore the save."""
     training, system = _opened(size, name, folder, shared)
     system.save(STEP)
     system.before_update()
@@ -38,9 +38,10 @@ def saved(size: Size, name: str, folder: Path, shared: Path) -> tuple[str, bool]
 def restored(
     size: Size, name: str, from_memory: bool, digest: str, folder: Path, shared: Path
 ) -> Samples:
-    """Load into a training that was started anew; seconds until every page is there.
+    """Load into a training that was just started; return the seconds until every page is there.
 
-    It has not taken a step, so its optimizer has no state yet, but where a system wants it to have.
+    The training has not taken a step, so its optimizer has no state yet, unless the system needs
+    one.
     """
     training, system = _opened(size, name, folder, shared, begun=False)
     if system.loads_in_place:
@@ -53,7 +54,7 @@ def restored(
 
 
 def limits(size: Size, folder: Path, _shared: Path) -> Samples:
-    """What bounds a restore, in a process that has only begun, too."""
+    """Return what bounds a restore, also in a process that has just begun."""
     nbytes = size.nbytes // size.ranks
     bounds = {("first touch", "restore from memory"): first_touch(nbytes)}
     bounds |= Limits(nbytes, folder).of_loading()
@@ -61,7 +62,7 @@ def limits(size: Size, folder: Path, _shared: Path) -> Samples:
 
 
 def timed_load(training: Training, load: Callable[[], None], digest: str, name: str) -> float:
-    """Seconds until all ranks have loaded, and have touched every page of what they loaded.
+    """Return the seconds until all ranks have loaded, and have touched every page of the state.
 
     Raises:
         WrongState: it is not the state of that digest.

@@ -24,12 +24,12 @@ if TYPE_CHECKING:  # helper processes import this module, too; it must be light
 
 RESULTS = Path(__file__).parent / "results"
 WORKING_MEMORY = 3 << 30
-"""Bytes that a case takes beside the state and what systems hold of it, at most."""
+"""Bytes that a case takes at most in addition to the state and the systems' copies of it."""
 
 
 @dataclass
 class Run:
-    """One run of the bench: where it writes, and what it has found so far."""
+    """One run of the bench: the folders that it writes to, and its results so far."""
 
     root: Path
     shared: Path
@@ -38,14 +38,14 @@ class Run:
     absent: dict[str, str] = field(default_factory=dict)
 
     def on_ranks(self, ranks: int, program: str, *arguments: Any) -> Any:
-        """Run a program on ranks, in folders of its own."""
+        """Run a program on ranks, in new folders."""
         with self.folders() as folders:
             return self.on_ranks_in(folders, ranks, program, *arguments)
 
     def on_ranks_in(
         self, folders: tuple[Path, Path], ranks: int, program: str, *arguments: Any
     ) -> Any:
-        """As `on_ranks`, in folders that others have worked in, or will."""
+        """As `on_ranks`, in folders that several programs share."""
         from benchmarks.ranks import on_ranks
 
         return on_ranks(
@@ -59,7 +59,7 @@ class Run:
 
     @contextmanager
     def folders(self) -> Iterator[tuple[Path, Path]]:
-        """An empty one on the disk that is measured, and one in shared memory."""
+        """Yield an empty folder on the disk that is measured, and one in shared memory."""
         folder = Path(tempfile.mkdtemp(dir=self.root))
         shared = Path(tempfile.mkdtemp(dir=self.shared))
         try:
@@ -69,9 +69,9 @@ class Run:
             shutil.rmtree(shared)
 
     def case(self, case: "Case", held: int) -> None:
-        """Measure a case whose systems hold ``held`` bytes for each of the state, at most.
+        """Measure a case whose systems hold ``held`` bytes for each byte of the state, at most.
 
-        A machine that is too small for it leaves it out, and says so.
+        On a machine with too little memory the case is left out, which the report says.
         """
         from benchmarks.measure import records_of
         from benchmarks.resources import available_bytes
@@ -138,7 +138,7 @@ class Run:
 
     @contextmanager
     def stack(self) -> Iterator[None]:
-        """An embedded stack, for what is measured inside the ``with`` block."""
+        """Run an embedded stack within the block."""
         from trinity_sync.settings import Settings
         from trinity_sync.stack.embedded import running
 

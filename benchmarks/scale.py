@@ -1,4 +1,4 @@
-"""What one save costs, from 8 ranks on 1 node to 4,096 ranks on 512 nodes.
+"""The costs of one save, from 8 ranks on 1 node to 4,096 ranks on 512 nodes.
 
 ::
 
@@ -6,15 +6,13 @@
 
 Real are the Prefect server, the flow, its tasks and their bodies, files and catalog, and the ranks'
 coordinators: all of them save, in turn, in a few processes (`rank_process`), and that of rank 0
-requests and follows the flow run. Simulated are the nodes: each has a spool of its own, but what
-Ray would run there runs in threads of this process, because 512 Ray nodes cannot be had on one
-machine. So what Ray adds, which is a process a task, and what a network adds, is not in the
-figures.
+requests and follows the flow run. Simulated are the nodes: each has a spool of its own, but the
+work of Ray runs in threads of this process, because 512 Ray nodes do not fit on one machine. So the
+figures do not include what Ray (a process a task) and a network add.
 
-Of each size one save counts; one of a single rank comes first and does not. Growth is judged: no
-cost of a save may grow faster than the nodes, no cost of a rank at all, and API calls not with
-ranks. The largest size is held against `TARGETS`, and what `reckon` makes of the two largest is
-printed.
+One save of each size counts, after one of a single rank that does not. No cost of a save may grow
+faster than the nodes, no cost of a rank at all, and API calls not with ranks. The largest size is
+compared with `TARGETS`, and what `reckon` makes of the two largest is printed.
 """
 
 import asyncio
@@ -36,8 +34,7 @@ RESULTS = Path(__file__).parent / "results"
 SIZES = ((8, 1), (64, 8), (512, 64), (4096, 512))
 MOST_NODES = 512
 SLACK = 1.5
-"""By how much a cost a node, or of a rank, may be larger with more nodes before it counts as
-growing."""
+"""Factor by which a cost a node, or of a rank, may be larger with more nodes."""
 TARGETS = {
     "task_runs": 20,
     "api_calls": 60,
@@ -50,13 +47,13 @@ TARGETS = {
     "rank_cpu_ms": 30.0,
     "trigger_to_commit_s": 120.0,
 }
-"""The most that a save of 4,096 ranks on 512 nodes may cost on two cores."""
+"""Largest costs of a save of 4,096 ranks on 512 nodes, on two cores."""
 RECKONED_NODES, RECKONED_CORES, RECKONED_EVERY_S = 10_000, 8, 600
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one save."""
+    """Costs of one save."""
 
     ranks: int
     nodes: int
@@ -68,15 +65,15 @@ class Cost:
     parameter_bytes: int
     trigger_to_commit_s: float
     trigger_to_end_s: float
-    """Until the flow run has ended, which is after the commit: other nodes' slots are freed."""
+    """Seconds to the end of the flow run, after the commit: other nodes' slots are freed."""
     server_cpu_s: float
-    """With what an idle server uses in that time, some hundredths of a core."""
+    """Includes that of an idle server, some hundredths of a core."""
     worker_cpu_s: float
-    """Of flow and tasks, those of all nodes included."""
+    """CPU seconds of flow and tasks, those of all nodes included."""
     rank_cpu_ms: float
-    """Of a rank other than 0: `save` and `wait_all`."""
+    """CPU time of `save` and `wait_all` on a rank other than 0."""
     rank_0_cpu_s: float
-    """From its `save` to the end of its `wait_all`."""
+    """CPU seconds from rank 0's `save` to the end of its `wait_all`."""
     database_rows: int
     database_kb: int
     catalog_rows: int
@@ -102,7 +99,6 @@ A_RANK = ("rank_cpu_ms",)
 
 
 def main() -> None:
-    """Measure, print, judge and write down."""
     sizes = [(int(a), int(b)) for a, b in (each.split("x") for each in sys.argv[1:])] or SIZES
     with (
         tempfile.TemporaryDirectory(prefix="bench-scale-") as folder,
@@ -137,7 +133,7 @@ def main() -> None:
 
 
 def judged(costs: Sequence[Cost]) -> list[str]:
-    """What grows faster than it may."""
+    """Return the costs that grow faster than they may."""
     wrong = []
     by_size = sorted(costs, key=lambda cost: (cost.nodes, cost.ranks))
     for small in by_size:
@@ -160,7 +156,7 @@ def judged(costs: Sequence[Cost]) -> list[str]:
 
 
 def missed(cost: Cost) -> list[str]:
-    """Which targets a save of the largest size misses."""
+    """Return the targets that a save of the largest size misses."""
     found = ((name, most, getattr(cost, name)) for name, most in TARGETS.items())
     return [
         f"target missed: {name} is {is_}, at most {most}" for name, most, is_ in found if is_ > most
@@ -168,7 +164,7 @@ def missed(cost: Cost) -> list[str]:
 
 
 def reckon(small: Cost, large: Cost) -> str:
-    """What a save of `RECKONED_NODES` would cost, by the line through two measured sizes."""
+    """Extrapolate a save's costs to `RECKONED_NODES`, by the line through two measured sizes."""
 
     def at(name: str) -> float:
         a, b = getattr(small, name), getattr(large, name)
@@ -187,7 +183,7 @@ def reckon(small: Cost, large: Cost) -> str:
 
 
 async def save(root: Path, memory: Path, ranks: int, nodes: int, server: int) -> Cost:
-    """Save on all ranks, run the flow here; what that cost."""
+    """Save on all ranks and run the flow here; return the costs."""
     from prefect import get_client
 
     from benchmarks.rank_process import RankProcesses
@@ -239,7 +235,7 @@ async def save(root: Path, memory: Path, ranks: int, nodes: int, server: int) ->
 
 
 def _measure_database() -> tuple[int, int]:
-    """Rows of the server's database, and its bytes in use."""
+    """Return the rows of the server's database, and its bytes in use."""
     (file,) = Path(os.environ["TRINITY_SYNC_HOME"]).rglob("prefect.db")
     with closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as connection:
         ask = lambda query: connection.execute(query).fetchone()[0]  # noqa: E731
@@ -257,7 +253,7 @@ class CALLS:
 
     @classmethod
     def count(cls) -> None:
-        """From now on."""
+        """Begin to count."""
         import httpx
 
         for client in (httpx.Client, httpx.AsyncClient):
@@ -277,7 +273,6 @@ class _NoRay:
         self._threads = ThreadPoolExecutor(8, "node")
 
     def nodes(self) -> list[dict[str, Any]]:
-        """All of them."""
         return [
             {
                 "Alive": True,
@@ -289,7 +284,7 @@ class _NoRay:
         ]
 
     def remote(self, **_: object) -> "Callable[[Callable[..., Any]], _Remote]":
-        """A decorator of a function, which is to be run in a thread."""
+        """Return a decorator of a function, which is then run in a thread."""
         return partial(_Remote, self._threads)
 
 
@@ -305,7 +300,7 @@ class _Remote:
 
 
 def here(flow: Any) -> Any:
-    """The flow, with threads of this process for nodes, whatever node its work is for."""
+    """Return the flow with threads of this process for nodes, whatever node its work is for."""
     import tasks.on_ray
 
     tasks.on_ray.ray = _NoRay()  # type: ignore[attr-defined]
@@ -314,7 +309,7 @@ def here(flow: Any) -> Any:
 
 
 async def asked_for(client: Any, key: str) -> Any:
-    """The run that the trigger makes, once it is there; the looks do not count."""
+    """Return the run that the trigger creates, once it exists; polling is not counted."""
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterIdempotencyKey
 
     wanted = FlowRunFilter(idempotency_key=FlowRunFilterIdempotencyKey(any_=[key]))
@@ -327,7 +322,7 @@ async def asked_for(client: Any, key: str) -> Any:
 
 
 async def _tasks_of(client: Any, run: Any) -> int:
-    """Task runs of a flow run, once the server knows of all that were told to it."""
+    """Return the number of task runs of a flow run, once the server has stored all of them."""
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 
     wanted = FlowRunFilter(id=FlowRunFilterId(any_=[run]))
@@ -341,7 +336,7 @@ async def _tasks_of(client: Any, run: Any) -> int:
 
 
 def _catalog(root: Path, step: int, settings: Any) -> tuple[int, float]:
-    """Rows of a step in the catalog, and CPU milliseconds to write them again."""
+    """Return a step's rows in the catalog, and the CPU milliseconds to write them again."""
     import sqlalchemy as sa
 
     from trinity_sync.catalog.database import get_catalog_url, open_catalog
@@ -359,7 +354,7 @@ def _catalog(root: Path, step: int, settings: Any) -> tuple[int, float]:
 
 
 def root_job(root: Path) -> str:
-    """By which the catalog knows the job."""
+    """Return the job's identifier in the catalog."""
     from trinity_sync.snapshot.job_identity import job_id
 
     return job_id(root)
@@ -367,7 +362,7 @@ def root_job(root: Path) -> str:
 
 @contextmanager
 def prefect_server() -> Iterator[int]:
-    """A Prefect server with the deployments; its pid."""
+    """Run a Prefect server with the deployments; yield its pid."""
     from trinity_sync.orchestration.deploy import deploy
     from trinity_sync.settings import ServerSettings, Settings, StackSettings
     from trinity_sync.stack import daemon, services

@@ -1,4 +1,4 @@
-"""Ranks and nodes that are not there: their images wait in real spools, sealed by real tickets."""
+"""Simulated ranks and nodes: their images wait in real spools, sealed by real tickets."""
 
 import io
 import shutil
@@ -85,13 +85,13 @@ class Job:
         )
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Remove the slots."""
         for spool in self._spools.values():
             shutil.rmtree(spool.folder)
 
 
 def make_image() -> bytes:
-    """A file of a tensor of 64 bytes."""
+    """Return a ``.pt`` file of a tensor of 64 bytes."""
     import torch
 
     file = io.BytesIO()

@@ -26,8 +26,8 @@ RECYCLED = "trinity_sync, recycled files"
 ORCHESTRATED = "trinity_sync + Prefect, recycled files"
 PLUG_INS = "trinity_sync + Prefect, DCP async"
 PEERS = ("torch.save", "veRL", "DCP async, thread", "DCP async, process", "torch-checkpointing")
-"""With their overlapped variants. Not the Trinity-style thread: it does not copy what it saves, and
-so has no stall to compare."""
+"""Peers, and their overlapped variants; not the Trinity-style thread, which does not copy what it
+saves, and so has no stall to compare."""
 
 Measured = tuple[str, str, str]
 """Case, system and metric; system ``best peer`` is the lowest of the peers."""
@@ -48,7 +48,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Result:
-    """A target and what was measured; None if that was not, or cannot be divided by."""
+    """A target and its measured figure; None if it was not measured, or cannot be divided."""
 
     target: Target
     value: float | None
@@ -63,7 +63,6 @@ class Result:
 
 
 def targets() -> Iterator[Target]:
-    """All of them."""
     staging = ((GIB, OURS), (GIB_3000, OURS), (RANKS, OURS), (GB_4, ORCHESTRATED))
     for case, system in staging:
         stall, memcpy = (case, system, "stall"), (case, "warm memcpy", "stall")
@@ -105,7 +104,7 @@ def targets() -> Iterator[Target]:
 
 
 def results(medians: Medians) -> list[Result]:
-    """All targets, with what a run measured of them."""
+    """Return all targets, with what a run measured of them."""
 
     def value(measured: Measured) -> float | None:
         case, system, metric = measured
@@ -125,7 +124,7 @@ def results(medians: Medians) -> list[Result]:
 
 
 def medians_of(path: Path) -> Medians:
-    """What the run at ``path`` measured."""
+    """Return the medians of the run at ``path``."""
     return {
         (record["case"], record["system"], record["metric"]): record["median"]
         for record in json.loads(path.read_text())["records"]

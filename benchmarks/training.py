@@ -1,4 +1,4 @@
-"""The trained state that every system saves: a Qwen2 under FSDP2 with Adam, really trained.
+"""The trained state that every system saves: a Qwen2 under FSDP2 with Adam.
 
 Sizes are those of the whole state, as checkpoints know it: four tensors a parameter (the weight,
 ``exp_avg``, ``exp_avg_sq`` and ``step``) and twelve bytes a number.
@@ -25,8 +25,7 @@ State = dict[str, Any]
 
 VOCABULARY = 1024
 TOKENS = 32
-"""Tokens of one step. Few, so that a step costs about as much as a save: a long step would hide
-what a save takes from the training."""
+"""Tokens of one step: few, because a long step would hide what a save takes from the training."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +42,10 @@ def _detached(model: Any) -> State:
 
 
 class Training:
-    """Model, optimizer and schedule of one rank; the process group must stand.
+    """Model, optimizer and schedule of one rank of an initialized process group.
 
-    Args:
-        size: of the state; it is met within a percent.
-        shared: a folder in shared memory, for the systems that want one.
-        begun: take a first step, before which the optimizer has no state.
-        cores: cores that a step computes on.
+    ``size`` is met within a percent. ``shared`` is in shared memory, for the systems that need it.
+    Unless ``begun``, no first step is taken, before which the optimizer has no state.
     """
 
     def __init__(self, size: Size, shared: Path, *, begun: bool = True, cores: int = 1) -> None:
@@ -68,9 +64,9 @@ class Training:
             self.step()
 
     def step(self, before_update: Callable[[], None] = lambda: None) -> None:
-        """One step on random tokens; ``before_update`` runs ahead of the optimizer.
+        """Train on random tokens; ``before_update`` runs before the optimizer's step.
 
-        By default it computes on one core, so that a save finds another, as beside a GPU. With all
+        By default it computes on one core, so that a save finds another, as next to a GPU. With all
         cores the threads of every small operation wait for each other whenever one loses its core.
         """
         threads = torch.get_num_threads()
@@ -84,10 +80,9 @@ class Training:
         torch.set_num_threads(threads)
 
     def state(self, of_model: Callable[[Any], State] = _detached) -> State:
-        """The three components that veRL saves; their tensors alias the live ones.
+        """Return the three components that veRL saves; their tensors alias the live ones.
 
-        Args:
-            of_model: collects the model's, for a system that has a way of its own.
+        ``of_model`` collects those of the model, for a system with another way.
         """
         rng = {
             "cpu": torch.get_rng_state(),
@@ -101,7 +96,7 @@ class Training:
         }
 
     def resume(self, components: Iterable[tuple[str, Any]]) -> None:
-        """Take loaded states over, one after the other, as veRL's manager does."""
+        """Load states, one after the other, as veRL's manager does."""
         for component, state in components:
             if component == "model":
                 self.model.load_state_dict(state)
@@ -114,14 +109,14 @@ class Training:
                 random.setstate(state["rng"]["random"])
 
     def touch(self) -> None:
-        """Read a byte of every page, so that nothing is left to be loaded at its first use."""
+        """Read a byte of every page, so that no page is loaded at its first use."""
         state = self.state()
         of_optimizer = state["optim"]["state"].values()
         for tensor in chain(state["model"].values(), *(each.values() for each in of_optimizer)):
             _bytes(tensor)[:: mmap.PAGESIZE].sum()
 
     def digest(self) -> str:
-        """Of every bit of this rank's live state, and of the values beside its tensors."""
+        """Return a digest of this rank's live tensors, bit by bit, and of the other values."""
         digest = xxhash.xxh3_128()
 
         def visit(value: Any) -> None:
@@ -144,7 +139,7 @@ class Training:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Those of this rank."""
+    """Return the bytes of this rank's shard."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach().contiguous().reshape(-1).view(torch.uint8)
 
@@ -154,7 +149,7 @@ def _decay(step: int) -> float:
 
 
 def _config(size: Size) -> Qwen2Config:
-    """Twelve parameters a layer and three more; width and depth follow from the counts."""
+    """Derive width and depth from the size: twelve parameters a layer, and three more."""
     layers = max(1, round((size.tensors / 4 - 3) / 12))
     numbers = size.nbytes / 12
     hidden = 32
@@ -174,6 +169,6 @@ def _config(size: Size) -> Qwen2Config:
 
 
 def _numbers(hidden: int, intermediate: int, layers: int) -> int:
-    """Parameters of a Qwen2 of these sizes."""
+    """Return the number of elements of a Qwen2's parameters."""
     layer = 4 * hidden**2 + 3 * hidden * intermediate + 5 * hidden
     return layers * layer + 2 * VOCABULARY * hidden + hidden

@@ -19,7 +19,7 @@ PROMPT = [5, 6, 7]
 LIKELY = 3
 """The engine's token has to be among so many of the likeliest: bf16 is rounded elsewhere there."""
 WITHOUT_NUMPY = {torch.bfloat16: torch.int16}
-"""dtypes that NumPy does not have, and what stands for them."""
+"""dtypes that NumPy does not have, and those used instead."""
 
 SMOLLM_UNTIED = {
     "vocab_size": 49152,
@@ -80,7 +80,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Places:
-    """Where versions go."""
+    """Where versions are written."""
 
     root: Path
     disk: Path
@@ -89,10 +89,10 @@ class Places:
 
 @dataclass(frozen=True)
 class Sent:
-    """What the trainer says of a version."""
+    """A version that the trainer has sent."""
 
     began: float
-    """Seconds of the clock that all processes of the machine have in common."""
+    """Seconds of `time.perf_counter`, which all processes of the machine share."""
     stall_s: float
     nbytes: int
     """Bytes that were written: into shared memory, a file or the object store."""
@@ -138,7 +138,7 @@ class Trainer:
         }
 
     def save_model(self, folder: Path) -> None:
-        """Write what the engine starts with."""
+        """Write the model that the engine starts with."""
         self._model.save_pretrained(folder)
 
     def prepare(self) -> list[int]:
@@ -235,7 +235,7 @@ def _start_ray(store_bytes: int) -> Any:
 
 
 def run_trainer(pipe: Any, case: Case, places: Places, with_ray: bool) -> None:
-    """Do what the pipe says: the name of a method and its arguments, or None to end."""
+    """Call the methods that the pipe names, with their arguments, until None."""
     trainer = Trainer(case, places, with_ray)
     address = None
     if with_ray:

@@ -1,11 +1,11 @@
-"""``python -m benchmarks.vllm_updates``: what an update of a running vLLM engine takes.
+"""``python -m benchmarks.vllm_updates``: the time of an update of a running vLLM engine.
 
-From the trainer's call to the first token of the new version, next to what is done without us:
-files that the engine reloads, and Ray's object store. All take turns, so a busy machine hits them
-alike. Next to them stands the least that it can be: vLLM's own load of tensors that its worker
-holds already, and a copy of the model. ``TESTS_STACK`` names the ``bin`` of a stack's environment,
-for versions from commits. Prints tables and writes ``benchmarks/results/vllm.json``; ``QUICK=1``
-takes the tiny model only, few times, and writes nothing.
+From the trainer's call to the first token of the new version, compared with what is done without
+us: files that the engine reloads, and Ray's object store. All take turns, so a busy machine affects
+them alike. The lower bound is vLLM's own load of tensors that its worker holds already, and a copy
+of the model. ``TESTS_STACK`` names the ``bin`` of a stack's environment, for versions from commits.
+Prints tables and writes ``benchmarks/results/vllm.json``; ``QUICK=1`` takes the tiny model only,
+few times, and writes nothing.
 """
 
 import ctypes
@@ -36,9 +36,9 @@ from benchmarks.vllm_trainer import CASES, PROMPT, WITHOUT_NUMPY, Case, Places, 
 QUICK = bool(os.environ.get("QUICK"))
 WARM_UP, TURNS, MEMORY_TURNS = 2, 3 if QUICK else 7, 1
 SETTLE_S = 0.2
-"""For threads that still spin after the trainer has changed its weights."""
+"""Seconds for threads that still spin after the trainer has changed its weights."""
 INTERVAL_S = 0.001
-"""Between two looks at a worker's memory."""
+"""Seconds between two looks at a worker's memory."""
 RESULTS = Path(__file__).parent / "results" / "vllm.json"
 WAYS = (OURS, "files, fsync", "files", "files in memory", "Ray, tensors", "Ray, arrays", FLOOR)
 QUIET = {
@@ -59,7 +59,7 @@ class Loads:
     """Methods that vLLM adds to its worker."""
 
     def join_ray(self, address: str) -> None:
-        """Join the trainer's node."""
+        """Join the trainer's Ray node."""
         import ray
 
         ray.init(address, namespace="bench", log_to_driver=False)
@@ -93,7 +93,7 @@ class Loads:
             self.kept[name].copy_(tensor)
 
     def load_kept(self) -> None:
-        """Load them."""
+        """Load the tensors that `keep` has copied."""
         self.reload_weights(weights_iterator=iter(self.kept.items()))  # type: ignore[attr-defined]
 
     def trim(self) -> int:
@@ -227,7 +227,7 @@ class Engine:
         self._updater.update(min_step=step)
 
     def _cpu_seconds(self, way: str) -> float:
-        """CPU time of the trainer, the engine and this process; Ray's, where it takes part."""
+        """Return the CPU time of trainer, engine and this process; Ray's, where it takes part."""
         trainer = psutil.Process(self._trainer_pid)
         if way.startswith("Ray"):
             return cpu_seconds([os.getpid()])
@@ -264,7 +264,7 @@ def _peak_of(pid: int) -> Iterator[list[float]]:
 
 
 def measure(case: Case, with_stack: bool) -> tuple[Size, Samples]:
-    """All figures of a case: seconds, and bytes."""
+    """Return all figures of a case, in seconds and bytes."""
     samples: Samples = {}
 
     def note(way: str, metric: str, value: float) -> None:

@@ -1,9 +1,9 @@
-"""``python -m benchmarks.weights``: what it takes until new weights are in a reader's parameters.
+"""``python -m benchmarks.weights``: the time until new weights are in a reader's parameters.
 
-From the trainer's call to the end of the copy in another process of the node, beside two warm
-copies of the same bytes, which is the least that it can be, and beside Trinity's way: gather on
-rank 0, hand the dict to the Synchronizer, get it there, ``load_state_dict``. Prints a table and
-writes ``benchmarks/results/weights.json``; ``QUICK=1`` takes 100 MB instead of 1 GB.
+From the trainer's call to the end of the copy in another process of the node, next to two warm
+copies of the same bytes, which is the lower bound, and next to Trinity's way: gather on rank 0,
+send the dict to the Synchronizer, get it there, ``load_state_dict``. Prints a table and writes
+``benchmarks/results/weights.json``; ``QUICK=1`` takes 100 MB instead of 1 GB.
 """
 
 import asyncio
@@ -38,7 +38,6 @@ TARGETS = {
 
 
 def model() -> "dict[str, torch.Tensor]":
-    """Weights of the size, warm."""
     import torch
 
     numel = SIZE.nbytes // SIZE.tensors // 2
@@ -46,17 +45,17 @@ def model() -> "dict[str, torch.Tensor]":
 
 
 class Dict:
-    """Trinity's Synchronizer, as far as a state dict in memory goes."""
+    """Trinity's Synchronizer, reduced to a state dict in memory."""
 
     def __init__(self) -> None:
         self._state: Any = None
 
     def set_model_state_dict(self, state: Any) -> None:
-        """Take the dict."""
+        """Keep the dict."""
         self._state = state
 
     def get_model_state_dict(self) -> Any:
-        """Give the dict."""
+        """Return the dict."""
         return self._state
 
 
@@ -64,33 +63,31 @@ class Piped:
     """Tells one reader of versions, through its pipe."""
 
     node = None
-    """All images are here."""
+    """All images are on this node."""
 
     def __init__(self, pipe: Any) -> None:
         self._pipe = pipe
         self._latest: Any = None
 
     def latest(self) -> Any:
-        """The version that was heard of last."""
+        """Return the version that was received last."""
         return self._latest
 
     async def wait_newer(self, than: int, timeout_s: float | None, run: int | None) -> Any:
-        """The next version."""
+        """Return the next version."""
         self._latest = self._pipe.recv()
         return self._latest
 
     def set_serving(self, reader: str, step: int, run: int) -> None:
-        """A reader has a version."""
+        """Ignore that a reader has a version."""
 
 
 def read(pipe: Any, address: str, told_by: tuple[Any, Any] | None) -> None:
-    """A process with parameters of its own: does what it is told, and says when it was done.
+    """Run a process with parameters of its own that loads on request and reports when it was done.
 
-    Args:
-        pipe: to be told through; "ours", a step to have by Trinity's way, or None to end.
-        address: of Ray, where ``told_by`` is given.
-        told_by: Ray actors that know versions, and Trinity's dict; the pipe tells of versions
-            without them.
+    The pipe sends "ours", a step to load by Trinity's way, or None to end. ``told_by`` are Ray
+    actors at ``address`` that know versions, and Trinity's dict; without them the pipe tells of
+    versions.
     """
     import psutil
     import torch
@@ -123,7 +120,7 @@ def read(pipe: Any, address: str, told_by: tuple[Any, Any] | None) -> None:
 
 
 def measure(root: Path, spool: Path) -> Samples:
-    """All figures, in seconds."""
+    """Return all figures, in seconds."""
     import ray
     import torch
 
@@ -137,7 +134,7 @@ def measure(root: Path, spool: Path) -> Samples:
     from trinity_sync.weights.version import ImageRef, Version
 
     class AsksNobody(SaveTrigger):
-        """Saves are staged, and nobody writes them out."""
+        """A trigger that requests no flow run: saves are staged only."""
 
         def submit(self, request: Any) -> None:
             pass
@@ -250,7 +247,6 @@ def measure(root: Path, spool: Path) -> Samples:
 
 
 def main() -> None:
-    """Measure, print, write."""
     import ray
     from rich.console import Console
     from rich.table import Table

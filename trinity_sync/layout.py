@@ -97,12 +97,7 @@ def refuse_url(root: str | Path) -> None:
 
 
 def step_folder(root: str | Path, step: int) -> Path:
-    """Return the path ``root/global_step_{step}``.
-
-    Args:
-        root: the job's root.
-        step: training step.
-    """
+    """Return the path ``root/global_step_{step}``."""
     return Path(root) / f"global_step_{step}"
 
 
@@ -125,13 +120,7 @@ def parse_number(text: str) -> int | None:
 
 
 def shard_file(component: str, world_size: int, rank: int) -> str:
-    """Return the file name of a rank's shard that veRL's checkpoint manager and merger expect.
-
-    Args:
-        component: ``model``, ``optim`` or ``extra_state``.
-        world_size: number of ranks that save together.
-        rank: rank of the shard.
-    """
+    """Return the file name of a rank's shard that veRL's checkpoint manager and merger expect."""
     return f"{component}_world_size_{world_size}_rank_{rank}.pt"
 
 
@@ -182,10 +171,6 @@ def is_below(path: str) -> bool:
 def check_number(what: str, value: object) -> int:
     """Return a value of any integral type (``np.int64``, a 0-d tensor) as an ``int``.
 
-    Args:
-        what: name of the value, for the message.
-        value: the value.
-
     Raises:
         ConfigError: the value is a bool, a float or not a number, is negative, or has more than 18
             digits.
@@ -203,10 +188,6 @@ def check_number(what: str, value: object) -> int:
 def check_name(what: str, value: str) -> str:
     """Return a value that can be part of a file name (letters, digits, ``_`` and ``-``).
 
-    Args:
-        what: name of the value, for the message.
-        value: the value.
-
     Raises:
         ConfigError: the value has other characters, or begins with ``_`` or ``-``.
     """
@@ -218,9 +199,8 @@ def check_name(what: str, value: str) -> str:
 def job_id_of(real: Path, identity: str = "") -> str:
     """Return the identifier of a job; it asks no file system.
 
-    Args:
-        real: full path of the root, without symbolic links.
-        identity: identity of the job; empty for an identifier of the path alone.
+    ``real`` is the root's full path, without symbolic links. Without an identity, the identifier is
+    that of the path alone.
     """
     readable = re.sub(r"[^A-Za-z0-9_-]+", "-", real.name)[:_READABLE].strip("-") or "job"
     digest = hashlib.sha256(b"\0".join([os.fsencode(real), identity.encode()]))

@@ -1,4 +1,4 @@
-"""The systems that are compared, each a file; none is imported before it is asked for."""
+"""The systems that are compared, one file each, imported on demand."""
 
 import importlib
 
@@ -25,7 +25,7 @@ SYSTEMS = {
 
 
 def find(name: str) -> type[System] | str:
-    """The system of that name, or why it cannot run here."""
+    """Return the system of that name, or why it cannot run here."""
     module, _, attribute = SYSTEMS[name].partition(":")
     try:
         system: type[System] = getattr(

@@ -1,15 +1,15 @@
 """``torch.distributed.checkpoint.async_save`` of torch 2.13, in a thread and in a process.
 
-Both get what PyTorch's own recipe and docstrings recommend for frequent saves: one `DefaultStager`
-kept between saves, so that staging goes into storages that are cached; ``enable_plan_caching``, so
-that a save of the same structure makes no plan; one file a rank with two writer threads;
-``sync_files``, DCP's default. Pinned memory and non-blocking copies need CUDA. Staging is
-synchronous, or overlapped with the next forward and backward pass (``use_async_staging``), in a
-thread that the trainer waits for before its next update. The process gets its
-staged tensors through shared memory. States are handed over as raw state dicts, which spares DCP
-the walk over all parameter names that ``get_state_dict`` makes at every save. As in torchtitan,
-DCP has a gloo group of its own, since its collectives run beside those of the training; and as DCP
-keeps one copy of what has the same name on all ranks, each rank's extra state goes by its rank.
+Both follow PyTorch's recipe and docstrings for frequent saves: one `DefaultStager` kept between
+saves, so that staging goes into cached storages; ``enable_plan_caching``, so that a save of the
+same structure makes no plan; one file a rank with two writer threads; ``sync_files``, DCP's
+default. Pinned memory and non-blocking copies need CUDA. Staging is synchronous, or overlapped with
+the next forward and backward pass (``use_async_staging``), in a thread that the trainer waits for
+before its next update. The process gets its staged tensors through shared memory. States are passed
+as raw state dicts, which spares DCP the walk over all parameter names that ``get_state_dict`` makes
+at every save. As in torchtitan, DCP has a gloo group of its own, since its collectives run during
+those of the training. DCP keeps one copy of what has the same name on all ranks, so each rank's
+extra state is named by its rank.
 """
 
 from concurrent.futures import Future
@@ -78,20 +78,20 @@ class DcpThread(System):
         self._saving = saving
 
     def before_update(self) -> None:
-        """Wait for what is staged in a thread."""
+        """Wait for the staging thread."""
         if self._staging is not None:
             self._staging.result()
             self._staging = None
 
     def wait(self) -> None:
-        """Join DCP, and make the name of its last file durable, too."""
+        """Join DCP, and make the name of its last file durable as well."""
         if self._saving is not None:
             self._saving.result()
             self._saving = None
             sync_folder(self._path)
 
     def load(self, step: int) -> None:
-        """In place, into the live tensors; the values beside them through ``load_state_dict``."""
+        """Load in place into the live tensors; other values through ``load_state_dict``."""
         state = collect_state(self.training)
         reader = FileSystemReader(self.files(step))
         load(state, storage_reader=reader, process_group=self._group)
@@ -115,28 +115,28 @@ class DcpProcess(DcpThread):
 
 
 class DcpThreadOverlapped(DcpThread):
-    """Staging beside the next forward and backward pass."""
+    """Staging during the next forward and backward pass."""
 
     name = "DCP async, thread, overlapped"
     overlaps = True
 
 
 class DcpProcessOverlapped(DcpProcess):
-    """Staging beside the next forward and backward pass."""
+    """Staging during the next forward and backward pass."""
 
     name = "DCP async, process, overlapped"
     overlaps = True
 
 
 def collect_state(training: "Training") -> "State":
-    """The live state, with the extra state by rank."""
+    """Return the live state, with the extra state by rank."""
     state = training.state()
     state[_name_extra(training)] = state.pop("extra_state")
     return state
 
 
 def resume_from(training: "Training", state: "State") -> None:
-    """Take over what was loaded into a state of `collect_state`."""
+    """Resume from a state of `collect_state` that was loaded into."""
     training.resume({**state, "extra_state": state[_name_extra(training)]}.items())
 
 

@@ -15,13 +15,13 @@ MODULE = "nvidia_resiliency_ext.checkpointing.async_ckpt.torch_ckpt"
 
 
 class NvidiaResiliency(System):
-    """Not run."""
+    """A system that is not run."""
 
     name = "nvidia-resiliency-ext"
 
     @classmethod
     def unavailable(cls) -> str:
-        """What it says for itself, or that it is not there."""
+        """Return its own error, or that it is not installed."""
         try:
             peer = importlib.import_module(MODULE)
             peer.TorchAsyncCheckpoint(persistent_queue=True).async_save({}, "/dev/null")

@@ -50,18 +50,18 @@ class TorchCheckpointing(System):
         self._saving = self._manager.save(str(self.files(step)), self.training.state())
 
     def before_update(self) -> None:
-        """Wait for what is staged in a thread."""
+        """Wait for the staging thread."""
         with self._manager.lock():
             pass
 
     def wait(self) -> None:
-        """Join its process's write."""
+        """Wait for its process's write."""
         if self._saving is not None:
             self._saving.result()
             self._saving = None
 
     def load(self, step: int) -> None:
-        """In place, into the live tensors; the values beside them through ``load_state_dict``."""
+        """Load in place into the live tensors; other values through ``load_state_dict``."""
         loaded = self._manager.load(str(self.files(step)), into=self.training.state(), strict=True)
         self.training.resume(dict(loaded).items())
 
@@ -75,7 +75,7 @@ class TorchCheckpointing(System):
 
 
 class TorchCheckpointingOverlapped(TorchCheckpointing):
-    """Staging beside the next forward and backward pass."""
+    """Staging during the next forward and backward pass."""
 
     name = "torch-checkpointing, overlapped"
     overlaps = True

@@ -1,8 +1,7 @@
-"""``torch.save``: what everybody begins with.
+"""``torch.save`` with its defaults: a file for each component and rank, fsynced in turn.
 
-A file for each component and rank, fsynced one after the other, with torch's defaults, as everybody
-calls it. (Without its checksums, ``set_crc32_options(False)``, it takes about a fifth less.)
-``torch.load`` reads whole files here: with ``mmap=True`` it was as fast or slower from a cold disk.
+Without its checksums (``set_crc32_options(False)``) it takes about a fifth less. ``torch.load``
+reads whole files: with ``mmap=True`` it was as fast or slower from a cold disk.
 """
 
 import os
@@ -32,7 +31,7 @@ class TorchSave(System):
             save_and_sync(state, self.file(step, component))
 
     def load(self, step: int) -> None:
-        """Read them back, and load them as veRL does."""
+        """Load the files as veRL does."""
         self.training.resume(load_files(self, step).items())
 
     def files(self, step: int) -> Path:
@@ -40,18 +39,17 @@ class TorchSave(System):
         return self.folder / str(step)
 
     def file(self, step: int, component: str) -> Path:
-        """This rank's file of a component."""
+        """Return the path of this rank's file of a component."""
         return self.files(step) / f"{component}_{self.training.rank}.pt"
 
 
 def load_files(system: Any, step: int) -> dict[str, Any]:
-    """What ``torch.save`` wrote of each component."""
+    """Return what ``torch.save`` wrote of each component."""
     components = ("model", "optim", "extra_state")
     return {name: torch.load(system.file(step, name), weights_only=False) for name in components}
 
 
 def save_and_sync(state: Any, path: Path) -> None:
-    """One durable ``torch.save``."""
     with path.open("wb") as file:
         torch.save(state, file)
         file.flush()

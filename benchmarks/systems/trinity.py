@@ -1,8 +1,8 @@
-"""trinity_sync's data path: staging in each rank, persist and commit in a process beside them.
+"""trinity_sync's data path: staging in each rank, persist and commit in a separate process.
 
-That process stands for the warm Ray worker of the real thing (see ``trinity_prefect``), so these
-are the costs to the trainer and the disk without those of orchestration. Variants differ in one
-thing each, but that they have one slot, which is enough where every save is waited for.
+That process stands for the warm Ray worker of the full stack (see ``trinity_prefect``), so these
+are the costs to the trainer and the disk without those of orchestration. The variants differ in one
+thing each, and have one slot, which is enough where every save is waited for.
 """
 
 import multiprocessing
@@ -43,11 +43,11 @@ class Committed(System):
         self.training, self.folder = training, folder
 
     def load(self, step: int) -> None:
-        """From disk."""
+        """Load from disk."""
         self._load(step, None)
 
     def load_from_memory(self, step: int) -> None:
-        """From the slots, as after the death of a trainer whose node lives."""
+        """Load from the slots, as after the death of a trainer whose node survives."""
         self._load(step, self.spool)
 
     def _load(self, step: int, spool: JobSpool | None) -> None:
@@ -65,11 +65,11 @@ class Committed(System):
             self.training.resume(states())
 
     def files(self, step: int) -> Path:
-        """The step's folder."""
+        """See `System.files`."""
         return step_folder(self.folder, step)
 
     def discard(self, step: int) -> None:
-        """Remove the step; its files may become those of the next one."""
+        """Remove the step; its files may be reused for the next one."""
         nbytes = 2 * self.training.size.nbytes
         remove_folder(self.folder, self.files(step), keep=nbytes if self.can_reuse_blocks else 0)
 
@@ -101,7 +101,7 @@ class Trinity(Committed):
         )
 
     def before_update(self) -> None:
-        """What overlaps must have been copied."""
+        """Wait for an overlapped copy."""
         self._states.wait_staged()
 
     def _write(self, step: int) -> None:
@@ -112,7 +112,7 @@ class Trinity(Committed):
             self._saving = self._writer.submit(write_out, share, save, COMPONENTS)
 
     def wait(self) -> None:
-        """Until the commit."""
+        """Wait for the commit."""
         if self._saving:
             self._saving.result()
             self._saving = None
@@ -125,7 +125,7 @@ class Trinity(Committed):
 
 
 class Overlapped(Trinity):
-    """Staging beside the next forward and backward pass."""
+    """Staging during the next forward and backward pass."""
 
     name = "trinity_sync, overlapped"
     at_once = 1

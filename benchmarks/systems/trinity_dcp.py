@@ -1,6 +1,6 @@
 """DCP's ``async_save`` with trinity_sync as its storage writer, stager and storage reader.
 
-As `PrefectRecycled` in all else: the full stack, one slot, files that are written over. DCP gets
+It is otherwise `PrefectRecycled`: the full stack, one slot, files that are written over. DCP gets
 the same state as from `DcpThread`, and ``no_dist=True``: the ranks plan in the call, so DCP's
 thread exchanges nothing.
 """
@@ -33,13 +33,13 @@ class DcpOnTrinity(PrefectRecycled):
         self._group = dist.new_group(backend="gloo")
 
     def save(self, step: int) -> None:
-        """Stage, and ask Prefect for the flow run in the background."""
+        """Stage, and request the flow run in the background."""
         writer = self._saver.writer(step)
         state = collect_state(self.training)
         async_save(state, storage_writer=writer, async_stager=writer, no_dist=True)
 
     def load(self, step: int) -> None:
-        """In place, into the live tensors; the values beside them through ``load_state_dict``."""
+        """Load in place into the live tensors; other values through ``load_state_dict``."""
         state = collect_state(self.training)
         load(state, storage_reader=StepReader(self.folder, step), process_group=self._group)
         resume_from(self.training, state)

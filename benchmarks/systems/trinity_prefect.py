@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TrinityPrefect(Committed):
-    """On the embedded stack that the environment names."""
+    """The coordinator on the embedded stack that the environment names."""
 
     name = "trinity_sync + Prefect"
 
@@ -31,40 +31,40 @@ class TrinityPrefect(Committed):
 
     @classmethod
     def unavailable(cls) -> str:
-        """Where no stack was started for the case."""
+        """Return why it cannot run where no stack was started for the case."""
         return "" if "PREFECT_API_URL" in os.environ else "no stack in this case"
 
     def daemons(self) -> Sequence[int]:
-        """Those of the stack: server, Ray and worker; by one rank only."""
+        """Return the processes of the stack (server, Ray and worker), on one rank only."""
         state = find() if self.training.rank == 0 else None
         return [daemon.pid for daemon in state.daemons] if state else []
 
     def save(self, step: int) -> None:
-        """Stage, and ask Prefect for the flow run in the background."""
+        """Stage, and request the flow run in the background."""
         self._saves.save(step, self.training.state(get_model_state_to_stage), overlap=self.overlaps)
 
     def before_update(self) -> None:
-        """What overlaps must have been copied."""
+        """Wait for an overlapped copy."""
         self._saves.wait_staged()
 
     def wait(self) -> None:
-        """Until this process knows of the commit."""
+        """Wait until this process knows of the commit."""
         self._saves.wait_all(120)
 
     def discard(self, step: int) -> None:
-        """After what the flow does behind its commit, which the next system would feel."""
+        """Remove the step once the flow has freed its slots, which the next system would feel."""
         end = time.monotonic() + 30
         while self._saves.spool.tickets()[0] and time.monotonic() < end:
             time.sleep(0.05)
         super().discard(step)
 
     def close(self) -> None:
-        """Give the slots back."""
+        """Release the slots."""
         self._saves.close()
 
 
 class PrefectOverlapped(TrinityPrefect):
-    """Staging beside the next forward and backward pass."""
+    """Staging during the next forward and backward pass."""
 
     name = "trinity_sync + Prefect, overlapped"
     overlaps = True

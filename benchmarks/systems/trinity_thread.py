@@ -1,9 +1,9 @@
 """Trinity-RFT's way: ``torch.save`` of each component in a thread of rank 0, the others blocking.
 
-As in Trinity's FSDP checkpoint manager, the threads get the state dict as it is, whose tensors are
-the live ones: a trainer that goes on meanwhile writes a torn file. That is why its bit-equality is
-looked at without training between save and durable; its other figures are taken as for everybody.
-Trinity does not fsync; here each thread ends with it.
+As in Trinity's FSDP checkpoint manager, the threads get the live state dict: a trainer that goes on
+meanwhile writes a torn file. So its bit-equality is checked without training between save and
+durable; its other figures are taken as for the other systems. Trinity does not fsync; here each
+thread ends with it.
 """
 
 import threading
@@ -27,7 +27,7 @@ class TrinityThread(TorchSave):
         self._threads: list[threading.Thread] = []
 
     def save(self, step: int) -> None:
-        """Start the threads; on other ranks than 0, write here and now."""
+        """Start the threads; on other ranks than 0, write in the call."""
         if self.training.rank != 0:
             super().save(step)
             return

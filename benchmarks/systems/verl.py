@@ -1,8 +1,8 @@
 """veRL's own ``FSDPCheckpointManager``, as its engine builds it.
 
-It blocks until all ranks have written model, optimizer and extra state (the ``save_contents`` that
-veRL's configuration defaults to) and, on rank 0, the Hugging Face config. veRL does not fsync; its
-files are fsynced here before `save` returns, as nothing else of veRL would make them durable.
+It blocks until all ranks have written model, optimizer and extra state (veRL's default
+``save_contents``) and, on rank 0, the Hugging Face config. veRL does not fsync; its files are
+fsynced here before `save` returns.
 """
 
 import logging
@@ -40,9 +40,9 @@ class Verl(System):
         sync_files(self.files(step))
 
     def load(self, step: int) -> None:
-        """veRL's load."""
+        """Load as veRL does."""
         self._manager.load_checkpoint(str(self.files(step)))
 
     def files(self, step: int) -> Path:
-        """In the layout of veRL's trainer."""
+        """Return a folder in the layout of veRL's trainer."""
         return self.folder / f"global_step_{step}" / "actor"

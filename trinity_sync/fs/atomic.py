@@ -28,14 +28,10 @@ def replace_file(
 ) -> None:
     """Write a file so that a reader finds the old content or the new content, never a part.
 
-    Args:
-        path: the file.
-        content: new content.
-        mode: permissions of the new file before the umask, whatever those of the old file are.
-        sync: also survive a power cut. Useless in shared memory, and for content that is worthless
-            after a reboot.
-        own_name: use a random temporary name. Without it, writers must exclude each other, and the
-            next write overwrites the temporary file of a killed process.
+    ``mode`` holds before the umask, whatever the old file has. ``sync`` survives a power cut:
+    useless in shared memory, and for content that is worthless after a reboot. Without ``own_name``
+    the temporary name is not random: writers must exclude each other, and the next write overwrites
+    the temporary file of a killed process.
     """
     temporary = (
         make_temporary_path(path) if own_name else path.with_name(path.name + TEMPORARY_SUFFIX)
@@ -51,11 +47,9 @@ def replace_file(
 
 
 def link_or_copy(path: Path, name: Path) -> None:
-    """Create a hard link to a file; on a file system without hard links, a copy.
+    """Create a hard link ``name`` to a file; on a file system without hard links, a copy.
 
-    Args:
-        path: the file.
-        name: path of the link, which must not exist.
+    ``name`` must not exist.
     """
     try:
         os.link(path, name)
@@ -69,11 +63,8 @@ def link_or_copy(path: Path, name: Path) -> None:
 def exchange_names(one: Path, other: Path) -> bool:
     """Exchange the names of two folders atomically; return False if the file system cannot.
 
-    Args:
-        one, other: the folders, on one file system.
-
     Raises:
-        OSError: the exchange is supported, and failed.
+        OSError: the exchange is supported, and failed, as between two file systems.
     """
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     at_cwd, flag = -100, 2
@@ -130,9 +121,7 @@ def revalidate_folder(folder: Path) -> None:
 def list_uncached(folder: Path, pattern: str) -> list[Path]:
     """Return the sorted paths in a folder that another node may just have created or filled.
 
-    Args:
-        folder: the folder, which need not exist.
-        pattern: as of ``Path.glob``.
+    Empty if the folder does not exist.
     """
     revalidate_folder(folder.parent.parent)
     revalidate_folder(folder.parent)
@@ -158,12 +147,7 @@ def write_in_place(
 ) -> None:
     """Write a file in place, without a temporary name.
 
-    Args:
-        path: the file.
-        content: all bytes of the file.
-        flag: as of ``open``.
-        mode: permissions before the umask.
-        sync: make the content durable.
+    ``mode`` holds before the umask. ``sync`` makes the content durable, but not the name.
     """
     with open(path, flag, opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.write(content.encode() if isinstance(content, str) else content)

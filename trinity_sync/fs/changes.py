@@ -32,8 +32,7 @@ def read_signature(path: Path) -> FileSignature:
 
 
 def lengthen_pauses() -> Iterator[float]:
-    """Yield the seconds to sleep between the looks of a wait, each twice the one before, at most
-    `MOST_PAUSE_S`."""
+    """Yield the seconds between two looks of a wait, which double up to `MOST_PAUSE_S`."""
     pause_s = LEAST_PAUSE_S
     while True:
         yield pause_s
@@ -43,9 +42,8 @@ def lengthen_pauses() -> Iterator[float]:
 class ReadOnChange(Generic[T]):
     """Content that is read again only after its file or folder has changed.
 
-    Args:
-        path: the file, which is only ever replaced, or the folder; another node may write it.
-        read: reads the content. What it raises is raised again at each `get`.
+    A file is only ever replaced, also by another node. After an error of ``read``, the next `get`
+    reads again.
     """
 
     def __init__(self, path: Path, read: Callable[[], T]) -> None:

@@ -9,12 +9,7 @@ from trinity_sync.fs.locks import acquire_file_lock
 
 
 def create_file(path: Path, content: str | bytes) -> bool:
-    """Create a file atomically and durably; return False if it exists.
-
-    Args:
-        path: the file.
-        content: all bytes of the file.
-    """
+    """Create a file atomically and durably; return False if it exists."""
     temporary = make_temporary_path(path)
     try:
         write_in_place(temporary, content)

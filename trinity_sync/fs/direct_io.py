@@ -3,9 +3,6 @@
 Direct I/O leaves the page cache to the training, and is two to four times as fast as buffered
 writes with fsync on the disks that were measured. If the file system refuses it (tmpfs, many
 network file systems), the same loops go through the page cache.
-
-Files are read into new memory with pages of the kernel's choice. Huge pages made a restore slower
-and less even on a virtual machine whose host reclaims freed pages and has to find each of them.
 """
 
 import errno
@@ -40,12 +37,9 @@ def write_file(
 ) -> str:
     """Write a file durably and return its digest (``xxh3-128:...``).
 
-    Args:
-        path: the file; an existing file is overwritten, which is faster. Its folder must exist.
-        content: bytes to write. Direct I/O needs them aligned to a page in memory, as in a mapped
-            slot; otherwise the page cache is used.
-        direct: try direct I/O.
-        limit: speed limit of this node, to leave bandwidth to others.
+    An existing file is overwritten in place, which is faster; the folder must exist. Direct I/O
+    needs ``content`` aligned to a page in memory, as in a mapped slot; otherwise the page cache is
+    used. ``limit`` leaves bandwidth of the node to others.
 
     Raises:
         OSError: the disk is full, read-only or broken; ``path`` may be partially written.
@@ -124,13 +118,9 @@ def _write_chunk(fd: int, chunk: memoryview, offset: int, direct: bool) -> None:
 def read_file(path: Path, nbytes: int) -> tuple[memoryview, str]:
     """Read the first ``nbytes`` of a file, past the page cache if the file system allows it.
 
-    Args:
-        path: the file.
-        nbytes: number of bytes.
-
-    Returns:
-        The bytes, aligned to a page, writable and owned by the caller, and their digest in the form
-        of `write_file`. A shorter file is padded with zeros, which the digest shows.
+    Return the bytes, aligned to a page, writable and owned by the caller, and their digest in the
+    form of `write_file`. A shorter file is padded with zeros, so its size has to be compared as
+    well.
 
     Raises:
         OSError: the file is missing or the disk is broken.
@@ -154,24 +144,17 @@ def open_direct(path: Path) -> Iterator[int]:
 
 
 def digest_file(path: Path, nbytes: int, on_read: Callable[[int], object] = no_progress) -> str:
-    """Return the digest that `read_file` would return, with a few pieces in memory at a time.
+    """Return the digest of the first ``nbytes`` of a file, with a few pieces in memory at a time.
 
-    Args:
-        path: the file.
-        nbytes: number of bytes.
-        on_read: called with the bytes of each piece.
+    A shorter file may have the digest of the whole one, so its size has to be compared as well.
+    ``on_read`` is called with the size of each piece in bytes.
     """
     with open_direct(path) as fd:
         return digest_fd(fd, nbytes, on_read)
 
 
 def digest_fd(fd: int, nbytes: int, on_read: Callable[[int], object] = no_progress) -> str:
-    """Return the digest of an open file as `digest_file` does.
-
-    Args:
-        fd: descriptor of the file.
-        nbytes, on_read: as in `digest_file`.
-    """
+    """Return the digest of an open file as `digest_file` does."""
     digest = xxhash.xxh3_128()
     waiting: deque[tuple[Future[None], memoryview, int]] = deque()
 
@@ -195,13 +178,7 @@ def digest_fd(fd: int, nbytes: int, on_read: Callable[[int], object] = no_progre
 
 
 def read_fd(fd: int, nbytes: int, *, readers: int = READERS) -> tuple[memoryview, str]:
-    """Read an open file as `read_file` does, with direct I/O if it was opened for that.
-
-    Args:
-        fd: descriptor of the file.
-        nbytes: number of bytes.
-        readers: number of threads.
-    """
+    """Read an open file as `read_file` does, with direct I/O if it was opened for that."""
     memory = _allocate(nbytes)
     digest = xxhash.xxh3_128()
     starts = range(0, nbytes, PIECE)
@@ -214,14 +191,10 @@ def read_fd(fd: int, nbytes: int, *, readers: int = READERS) -> tuple[memoryview
 
 
 def map_fd(fd: int, nbytes: int) -> tuple[memoryview, str]:
-    """Map an open file in memory and return what `read_fd` returns, without a copy.
+    """Map an open file in memory; return its first bytes, without a copy, and their digest.
 
-    The bytes are valid as long as the file is not written to, so hold its lock; writes to them do
-    not reach the file.
-
-    Args:
-        fd: descriptor of the file.
-        nbytes: number of bytes.
+    A file shorter than ``nbytes`` is not padded. The bytes are valid as long as the file is not
+    written to, so hold its lock; writes to them do not reach the file.
     """
     size = min(nbytes, os.fstat(fd).st_size)
     with reopen_fd(fd) as again:  # a mapping of ``fd`` would keep its lock

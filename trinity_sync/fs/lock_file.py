@@ -44,13 +44,7 @@ _changed = threading.Condition(_lock)
 
 
 class LockFile:
-    """An open file and its lock.
-
-    Args:
-        path: path of the file.
-        flags: as of ``os.open``.
-        mode: permissions of a new file.
-    """
+    """An open file and its lock; ``flags`` and ``mode`` are those of ``os.open``."""
 
     fd = -1
 
@@ -69,11 +63,7 @@ class LockFile:
         return True
 
     def acquire(self, *, shared: bool = False, limit_s: float = math.inf) -> None:
-        """Wait for the lock and acquire it.
-
-        Args:
-            shared: share the lock with other holders that share it.
-            limit_s: seconds to wait.
+        """Wait for the lock and acquire it, ``shared`` with other holders that share it.
 
         Raises:
             LockTimeoutError: the lock was not released within ``limit_s``.
@@ -81,11 +71,7 @@ class LockFile:
         self.wait(lambda: self.try_acquire(shared=shared), limit_s)
 
     def wait(self, attempt: Callable[[], bool], limit_s: float) -> None:
-        """Wait until an attempt to acquire a lock of the file succeeds.
-
-        Args:
-            attempt: returns whether it acquired the lock.
-            limit_s: seconds to wait.
+        """Wait until ``attempt``, which tries to acquire a lock of the file, returns True.
 
         Raises:
             LockTimeoutError: as `acquire`.
@@ -169,10 +155,7 @@ class LockFile:
     def map(self, nbytes: int, *, writable: bool = False, populate: bool = False) -> mmap.mmap:
         """Map the first bytes of the file as shared memory; the mapping keeps no lock.
 
-        Args:
-            nbytes: number of bytes.
-            writable: allow writes.
-            populate: map all pages at once, rather than each at its first access.
+        ``populate`` maps all pages at once, rather than each at its first access.
         """
         flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0)
         prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
@@ -187,12 +170,7 @@ class LockFile:
 
 @contextmanager
 def reopen_fd(fd: int, flags: int = os.O_RDONLY) -> Iterator[int]:
-    """Open the file of a descriptor again, as an open file that does not share its lock.
-
-    Args:
-        fd: descriptor of the file.
-        flags: as of ``os.open``.
-    """
+    """Open the file of a descriptor again, as an open file that does not share its lock."""
     again = os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
     try:
         yield again

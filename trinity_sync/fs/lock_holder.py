@@ -9,9 +9,8 @@ from trinity_sync.fs.process import read_process_identity
 def describe_holder(fd: int, path: Path) -> str:
     """Return which process holds the lock of a file, as far as this node can tell.
 
-    Args:
-        fd: descriptor of the file in this process.
-        path: path of the file, in which the holder may have written its description.
+    ``fd`` is open in this process. A holder on another node may have written its description to
+    ``path``.
     """
     try:
         lock = _read_lock_name(fd)

@@ -1,10 +1,8 @@
 """Kernel locks on files, held within a block: they are released with the block or the process.
 
 A process that waits for a lock logs a warning with the holder, and a lock that is held for moments
-only has a time limit.
-
-The lock that keeps two changes of a root's committed steps apart is `acquire_commit_lock`. Acquire
-it before `leases.acquire_removal_lock`.
+only has a time limit. `acquire_commit_lock` keeps two changes of a root's committed steps apart;
+acquire it before `leases.acquire_removal_lock`.
 
 To acquire a lock, a process needs to read the file only. So a lock file can be opened only by users
 who may write into its folder: a user who may read a root cannot block others.
@@ -37,12 +35,8 @@ def acquire_file_lock(
 ) -> Iterator[LockFile]:
     """Wait for the lock of a file, created if it is missing, and hold it within the block.
 
-    A waiting process logs a warning with the holder.
-
-    Args:
-        path: a file that is used for the lock only.
-        shared: share the lock with other holders that share it.
-        limit_s: seconds to wait; ``math.inf`` if a holder may take any time.
+    The file is used for the lock only. ``shared`` is with other holders that share it; ``limit_s``
+    is ``math.inf`` if a holder may take any time.
 
     Raises:
         LockTimeoutError: the lock was not released within ``limit_s``.

@@ -60,11 +60,10 @@ class Mount:
 
 
 def find_mount(path: str | Path, mountinfo: str | None = None) -> Mount:
-    """Return the mount of a path; its type is ``unknown`` if the kernel does not report it.
+    """Return the mount of a path, which need not exist.
 
-    Args:
-        path: the path, which need not exist.
-        mountinfo: text in the form of ``/proc/self/mountinfo``, which is read by default.
+    Its type is ``unknown`` if the kernel does not report it. ``mountinfo`` replaces the text of
+    ``/proc/self/mountinfo``.
     """
     real = Path(path).resolve()
     if mountinfo is None:  # mount points may have any bytes in their names

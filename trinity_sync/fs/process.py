@@ -58,8 +58,7 @@ def read_process_namespace() -> str:
 def is_process_alive(name: str) -> bool:
     """Return whether a process still runs on this node; a hidden process counts as running.
 
-    Args:
-        name: identity of the process, as from `read_process_identity`.
+    ``name`` is its identity, as from `read_process_identity`.
     """
     pid = parse_number(name.partition("/")[0])
     if pid is None:

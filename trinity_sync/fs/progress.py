@@ -11,9 +11,4 @@ be done already counts, so the amounts of a complete run add up to about the tot
 
 
 def no_progress(done: int, total: int = 0) -> None:
-    """Ignore the progress.
-
-    Args:
-        done: as of `OnProgress`.
-        total: as of `OnProgress`.
-    """
+    """Ignore the progress."""

@@ -1,9 +1,8 @@
 """A speed limit that all processes of a node share.
 
-A node's checkpoints are written by several Ray processes, several threads in each. None of them
-knows how many write at a time, so none could take its part of a limit. They share a file instead:
-it has the time at which what was admitted last is paid for, and who holds its lock waits for that
-time and admits the next bytes.
+A node's checkpoints are written by several Ray processes with several threads each, none of which
+knows how many others write. So they share a file with the time until which the admitted bytes are
+paid for. The holder of its lock waits for that time and admits the next bytes.
 """
 
 import fcntl
@@ -17,18 +16,15 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 LARGEST = 16 << 20
-"""Bytes that are admitted at a time, at most."""
+"""Most bytes that are admitted at a time."""
 _PAID_AT = struct.Struct("<d")
 
 
 class RateLimit:
     """A limit of bytes per second for everything that uses the same file.
 
-    Args:
-        path: File in memory, created if it is missing, in a folder of this user.
-        bytes_per_s: The limit in bytes per second.
-        clock: Monotonic seconds, the same for all processes of the node.
-        sleep: Waits for some seconds.
+    The file lies in memory, in a folder of this user, and is created if it is missing. ``clock``
+    returns monotonic seconds, the same for all processes of the node.
     """
 
     def __init__(
@@ -44,12 +40,9 @@ class RateLimit:
         self._warned = False
 
     def admit(self, nbytes: int) -> None:
-        """Wait until bytes may be written, and count them.
+        """Wait until bytes, at most `LARGEST`, may be written, and count them.
 
         Without its file, as in a full spool, there is no limit: a write does not fail for it.
-
-        Args:
-            nbytes: Number of bytes, at most `LARGEST`.
         """
         try:
             self._admit(nbytes)

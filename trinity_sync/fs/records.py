@@ -54,24 +54,14 @@ class Record:
 
 
 def encode_record(record: Record, *, indent: int | None = None) -> str:
-    """Return the text of a record.
-
-    Args:
-        record: a record whose values are plain values, records and containers of them.
-        indent: as of ``json.dumps``.
-    """
+    """Return the text of a record whose values are plain values, records and containers of them."""
     return encode_body(msgspec.to_builtins(record), record.FORMAT, indent=indent)
 
 
 def decode_record(kind: type[R], content: bytes, path: Path | str) -> R:
-    """Return the record in the bytes of a file.
+    """Return the record in the bytes of a file; ``path`` is for messages.
 
     Unknown values are ignored: a later release may add optional values.
-
-    Args:
-        kind: type of the record.
-        content: all bytes of the file.
-        path: path of the file, for messages.
 
     Raises:
         ValueError: it is torn or was altered, or a value is missing or of a wrong type or range.
@@ -84,10 +74,6 @@ def decode_record(kind: type[R], content: bytes, path: Path | str) -> R:
 def read_spool_record(kind: type[R], path: Path) -> R | None:
     """Return the record in a file; None if the file is missing, torn or altered.
 
-    Args:
-        kind: type of the record.
-        path: path of the file.
-
     Raises:
         FormatError: another release has written it.
     """
@@ -98,13 +84,7 @@ def read_spool_record(kind: type[R], path: Path) -> R | None:
 
 
 def encode_body(body: dict[str, Any], format: int, *, indent: int | None = None) -> str:
-    """Return the text of a record, given its values.
-
-    Args:
-        body: values by name; no name is ``format`` or ``digest``.
-        format: format number.
-        indent: as of ``json.dumps``.
-    """
+    """Return the text of a record of values by name; no name is ``format`` or ``digest``."""
     return add_digest(json.dumps({"format": format, **body}, indent=indent))
 
 
@@ -119,11 +99,7 @@ def decode_body(
 ) -> dict[str, Any]:
     """Return the values in a record, without a check of their types.
 
-    Args:
-        content: all bytes of the file.
-        path: path of the file, for messages.
-        format: the format number that is supported.
-        writer: name of the environment that writes such records, for messages.
+    ``path``, and ``writer``, the environment that writes such records, are for messages.
 
     Raises:
         ValueError: it is torn or was altered, or has no digest or format.

@@ -47,23 +47,12 @@ class CallableStatus(Record, format=SPOOL_FORMAT, writer=TRAINER):
 
 
 def write_status(spool: JobSpool, status: CallableStatus) -> None:
-    """Write a status, in the place of an earlier one of the same call.
-
-    Args:
-        spool: the job's folder on this node.
-        status: the status.
-    """
+    """Write a status, in the place of an earlier one of the same call."""
     _replace(spool, _path(spool, status), encode_record(status))
 
 
 def read_statuses(spool: JobSpool, run: int, step: int, kind: Kind) -> Iterator[CallableStatus]:
     """Yield the statuses of a save's functions; those of processes that are gone are failed.
-
-    Args:
-        spool: the job's folder on this node.
-        run: number of the run.
-        step: training step.
-        kind: the sync or the checkpoint of the step.
 
     Raises:
         SpoolError: a file is torn.
@@ -85,28 +74,13 @@ def read_statuses(spool: JobSpool, run: int, step: int, kind: Kind) -> Iterator[
 
 
 def remove_statuses(spool: JobSpool, run: int, step: int, kind: Kind) -> None:
-    """Remove the statuses of a save whose commit lists them, and its request.
-
-    Args:
-        spool: the job's folder on this node.
-        run: number of the run.
-        step: training step.
-        kind: the sync or the checkpoint of the step.
-    """
+    """Remove the statuses of a save whose commit lists them, and its request."""
     for path in spool.receipts.glob(f"{run}.{step}.{kind}.*.json"):
         path.unlink(missing_ok=True)
 
 
 def write_request(spool: JobSpool, run: int, step: int, kind: Kind, request: str) -> None:
-    """Keep the request of a save of functions until its flow run has ended.
-
-    Args:
-        spool: the job's folder on this node.
-        run: number of the run.
-        step: training step.
-        kind: the sync or the checkpoint of the step.
-        request: the request, as JSON.
-    """
+    """Keep the request (JSON) of a save of functions until its flow run has ended."""
     _replace(spool, _request_path(spool, run, step, kind), request)
 
 
@@ -116,14 +90,7 @@ def list_requests(spool: JobSpool) -> list[Path]:
 
 
 def remove_request(spool: JobSpool, run: int, step: int, kind: Kind) -> None:
-    """Remove the request of a save that failed; the statuses stay for a retry.
-
-    Args:
-        spool: the job's folder on this node.
-        run: number of the run.
-        step: training step.
-        kind: the sync or the checkpoint of the step.
-    """
+    """Remove the request of a save that failed; the statuses stay for a retry."""
     _request_path(spool, run, step, kind).unlink(missing_ok=True)
 
 

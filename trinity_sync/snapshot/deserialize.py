@@ -36,10 +36,8 @@ from trinity_sync.snapshot.torch_private import (
 def load_image(image: memoryview, path: Path, *, trusted: bool) -> Any:
     """Load the state in the bytes of a file; tensors and plain values only unless it is trusted.
 
-    Args:
-        image: as in `deserialize`.
-        path: for messages.
-        trusted: result of `safe_load.is_trusted` for the open file that the bytes were read from.
+    ``trusted`` is `safe_load.is_trusted` of the open file that the bytes were read from; ``path``
+    is for messages.
 
     Raises:
         CommitError: the file is not trusted, and holds more than tensors and plain values.
@@ -54,13 +52,10 @@ def load_image(image: memoryview, path: Path, *, trusted: bool) -> Any:
 def deserialize(image: memoryview, *, plain: bool = False) -> Any:
     """Load bytes as ``torch.load(..., map_location="cpu", weights_only=plain)`` would.
 
-    Without ``plain`` it runs code that the bytes name, as veRL's loading does: see `safe_load`.
-
-    Args:
-        image: a whole ``.pt`` file in writable memory that nothing else uses. The tensors of the
-            state, on the CPU, are views of this memory. A private mapping loses the content of
-            each of its pages with the last tensor in it.
-        plain: load tensors and plain values only, by a copy; call it within `restrict_to_plain`.
+    ``image`` is a whole ``.pt`` file in writable memory that nothing else uses. The tensors of the
+    state are views of it, and a page of a private mapping loses its content with the last tensor in
+    it. Code that the bytes name is run, as in veRL's loading: see `safe_load`. With ``plain``, only
+    tensors and plain values are loaded, by a copy; call it within `restrict_to_plain`.
 
     Raises:
         ImageError: the bytes are not a ``.pt`` file, or a compressed or legacy one.
@@ -178,11 +173,8 @@ def _make_unpickler(
 def _view(image: memoryview, start: int, nbytes: int, after: int) -> torch.UntypedStorage:
     """Return a part of the image, whose pages are freed with the last tensor in it.
 
-    Args:
-        image: a whole file.
-        start: first byte of the storage.
-        nbytes: size of the storage.
-        after: first byte of the next storage; those between the two are not needed.
+    ``after`` is the first byte of the next storage, up to which no byte is needed; 0 if none
+    follows.
     """
     if not nbytes:
         return torch.UntypedStorage(0, device="cpu")

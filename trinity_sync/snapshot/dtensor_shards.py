@@ -26,22 +26,17 @@ from trinity_sync.snapshot.torch_private import (
 
 
 class ShardBox(NamedTuple):
-    """The part of a whole tensor that one rank holds."""
+    """The part of a whole tensor that one rank holds: first index and length in each dimension."""
 
     offsets: tuple[int, ...]
-    """First index in each dimension."""
     sizes: tuple[int, ...]
-    """Length in each dimension."""
 
 
 def compute_shard_boxes(tensor: DTensor, rank: int) -> dict[int, ShardBox]:
     """Return the part of the whole tensor that each rank of its mesh holds; of replicas, the first.
 
     The boxes do not overlap, and together they are the whole tensor. Empty ones are included.
-
-    Args:
-        tensor: its shape is that of the whole tensor.
-        rank: rank that saved ``tensor``.
+    ``rank`` is the one that saved ``tensor``.
 
     Raises:
         ValueError: a placement is neither Shard nor Replicate, or places a shard in several pieces,
@@ -55,12 +50,9 @@ def compute_shard_boxes(tensor: DTensor, rank: int) -> dict[int, ShardBox]:
 
 
 def is_outside_mesh(tensor: DTensor, rank: int, other: int) -> bool:
-    """Return whether a rank is in none or another of several equal submeshes.
+    """Return whether ``other`` is not in the submesh of ``rank``, which saved the tensor.
 
-    Args:
-        tensor: a tensor.
-        rank: rank that saved ``tensor``.
-        other: the rank in question.
+    True as well if ``rank`` itself is in none of several equal submeshes.
     """
     ranks = get_ranks(tensor.device_mesh, rank)
     return ranks is None or get_ranks(tensor.device_mesh, other) is not ranks
@@ -95,13 +87,7 @@ def have_equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def compute_chunk(length: int, count: int, index: int) -> tuple[int, int]:
-    """Return start and length of a chunk, as ``torch.chunk`` splits; chunks may be empty.
-
-    Args:
-        length: elements to split.
-        count: number of chunks.
-        index: number of the chunk, from 0.
-    """
+    """Return start and length of chunk ``index`` as ``torch.chunk`` splits; it may be empty."""
     size = -(-length // count)
     start = min(index * size, length)
     return start, min(size, length - start)

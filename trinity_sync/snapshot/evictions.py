@@ -48,11 +48,7 @@ class Eviction:
 
 
 def record_eviction(folder: Path, eviction: Eviction) -> None:
-    """Append an eviction to the file of a job.
-
-    Args:
-        folder: the job's folder in the spool.
-        eviction: the eviction.
+    """Append an eviction to the file in a job's folder of the spool.
 
     Raises:
         OSError: the file cannot be written.
@@ -78,9 +74,6 @@ def read_evictions(folder: Path) -> Sequence[Eviction]:
     """Return the last evictions of a job on this node, oldest first, without lines that are torn.
 
     The file is parsed only if it has changed.
-
-    Args:
-        folder: the job's folder in the spool.
     """
     return list(_read(folder)[0])
 
@@ -88,11 +81,7 @@ def read_evictions(folder: Path) -> Sequence[Eviction]:
 def count_evictions(folder: Path) -> Counter[Kind]:
     """Return the number of images of a job that were evicted on this node, by kind.
 
-    It includes those that `read_evictions` no longer returns. The file is parsed only if it has
-    changed.
-
-    Args:
-        folder: the job's folder in the spool.
+    It includes those that `read_evictions` no longer returns.
     """
     evictions, dropped = _read(folder)
     return dropped + Counter(each.kind for each in evictions)

@@ -3,15 +3,13 @@
 ``torch.save`` under ``skip_data`` writes everything but the tensor data and seeks over it. A sink
 that records both yields a `Layout`: the written extents, and a hole for each storage. One copy per
 storage fills the holes, and gives a file that ``torch.load``, veRL's checkpoint manager and veRL's
-merger read. Shared storages stay shared, because holes belong to storages, not to tensors.
-``skip_data`` begins when the pickle is complete: under it torch refuses to pickle quantized and
-nested tensors, and an object that pickles itself with ``torch.save`` would lose its data.
+merger read. ``skip_data`` begins when the pickle is complete: under it torch refuses to pickle
+quantized and nested tensors, and an object that pickles itself with ``torch.save`` would lose its
+data.
 
-Holes start at multiples of 4,096 bytes, so a filled image can be written with direct I/O. Laying
-out costs tens of microseconds per tensor; if structure and plain values are equal to those of an
-earlier layout, that layout is reused. If only floats differ, as with a learning rate schedule, the
-floats and their checksum are replaced in copies of the first and last extent. The archive's
-``serialization_id``, which torch only logs, stays the same.
+Holes start at multiples of 4,096 bytes, so a filled image can be written with direct I/O. A layout
+is reused for a state of equal structure and plain values; if only floats differ, as with a learning
+rate schedule, the floats and their checksum are replaced in copies of the first and last extent.
 """
 
 import gc
@@ -112,15 +110,12 @@ def lay_out(
 ) -> tuple[Layout, Storages]:
     """Plan the file that ``torch.save(state, ...)`` would write, without copying tensor data.
 
-    Args:
-        state: anything that ``torch.save`` accepts. Tensors may have any shape, dtype, device and
-            layout and may be DTensors; other values are copied now. An `UndetachedStateDict` is
-            laid out as its ``detached()``, and a `LaidOut` is returned as it is.
-        known: an earlier layout, reused if it is that of ``state``.
-        alignment: bytes of which the offsets of the holes are multiples.
+    ``state`` is anything that ``torch.save`` accepts. Tensors may have any shape, dtype, device and
+    layout and may be DTensors; other values are copied now. An `UndetachedStateDict` is laid out as
+    its ``detached()``, and a `LaidOut` is returned as it is. Holes start at multiples of
+    ``alignment`` bytes.
 
-    Returns:
-        The layout (``known`` itself if it fits) and the non-empty storages that fill its holes.
+    Return the layout, ``known`` itself if it fits, and the non-empty storages that fill its holes.
 
     Raises:
         ImageError: the state cannot be pickled, and the message names the key; or this version of
@@ -219,12 +214,9 @@ def fill(
 ) -> None:
     """Copy the state's data, and the headers that have changed, into an image.
 
-    Args:
-        image: ``uint8`` tensor in shared memory with at least ``layout.nbytes`` elements.
-        layout: layout of the state, from `lay_out`.
-        storages: storages of the state, from `lay_out`, on any device.
-        there: layout whose headers the image already has; shared extents are not copied again.
-        computed, threads, file: as in `copy_into`.
+    ``image`` is a ``uint8`` tensor in shared memory, ``layout`` and ``storages`` (on any device)
+    are from `lay_out`. The image already has the headers of ``there``: shared extents are not
+    copied again. ``computed``, ``threads`` and ``file`` are those of `copy_into`.
 
     Raises:
         ImageError: the image is too small, or as in `copy_into`.

@@ -67,11 +67,8 @@ def read_identity(root: str | Path) -> str:
 def open_identity(root: Path, *, adopted: str = "") -> str:
     """Return the identity of the job at a root; create it if the root has none or is a copy.
 
+    ``root`` is a real path that exists. A new root that continues another job adopts its identity.
     A root that cannot be written, and is only read, stays as it is.
-
-    Args:
-        root: real path of the root, which exists.
-        adopted: identity of the job that this root, which is new, continues; empty for none.
 
     Raises:
         RootError: the file that another process has just created is not visible here.

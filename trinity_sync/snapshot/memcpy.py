@@ -70,18 +70,16 @@ def copy_into(
     threads: int = 0,
     file: int | None = None,
 ) -> None:
-    """Copy each storage to its offset in ``image``.
+    """Copy each storage to its offset in ``image``, a ``uint8`` tensor on the CPU.
 
-    Args:
-        image: ``uint8`` tensor on the CPU with room for all storages.
-        parts: (offset in bytes, length in bytes, storage). Storages on a GPU are copied on a
-            separate stream, which is synchronized once, at the end.
-        computed: events that this stream waits for; by default the work submitted to the current
-            stream so far.
-        threads: number of threads that copy storages on the CPU; 0 for torch's intra-op threads.
-        file: descriptor of the file that ``image`` maps. With it, another thread may free or resize
-            storages on the CPU during the copy: the kernel reads them, which fails with an error
-            where memory is gone instead of crashing. It takes about twice the time.
+    ``parts`` are (offset in bytes, length in bytes, storage). Storages on a GPU are copied on a
+    separate stream, which waits for ``computed`` (by default the work submitted to the current
+    stream so far) and is synchronized once, at the end. ``threads`` copy the others; 0 for torch's
+    intra-op threads.
+
+    With ``file``, the descriptor of the file that ``image`` maps, another thread may free or resize
+    storages on the CPU during the copy: the kernel reads them, which fails with an error where
+    memory is gone instead of crashing. It takes about twice the time.
 
     Raises:
         ImageError: with ``file``, the memory of a storage was freed.
@@ -112,12 +110,7 @@ def copy_into(
 
 
 def copy_pieces(whole: Iterable[Piece], *, threads: int = 0) -> None:
-    """Copy between addresses.
-
-    Args:
-        whole: what to copy, each of any length.
-        threads: as in `copy_into`.
-    """
+    """Copy pieces of any length between addresses; ``threads`` as in `copy_into`."""
     pieces: deque[Piece] = deque()
     small: list[Piece] = []
     for each in whole:
@@ -158,10 +151,8 @@ def equal_bytes(
 ) -> bool:
     """Return whether each storage, on the CPU, equals the bytes at its offset in ``image``.
 
-    Args:
-        image, threads: as in `copy_into`.
-        parts: (offset in bytes, storage).
-        sample: number of bytes in the middle of a large storage to compare; 0 for all of it.
+    ``parts`` are (offset in bytes, storage). Of a large storage only ``sample`` bytes in the middle
+    are compared; 0 for all of it.
     """
     pieces: deque[Piece] = deque()
     small: list[Piece] = []
@@ -199,12 +190,7 @@ def _copy_until_empty(pieces: "deque[Piece]", copy: Copy) -> None:
 
 
 def view_memory(address: int, nbytes: int) -> Any:
-    """Return memory as a buffer for system calls, which fail with ``EFAULT`` if it is unmapped.
-
-    Args:
-        address: first address.
-        nbytes: length in bytes.
-    """
+    """Return memory as a buffer for system calls, which fail with ``EFAULT`` if it is unmapped."""
     return (ctypes.c_char * nbytes).from_address(address)
 
 

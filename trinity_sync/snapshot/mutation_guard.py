@@ -41,12 +41,8 @@ _WAY_OUT = (
 class MutationGuard:
     """Watches the tensors of a state between the call and the end of the copy.
 
-    Args:
-        state: the state to stage.
-        storages: storages of the state, from `lay_out`.
-        layout: layout of the state, from `lay_out`.
-        check: compare the image with digests of the storages, taken at the call in a pass over the
-            state. It detects every change.
+    ``storages`` and ``layout`` are from `lay_out`. With ``check``, the image is compared with
+    digests of the storages, taken at the call in a pass over the state, which detects every change.
     """
 
     def __init__(self, state: Any, storages: Storages, layout: Layout, *, check: bool) -> None:
@@ -73,10 +69,8 @@ class MutationGuard:
     def fill(self, image: torch.Tensor, file: int, what: str, **how: Any) -> None:
         """Fill ``image``, a mapping of ``file``, with the state as it was at the call.
 
-        Args:
-            image, file: as in `copy_into`; storages may be freed or resized during the copy.
-            what: name of the image, for messages.
-            how: further arguments of `image.fill`.
+        Storages may be freed or resized during the copy. ``what`` names the image in messages;
+        ``how`` goes to `image.fill`.
 
         Raises:
             ImageError: a tensor changed before it was copied; the message names it.
@@ -189,11 +183,7 @@ def sample_storages(storages: Storages) -> torch.Tensor:
 
 
 def compare_rows(before: torch.Tensor, now: torch.Tensor) -> list[bool]:
-    """Return for each row whether it is equal; synchronize the current stream once.
-
-    Args:
-        before, now: tensors of one shape ``[rows, bytes]`` on one device.
-    """
+    """Return which rows of two ``[rows, bytes]`` tensors are equal; synchronize the stream once."""
     return (before == now).all(1).tolist()
 
 

@@ -43,10 +43,8 @@ class RecordingPickle:
     """A pickle module for one ``torch.save``, and what it records.
 
     It reduces plain tensors and DTensors itself, since torch's own reduction costs as much as the
-    rest of a layout.
-
-    Args:
-        pickled: called when the pickle is complete, before ``torch.save`` writes the storages.
+    rest of a layout. ``pickled`` is called when the pickle is complete, before ``torch.save``
+    writes the storages.
     """
 
     __name__ = "pickle"
@@ -64,14 +62,7 @@ class RecordingPickle:
         self.Pickler = _pickler(self)
 
     def replace_markers(self, marked: bytes, floats: Sequence[float]) -> bytes:
-        """Replace the markers in a pickle by the floats, and record their offsets.
-
-        Args:
-            marked: pickle with a marker for each float.
-            floats: the floats in order.
-
-        Returns:
-            The pickle with the floats.
+        """Return a pickle with the floats in the place of their markers, and record their offsets.
 
         Raises:
             ImageError: the state has the bytes of a marker by chance.

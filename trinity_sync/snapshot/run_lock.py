@@ -14,15 +14,11 @@ from trinity_sync.snapshot.spool import make_own_folder
 
 @contextmanager
 def try_run_lock(spool: Path, run_id: UUID) -> Iterator[bool]:
-    """Acquire the lock of a flow run on this node without waiting; yields whether it was free.
+    """Acquire the lock of a flow run on this node without waiting; yield whether it was free.
 
     The worker that executes a run holds its lock from before it takes the run until the run's end
     is reported, so a lock that is free means that no process of this node executes the run, and
     that none begins to within the block.
-
-    Args:
-        spool: of this node.
-        run_id: of the flow run.
 
     Raises:
         SpoolError: the spool is not a folder of this user alone, or cannot be made.

@@ -58,11 +58,8 @@ def is_plain_forced() -> bool:
 def restrict_to_plain(path: Path) -> Iterator[None]:
     """Let ``torch.load(weights_only=True)`` load NumPy's arrays as well within the block.
 
-    Args:
-        path: of the file that is loaded, for the message.
-
     Raises:
-        CommitError: the file holds more than tensors, arrays and plain values.
+        CommitError: the file at ``path`` holds more than tensors, arrays and plain values.
     """
     import torch
     import torch.distributed.tensor  # registers DTensor as safe
@@ -87,10 +84,6 @@ def restrict_to_plain(path: Path) -> Iterator[None]:
 
 def load_file(path: Path, *, mmap: bool = False) -> Any:
     """Load a file of ``torch.save`` on the CPU: in full if it is trusted, otherwise plain values.
-
-    Args:
-        path: of the file.
-        mmap: map the file instead of reading it.
 
     Raises:
         CommitError: as `restrict_to_plain`.

@@ -85,11 +85,9 @@ class Slot:
     def try_lock(self, *, shared: bool = False) -> bool:
         """Acquire the lock if no process and no other thread holds it; return whether it did.
 
-        It resets `laid_out` and `holds` if another process has filled the slot since.
-
-        Args:
-            shared: acquire it as readers do, so that the bytes cannot change. A file that is gone
-                is not created again.
+        It resets `laid_out` and `holds` if another process has filled the slot since. A ``shared``
+        lock is that of readers, under which the bytes cannot change; for it a file that is gone is
+        not created again.
         """
         if not self._ours.acquire(blocking=False):
             return False
@@ -141,10 +139,6 @@ class Slot:
 
         Call it under the exclusive lock. From here on no process uses the earlier content, even if
         this process dies at once.
-
-        Args:
-            name: random name of the image.
-            nbytes: its length in bytes.
         """
         self._take_back()
         self.holds = None
@@ -250,11 +244,6 @@ def _keep(file: LockFile, how: int) -> bool:
 
 def allocate_slot(fd: int, path: Path, size: int) -> None:
     """Reserve memory for the slot, so that touching it cannot fail later.
-
-    Args:
-        fd: descriptor of the slot's file.
-        path: of the slot, for messages.
-        size: length of the file in bytes.
 
     Raises:
         SpoolFullError: there is no room.

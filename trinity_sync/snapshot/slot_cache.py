@@ -34,12 +34,7 @@ def cached_file_path(slot: Path) -> Path:
 
 
 def write_cached_file(slot: Path, kept: CachedFile) -> None:
-    """Write the record of a slot; call it under the slot's lock.
-
-    Args:
-        slot: path of the slot.
-        kept: the file that the slot holds.
-    """
+    """Write the record of a slot; call it under the slot's lock."""
     replace_file(cached_file_path(slot), encode_record(kept), sync=False, own_name=False)
 
 

@@ -25,10 +25,6 @@ FILL_S = 600.0
 def hold_slot(path: Path, *, limit_s: float = FILL_S) -> Iterator[int]:
     """Yield a descriptor of a slot's file, whose bytes cannot change within the block.
 
-    Args:
-        path: of the slot.
-        limit_s: seconds to wait for the lock, which a trainer holds for the length of a copy.
-
     Raises:
         FileNotFoundError: there is no such slot.
         LockTimeoutError: the trainer that fills it hangs.
@@ -71,13 +67,10 @@ def _under_lock(path: Path, *, shared: bool, limit_s: float) -> Iterator[LockFil
 
 
 def free_slot(path: Path, image: str, digest: str = "") -> None:
-    """Free the slot at ``path`` if it still holds ``image``.
+    """Free the slot at ``path`` if it still holds ``image``, as named in its ticket.
 
-    Args:
-        path: of the slot.
-        image: as in its ticket.
-        digest: of the committed file. It is recorded beside the slot, so that the file can be read
-            from the slot until another image fills it.
+    The ``digest`` of the committed file is recorded beside the slot, so that the file can be read
+    from the slot until another image fills it.
     """
     try:
         with lock_image(path), hold_slot(path):

@@ -74,11 +74,8 @@ class _Image:
 class SlotPool:
     """The slots of one process, by role, component and rank; they stay mapped between saves.
 
-    Args:
-        spool: the job's folder on this node.
-        count: slots of a component; slots are added while slow readers hold them all.
-        wait_s: as ``slot_wait_s`` of `Stager`, in seconds.
-        clock: as in `Stager`.
+    A component has ``count`` slots; slots are added while slow readers hold them all. ``wait_s`` is
+    ``slot_wait_s`` of `Stager`, ``clock`` as there.
     """
 
     def __init__(
@@ -102,13 +99,7 @@ class SlotPool:
         self._slots.clear()
 
     def list_slots(self, role: str, component: str, rank: int) -> list[Slot]:
-        """Return the slots of a rank's component, with those that an earlier process added.
-
-        Args:
-            role: role of the component.
-            component: name of the component.
-            rank: rank of the shards.
-        """
+        """Return the slots of a rank's component, with those that an earlier process added."""
         self._spool.make()
         key = (role, component, rank)
         if key not in self._slots:
@@ -124,12 +115,7 @@ class SlotPool:
     def hold_image(self, origin: Origin, component: str) -> Slot | None:
         """Return the slot with the image that this process staged at this step, locked for reading.
 
-        Args:
-            origin: step, role and rank of the image.
-            component: name of the component.
-
-        Returns:
-            The slot; None if there is none, or if another trainer has overwritten the image.
+        None if there is none, or if another trainer has overwritten the image.
         """
         for slot in self._slots.get((origin.role, component, origin.rank), ()):
             if _is_of(slot.holds, origin) and slot.try_lock(shared=True):
@@ -141,9 +127,7 @@ class SlotPool:
     def free_others(self, origin: Origin, images: Collection[str]) -> None:
         """Free the other images of a save that is submitted again: the first ones would count.
 
-        Args:
-            origin: save, role and rank of the images.
-            images: random names of those that stay.
+        ``images`` are the random names of those that stay.
         """
         slots = {slot.path: slot for slots in self._slots.values() for slot in slots}
         for sealed in self._spool.read_step(origin.run, origin.step)[0]:
@@ -161,12 +145,9 @@ class SlotPool:
                     slots[sealed.slot].holds = None
 
     def acquire(self, origin: Origin, component: str, nbytes: int) -> tuple[Slot, float]:
-        """Return a locked slot without a sealed image, and the seconds spent waiting for it.
+        """Return a locked slot for an image of ``origin``, and the seconds spent waiting for it.
 
-        Args:
-            origin: step, role and rank of the next image.
-            component: name of the component.
-            nbytes: size of the next image in bytes.
+        The slot holds no sealed image.
 
         Raises:
             SpoolError: no slot became free in time.

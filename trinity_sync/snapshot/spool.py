@@ -81,14 +81,7 @@ class JobSpool:
             replace_file(root_file, os.fsencode(self.of), sync=False)
 
     def slot(self, role: str, component: str, rank: int, number: int) -> Path:
-        """Return the path of a slot.
-
-        Args:
-            role: role of the component.
-            component: name of the component.
-            rank: rank of the shard.
-            number: number of the slot, from 0.
-        """
+        """Return the path of a slot; ``number`` counts from 0."""
         check_name("role", role)
         check_name("component", component)
         return self.folder / f"{role}.{component}.rank{rank}.{number}{SLOT_SUFFIX}"
@@ -134,12 +127,7 @@ class JobSpool:
     def read_step(
         self, run: int, step: int
     ) -> tuple[list[SealedImage], list[TicketError | FormatError]]:
-        """Return the sealed images of a step, and the errors of all unreadable tickets.
-
-        Args:
-            run: number of the run.
-            step: training step.
-        """
+        """Return the sealed images of a step, and the errors of all unreadable tickets."""
         good, bad = self.tickets()
         return [s for s in good if (s.ticket.run, s.ticket.step) == (run, step)], bad
 
@@ -148,11 +136,7 @@ class JobSpool:
     ) -> Iterator[Path]:
         """Yield free slots whose records say that they still hold the file of this digest.
 
-        Args:
-            role: role of the component.
-            component: name of the component.
-            rank: rank that saved the file; slots of others are not looked at.
-            digest: digest of the file.
+        Only slots of ``rank``, which saved the file, are looked at.
         """
         names = f"{role}.{component}.rank{rank}.*{SLOT_SUFFIX}{KEPT_SUFFIX}"
         for record in sorted(self.folder.glob(names)):
@@ -167,10 +151,6 @@ class JobSpool:
 
     def published(self, role: str, run: int, step: int) -> dict[Path, VersionTag]:
         """Return the slots that hold a version of the weights with their tags, in order of ranks.
-
-        Args:
-            role: whose weights.
-            run, step: the version.
 
         Raises:
             FormatError: another release has written a tag of this version.
@@ -251,10 +231,6 @@ class JobSpool:
 def open_job_spool(spool: Path, root: str | Path) -> JobSpool:
     """Return a job's folder in a spool, created if it is missing.
 
-    Args:
-        spool: the node's spool.
-        root: the job's root.
-
     Raises:
         SpoolError: the spool is not a folder of this user alone, or cannot be made.
     """
@@ -264,14 +240,10 @@ def open_job_spool(spool: Path, root: str | Path) -> JobSpool:
 
 
 def remove_replaced_spools(spool: Path, root: Path) -> None:
-    """Remove the folders of earlier jobs of a root, which was removed or moved since.
+    """Remove the folders of earlier jobs of a root (a real path), which was removed or moved since.
 
     Their images can no longer be committed: another job is there. A folder whose slots a process
     still uses stays: that training may be in a container, which has another root of this path.
-
-    Args:
-        spool: the node's spool.
-        root: real path of the root.
     """
     identity = read_identity(root)
     for job in list_job_spools(spool):
@@ -310,10 +282,6 @@ def list_job_spools(spool: Path) -> Iterator[JobSpool]:
 
 def get_job_spool(folder: str | Path, save: SaveId) -> JobSpool:
     """Return the folder of a save's job, named by a flow parameter that is not trusted.
-
-    Args:
-        folder: the job's folder in the spool, as named.
-        save: the save.
 
     Raises:
         SpoolError: the folder is another job's, or not of this user alone, so others may have put

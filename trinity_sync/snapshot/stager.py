@@ -118,13 +118,10 @@ class StagingHandle:
 class Stager:
     """Stages the components of one rank; their slots stay mapped between saves.
 
-    Args:
-        spool: the job's folder on this node.
-        slots: slots per component; with two, one image is persisted while the next is staged.
-        slot_wait_s: seconds for which staging waits for a slot, and in which the image of a
-            checkpoint cannot be evicted.
-        clock: monotonic seconds, the same for all processes of the node. With the wall clock,
-            setting it forward would age new images.
+    With two ``slots`` per component, one image is persisted while the next is staged. For
+    ``slot_wait_s`` staging waits for a slot, and the image of a checkpoint cannot be evicted.
+    ``clock`` returns monotonic seconds, the same for all processes of the node: setting a wall
+    clock forward would age new images.
     """
 
     def __init__(
@@ -159,23 +156,15 @@ class Stager:
         """Copy states into slots and seal the images, which then survive this process.
 
         Files are laid out, and plain values are copied, before the call returns. Tensors are copied
-        by the call, or by a thread with ``overlap``. A call waits for the previous copy to end.
+        by the call, or with ``overlap`` by a thread while training continues, and the handle is not
+        done yet. A call waits for the previous copy to end.
 
-        Args:
-            origin: save, role and rank of the images.
-            states: state by component; each becomes one ``.pt`` file of this rank, and a `LaidOut`
-                the file that it names.
-            also: components of this save that were submitted earlier, at the same step.
-            metadata: folder of small files, packed by `pack_folder`.
-            attachments: attachments of the step, packed by `pack`.
-            overlap: copy in a thread while training continues, and detect tensors that change.
-            check: as in `MutationGuard`.
-            seals: False for images that are only published and not saved.
-            again: the save has failed before: its images that are equal are sealed again.
-            began: value of `time.perf_counter` from which the stall is counted; by default now.
-
-        Returns:
-            A handle, which is done already unless the copy overlaps.
+        Each of ``states``, by component, becomes one ``.pt`` file of this rank, and a `LaidOut` the
+        file that it names. ``also`` names components of this save that were submitted earlier, at
+        the same step. ``metadata`` is packed by `pack_folder`, ``attachments`` by `pack`. ``check``
+        is that of `MutationGuard`. Without ``seals``, images are only published and not saved. With
+        ``again``, the save has failed before: its images that are equal are sealed again. The stall
+        counts from ``began``, a value of `time.perf_counter`, by default from now.
 
         Raises:
             ImageError: a state cannot be pickled or copied; the message names the key.
@@ -363,12 +352,8 @@ class Stager:
     ) -> bool:
         """Return whether this process still has the image of a component at this step, unchanged.
 
-        Args:
-            origin: step, role and rank of the image.
-            component: name of the component.
-            state: state to compare the image with.
-            overlap: compare only a sample of each large tensor, as an overlapped save does.
-            on_device: also compare tensors on a GPU, which copies them to the CPU.
+        With ``overlap``, only a sample of each large tensor is compared, as in an overlapped save.
+        With ``on_device``, tensors on a GPU are compared as well, which copies them to the CPU.
 
         Raises:
             ImageError: the state cannot be laid out.
@@ -386,14 +371,9 @@ class Stager:
             slot.unlock()
 
     def publish(self, origin: Origin, component: str) -> VersionTag | None:
-        """Publish the step's image to readers as a version of the weights.
+        """Publish the step's image to readers as a version of the weights, and return its tag.
 
-        Args:
-            origin: step, role and rank of the image.
-            component: name of the component.
-
-        Returns:
-            The tag of the version; None if this process no longer has the image.
+        None if this process no longer has the image.
 
         Raises:
             SpoolError: the spool cannot be written.
@@ -425,12 +405,6 @@ class Stager:
         """Map and touch the slots of a component, so that the first save is as fast as later ones.
 
         In a process that uses CUDA the memory is page-locked as well.
-
-        Args:
-            role: role of the component.
-            component: name of the component.
-            rank: rank of the shards.
-            nbytes: size of an image in bytes.
 
         Raises:
             SpoolFullError: the spool has no room.

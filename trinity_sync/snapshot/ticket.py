@@ -69,12 +69,9 @@ class Ticket(Origin, Record, format=SPOOL_FORMAT, writer=TRAINER):
         return f"{self.component} of step {self.step}, role {self.role}, rank {self.rank}"
 
     def age_s(self, now: float) -> float:
-        """Return the seconds since the seal, independent of the wall clock.
+        """Return the seconds since the seal at ``now``, a `time.monotonic` read after the ticket.
 
         Infinite if the node was rebooted since, which a spool on a disk survives.
-
-        Args:
-            now: value of `time.monotonic`, read after the ticket.
         """
         return now - self.monotonic_s if now >= self.monotonic_s else math.inf
 
@@ -102,12 +99,7 @@ def failure_path(slot: Path) -> Path:
 
 
 def seal(slot: Path, ticket: Ticket) -> None:
-    """Seal the image in a slot: it survives this process and may be persisted.
-
-    Args:
-        slot: path of the slot.
-        ticket: ticket of the image.
-    """
+    """Seal the image in a slot: it survives this process and may be persisted."""
     failure_path(slot).unlink(missing_ok=True)  # of the slot's previous image
     replace_file(ticket_path(slot), encode_record(ticket), sync=False, own_name=False)
 

@@ -31,11 +31,9 @@ OLDEST = "2.10"
 
 
 def look_up(name: str, owner: object = None) -> Any:
-    """Return what a private name of torch stands for.
+    """Return what a private name of torch, with its module and class, stands for.
 
-    Args:
-        name: with its module and class, from ``torch`` on.
-        owner: what has the last part of the name, where neither a module nor a class has it.
+    ``owner`` has the last part of the name, where neither a module nor a class has it.
 
     Raises:
         UnsupportedTorchError: this torch lacks the name.
@@ -123,12 +121,7 @@ get_new_dtypes: Callable[[], Collection[torch.dtype]] = look_up("torch.storage._
 
 
 def make_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
-    """Return a storage with a dtype, without a copy and without the deprecation warning.
-
-    Args:
-        storage: the bytes.
-        dtype: dtype of the elements.
-    """
+    """Return a storage with a dtype, without a copy and without the deprecation warning."""
     return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
@@ -148,12 +141,7 @@ def reduce_plain_tensor(tensor: torch.Tensor) -> Any:
 
 
 def replace_shard(slots: Mapping[str, Any], shard: torch.Tensor) -> dict[str, Any]:
-    """Return the slots of ``DTensor.__reduce_ex__`` with another shard.
-
-    Args:
-        slots: values of the slots by name.
-        shard: this rank's shard, of the same shape.
-    """
+    """Return the slots of ``DTensor.__reduce_ex__`` with another shard of the same shape."""
     return {**slots, "_local_tensor": shard}
 
 
@@ -186,13 +174,7 @@ _TensorMeta: Callable[..., Any] = look_up("torch.distributed.tensor._dtensor_spe
 
 
 def make_mesh(device_type: str, rank: int, world_size: int) -> DeviceMesh:
-    """Return FSDP2's mesh over all ranks as a file that a rank saved contains it.
-
-    Args:
-        device_type: ``cpu`` or ``cuda``.
-        rank: rank that saves the file.
-        world_size: number of ranks.
-    """
+    """Return FSDP2's mesh over all ranks as a file that ``rank`` saved contains it."""
     ranks = torch.arange(world_size, dtype=torch.int32, device="cpu")
     mesh: Any = DeviceMesh(
         device_type, ranks, mesh_dim_names=("fsdp",), _init_backend=False, _rank=rank
@@ -202,13 +184,10 @@ def make_mesh(device_type: str, rank: int, world_size: int) -> DeviceMesh:
 
 
 def get_ranks(mesh: DeviceMesh, rank: int) -> torch.Tensor | None:
-    """Return the ranks of a mesh by coordinate; None if it does not contain ``rank``.
+    """Return the ranks, by coordinate, of the (sub)mesh of a tensor that ``rank`` saved.
 
-    ``DeviceMesh.mesh`` asks the process group which of several equal submeshes is meant.
-
-    Args:
-        mesh: of a tensor that ``rank`` saved; it may be a submesh.
-        rank: rank that saved the tensor.
+    None if the mesh does not contain ``rank``. ``DeviceMesh.mesh`` asks the process group which of
+    several equal submeshes is meant.
     """
     return _find_submeshes(mesh._layout, tuple(mesh._rank_map.tolist())).get(rank)
 
@@ -221,13 +200,7 @@ def _find_submeshes(layout: Any, ranks: tuple[int, ...]) -> dict[int, torch.Tens
 
 
 def make_dtensor(shard: torch.Tensor, mesh: DeviceMesh, size: torch.Size) -> DTensor:
-    """Return a DTensor that is sharded along dimension 0.
-
-    Args:
-        shard: one rank's shard.
-        mesh: mesh with one dimension.
-        size: shape of the whole tensor.
-    """
+    """Return a DTensor of the whole size, sharded along dimension 0; its mesh is 1-dimensional."""
     stride = torch.empty(size, device="meta").stride()
     spec = _DTensorSpec(mesh, (Shard(0),), _TensorMeta(size, stride, shard.dtype))
     return DTensor(shard, spec, requires_grad=False)
@@ -249,13 +222,8 @@ def compute_shard_of_coordinate(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return sizes and offsets of the shard at a coordinate of a mesh, as DCP computes them.
 
-    The public ``compute_local_shape_and_global_offset`` knows the current rank's only.
-
-    Args:
-        shape: of the whole tensor.
-        mesh_shape: ranks in each dimension of the mesh.
-        coordinate: in each dimension of the mesh.
-        placements: one for each dimension of the mesh.
+    ``shape`` is that of the whole tensor; each dimension of the mesh has one placement. The public
+    ``compute_local_shape_and_global_offset`` knows the current rank's only.
     """
     with torch.device("cpu"):  # it computes with tensors on the default device
         return _compute_shard(tuple(shape), tuple(mesh_shape), list(coordinate), placements)
@@ -345,9 +313,6 @@ def map_plain_names(names: Iterable[str]) -> dict[str, str]:
     These are ``torch.compile``, FSDP1 and activation checkpointing anywhere in a name, and DDP or
     ``DataParallel`` where all names begin with their ``module``.
 
-    Args:
-        names: names of parameters, as ``state_dict`` returns them.
-
     Raises:
         ValueError: two names are one in the plain model; the message names them.
     """
@@ -374,10 +339,8 @@ def get_fsdp1_handle(module: Any) -> Any:
 def get_original_parameters(handle: Any) -> list[tuple[torch.nn.Parameter, int, int]]:
     """Return the parameters in a flat parameter, each with its start and end in it.
 
-    Empty unless ``use_orig_params`` is on, where a flat parameter has gaps for alignment.
-
-    Args:
-        handle: FSDP1's handle of a module, or None.
+    Empty for None and unless ``use_orig_params`` is on, where a flat parameter has gaps for
+    alignment.
     """
     flat = getattr(handle, "flat_param", None)
     if flat is None or flat._params is None:
@@ -417,12 +380,7 @@ def get_group_devices(group: dist.ProcessGroup) -> Collection[torch.device]:
 
 
 def make_gloo_options(timeout: timedelta, threads: int) -> Any:
-    """Return the options of a gloo group on the default network device.
-
-    Args:
-        timeout: time-out of collectives.
-        threads: number of threads.
-    """
+    """Return the options of a gloo group on the default network device."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_default_device()]
     options._timeout, options._threads = timeout, threads

@@ -44,12 +44,7 @@ def version_tag_path(slot: Path) -> Path:
 
 
 def write_version_tag(slot: Path, published: VersionTag) -> None:
-    """Write the tag of a slot; call it while the bytes cannot change.
-
-    Args:
-        slot: path of the slot.
-        published: the tag.
-    """
+    """Write the tag of a slot; call it while the bytes cannot change."""
     replace_file(version_tag_path(slot), encode_record(published), sync=False, own_name=False)
 
 
