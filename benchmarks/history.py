@@ -221,9 +221,9 @@ def _compare(short: Side, long: Side, saves: int) -> tuple[list[str], Saves]:
 
 def _retain(long: Side, real: Saves, saves: int) -> list[str]:
     """Measure what the shipped retention removes and leaves."""
-    from trinity_sync.settings import Settings
+    from trinity_sync.settings import ServerSettings
 
-    shipped = Settings.model_fields["keep_events_h"].default, _runs_h()
+    shipped = ServerSettings().keep_events.total_seconds() / 3600, _runs_h()
     peaks = []
     for turn in range(2):
         long.stop(settled=True)
@@ -250,9 +250,9 @@ def _retain(long: Side, real: Saves, saves: int) -> list[str]:
 
 
 def _runs_h() -> float:
-    from trinity_sync.settings import Settings
+    from trinity_sync.settings import ServerSettings
 
-    return float(Settings.model_fields["keep_runs_h"].default)
+    return ServerSettings().keep_runs.total_seconds() / 3600
 
 
 def _too_old(database: Database, now: datetime, events_h: float, runs_h: float) -> int:

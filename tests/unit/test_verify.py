@@ -17,7 +17,13 @@ import torch
 from tests.unit.job import Job
 from tests.unit.meanwhile import when_opened
 from trinity_sync.errors import CommitError, ConfigError, ManifestError
-from trinity_sync.fs.direct_io import PIECE, READERS, digest_cached_file, digest_file
+from trinity_sync.fs.direct_io import (
+    PIECE,
+    READERS,
+    digest_cached_file,
+    digest_file,
+    read_file,
+)
 from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.discovery import find_newest, require_committed
@@ -71,6 +77,18 @@ def test_a_digest_in_pieces_equals_that_of_the_file(tmp_path: Path, nbytes: int)
     path = tmp_path / "file"
     path.write_bytes(random.Random(nbytes).randbytes(nbytes))
     assert digest_file(path, nbytes) == digest_cached_file(path)
+
+
+@pytest.mark.parametrize("content", ["zeros", "one piece, repeated"])
+def test_a_file_that_was_cut_off_has_not_the_digest_of_the_whole(
+    tmp_path: Path, content: str
+) -> None:
+    path, nbytes = tmp_path / "file", PIECE * READERS * 4
+    piece = bytes(PIECE) if content == "zeros" else random.Random(1).randbytes(PIECE)
+    path.write_bytes(piece * READERS * 4)
+    whole = digest_file(path, nbytes)
+    os.truncate(path, nbytes - PIECE)
+    assert whole not in (digest_file(path, nbytes), read_file(path, nbytes)[1])
 
 
 def test_whole_steps_stay_as_they_are(job: Job) -> None:

@@ -119,8 +119,7 @@ def read_file(path: Path, nbytes: int) -> tuple[memoryview, str]:
     """Read the first ``nbytes`` of a file, past the page cache if the file system allows it.
 
     Return the bytes, aligned to a page, writable and owned by the caller, and their digest in the
-    form of `write_file`. A shorter file is padded with zeros, so its size has to be compared as
-    well.
+    form of `write_file`. A shorter file is padded with zeros, and has the digest of its own bytes.
 
     Raises:
         OSError: the file is missing or the disk is broken.
@@ -146,8 +145,8 @@ def open_direct(path: Path) -> Iterator[int]:
 def digest_file(path: Path, nbytes: int, on_read: Callable[[int], object] = no_progress) -> str:
     """Return the digest of the first ``nbytes`` of a file, with a few pieces in memory at a time.
 
-    A shorter file may have the digest of the whole one, so its size has to be compared as well.
-    ``on_read`` is called with the size of each piece in bytes.
+    A shorter file has the digest of its own bytes. ``on_read`` is called with the size of each
+    piece in bytes.
     """
     with open_direct(path) as fd:
         return digest_fd(fd, nbytes, on_read)
@@ -156,12 +155,11 @@ def digest_file(path: Path, nbytes: int, on_read: Callable[[int], object] = no_p
 def digest_fd(fd: int, nbytes: int, on_read: Callable[[int], object] = no_progress) -> str:
     """Return the digest of an open file as `digest_file` does."""
     digest = xxhash.xxh3_128()
-    waiting: deque[tuple[Future[None], memoryview, int]] = deque()
+    waiting: deque[tuple[Future[int], memoryview, int]] = deque()
 
     def digest_next() -> memoryview:
         reading, piece, size = waiting.popleft()
-        reading.result()
-        digest.update(piece[:size])
+        digest.update(piece[: min(reading.result(), size)])
         on_read(size)
         return piece
 
@@ -185,8 +183,7 @@ def read_fd(fd: int, nbytes: int, *, readers: int = READERS) -> tuple[memoryview
     with ThreadPoolExecutor(readers, thread_name_prefix="reader") as pool:
         pieces = [pool.submit(_read, fd, memory[at : at + PIECE], at) for at in starts]
         for at, piece in zip(starts, pieces, strict=True):
-            piece.result()
-            digest.update(memory[at : min(at + PIECE, nbytes)])
+            digest.update(memory[at : min(at + piece.result(), nbytes)])
     return memory[:nbytes], f"{DIGEST}:{digest.hexdigest()}"
 
 
@@ -218,7 +215,8 @@ def _allocate(nbytes: int) -> memoryview:
     return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
-def _read(fd: int, piece: memoryview, offset: int) -> None:
+def _read(fd: int, piece: memoryview, offset: int) -> int:
+    """Fill a piece from an offset in a file; return the number of bytes that the file has there."""
     done, direct = 0, True
     while done < len(piece):
         try:
@@ -228,9 +226,10 @@ def _read(fd: int, piece: memoryview, offset: int) -> None:
                 raise
             direct = _turn_off_direct(fd)
             continue
-        if not count:
-            return  # the end of the file
+        if not count:  # the end of the file
+            break
         done += count
+    return done
 
 
 def _turn_off_direct(fd: int) -> bool:
