@@ -605,7 +605,8 @@ class Promises(World, RuleBasedStateMachine):
                 self.fail(run, self.server.begin(run))
             self.stack_side("works")
             self.wait_all(trainer)
-            saves = self.model.of(trainer.run, step, kind)[-len(self.roles) :]
+            count = 1 if kind == "checkpoint" else len(self.roles)
+            saves = self.model.of(trainer.run, step, kind)[-count:]
             raised = self.raised[trainer.key][told:]
             assert f"step {step}" in raised or all(each.committed for each in saves), (
                 f"step {step} has failed, and nobody is told; again: {again}, raised: {raised}"
