@@ -2,73 +2,59 @@
 
 `CheckpointCoordinator` saves and loads the checkpoints of a training, and `Checkpoints` reads them
 beside it. `Synchronizer` and `WeightReader` bring weights to rollout workers, `WeightFolder` and
-`FolderReader` to engines that load a folder; `FSDPCheckpointManager` and the ``fsdp_*`` functions
-do both for veRL's FSDP engines. A name is imported with its module, and thus with torch, when it is
-first used.
+`FolderReader` to engines that load a folder. `trinity_sync.integrations` has a module for each
+library, such as ``trinity_sync.integrations.verl``, and `trinity_sync.errors` has all errors.
+
+Everything here needs the package's own dependencies only. A name is imported with its module, and
+thus with torch, when it is first used.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 from trinity_sync.errors import (
-    CatalogError,
     CommitError,
     ConfigError,
-    CorruptedCopyError,
-    DeltaError,
-    EvictedError,
-    ExportError,
     FormatError,
-    ImageError,
     LockTimeoutError,
-    ManifestError,
-    MissingPackageError,
-    MissingShardsError,
-    PrefectApiError,
-    RemoteError,
-    RequestRefusedError,
     RootError,
     RootInUseError,
-    SaveError,
     SaveFailedError,
     SaveTimeoutError,
-    SpoolError,
     SpoolFullError,
     StackError,
-    StepInUseError,
     SupersededError,
-    TicketError,
     TrinitySyncError,
-    UnsupportedPrefectError,
-    UnsupportedTorchError,
     WeightSyncError,
 )
 
 if TYPE_CHECKING:
     from trinity_sync.client.checkpoints import Checkpoints
     from trinity_sync.client.coordinator import CheckpointCoordinator
+    from trinity_sync.client.emergency_save import EmergencySave
     from trinity_sync.client.job_settings import set_job_settings
-    from trinity_sync.formats.folder_reader import FolderReader
+    from trinity_sync.client.save_trigger import SaveTrigger
+    from trinity_sync.formats.folder_reader import FolderReader, PublishedView
+    from trinity_sync.formats.published import PublishedVersion
     from trinity_sync.formats.weight_folder import WeightFolder
-    from trinity_sync.fsdp.broadcast import fsdp_sync_weight_nccl
-    from trinity_sync.fsdp.engine import (
-        fsdp_save_state_dict,
-        fsdp_upload_state_dict,
-        use_trinity_sync,
-    )
-    from trinity_sync.fsdp.manager import FSDPCheckpointManager
+    from trinity_sync.layout import Kind
     from trinity_sync.settings import Settings
+    from trinity_sync.snapshot.stager import Staged
+    from trinity_sync.snapshot.version_tag import VersionTag
     from trinity_sync.storage.job_settings import JobSettings
+    from trinity_sync.storage.placement import NodeRanks
     from trinity_sync.weights.reader import WeightReader
     from trinity_sync.weights.staleness import RolloutGate
+    from trinity_sync.weights.sync_settings import SyncSettings
     from trinity_sync.weights.synchronizer import Synchronizer
+    from trinity_sync.weights.version import Version
+    from trinity_sync.weights.version_view import VersionView
 
     __version__: str
 
 __all__ = [
     "CheckpointCoordinator",
     "Checkpoints",
-    "FSDPCheckpointManager",
     "FolderReader",
     "JobSettings",
     "RolloutGate",
@@ -76,41 +62,32 @@ __all__ = [
     "Synchronizer",
     "WeightFolder",
     "WeightReader",
-    "fsdp_save_state_dict",
-    "fsdp_sync_weight_nccl",
-    "fsdp_upload_state_dict",
     "set_job_settings",
-    "use_trinity_sync",
-    "CatalogError",
+    # what their methods take and return
+    "EmergencySave",
+    "Kind",
+    "NodeRanks",
+    "PublishedVersion",
+    "PublishedView",
+    "SaveTrigger",
+    "Staged",
+    "SyncSettings",
+    "Version",
+    "VersionTag",
+    "VersionView",
+    # errors that a training or a reader may handle
     "CommitError",
     "ConfigError",
-    "CorruptedCopyError",
-    "DeltaError",
-    "EvictedError",
-    "ExportError",
     "FormatError",
-    "ImageError",
     "LockTimeoutError",
-    "ManifestError",
-    "MissingPackageError",
-    "MissingShardsError",
-    "PrefectApiError",
-    "RemoteError",
-    "RequestRefusedError",
     "RootError",
     "RootInUseError",
-    "SaveError",
     "SaveFailedError",
     "SaveTimeoutError",
-    "SpoolError",
     "SpoolFullError",
     "StackError",
-    "StepInUseError",
     "SupersededError",
-    "TicketError",
     "TrinitySyncError",
-    "UnsupportedPrefectError",
-    "UnsupportedTorchError",
     "WeightSyncError",
     "__version__",
 ]
@@ -118,19 +95,25 @@ __all__ = [
 _MODULES = {
     "CheckpointCoordinator": "trinity_sync.client.coordinator",
     "Checkpoints": "trinity_sync.client.checkpoints",
-    "FSDPCheckpointManager": "trinity_sync.fsdp.manager",
+    "EmergencySave": "trinity_sync.client.emergency_save",
     "FolderReader": "trinity_sync.formats.folder_reader",
     "JobSettings": "trinity_sync.storage.job_settings",
+    "Kind": "trinity_sync.layout",
+    "NodeRanks": "trinity_sync.storage.placement",
+    "PublishedVersion": "trinity_sync.formats.published",
+    "PublishedView": "trinity_sync.formats.folder_reader",
     "RolloutGate": "trinity_sync.weights.staleness",
+    "SaveTrigger": "trinity_sync.client.save_trigger",
     "Settings": "trinity_sync.settings",
+    "Staged": "trinity_sync.snapshot.stager",
+    "SyncSettings": "trinity_sync.weights.sync_settings",
     "Synchronizer": "trinity_sync.weights.synchronizer",
+    "Version": "trinity_sync.weights.version",
+    "VersionTag": "trinity_sync.snapshot.version_tag",
+    "VersionView": "trinity_sync.weights.version_view",
     "WeightFolder": "trinity_sync.formats.weight_folder",
     "WeightReader": "trinity_sync.weights.reader",
-    "fsdp_save_state_dict": "trinity_sync.fsdp.engine",
-    "fsdp_sync_weight_nccl": "trinity_sync.fsdp.broadcast",
-    "fsdp_upload_state_dict": "trinity_sync.fsdp.engine",
     "set_job_settings": "trinity_sync.client.job_settings",
-    "use_trinity_sync": "trinity_sync.fsdp.engine",
 }
 """Module of each name that is imported when it is first used."""
 

@@ -23,10 +23,11 @@ from prefect.client.schemas.actions import WorkPoolCreate
 from tests.chaos.proxy import Proxy
 from tests.conftest import environment
 from tests.integration.prefect_api import Api, until
-from trinity_sync import PrefectApiError, RequestRefusedError, Settings
+from trinity_sync import Settings
 from trinity_sync.client import prefect_api
 from trinity_sync.client.prefect_api import ANSWER_S, PrefectApi
 from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.errors import PrefectApiError, RequestRefusedError
 from trinity_sync.stack.ports import free_port
 from trinity_sync.stack.services import StackState
 

@@ -1,27 +1,108 @@
-"""What ``import trinity_sync`` gives, and what it costs."""
+"""What ``import trinity_sync`` gives, what it needs, and what it costs."""
 
 import importlib.metadata
+import inspect
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import Any, get_args, get_type_hints
 
 import pytest
+from packaging.requirements import Requirement
 
 import trinity_sync
-from trinity_sync import errors
+
+LOOK_AT_EVERYTHING = """
+import inspect, pydoc, sys
+from importlib.machinery import PathFinder
+
+find_spec = PathFinder.find_spec
+PathFinder.find_spec = staticmethod(
+    lambda name, *more: None if name.partition(".")[0] in sys.argv[1:] else find_spec(name, *more)
+)
+import trinity_sync
+names = set(trinity_sync.__all__)
+assert names <= set(dir(trinity_sync))
+assert names <= {name for name, _ in inspect.getmembers(trinity_sync)}
+for each in (trinity_sync, *(getattr(trinity_sync, name) for name in names - {"__version__"})):
+    assert pydoc.render_doc(each)
+starred = {}
+exec("from trinity_sync import *", starred)
+assert names <= set(starred)
+assert not set(sys.argv[1:]) & set(sys.modules)
+"""
+EXTRAS = importlib.metadata.metadata("trinity-sync").get_all("Provides-Extra") or []
+FOR_DEVELOPERS = {"bench", "demo", "dev", "docs"}
+OF_FEW = {
+    *("LaidOut", "Outcome", "SaveRequest"),  # of adapters: `save_dcp` and `SaveTrigger`
+    *("Source", "View"),  # protocols of what is public
+    *("FullTensor", "ImageRef"),  # parts of a version
+    *("Reader", "Status"),  # answers of the Synchronizer
+}
+"""Types of public signatures that few callers name."""
 
 
-@pytest.mark.parametrize("name", trinity_sync.__all__)
-def test_every_public_name_is_found(name: str) -> None:
-    assert name in dir(trinity_sync)
-    assert getattr(trinity_sync, name) is not None
+def list_modules(extras: Iterable[str]) -> set[str]:
+    """Return the top-level modules of what this package and some of its extras need."""
+    found: dict[str, importlib.metadata.Distribution] = {}
+    waiting = [("trinity-sync", {"", *extras})]
+    while waiting:
+        name, wanted = waiting.pop()
+        if name in found and not wanted - {""}:
+            continue
+        with suppress(importlib.metadata.PackageNotFoundError):  # of another system, or Python
+            found[name] = importlib.metadata.distribution(name)
+            for each in map(Requirement, found[name].requires or ()):
+                if not each.marker or any(each.marker.evaluate({"extra": e}) for e in wanted):
+                    waiting.append(
+                        (each.name, {"", *each.extras} if name == "trinity-sync" else {""})
+                    )
+    tops = {file.parts[0] for each in found.values() for file in each.files or ()}
+    return {top.removesuffix(".py") for top in tops if top.removesuffix(".py").isidentifier()}
 
 
-def test_every_error_is_public() -> None:
-    assert {
-        name
-        for name, value in vars(errors).items()
-        if isinstance(value, type) and issubclass(value, errors.TrinitySyncError)
-    } <= {*trinity_sync.__all__}
+@pytest.mark.parametrize(
+    "extras",
+    [EXTRAS, *([each] for each in EXTRAS if each not in FOR_DEVELOPERS)],
+    ids=lambda each: "all" if each == EXTRAS else each[0],
+)
+def test_every_public_name_is_found_and_explained_without_the_packages_of(
+    extras: list[str],
+) -> None:
+    masked = list_modules(extras) - list_modules([])
+    command = [sys.executable, "-c", LOOK_AT_EVERYTHING, *sorted(masked)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_types_of_public_signatures_are_public() -> None:
+    lacking = {
+        type_.__name__
+        for name in trinity_sync.__all__
+        if inspect.isclass(each := getattr(trinity_sync, name))
+        if not issubclass(each, Exception)
+        for function in list_public_functions(each)
+        for type_ in iter_types(get_type_hints(function).values())
+        if type_.__module__.startswith("trinity_sync")
+        if getattr(trinity_sync, type_.__name__, None) is not type_
+    }
+    assert lacking == OF_FEW
+
+
+def list_public_functions(cls: type) -> list[Any]:
+    named = {name: each for name, each in inspect.getmembers(cls) if name[0] != "_"}
+    properties = [each.fget for each in named.values() if isinstance(each, property)]
+    return [cls.__init__, *filter(inspect.isroutine, named.values()), *properties]
+
+
+def iter_types(hints: Iterable[Any]) -> Iterator[type]:
+    for hint in hints:
+        if isinstance(hint, type):
+            yield hint
+        if isinstance(hint, list):
+            yield from iter_types(hint)
+        yield from iter_types(get_args(hint))
 
 
 def test_the_version_is_that_of_the_installed_package() -> None:

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from tests.unit.answers import server
-from trinity_sync import CheckpointCoordinator, PrefectApiError, Settings
+from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.client.prefect_api import _find_server
+from trinity_sync.errors import PrefectApiError
 from trinity_sync.settings import LOCAL_HOST, StackSettings
 from trinity_sync.stack.embedded import _with_own_address
 
@@ -121,7 +122,8 @@ def test_a_required_stack_that_does_not_answer_is_an_error_within_seconds(
 RANK = """
 import sys
 import torch.distributed as dist
-from trinity_sync import CheckpointCoordinator, PrefectApiError, Settings
+from trinity_sync import CheckpointCoordinator, Settings
+from trinity_sync.errors import PrefectApiError
 from trinity_sync.client.prefect_api import _find_server
 from trinity_sync.settings import LOCAL_HOST, StackSettings
 from trinity_sync.stack.embedded import _with_own_address

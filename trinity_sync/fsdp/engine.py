@@ -12,21 +12,12 @@ from verl.utils.fsdp_utils import (
 
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
-from trinity_sync.fsdp.broadcast import fsdp_sync_weight_nccl
 from trinity_sync.fsdp.manager import FSDPCheckpointManager
 from trinity_sync.fsdp.metadata import metadata_folder
 from trinity_sync.fsdp.state_dict import get_model_state_to_stage
 from trinity_sync.layout import split_role_path
 from trinity_sync.snapshot.stager import Staged
 from trinity_sync.snapshot.torch_private import get_shard
-
-__all__ = [
-    "estimate_image_bytes",
-    "fsdp_save_state_dict",
-    "fsdp_sync_weight_nccl",
-    "fsdp_upload_state_dict",
-    "use_trinity_sync",
-]
 
 
 def use_trinity_sync(engine: Any, coordinator: CheckpointCoordinator) -> FSDPCheckpointManager:

@@ -66,7 +66,8 @@ class TrainerRank:
             "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
         )
         from grpo_copy.policy import Policy
-        from trinity_sync import CheckpointCoordinator, use_trinity_sync
+        from trinity_sync import CheckpointCoordinator
+        from trinity_sync.integrations.verl import use_trinity_sync
 
         self._root = root
         self._policy = Policy(model)
@@ -104,7 +105,8 @@ class TrainerRank:
         """
         start = time.perf_counter()
         if sync == "nccl":
-            from trinity_sync import Synchronizer, fsdp_sync_weight_nccl
+            from trinity_sync import Synchronizer
+            from trinity_sync.integrations.verl import fsdp_sync_weight_nccl
 
             synchronizer = Synchronizer.get_actor(root=self._root) if self._group else None
             fsdp_sync_weight_nccl(

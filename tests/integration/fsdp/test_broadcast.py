@@ -25,8 +25,9 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from verl.utils.fsdp_utils import apply_fsdp2
 
 from tests.integration.fsdp.ranks import on_ranks
-from trinity_sync import WeightSyncError, fsdp_sync_weight_nccl
+from trinity_sync import WeightSyncError
 from trinity_sync.fsdp.broadcast import iter_full_parameters
+from trinity_sync.integrations.verl import fsdp_sync_weight_nccl
 from trinity_sync.stack.ports import free_port
 from trinity_sync.weights.broadcast import receive_weights
 from trinity_sync.weights.process_group import WeightGroupHost, join_weight_group

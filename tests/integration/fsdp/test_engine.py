@@ -25,6 +25,8 @@ from trinity_sync import (
     Settings,
     Synchronizer,
     WeightReader,
+)
+from trinity_sync.integrations.verl import (
     fsdp_save_state_dict,
     fsdp_upload_state_dict,
     use_trinity_sync,

@@ -22,7 +22,8 @@ def _save_and_restart(version: int, tiny: Path, scratch: Path) -> dict[str, Any]
     from verl.trainer.config import CheckpointConfig
 
     from tests.integration.fsdp.commits import CommitsHere
-    from trinity_sync import CheckpointCoordinator, FSDPCheckpointManager, Settings
+    from trinity_sync import CheckpointCoordinator, Settings
+    from trinity_sync.integrations.verl import FSDPCheckpointManager
 
     said: list[str] = []
     log = logging.getLogger("trinity_sync.storage.restore")

@@ -19,16 +19,10 @@ from verl.utils.fsdp_utils import apply_fsdp2
 
 from tests.integration.fsdp.commits import CommitsHere
 from tests.unit.weights import VersionFile
-from trinity_sync import (
-    CheckpointCoordinator,
-    ConfigError,
-    FSDPCheckpointManager,
-    Settings,
-    WeightReader,
-    fsdp_save_state_dict,
-)
+from trinity_sync import CheckpointCoordinator, ConfigError, Settings, WeightReader
 from trinity_sync.formats.hf_export import export_step
 from trinity_sync.fsdp.metadata import write_metadata
+from trinity_sync.integrations.verl import FSDPCheckpointManager, fsdp_save_state_dict
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.weights.version import ImageRef, Version

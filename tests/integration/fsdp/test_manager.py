@@ -15,13 +15,8 @@ from tests.integration.fsdp.commits import CommitsHere
 from tests.integration.fsdp.models import Trained
 from tests.states import differences
 from tests.waiting import until
-from trinity_sync import (
-    CheckpointCoordinator,
-    CommitError,
-    ConfigError,
-    FSDPCheckpointManager,
-    Settings,
-)
+from trinity_sync import CheckpointCoordinator, CommitError, ConfigError, Settings
+from trinity_sync.integrations.verl import FSDPCheckpointManager
 from trinity_sync.layout import step_folder, steps_on_disk
 from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.latest_pointer import read_latest_pointer

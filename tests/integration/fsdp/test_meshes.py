@@ -128,7 +128,7 @@ def _gathered(state: Any) -> Any:
 def _manager(trained: Mlp, coordinator: Any = None) -> Any:
     from verl.trainer.config import CheckpointConfig
 
-    from trinity_sync import FSDPCheckpointManager
+    from trinity_sync.integrations.verl import FSDPCheckpointManager
 
     contents = ["model", "optimizer", "extra"]
     config = CheckpointConfig(save_contents=contents, load_contents=contents)

@@ -49,7 +49,7 @@ SAVED = {  # version of FSDP, ranks, replicas; "original" has FSDP1's use_orig_p
 def manager_of(trained: Trained, coordinator: Any = None) -> Any:
     from verl.trainer.config import CheckpointConfig
 
-    from trinity_sync import FSDPCheckpointManager
+    from trinity_sync.integrations.verl import FSDPCheckpointManager
 
     return FSDPCheckpointManager(
         trained.model,

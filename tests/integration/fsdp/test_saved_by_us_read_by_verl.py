@@ -57,7 +57,8 @@ def _train_and_save(version: int, tiny: Path, root: Path, scratch: Path) -> int:
     from verl.trainer.config import CheckpointConfig
 
     from tests.integration.fsdp.commits import CommitsHere
-    from trinity_sync import CheckpointCoordinator, FSDPCheckpointManager, Settings
+    from trinity_sync import CheckpointCoordinator, Settings
+    from trinity_sync.integrations.verl import FSDPCheckpointManager
     from trinity_sync.storage.manifest import is_committed
 
     # some hundred kilobytes then take a second, in which training goes on

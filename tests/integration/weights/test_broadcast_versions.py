@@ -36,7 +36,7 @@ class Member:
     def send(self, step: int, rendezvous: Path) -> None:
         import torch.distributed as dist
 
-        from trinity_sync import fsdp_sync_weight_nccl
+        from trinity_sync.integrations.verl import fsdp_sync_weight_nccl
 
         dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
         engine = SimpleNamespace(module=torch.nn.Linear(3, 4), is_param_offload_enabled=False)
