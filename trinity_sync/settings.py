@@ -16,7 +16,7 @@ import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -28,6 +28,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from trinity_sync.attribute_docs import describe_attributes
 from trinity_sync.configuration.file import CONFIG, find_config_file, read_config_file
 from trinity_sync.configuration.problems import explain, explain_unknown_variables
 from trinity_sync.configuration.values import (
@@ -61,7 +62,22 @@ class _Environment(EnvSettingsSource):
             return value
 
 
-class _ReadSettings(BaseSettings):
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)
+
+
+class _Described(ModelMetaclass):
+    """Type of the settings classes, whose ``dir`` and ``help`` leave out pydantic's names."""
+
+    def __dir__(cls) -> list[str]:
+        ours = [each for each in cls.__mro__ if each.__module__ == __name__]
+        names = [name for each in ours for name in vars(each)]
+        return [name for name in names if not name.startswith(("_", "model_", "settings_"))]
+
+
+class _ReadSettings(BaseSettings, metaclass=_Described):
     """Base of the settings: what is wrong in them is a `ConfigError`."""
 
     def __init__(self, **values: Any) -> None:
@@ -102,16 +118,19 @@ def default_home(mountinfo: str | None = None) -> Path:
     return Path(f"/var/tmp/trinity_sync-{os.getuid()}") / host
 
 
+@describe_attributes
 class Settings(_ReadSettings):
     """The settings of a process; the variable of a field is ``TRINITY_SYNC_<FIELD>``."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, frozen=True)
 
     spool: Path = Field(default_factory=_default_spool)
-    """Folder in shared memory for the slots and tickets of this node."""
+    """Folder in shared memory for the slots and tickets of this node; by default
+    ``/dev/shm/trinity_sync-<uid>``."""
 
     node: str = Field(default_factory=socket.gethostname, pattern=r"^[^/\s]+$")
-    """Name of this node in Ray: the host name, or the value of ``ray start --node-name``."""
+    """Name of this node in Ray: by default the host name; with ``ray start --node-name``, that
+    name."""
 
     roles: Names = ("actor",)
     """Roles that make one checkpoint together, with commas between them: ``actor,critic``."""
@@ -159,12 +178,13 @@ class Settings(_ReadSettings):
         return init_settings, _Environment(settings_cls)
 
 
-class _Section(BaseModel):
+class _Section(BaseModel, metaclass=_Described):
     """A section of the stack's file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
+@describe_attributes
 class ServerSettings(_Section):
     """The Prefect server that ``up`` starts."""
 
@@ -198,6 +218,7 @@ class ServerSettings(_Section):
         return self
 
 
+@describe_attributes
 class RaySettings(_Section):
     """The Ray cluster in which the stack's tasks run."""
 
@@ -217,6 +238,7 @@ class RaySettings(_Section):
     none; no training should join this node."""
 
 
+@describe_attributes
 class WorkerSettings(_Section):
     """The flow worker, and the tasks of its flows."""
 
@@ -245,6 +267,7 @@ class WorkerSettings(_Section):
     """
 
 
+@describe_attributes
 class IoSettings(_Section):
     """Reads and writes of checkpoints."""
 
@@ -257,6 +280,7 @@ class IoSettings(_Section):
     about twice as fast. On a file system that other nodes may see, only ``"always"`` does so."""
 
 
+@describe_attributes
 class MaintenanceSettings(_Section):
     """The scheduled flows."""
 
@@ -284,6 +308,7 @@ class MaintenanceSettings(_Section):
     """Time between two repairs of what crashes have left: runs, images, latest pointers, files."""
 
 
+@describe_attributes
 class CatalogSettings(_Section):
     """The SQL mirror of committed steps."""
 
@@ -291,6 +316,7 @@ class CatalogSettings(_Section):
     """SQLAlchemy URL of the database; empty for SQLite in the stack's home."""
 
 
+@describe_attributes
 class StackSettings(_ReadSettings):
     """The settings of a stack, by sections of ``trinity_sync.toml``."""
 

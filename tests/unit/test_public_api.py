@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import inspect
+import pydoc
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -12,6 +14,8 @@ import pytest
 from packaging.requirements import Requirement
 
 import trinity_sync
+from trinity_sync import JobSettings, Settings, SyncSettings
+from trinity_sync.settings import StackSettings
 
 LOOK_AT_EVERYTHING = """
 import inspect, pydoc, sys
@@ -103,6 +107,22 @@ def iter_types(hints: Iterable[Any]) -> Iterator[type]:
         if isinstance(hint, list):
             yield from iter_types(hint)
         yield from iter_types(get_args(hint))
+
+
+@pytest.mark.parametrize("settings", [Settings, JobSettings, SyncSettings, StackSettings])
+def test_help_explains_each_setting(settings: type) -> None:
+    text = pydoc.render_doc(settings, renderer=pydoc.plaintext)
+    _, _, described = (settings.__doc__ or "").partition("Attributes:\n")
+    fields = re.findall(r"^    (\w+) \(.+?\): (\w.*(?:\n {8}.*)*)", described, re.MULTILINE)
+    assert [name for name, _ in fields] == [*inspect.signature(settings).parameters]
+    assert len(text.splitlines()) < 120
+
+
+def test_help_names_units_and_defaults() -> None:
+    assert "slot_wait_s (float): Seconds for which" in Settings.__doc__
+    assert "Default: 300.0." in Settings.__doc__
+    assert "keep_weights (str): Retention policy of steps with weights only" in JobSettings.__doc__
+    assert "Default: 'last=2'." in JobSettings.__doc__
 
 
 def test_the_version_is_that_of_the_installed_package() -> None:

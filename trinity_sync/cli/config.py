@@ -134,7 +134,7 @@ def format_new_file() -> str:
     ]
     for section in StackSettings.model_fields:
         values = getattr(defaults, section)
-        lines += ["", *_comment(type(values).__doc__ or ""), f"[{section}]"]
+        lines += ["", *_comment((type(values).__doc__ or "").partition("\n\n")[0]), f"[{section}]"]
         for key, field in type(values).model_fields.items():
             lines += ["", *_comment(field.description or "")]
             if field.examples:

@@ -22,6 +22,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from trinity_sync.attribute_docs import describe_attributes
 from trinity_sync.errors import ConfigError
 from trinity_sync.fs.atomic import make_folder, replace_file, revalidate_folder
 from trinity_sync.fs.locks import acquire_file_lock
@@ -32,6 +33,7 @@ from trinity_sync.snapshot.safe_load import TRUSTED, is_trusted, open_no_follow
 logger = logging.getLogger(__name__)
 
 
+@describe_attributes
 @dataclass(frozen=True)
 class JobSettings(Record, format=ROOT_FORMAT):
     """The settings of a job."""

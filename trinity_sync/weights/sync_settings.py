@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
+from trinity_sync.attribute_docs import describe_attributes
 
+
+@describe_attributes
 @dataclass(frozen=True)
 class SyncSettings:
     """Names and time limits; `from_config` reads them from Trinity's config."""
