@@ -6,7 +6,7 @@ calls that set up the process group are in ``group_setup``.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 from trinity_sync.errors import ConfigError, WeightSyncError
@@ -27,9 +27,8 @@ class BroadcastRendezvous:
     ) -> None:
         self._registry, self._namespace, self._settings = registry, namespace, settings
         self._lives = Liveness(namespace, registry.barrier.actors)
-        self._last_rendezvous: Rendezvous | None = None
-        """The last that succeeded."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.last: Rendezvous | None = None
+        """The last rendezvous that succeeded."""
 
     async def ready_to_nccl_sync(
         self,
@@ -61,10 +60,10 @@ class BroadcastRendezvous:
         if name is None:
             await self._registry.refresh()
         rendezvous = self._registry.barrier.arrive(name, trainer_step)
-        self._in_background(self._record_actor(name or self._settings.trainer))
+        self.record_actor(name or self._settings.trainer)
         for member in {*self._registry.barrier.live_explorers, None} - {name, *rendezvous.watched}:
             rendezvous.watched.add(member)
-            self._in_background(self._watch(member, lambda: rendezvous.over))
+            self.watch(member, lambda: rendezvous.over)
         try:
             await self._registry.notify()
             limit = self._settings.timeout_s if timeout_s is None else timeout_s
@@ -77,7 +76,7 @@ class BroadcastRendezvous:
                 "%s was ready for a weight sync, but not all other members were", name or "trainer"
             )
         else:
-            self._last_rendezvous = rendezvous
+            self.last = rendezvous
         return rendezvous.version
 
     async def setup_weight_sync_group(
@@ -143,8 +142,19 @@ class BroadcastRendezvous:
             )
         return found
 
+    def record_actor(self, name: str) -> None:
+        """Look a member up, in the background."""
+        self._registry.run_in_background(self._record_actor(name))
+
+    def watch(self, explorer: str | None, over: Callable[[], bool]) -> "asyncio.Task[None]":
+        """Set a member (None: the trainer) to stopped if it dies before the wait is ``over``.
+
+        Returns:
+            The task that watches, in the background.
+        """
+        return self._registry.run_in_background(self._watch(explorer, over))
+
     async def _watch(self, explorer: str | None, over: Callable[[], bool]) -> None:
-        """Set a member (None: the trainer) to stopped if it dies before the wait is ``over``."""
         name = explorer or self._settings.trainer
         await self._record_actor(name)
         while not self._lives.is_dead(name):
@@ -163,12 +173,6 @@ class BroadcastRendezvous:
         if await self._lives.look_up(name):
             self._registry.barrier.add_actor(name)
             await self._registry.save()
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)  # the loop itself holds no reference
-        task.add_done_callback(self._tasks.discard)
-        return task
 
 
 def _member_name(module: str, trainer_step: int | None, explorer: str) -> str | None:

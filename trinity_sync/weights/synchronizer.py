@@ -11,9 +11,10 @@ Ray repeats the calls that were in flight.
 """
 
 import asyncio
-from collections.abc import Sequence
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from trinity_sync.errors import ConfigError, StackError
 from trinity_sync.layout import job_id_of
@@ -21,6 +22,7 @@ from trinity_sync.weights.object_store import ObjectRefs
 from trinity_sync.weights.ray_cluster import require_ray
 from trinity_sync.weights.registry.event_loop import AsyncVersionRegistry, resolve_root
 from trinity_sync.weights.registry.versions import Reader
+from trinity_sync.weights.rendezvous import BroadcastRendezvous
 from trinity_sync.weights.rounding import Spans
 from trinity_sync.weights.state_files import address_path, read_address, write_address
 from trinity_sync.weights.sync_barrier import Status
@@ -33,8 +35,23 @@ from trinity_sync.weights.synchronizer_lookup import (
 from trinity_sync.weights.trinity_methods import TrinityMethods
 from trinity_sync.weights.version import Source, Version, VersionUnavailableError
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-class Synchronizer(TrinityMethods):
+
+def _delegate(
+    part: str, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]:
+    """Return a method of the Synchronizer that calls one of a part, which it holds as ``part``."""
+
+    @functools.wraps(method)
+    async def call(self: Any, *arguments: P.args, **named: P.kwargs) -> R:
+        return await method(getattr(self, part), *arguments, **named)
+
+    return call
+
+
+class Synchronizer:
     """Ray actor that knows the versions of a job's weights, and which reader serves which.
 
     Get it with `get_actor`, and call its methods as those of any Ray actor::
@@ -43,8 +60,8 @@ class Synchronizer(TrinityMethods):
         version = await synchronizer.wait_newer.remote(40, timeout_s=60.0)
 
     It is needed for readers on other nodes than the trainer's, for broadcasts, and for Trinity-RFT,
-    whose Synchronizer's methods it has (`TrinityMethods`, `BroadcastRendezvous`). It is detached:
-    it lives until `stop`, and is named after the job.
+    whose Synchronizer's methods it has. It is detached: it lives until `stop`, and is named after
+    the job.
     """
 
     @classmethod
@@ -115,17 +132,19 @@ class Synchronizer(TrinityMethods):
         return f"synchronizer-{job_id_of(Path(root).resolve())}"
 
     def __init__(self, root: str, name: str, namespace: str, settings: SyncSettings) -> None:
-        self._root, self._name = root, name
+        self._root, self._name, self._namespace, self._settings = root, name, namespace, settings
         write_address(root, name, namespace)
-        super().__init__(AsyncVersionRegistry(root, settings.role), namespace, settings)
+        self._registry = AsyncVersionRegistry(root, settings.role)
+        self._rendezvous = BroadcastRendezvous(self._registry, namespace, settings)
+        self._trinity = TrinityMethods(self._registry, self._rendezvous, settings)
         self._object_refs = ObjectRefs()
-        self._in_background(self._follow_commits())
+        self._registry.run_in_background(self._follow_commits())
 
     async def restore_address(self) -> None:
         """Write the address file again if the root was recreated, for readers to find the actor."""
         if await asyncio.to_thread(read_address, self._root) is None:
             self._registry.reset()
-            self._state = (0, None)
+            self._trinity.state = (0, None)
             await asyncio.to_thread(write_address, self._root, self._name, self._namespace)
         await self._registry.refresh()
 
@@ -295,6 +314,39 @@ class Synchronizer(TrinityMethods):
     async def explorers(self) -> dict[str, Status]:
         """Return the status of each known explorer, by name."""
         return dict(self._registry.barrier.explorers)
+
+    # Calls of Trinity's trainer and explorers
+
+    set_model_state_dict = _delegate("_trinity", TrinityMethods.set_model_state_dict)
+    get_model_state_dict = _delegate("_trinity", TrinityMethods.get_model_state_dict)
+    get_state_dict_meta = _delegate("_trinity", TrinityMethods.get_state_dict_meta)
+    get_latest_model_version = _delegate("_trinity", TrinityMethods.get_latest_model_version)
+    get_latest_model_path = _delegate("_trinity", TrinityMethods.get_latest_model_path)
+    wait_new_model_state_dict = _delegate("_trinity", TrinityMethods.wait_new_model_state_dict)
+    notify_no_new_model_state_dict = _delegate(
+        "_trinity", TrinityMethods.notify_no_new_model_state_dict
+    )
+    set_trainer_status = _delegate("_trinity", TrinityMethods.set_trainer_status)
+    set_explorer_status = _delegate("_trinity", TrinityMethods.set_explorer_status)
+    get_trainer_status = _delegate("_trinity", TrinityMethods.get_trainer_status)
+    get_explorer_status_counts = _delegate("_trinity", TrinityMethods.get_explorer_status_counts)
+    trainer_requires_weight_sync = _delegate(
+        "_trinity", TrinityMethods.trainer_requires_weight_sync
+    )
+    explorer_requires_sync = _delegate("_trinity", TrinityMethods.explorer_requires_sync)
+    ready_to_nccl_sync = _delegate("_rendezvous", BroadcastRendezvous.ready_to_nccl_sync)
+    setup_weight_sync_group = _delegate("_rendezvous", BroadcastRendezvous.setup_weight_sync_group)
+    coordinate_weight_sync_setup = _delegate(
+        "_rendezvous", BroadcastRendezvous.coordinate_weight_sync_setup
+    )
+    coordinate_weight_sync_teardown = _delegate(
+        "_rendezvous", BroadcastRendezvous.coordinate_weight_sync_teardown
+    )
+
+    async def get_model_state_dict_iterator(self) -> AsyncIterator[tuple[str, Any]]:
+        """Yield names and tensors of the state dict, one at a time; see `TrinityMethods`."""
+        async for named in self._trinity.get_model_state_dict_iterator():
+            yield named
 
     async def stop(self) -> None:
         """Stop the actor without a restart; its state stays in ``state.json``."""

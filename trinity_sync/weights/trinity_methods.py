@@ -16,16 +16,19 @@ from trinity_sync.weights.sync_settings import SyncSettings
 from trinity_sync.weights.version import Source, Version
 
 
-class TrinityMethods(BroadcastRendezvous):
+class TrinityMethods:
     """Methods of Trinity-RFT's Synchronizer."""
 
     def __init__(
-        self, registry: AsyncVersionRegistry, namespace: str, settings: SyncSettings
+        self,
+        registry: AsyncVersionRegistry,
+        rendezvous: BroadcastRendezvous,
+        settings: SyncSettings,
     ) -> None:
-        super().__init__(registry, namespace, settings)
+        self._registry, self._rendezvous, self._settings = registry, rendezvous, settings
         self._refusals = 0
         """Number of calls of `notify_no_new_model_state_dict`."""
-        self._state: tuple[int, dict[str, Any] | str | None] = (0, None)
+        self.state: tuple[int, dict[str, Any] | str | None] = (0, None)
         """Step and value of `set_model_state_dict`: name -> object reference, a path, or None."""
 
     async def set_model_state_dict(
@@ -51,7 +54,7 @@ class TrinityMethods(BroadcastRendezvous):
             newest = self._registry.versions.newest("checkpoint")
             source = "checkpoint" if newest and newest.step == trainer_step else "nccl"
         run = self._registry.versions.run
-        rendezvous = self._last_rendezvous
+        rendezvous = self._rendezvous.last
         if state is None and rendezvous and rendezvous.version == trainer_step:
             for explorer in rendezvous.arrived:
                 self._registry.versions.set_serving(
@@ -62,7 +65,7 @@ class TrinityMethods(BroadcastRendezvous):
             trainer_step, run, source, registry.root, role, identity=registry.identity
         )
         if await self._registry.record(version):
-            self._state = (trainer_step, state)
+            self.state = (trainer_step, state)
 
     async def get_model_state_dict(self) -> tuple[dict[str, Any] | str | None, int]:
         """Return what `set_model_state_dict` was given last, and its step.
@@ -70,7 +73,7 @@ class TrinityMethods(BroadcastRendezvous):
         That is tensors by name, or a path. Without any, as after a restart: None and the step of
         the newest version, which is read from memory or from its commit.
         """
-        step, state = self._state
+        step, state = self.state
         if isinstance(state, dict):
             values = await asyncio.gather(*state.values())
             return dict(zip(state, values, strict=True)), step
@@ -82,7 +85,7 @@ class TrinityMethods(BroadcastRendezvous):
         Raises:
             ConfigError: `set_model_state_dict` was given a path.
         """
-        state = self._state[1]
+        state = self.state[1]
         if isinstance(state, str):
             raise ConfigError(f"the newest weights are at {state}; load them from there")
         for name, reference in (state or {}).items():
@@ -90,7 +93,7 @@ class TrinityMethods(BroadcastRendezvous):
 
     async def get_state_dict_meta(self) -> list[tuple[str, str, tuple[int, ...]]] | None:
         """Return name, dtype (``bfloat16``) and shape of each tensor; None without a state dict."""
-        state = self._state[1]
+        state = self.state[1]
         if not isinstance(state, dict):
             return None
         found = []
@@ -147,7 +150,7 @@ class TrinityMethods(BroadcastRendezvous):
         if answer():
             return self._registry.number
         self._registry.barrier.set_explorer(explorer, Status.REQUIRE_SYNC)
-        watch = self._in_background(self._watch(None, lambda: False))
+        watch = self._rendezvous.watch(None, lambda: False)
         await self._registry.notify()
         try:
             await self._registry.until(answer, self._settings.timeout_s)
@@ -172,7 +175,7 @@ class TrinityMethods(BroadcastRendezvous):
         """
         await self._registry.refresh()
         self._registry.barrier.set_trainer(Status.parse(status))
-        self._in_background(self._record_actor(self._settings.trainer))
+        self._rendezvous.record_actor(self._settings.trainer)
         await self._registry.notify()
 
     async def set_explorer_status(
@@ -190,7 +193,7 @@ class TrinityMethods(BroadcastRendezvous):
         """
         name = explorer or self._settings.explorer
         self._registry.barrier.set_explorer(name, Status.parse(status))
-        self._in_background(self._record_actor(name))
+        self._rendezvous.record_actor(name)
         await self._registry.notify()
 
     async def get_trainer_status(self) -> Status:

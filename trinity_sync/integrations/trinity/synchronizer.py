@@ -89,7 +89,7 @@ class TrinitySynchronizer(Synchronizer):
         first = not self._modules
         self._modules.add(module_ref)
         if first:
-            self._in_background(self._stop_after_modules())
+            self._registry.run_in_background(self._stop_after_modules())
 
     async def wait_new_model_state_dict(
         self, current_version: int, no_wait: bool = False, explorer: str | None = None
@@ -122,7 +122,7 @@ class TrinitySynchronizer(Synchronizer):
         It is the version that `wait_new_model_state_dict` returned, by which the explorer labels
         its rollouts, or the newest, if that version was overwritten.
         """
-        memory, (given_step, state) = self._registry.versions.newest("memory"), self._state
+        memory, (given_step, state) = self._registry.versions.newest("memory"), self._trinity.state
         if memory is None or (state is not None and given_step >= memory.step):
             async for named in super().get_model_state_dict_iterator():
                 yield named
@@ -138,7 +138,7 @@ class TrinitySynchronizer(Synchronizer):
 
     def _on_newer_commit(self) -> None:
         """Remove older syncs, as Trinity does."""
-        self._in_background(self._remove_older_syncs())
+        self._registry.run_in_background(self._remove_older_syncs())
 
     async def _lease(self, name: str, step: int) -> None:
         limit = self._settings.timeout_s

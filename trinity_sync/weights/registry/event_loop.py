@@ -8,10 +8,10 @@ written is logged and written again at the next change: weight sync does not dep
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from trinity_sync.errors import TrinitySyncError, WeightSyncError
 from trinity_sync.layout import job_id_of
@@ -43,6 +43,7 @@ class AsyncVersionRegistry:
         self._changed = asyncio.Condition()
         self._disk = asyncio.Lock()
         self._written = (-1, -1)
+        self._tasks: set[asyncio.Task[None]] = set()
         self._images: dict[tuple[int, int], dict[int, ImageRef]] = {}
         """(run, step) -> images by rank, of versions that are incomplete."""
         self.versions, self.barrier = VersionRegistry(), SyncBarrier()
@@ -159,6 +160,13 @@ class AsyncVersionRegistry:
                     return None
         await self.save()
         return answer()
+
+    def run_in_background(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        """Start a task of the running event loop."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)  # the loop itself holds no reference
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def save(self) -> None:
         """Write the state file, unless it is up to date."""
