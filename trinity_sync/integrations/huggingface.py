@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trinity_sync.client.run_context import make_run_key
+from trinity_sync.adapter import PRIVATE_FOLDER, OpenFiles, make_run_key
 from trinity_sync.errors import CommitError, ConfigError, TrinitySyncError, from_extra
 from trinity_sync.integrations.huggingface_state import (
     FSDP,
@@ -38,8 +38,6 @@ from trinity_sync.integrations.huggingface_state import (
     reads_checkpoints,
 )
 from trinity_sync.integrations.trainer_saves import TrainerSaves, list_attachments
-from trinity_sync.layout import PRIVATE_FOLDER
-from trinity_sync.storage.open_files import OpenFiles
 
 with from_extra("hf"):
     from accelerate.state import AcceleratorState, is_initialized

@@ -14,9 +14,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
+from trinity_sync.adapter import Manifest, shard_file
 from trinity_sync.errors import ConfigError, from_extra
-from trinity_sync.layout import shard_file
-from trinity_sync.storage.manifest import Manifest
 
 with from_extra("hf"):
     from transformers import Trainer

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from trinity_sync.adapter import MANIFEST, Manifest, require_unreplaced, step_folder, step_of_folder
 from trinity_sync.errors import ConfigError, from_extra
 from trinity_sync.integrations.trainer_saves import (
     TrainerSaves,
@@ -26,9 +27,6 @@ from trinity_sync.integrations.trainer_saves import (
     list_attachments,
     set_rng_state,
 )
-from trinity_sync.layout import MANIFEST, step_folder, step_of_folder
-from trinity_sync.storage.discovery import require_unreplaced
-from trinity_sync.storage.manifest import Manifest
 
 with from_extra("lightning"):
     import lightning

@@ -16,10 +16,10 @@ from typing import Any
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.stateful import Stateful
 
-from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync import CheckpointCoordinator
+from trinity_sync.adapter import MANIFEST, refuse_url, split_role_path, step_folder
 from trinity_sync.errors import ConfigError, from_extra
 from trinity_sync.integrations.dcp import DcpSaver, StepReader
-from trinity_sync.layout import MANIFEST, refuse_url, split_role_path, step_folder
 
 with from_extra("torchtitan"):
     from torchtitan.components.checkpointer import MODEL, BaseCheckpointManager, CheckpointManager

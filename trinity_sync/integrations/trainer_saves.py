@@ -22,22 +22,24 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from trinity_sync.client.collective import (
+from trinity_sync import CheckpointCoordinator
+from trinity_sync.adapter import (
+    PRIVATE_FOLDER,
+    Manifest,
+    OpenFiles,
     broadcast_from_rank_0,
     lease_on_rank_0,
+    lease_to_read,
+    load_states,
     open_on_all_ranks,
+    read_manifest,
     run_on_all_ranks,
 )
-from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import CommitError, ConfigError, SaveTimeoutError, TrinitySyncError
 from trinity_sync.integrations.dcp import DcpSaver
-from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.snapshot.stager import ATTACHMENTS
-from trinity_sync.storage.leases import lease_to_read
-from trinity_sync.storage.manifest import Manifest, read_manifest
-from trinity_sync.storage.open_files import OpenFiles
 from trinity_sync.storage.pins import list_pins, pin_ahead, unpin
-from trinity_sync.storage.restore import load_shards, load_states
+from trinity_sync.storage.restore import load_shards
 
 logger = logging.getLogger(__name__)
 

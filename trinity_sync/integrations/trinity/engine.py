@@ -12,10 +12,10 @@ from trinity.algorithm import ALGORITHM_TYPE
 from trinity.manager.synchronizer import Synchronizer
 from trinity.trainer.verl import trainer as theirs
 
+from trinity_sync.adapter import MANIFEST, step_folder
 from trinity_sync.formats.hf_export import export_step
 from trinity_sync.integrations.trinity.job import POSITION, Job, read_position
 from trinity_sync.integrations.verl.positions import restore_attachment
-from trinity_sync.layout import MANIFEST, step_folder
 
 
 class NoMonitor:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.verl.driver import read_forwarded_variables
 from trinity_sync.layout import WriteConcurrency

@@ -5,13 +5,13 @@ from trinity.manager.synchronizer import Synchronizer
 from trinity.trainer.verl.workers import TrinityActorRolloutRefWorker, TrinityCriticWorker
 from verl.single_controller.base.decorator import Dispatch, register
 
-from trinity_sync.fsdp.engine import (
+from trinity_sync.integrations.trinity.job import POSITION, Job
+from trinity_sync.integrations.verl import (
+    FSDPCheckpointManager,
     fsdp_save_state_dict,
     fsdp_upload_state_dict,
     use_trinity_sync,
 )
-from trinity_sync.fsdp.manager import FSDPCheckpointManager
-from trinity_sync.integrations.trinity.job import POSITION, Job
 
 
 class ActorWorker(TrinityActorRolloutRefWorker):

@@ -9,18 +9,24 @@ import os
 from pathlib import Path
 from typing import Any
 
-from trinity_sync.client.collective import broadcast_from_rank_0, run_on_all_ranks
-from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync import CheckpointCoordinator, Staged
+from trinity_sync.adapter import (
+    MANIFEST,
+    Manifest,
+    broadcast_from_rank_0,
+    load_bytes,
+    read_manifest,
+    run_on_all_ranks,
+    step_folder,
+)
 from trinity_sync.client.manager_of_paths import ManagerOfPaths
 from trinity_sync.errors import ConfigError
 from trinity_sync.fs.atomic import replace_file
 from trinity_sync.integrations.verl.driver import ROOT
-from trinity_sync.layout import MANIFEST, is_step_folder, step_folder
+from trinity_sync.layout import is_step_folder
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.stager import ATTACHMENTS, Staged
+from trinity_sync.snapshot.stager import ATTACHMENTS
 from trinity_sync.storage.discovery import require_committed
-from trinity_sync.storage.manifest import Manifest, read_manifest
-from trinity_sync.storage.restore import load_bytes
 
 logger = logging.getLogger(__name__)
 

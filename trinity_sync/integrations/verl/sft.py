@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trinity_sync.adapter import step_folder
 from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.verl.driver import get_manager
-from trinity_sync.layout import step_folder
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def wrap_find_latest_checkpoint(original: Callable[..., str | None]) -> Callable
     def _find_latest_checkpoint(handler: Any) -> str | None:
         from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
-        from trinity_sync.client.collective import broadcast_from_rank_0
+        from trinity_sync.adapter import broadcast_from_rank_0
 
         if not _uses_trinity_sync(handler):
             return original(handler)

@@ -15,9 +15,9 @@ from typing import Any
 
 import xxhash
 
+from trinity_sync import PublishedVersion
 from trinity_sync.errors import ConfigError, WeightSyncError
 from trinity_sync.formats.folder_reader import verify_version
-from trinity_sync.formats.published import PublishedVersion
 from trinity_sync.integrations.vllm.server_api import ServerApi
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,10 @@ with the model before they load; prefer the back end where there is one.
 
 from typing import Any
 
+from trinity_sync import WeightReader
+from trinity_sync.adapter import make_reader_name
 from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.vllm.pinned_version import Wanted, pin_version, select_version
-from trinity_sync.weights.reader import WeightReader, make_reader_name
 
 
 class LoadVersion:
