@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from trinity_sync.cli.app import App, Root, Step, app, examples, resolve_step_argument
+from trinity_sync.cli.app import App, Root, Step, app, resolve_step_argument
 from trinity_sync.cli.maintenance import parse_size
 from trinity_sync.cli.output import Output, OutputFormat, print_object
 from trinity_sync.cli.progress import progress_bar
@@ -31,11 +31,8 @@ Role = Annotated[str, typer.Option(help="Role, e.g. actor.")]
 
 
 @export.command(
-    "hf",
-    epilog=examples(
-        "export hf ckpts 40", "export hf ckpts best model --dtype bf16",
-        note="An interrupted export continues.",
-    ),
+    "export hf ckpts 40", "export hf ckpts best model --dtype bf16", name="hf",
+    note="An interrupted export continues.",
 )  # fmt: skip
 def export_hf(
     root: Root,
@@ -81,8 +78,8 @@ def export_hf(
 
 
 @export.command(
-    "dcp", epilog=examples("export dcp ckpts 40 out", "export dcp ckpts best out --component model")
-)
+    "export dcp ckpts 40 out", "export dcp ckpts best out --component model", name="dcp",
+)  # fmt: skip
 def export_dcp(
     root: Root,
     step: Step,
@@ -114,12 +111,9 @@ def export_dcp(
 
 
 @import_.command(
-    "dcp",
-    epilog=examples(
-        "import dcp ckpts 40 out --world-size 8",
-        "import dcp ckpts 40 out --world-size 2 --device cpu --optim ''",
-    ),
-)
+    "import dcp ckpts 40 out --world-size 8",
+    "import dcp ckpts 40 out --world-size 2 --device cpu --optim ''", name="dcp",
+)  # fmt: skip
 def import_dcp(
     root: Root,
     step: Annotated[int, typer.Argument(min=0, metavar="STEP", help="New step of the job.")],

@@ -5,14 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from trinity_sync.cli.app import (
-    DONE,
-    PROBLEM_FOUND,
-    RootToRead,
-    app,
-    examples,
-    resolve_step_argument,
-)
+from trinity_sync.cli.app import DONE, PROBLEM_FOUND, RootToRead, app, resolve_step_argument
 from trinity_sync.cli.completion import complete_step
 from trinity_sync.cli.output import Output, OutputFormat, print_rows
 from trinity_sync.cli.progress import progress_bar
@@ -23,11 +16,9 @@ if TYPE_CHECKING:
 
 
 @app.command(
-    rich_help_panel="Look at a job",
-    epilog=examples(
-        "diff ckpts 40 50", "diff ckpts latest~1 latest --component optim -o json",
-        note="Files are unpickled, so compare steps of your own jobs only.",
-    ),
+    "diff ckpts 40 50", "diff ckpts latest~1 latest --component optim -o json",
+    panel="Look at a job",
+    note="Files are unpickled, so compare steps of your own jobs only.",
 )  # fmt: skip
 def diff(
     root: RootToRead,

@@ -6,25 +6,15 @@ from typing import Annotated
 
 import typer
 
-from trinity_sync.cli.app import (
-    DONE,
-    PROBLEM_FOUND,
-    app,
-    examples,
-    read_settings,
-    require_existing,
-)
+from trinity_sync.cli.app import DONE, PROBLEM_FOUND, app, read_settings, require_existing
 from trinity_sync.cli.completion import complete_root
 from trinity_sync.cli.output import Output, OutputFormat, paint, print_rows
 from trinity_sync.cli.schema import CheckRow
 
 
 @app.command(
-    rich_help_panel="Run the stack",
-    epilog=examples(
-        "doctor", "doctor ckpts", "doctor ckpts -o json",
-        note="Exit code 3 if a check failed; a warning is not a failure.",
-    ),
+    "doctor", "doctor ckpts", "doctor ckpts -o json", panel="Run the stack",
+    note="Exit code 3 if a check failed; a warning is not a failure.",
 )  # fmt: skip
 def doctor(
     job: Annotated[

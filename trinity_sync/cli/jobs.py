@@ -16,7 +16,6 @@ from trinity_sync.cli.app import (
     Yes,
     app,
     confirm,
-    examples,
     read_settings,
     require_existing,
     with_hint,
@@ -64,7 +63,7 @@ Keep = Annotated[
 ]
 
 
-@jobs.command("ls", epilog=examples("jobs ls", "jobs ls --keep last=3 -o wide", "jobs ls -o name"))
+@jobs.command("jobs ls", "jobs ls --keep last=3 -o wide", "jobs ls -o name", name="ls")
 def list_jobs(keep: Keep = "", output: Output = OutputFormat.TABLE) -> None:
     """List the jobs in the catalog, without reading their files."""
     from trinity_sync.catalog.database import get_catalog_url, open_catalog
@@ -91,7 +90,7 @@ def list_jobs(keep: Keep = "", output: Output = OutputFormat.TABLE) -> None:
             typer.echo(warning, err=True)
 
 
-@jobs.command("show", epilog=examples("jobs show ckpts", "jobs show ckpts -o json"))
+@jobs.command("jobs show ckpts", "jobs show ckpts -o json", name="show")
 def show_job(root: RootToRead, keep: Keep = "", output: Output = OutputFormat.TABLE) -> None:
     """Show a job in the catalog: its steps and versions of the weights."""
     from trinity_sync.catalog.database import get_catalog_url, open_catalog
@@ -156,16 +155,13 @@ def _print_details(details: JobDetails, output: OutputFormat) -> None:
 
 
 @jobs.command(
-    "set",
-    epilog=examples(
-        "jobs set ckpts keep=last=3,every=100", "jobs set ckpts remote=s3://bucket/job",
-        "jobs set ckpts keep=",
-        note="They are in the root, where the training, the flows and the commands read them. "
+    "jobs set ckpts keep=last=3,every=100", "jobs set ckpts remote=s3://bucket/job",
+    "jobs set ckpts keep=", name="set",
+    note="They are in the root, where the training, the flows and the commands read them. "
         "Settings: keep, keep_weights and keep_quarantine (policies, as in prune), remote, "
         "remote_required, remote_keep, write_concurrency (all, per_rank, per_node or one), "
         "rank_timeout_s. An empty value restores the default. A root that does not exist is "
         "created, so a script can set them before the training starts.",
-    ),
 )  # fmt: skip
 def set_job(
     root: Root,
@@ -217,7 +213,7 @@ def _list_settings(root: Path) -> list[JobSettingRow]:
     ]
 
 
-@jobs.command(epilog=examples("jobs reindex ckpts"))
+@jobs.command("jobs reindex ckpts")
 def reindex(roots: Roots, output: Output = OutputFormat.TABLE) -> None:
     """Read the rows of jobs in the catalog again from their files."""
     from trinity_sync.catalog.database import get_catalog_url, open_catalog
@@ -232,7 +228,7 @@ def reindex(roots: Roots, output: Output = OutputFormat.TABLE) -> None:
     print_rows("jobs", ReindexedJob, rows, output)
 
 
-@jobs.command(epilog=examples("jobs check ckpts", note="Exit code 3 if catalog and files differ."))
+@jobs.command("jobs check ckpts", note="Exit code 3 if catalog and files differ.")
 def check(roots: Roots, output: Output = OutputFormat.TABLE) -> None:
     """Compare the catalog with the files of jobs."""
     from trinity_sync.catalog.database import get_catalog_url, open_catalog
@@ -250,7 +246,7 @@ def check(roots: Roots, output: Output = OutputFormat.TABLE) -> None:
     raise typer.Exit(PROBLEM_FOUND if different else DONE)
 
 
-@jobs.command(epilog=examples("jobs forget ckpts"))
+@jobs.command("jobs forget ckpts")
 def forget(
     root: Annotated[
         Path,

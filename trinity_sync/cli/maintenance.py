@@ -13,7 +13,6 @@ from trinity_sync.cli.app import (
     Root,
     RootOrUrl,
     app,
-    examples,
     read_settings,
     require_existing,
     resolve_step_argument,
@@ -41,13 +40,10 @@ DAY_S = 86_400
 
 
 @app.command(
-    rich_help_panel="Look after steps",
-    epilog=examples(
-        "verify ckpts", "verify ckpts 40", "verify ckpts --sample 2%", "verify ckpts --load",
-        "verify s3://bucket/job latest",
-        note="Exit code 3 if a step is corrupted. Steps in a remote are read and reported, but not "
+    "verify ckpts", "verify ckpts 40", "verify ckpts --sample 2%", "verify ckpts --load",
+    "verify s3://bucket/job latest", panel="Look after steps",
+    note="Exit code 3 if a step is corrupted. Steps in a remote are read and reported, but not "
         "marked.",
-    ),
 )  # fmt: skip
 def verify(
     root: RootOrUrl,
@@ -191,9 +187,7 @@ def _verify_remote(url: str, step: str | None, limit: int) -> list[VerifiedRow]:
     return rows
 
 
-@app.command(
-    rich_help_panel="Look after steps", epilog=examples("reconcile ckpts", "reconcile -o json")
-)
+@app.command("reconcile ckpts", "reconcile -o json", panel="Look after steps")
 def reconcile(
     root: Root,
     grace: Annotated[

@@ -4,26 +4,15 @@ from typing import Annotated
 
 import typer
 
-from trinity_sync.cli.app import (
-    Root,
-    Step,
-    app,
-    examples,
-    read_settings,
-    resolve_step_argument,
-    with_hint,
-)
+from trinity_sync.cli.app import Root, Step, app, read_settings, resolve_step_argument, with_hint
 from trinity_sync.cli.output import Output, OutputFormat, print_rows
 from trinity_sync.cli.schema import MetricRow
 from trinity_sync.errors import ConfigError
 
 
 @app.command(
-    rich_help_panel="Keep and remove steps",
-    epilog=examples(
-        "metrics ckpts latest", "metrics ckpts 30 reward=0.8 kl=0.01",
-        note="Policies such as keep=best=2:reward:max read them. The training may be running.",
-    ),
+    "metrics ckpts latest", "metrics ckpts 30 reward=0.8 kl=0.01", panel="Keep and remove steps",
+    note="Policies such as keep=best=2:reward:max read them. The training may be running.",
 )  # fmt: skip
 def metrics(
     root: Root,

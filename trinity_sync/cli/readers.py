@@ -5,7 +5,7 @@ from pathlib import Path
 
 import typer
 
-from trinity_sync.cli.app import RootToRead, app, examples, require_existing
+from trinity_sync.cli.app import RootToRead, app, require_existing
 from trinity_sync.cli.output import (
     Output,
     OutputFormat,
@@ -17,7 +17,7 @@ from trinity_sync.cli.output import (
 from trinity_sync.cli.schema import ReaderRow, ReadersReport
 
 
-@app.command(rich_help_panel="Look at a job", epilog=examples("readers ckpts", "readers -o json"))
+@app.command("readers ckpts", "readers -o json", panel="Look at a job")
 def readers(root: RootToRead, output: Output = OutputFormat.TABLE) -> None:
     """Show which reader serves which version of the weights, and how stale it is."""
     report = _read_report(root)

@@ -10,7 +10,6 @@ from trinity_sync.cli.app import (
     Root,
     Step,
     app,
-    examples,
     require_existing,
     resolve_step_argument,
     with_hint,
@@ -44,12 +43,10 @@ CREDENTIALS = (
 
 
 @remote.command(
-    epilog=examples(
-        "remote push ckpts 40 s3://bucket/job",
-        "remote push ckpts latest file:///backup/job --keep-last 5",
-        note=CREDENTIALS,
-    )
-)
+    "remote push ckpts 40 s3://bucket/job",
+    "remote push ckpts latest file:///backup/job --keep-last 5",
+    note=CREDENTIALS,
+)  # fmt: skip
 def push(
     root: Root,
     step: Step,
@@ -91,10 +88,8 @@ def push(
 
 
 @remote.command(
-    epilog=examples(
-        "remote pull ckpts 40 s3://bucket/job", "remote pull ckpts latest s3://bucket/job",
-        note=CREDENTIALS,
-    )
+    "remote pull ckpts 40 s3://bucket/job", "remote pull ckpts latest s3://bucket/job",
+    note=CREDENTIALS,
 )  # fmt: skip
 def pull(
     root: Root,

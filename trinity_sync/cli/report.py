@@ -5,18 +5,16 @@ from typing import Annotated
 
 import typer
 
-from trinity_sync.cli.app import RootToRead, app, examples, read_settings, require_existing
+from trinity_sync.cli.app import RootToRead, app, read_settings, require_existing
 from trinity_sync.cli.output import Output, OutputFormat, print_object
 from trinity_sync.errors import ConfigError
 from trinity_sync.fs.atomic import replace_file
 
 
 @app.command(
-    rich_help_panel="Look at a job",
-    epilog=examples(
-        "report ckpts", "report ckpts --html /tmp/ckpts.html", "report ckpts -o json",
-        note="Failures, flow runs and verifications come from the Prefect server, if one answers.",
-    ),
+    "report ckpts", "report ckpts --html /tmp/ckpts.html", "report ckpts -o json",
+    panel="Look at a job",
+    note="Failures, flow runs and verifications come from the Prefect server, if one answers.",
 )  # fmt: skip
 def report(
     root: RootToRead,

@@ -11,7 +11,6 @@ from trinity_sync.cli.app import (
     Yes,
     app,
     confirm,
-    examples,
     read_settings,
     require_existing,
     resolve_step_argument,
@@ -31,16 +30,13 @@ if TYPE_CHECKING:
 
 
 @app.command(
-    rich_help_panel="Keep and remove steps",
-    epilog=examples(
-        "prune ckpts --keep last=3 --dry-run",
-        "prune ckpts --keep last=3,every=100,best=2:reward:max --yes",
-        note="A policy is all, or parts that each keep steps, joined by commas: last=N the newest "
+    "prune ckpts --keep last=3 --dry-run",
+    "prune ckpts --keep last=3,every=100,best=2:reward:max --yes", panel="Keep and remove steps",
+    note="A policy is all, or parts that each keep steps, joined by commas: last=N the newest "
         "N, every=N those whose number is a multiple of N, hourly=N, daily=N and weekly=N the "
         "newest of each of the last N hours, days and weeks, newer=2d those of "
         "the last 2 days (s, m, h, d), best=N:METRIC:max (or min) the N best.\n\n"
         "Exit code 0 also if there was nothing to remove.",
-    ),
 )  # fmt: skip
 def prune(
     root: Root,
@@ -119,10 +115,7 @@ def _print_pruned(report: PruneReport, root: str, output: OutputFormat) -> None:
     typer.echo(f"{format_bytes(report.bytes)} {would}freed in {root}", err=True)
 
 
-@app.command(
-    rich_help_panel="Keep and remove steps",
-    epilog=examples("pin ckpts 40 --reason 'the paper'", "pin ckpts latest"),
-)
+@app.command("pin ckpts 40 --reason 'the paper'", "pin ckpts latest", panel="Keep and remove steps")
 def pin(
     root: Root,
     step: Step,
@@ -139,7 +132,7 @@ def pin(
     print_object("pin", row, output, f"pinned step {made.step}")
 
 
-@app.command(rich_help_panel="Keep and remove steps", epilog=examples("unpin ckpts 40"))
+@app.command("unpin ckpts 40", panel="Keep and remove steps")
 def unpin(root: Root, step: Step, output: Output = OutputFormat.TABLE) -> None:
     """Unpin a step: policies may remove it again."""
     from trinity_sync.catalog.mirror import try_mirror

@@ -11,7 +11,6 @@ from trinity_sync.cli.app import (
     RootToRead,
     Step,
     app,
-    examples,
     read_settings,
     require_existing,
     resolve_step_argument,
@@ -41,10 +40,7 @@ CRASH_GRACE_S = 30.0
 """Seconds for which a worker may still retry a crashed flow run."""
 
 
-@app.command(
-    rich_help_panel="Look at a job",
-    epilog=examples("runs ckpts", "runs ckpts --failed -o wide", "runs -o json"),
-)
+@app.command("runs ckpts", "runs ckpts --failed -o wide", "runs -o json", panel="Look at a job")
 def runs(
     root: RootToRead,
     failed: Annotated[bool, typer.Option("--failed", help="Show failed saves only.")] = False,
@@ -87,12 +83,11 @@ def _row(save: "SaveRun", status: str) -> SaveRow:
 
 
 @app.command(
-    rich_help_panel="Look after steps",
-    epilog=examples(
-        "retry ckpts 40", "runs ckpts --failed -o name | xargs -n1 trinity-sync retry ckpts",
-        note="The images of a failed save stay in shared memory until later saves need the slots. "
+    "retry ckpts 40",
+    "trinity-sync runs ckpts --failed -o name | xargs -n1 trinity-sync retry ckpts",
+    panel="Look after steps",
+    note="The images of a failed save stay in shared memory until later saves need the slots. "
         "Remove the cause first; trinity-sync runs shows it.",
-    ),
 )  # fmt: skip
 def retry(root: Root, step: Step, output: Output = OutputFormat.TABLE) -> None:
     """Run a failed save again, as Retry in the Prefect UI does."""
@@ -129,11 +124,8 @@ def _no_failed_save(root: Path, step: int, by_status: dict[str, Any]) -> SaveErr
 
 
 @app.command(
-    rich_help_panel="Look at a job",
-    epilog=examples(
-        "wait ckpts 40", "wait ckpts --timeout 60",
-        note="Exit code 1 if a save failed or was superseded, or at the time-out.",
-    ),
+    "wait ckpts 40", "wait ckpts --timeout 60", panel="Look at a job",
+    note="Exit code 1 if a save failed or was superseded, or at the time-out.",
 )  # fmt: skip
 def wait(
     root: RootToRead,

@@ -15,16 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from trinity_sync.cli.app import (
-    DONE,
-    PROBLEM_FOUND,
-    Yes,
-    app,
-    confirm,
-    examples,
-    read_settings,
-    with_hint,
-)
+from trinity_sync.cli.app import DONE, PROBLEM_FOUND, Yes, app, confirm, read_settings, with_hint
 from trinity_sync.cli.config import ConfigFile
 from trinity_sync.cli.output import (
     Output,
@@ -75,10 +66,7 @@ Timeout = Annotated[
 ]
 
 
-@app.command(
-    rich_help_panel="Run the stack",
-    epilog=examples("up", "up --cpus 4", "up -o json"),
-)
+@app.command("up", "up --cpus 4", "up -o json", panel="Run the stack")
 def up(
     cpus: Cpus = None,
     worker: WithWorker = True,
@@ -97,7 +85,7 @@ def up(
     print_object("stack", report, output, lambda: _print_ready(settings, state, report, seconds))
 
 
-@app.command(rich_help_panel="Run the stack", epilog=examples("restart"))
+@app.command("restart", panel="Run the stack")
 def restart(
     cpus: Cpus = None,
     worker: WithWorker = True,
@@ -122,12 +110,9 @@ def restart(
 
 
 @app.command(
-    rich_help_panel="Run the stack",
-    epilog=examples(
-        "join join.json",
-        note="Afterwards, up starts missing services, and down leaves the stack.",
-    ),
-)
+    "join join.json", panel="Run the stack",
+    note="Afterwards, up starts missing services, and down leaves the stack.",
+)  # fmt: skip
 def join(
     invitation: Annotated[
         Path, typer.Argument(help="A copy of join.json from the home of the other machine's stack.")
@@ -147,13 +132,10 @@ def join(
 
 
 @app.command(
-    rich_help_panel="Run the stack",
+    "run -- torchrun --nproc-per-node 8 train.py", panel="Run the stack",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-    epilog=examples(
-        "run -- torchrun --nproc-per-node 8 train.py",
-        note="The stack keeps running. Exit code of the command; 127 if there is no such command.",
-    ),
-)
+    note="The stack keeps running. Exit code of the command; 127 if there is no such command.",
+)  # fmt: skip
 def run(
     command: Annotated[
         list[str], typer.Argument(metavar="-- COMMAND...", help="The training's command.")
@@ -176,12 +158,9 @@ def run(
 
 
 @app.command(
-    rich_help_panel="Run the stack",
-    epilog=examples(
-        "down", "down --yes",
-        note="Database, logs and images in shared memory stay. It asks first if images are not "
+    "down", "down --yes", panel="Run the stack",
+    note="Database, logs and images in shared memory stay. It asks first if images are not "
         "committed yet; the next up commits them, unless the machine restarts before.",
-    ),
 )  # fmt: skip
 def down(yes: Yes = False, output: Output = OutputFormat.TABLE) -> None:
     """Stop the services that up started."""
@@ -226,12 +205,9 @@ def _list_images(settings: "Settings") -> list[JobImages]:
 
 
 @app.command(
-    rich_help_panel="Run the stack",
-    epilog=examples(
-        "status", "status -o wide", "status -o json",
-        note="Exit code 3 if a service does not run, no worker is online, or the environment "
+    "status", "status -o wide", "status -o json", panel="Run the stack",
+    note="Exit code 3 if a service does not run, no worker is online, or the environment "
         "overrides a service.",
-    ),
 )  # fmt: skip
 def status(output: Output = OutputFormat.TABLE) -> None:
     """Show the services, their addresses, and whether a worker is online."""
@@ -244,10 +220,7 @@ def status(output: Output = OutputFormat.TABLE) -> None:
     raise typer.Exit(DONE if works else PROBLEM_FOUND)
 
 
-@app.command(
-    rich_help_panel="Run the stack",
-    epilog=examples("logs", "logs worker -f", "logs server -n 200"),
-)
+@app.command("logs", "logs worker -f", "logs server -n 200", panel="Run the stack")
 def logs(
     service: Annotated[
         Service | None, typer.Argument(help="Service (default: all).", show_default=False)
@@ -282,7 +255,7 @@ def _exec(command: list[str], environment: Mapping[str, str]) -> NoReturn:
     os.execvpe(command[0], command, environment)
 
 
-@app.command(rich_help_panel="Run the stack", epilog=examples("ui", "ui -o json"))
+@app.command("ui", "ui -o json", panel="Run the stack")
 def ui(
     browser: Annotated[
         bool, typer.Option("--open/--no-open", help="Open it in a browser, if there is one.")
@@ -313,11 +286,9 @@ def ui(
 
 
 @app.command(
-    rich_help_panel="Run the stack",
-    epilog='Examples:\n[bold]  eval "$(trinity-sync env)"[/]\n'
-    "[bold]  trinity-sync env --shell fish | source[/]\n"
-    "[bold]  trinity-sync env --shell json[/]",
-)
+    'eval "$(trinity-sync env)"', "trinity-sync env --shell fish | source",
+    "trinity-sync env --shell json", panel="Run the stack",
+)  # fmt: skip
 def env(
     shell: Annotated[
         Shell,
@@ -344,10 +315,9 @@ def env(
 
 
 @app.command(
-    rich_help_panel="Run the stack",
-    epilog="Examples:\n[bold]  trinity-sync deploy[/]\n"
-    "[bold]  PREFECT_API_URL=http://prefect.internal/api trinity-sync deploy[/]",
-)
+    "trinity-sync deploy", "PREFECT_API_URL=http://prefect.internal/api trinity-sync deploy",
+    panel="Run the stack",
+)  # fmt: skip
 def deploy(config: ConfigFile = None, output: Output = OutputFormat.TABLE) -> None:
     """Create or update the work pool, deployments and automations on a Prefect server."""
     from trinity_sync.orchestration import deploy
@@ -363,11 +333,11 @@ def deploy(config: ConfigFile = None, output: Output = OutputFormat.TABLE) -> No
 
 
 @app.command(
-    rich_help_panel="Run the stack",
-    epilog="Examples:\n[bold]  trinity-sync worker[/]\n"
-    "[bold]  PREFECT_API_URL=http://prefect.internal/api "
-    "TRINITY_SYNC_STACK__RAY__ADDRESS=10.0.0.4:6379 trinity-sync worker[/]",
-)
+    "trinity-sync worker",
+    "PREFECT_API_URL=http://prefect.internal/api "
+    "TRINITY_SYNC_STACK__RAY__ADDRESS=10.0.0.4:6379 trinity-sync worker",
+    panel="Run the stack",
+)  # fmt: skip
 def worker(config: ConfigFile = None) -> None:
     """Run a flow worker in the foreground, for the services of the settings or of up."""
     from trinity_sync.settings import StackSettings

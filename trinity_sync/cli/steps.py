@@ -12,7 +12,6 @@ from trinity_sync.cli.app import (
     RootToRead,
     Step,
     app,
-    examples,
     require_existing,
     resolve_step_argument,
     with_hint,
@@ -50,14 +49,10 @@ WATCH_S = 2.0
 
 
 @app.command(
-    "ls",
-    rich_help_panel="Look at a job",
-    epilog=examples(
-        "ls ckpts", "ls ckpts --watch", "ls ckpts -o json", "ls ckpts -o name | head -1",
-        "ls s3://bucket/job",
-        note="Saves that are not committed yet, or failed, are shown if the Prefect server answers "
+    "ls ckpts", "ls ckpts --watch", "ls ckpts -o json", "ls ckpts -o name | head -1",
+    "ls s3://bucket/job", name="ls", panel="Look at a job",
+    note="Saves that are not committed yet, or failed, are shown if the Prefect server answers "
         "within 2 seconds.",
-    ),
 )  # fmt: skip
 def list_steps(
     root: RootOrUrlToRead,
@@ -114,10 +109,7 @@ def _print_steps(root: str, most: int | None, output: OutputFormat) -> None:
         )
 
 
-@app.command(
-    rich_help_panel="Look at a job",
-    epilog=examples("show ckpts 40", "show ckpts latest", "show ckpts best -o json"),
-)
+@app.command("show ckpts 40", "show ckpts latest", "show ckpts best -o json", panel="Look at a job")
 def show(
     root: RootToRead,
     step: Step,

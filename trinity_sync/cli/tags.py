@@ -9,7 +9,6 @@ from trinity_sync.cli.app import (
     Yes,
     app,
     confirm,
-    examples,
     read_settings,
     require_existing,
     resolve_step_argument,
@@ -22,11 +21,9 @@ from trinity_sync.errors import CommitError, ConfigError
 
 
 @app.command(
-    rich_help_panel="Keep and remove steps",
-    epilog=examples(
-        "tag ckpts 40 best", "tag ckpts latest best --force", "tag ckpts --list",
-        note="Every command that takes the number of a step also takes a tag.",
-    ),
+    "tag ckpts 40 best", "tag ckpts latest best --force", "tag ckpts --list",
+    panel="Keep and remove steps",
+    note="Every command that takes the number of a step also takes a tag.",
 )  # fmt: skip
 def tag(
     root: Root,
@@ -71,7 +68,7 @@ def tag(
     print_object("pin", row, output, f"tagged step {made.step} as {name}")
 
 
-@app.command(rich_help_panel="Keep and remove steps", epilog=examples("untag ckpts best --yes"))
+@app.command("untag ckpts best --yes", panel="Keep and remove steps")
 def untag(
     root: Root,
     name: Annotated[
