@@ -53,30 +53,25 @@ def list_jobs_at(engine: sa.Engine, root: str | Path) -> list[JobSteps]:
     return sorted(found, key=lambda each: each.job != now)
 
 
-def list_jobs(engine: sa.Engine, job: str | None = None) -> list[JobSteps]:
-    """Read all jobs, or the one with an id, with their steps, by three statements in all.
+def list_jobs(engine: sa.Engine) -> list[JobSteps]:
+    """Read all jobs with their steps, by three statements in all.
 
     They are sorted by root. Pins, tags and leases are those of the last update of the job.
     """
     steps: dict[str, list[sa.Row[tuple[object, ...]]]] = defaultdict(list)
     versions: dict[str, list[PublishedVersion]] = defaultdict(list)
     with read_consistently(engine) as connection:
-        of_job = [] if job is None else [Step.job == job]
-        wanted = sa.select(*STEP_COLUMNS).where(*of_job).order_by(Step.run, Step.step)
+        wanted = sa.select(*STEP_COLUMNS).order_by(Step.run, Step.step)
         for row in read_rows(connection, wanted):
             steps[row.job].append(row)
-        of_job = [] if job is None else [WeightVersion.job == job]
         order = WeightVersion.run, WeightVersion.step, WeightVersion.source
-        versioned = sa.select(WeightVersion.__table__).where(*of_job).order_by(*order)
+        versioned = sa.select(WeightVersion.__table__).order_by(*order)
         for row in read_rows(connection, versioned):
             versions[row.job].append(
                 PublishedVersion(row.step, row.run, row.source, row.published_at)
             )
-        of_job = [] if job is None else [Job.id == job]
         found = []
-        for row in read_rows(
-            connection, sa.select(Job.__table__).where(*of_job).order_by(Job.root)
-        ):
+        for row in read_rows(connection, sa.select(Job.__table__).order_by(Job.root)):
             try:
                 held = _group_claims(row.claims)
                 runs = [Run(int(number), "", step) for number, step in row.runs.items()]

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from trinity_sync.cli.app import App, app, examples, read_settings, with_hint
-from trinity_sync.cli.output import Output, OutputFormat, print_rows
+from trinity_sync.cli.output import Output, print_rows
 from trinity_sync.cli.schema import SettingRow
 from trinity_sync.errors import ConfigError
 
@@ -45,7 +45,7 @@ app.add_typer(config, name="config", rich_help_panel="Run the stack")
 
 
 @config.command("config show", "config show -o json")
-def show(file: ConfigFile = None, output: Output = OutputFormat.TABLE) -> None:
+def show(file: ConfigFile = None, output: Output = "table") -> None:
     """Show each setting: its value, where that is from, and the default."""
     print_rows("settings", SettingRow, list_settings(), output)
 

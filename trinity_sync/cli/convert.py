@@ -9,7 +9,7 @@ import typer
 
 from trinity_sync.cli.app import App, Root, Step, app, resolve_step_argument
 from trinity_sync.cli.maintenance import parse_size
-from trinity_sync.cli.output import Output, OutputFormat, print_object
+from trinity_sync.cli.output import Output, print_object
 from trinity_sync.cli.progress import progress_bar
 from trinity_sync.cli.schema import CommittedStep, ExportedDcp, ExportedModel
 from trinity_sync.orchestration.quantities import format_bytes
@@ -54,7 +54,7 @@ def export_hf(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Import the model's own source files.")
     ] = False,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Write the model of a step in the Hugging Face format."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -91,7 +91,7 @@ def export_dcp(
         list[DcpComponent] | None,
         typer.Option(help="Component to write (default: those that the step has)."),
     ] = None,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Convert a step to a folder that torch.distributed.checkpoint.load reads."""
     from trinity_sync.formats.to_dcp import to_dcp
@@ -132,7 +132,7 @@ def import_dcp(
     metadata: Annotated[
         Path | None, typer.Option(help="Folder with fsdp_config.json and huggingface/.")
     ] = None,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Convert a DCP checkpoint to a committed step of ROOT, which may be new."""
     from trinity_sync.formats.from_dcp import from_dcp

@@ -21,15 +21,7 @@ from trinity_sync.cli.app import (
     with_hint,
 )
 from trinity_sync.cli.completion import complete_root, complete_setting
-from trinity_sync.cli.output import (
-    Output,
-    OutputFormat,
-    format_time,
-    print_object,
-    print_rows,
-    print_table,
-    utc,
-)
+from trinity_sync.cli.output import Output, format_time, print_object, print_rows, print_table, utc
 from trinity_sync.cli.progress import progress_bar
 from trinity_sync.cli.schema import (
     CatalogStep,
@@ -64,7 +56,7 @@ Keep = Annotated[
 
 
 @jobs.command("jobs ls", "jobs ls --keep last=3 -o wide", "jobs ls -o name", name="ls")
-def list_jobs(keep: Keep = "", output: Output = OutputFormat.TABLE) -> None:
+def list_jobs(keep: Keep = "", output: Output = "table") -> None:
     """List the jobs in the catalog, without reading their files."""
     from trinity_sync.catalog.database import get_catalog_url, open_catalog
     from trinity_sync.catalog.queries import list_jobs
@@ -91,7 +83,7 @@ def list_jobs(keep: Keep = "", output: Output = OutputFormat.TABLE) -> None:
 
 
 @jobs.command("jobs show ckpts", "jobs show ckpts -o json", name="show")
-def show_job(root: RootToRead, keep: Keep = "", output: Output = OutputFormat.TABLE) -> None:
+def show_job(root: RootToRead, keep: Keep = "", output: Output = "table") -> None:
     """Show a job in the catalog: its steps and versions of the weights."""
     from trinity_sync.catalog.database import get_catalog_url, open_catalog
     from trinity_sync.catalog.queries import list_jobs_at
@@ -137,7 +129,7 @@ def show_job(root: RootToRead, keep: Keep = "", output: Output = OutputFormat.TA
         typer.echo(warning, err=True)
 
 
-def _print_details(details: JobDetails, output: OutputFormat) -> None:
+def _print_details(details: JobDetails, output: Output) -> None:
     typer.echo(f"job {details.job} at {details.root}")
     typer.echo(
         f"{len(details.steps)} steps, {format_bytes(details.bytes)}; retention would free "
@@ -151,7 +143,7 @@ def _print_details(details: JobDetails, output: OutputFormat) -> None:
             typer.echo(f"{setting.name} = {setting.value}")
     if details.steps:
         typer.echo("")
-        print_table(CatalogStep, details.steps, wide=output is OutputFormat.WIDE)
+        print_table(CatalogStep, details.steps, output)
 
 
 @jobs.command(
@@ -171,7 +163,7 @@ def set_job(
             metavar="NAME=VALUE...", autocompletion=complete_setting, help="Settings to change."
         ),
     ],
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Change settings of a job."""
     from trinity_sync.catalog.mirror import try_mirror
@@ -214,7 +206,7 @@ def _list_settings(root: Path) -> list[JobSettingRow]:
 
 
 @jobs.command("jobs reindex ckpts")
-def reindex(roots: Roots, output: Output = OutputFormat.TABLE) -> None:
+def reindex(roots: Roots, output: Output = "table") -> None:
     """Read the rows of jobs in the catalog again from their files."""
     from trinity_sync.catalog.database import get_catalog_url, open_catalog
     from trinity_sync.catalog.mirror import rebuild
@@ -229,7 +221,7 @@ def reindex(roots: Roots, output: Output = OutputFormat.TABLE) -> None:
 
 
 @jobs.command("jobs check ckpts", note="Exit code 3 if catalog and files differ.")
-def check(roots: Roots, output: Output = OutputFormat.TABLE) -> None:
+def check(roots: Roots, output: Output = "table") -> None:
     """Compare the catalog with the files of jobs."""
     from trinity_sync.catalog.database import get_catalog_url, open_catalog
     from trinity_sync.catalog.mirror import find_differences
@@ -255,7 +247,7 @@ def forget(
         ),
     ],
     yes: Yes = False,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Remove a finished job from the catalog and from the scheduled flows of this node."""
     from trinity_sync.catalog.database import get_catalog_url, open_catalog

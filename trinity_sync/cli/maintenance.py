@@ -19,13 +19,7 @@ from trinity_sync.cli.app import (
     with_hint,
 )
 from trinity_sync.cli.completion import complete_step
-from trinity_sync.cli.output import (
-    Output,
-    OutputFormat,
-    format_duration,
-    print_object,
-    print_rows,
-)
+from trinity_sync.cli.output import Output, format_duration, print_object, print_rows
 from trinity_sync.cli.progress import progress_bar
 from trinity_sync.cli.schema import FindingRow, LoadedRow, VerifiedRow
 from trinity_sync.errors import CommitError, ConfigError
@@ -34,7 +28,6 @@ from trinity_sync.orchestration.quantities import format_bytes
 
 if TYPE_CHECKING:
     from trinity_sync.storage.gc import Finding
-    from trinity_sync.storage.manifest import Manifest
 
 DAY_S = 86_400
 
@@ -72,7 +65,7 @@ def verify(
             "--load", help="Load the newest checkpoint as a restart would, and measure it."
         ),
     ] = False,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Read files again and compare their digests; mark corrupted steps, which are not loaded."""
     given = [step, limit, sample]
@@ -129,7 +122,7 @@ def _parse_sample(text: str) -> int | float:
     return share
 
 
-def _verify_by_loading(root: Path, output: OutputFormat) -> None:
+def _verify_by_loading(root: Path, output: Output) -> None:
     from trinity_sync.storage.verify_load import load_newest
 
     done = load_newest(require_existing(root))
@@ -164,26 +157,22 @@ def _verify_remote(url: str, step: str | None, limit: int) -> list[VerifiedRow]:
     total = sum(manifest.nbytes for manifest in chosen)
     rows = []
     with progress_bar("reading") as on_progress:
-
-        def check(manifest: "Manifest") -> VerifiedRow:
-            start = time.perf_counter()
-            problems = {
-                record.path: remote.find_mismatch(
-                    manifest.step, record, lambda n: on_progress(n, total)
+        for manifest in chosen:
+            start, wrong = time.perf_counter(), []
+            for record in manifest.files:
+                why = remote.find_mismatch(manifest.step, record, lambda n: on_progress(n, total))
+                if why:
+                    wrong.append(f"{record.path} {why}")
+            rows.append(
+                VerifiedRow(
+                    step=manifest.step,
+                    files=len(manifest.files),
+                    bytes=manifest.nbytes,
+                    seconds=time.perf_counter() - start,
+                    status="corrupted" if wrong else "valid",
+                    reason="; ".join(wrong) or None,
                 )
-                for record in manifest.files
-            }
-            wrong = "; ".join(f"{path} {why}" for path, why in problems.items() if why)
-            return VerifiedRow(
-                step=manifest.step,
-                files=len(manifest.files),
-                bytes=manifest.nbytes,
-                seconds=time.perf_counter() - start,
-                status="corrupted" if wrong else "valid",
-                reason=wrong or None,
             )
-
-        rows = [check(manifest) for manifest in chosen]
     return rows
 
 
@@ -193,7 +182,7 @@ def reconcile(
     grace: Annotated[
         float, typer.Option(min=0, help="Minimum age in seconds of unused files that are removed.")
     ] = 3600.0,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Repair what a crash left, and report it. Safe to run again."""
     import asyncio

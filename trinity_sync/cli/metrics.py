@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from trinity_sync.cli.app import Root, Step, app, read_settings, resolve_step_argument, with_hint
-from trinity_sync.cli.output import Output, OutputFormat, print_rows
+from trinity_sync.cli.output import Output, print_rows
 from trinity_sync.cli.schema import MetricRow
 from trinity_sync.errors import ConfigError
 
@@ -21,7 +21,7 @@ def metrics(
         list[str] | None,
         typer.Argument(metavar="[NAME=VALUE]...", help="Metrics to record; without them, show."),
     ] = None,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Show the metrics of a step, or record some."""
     from trinity_sync.catalog.mirror import try_mirror

@@ -14,7 +14,7 @@ from trinity_sync.cli.app import (
     resolve_step_argument,
     with_hint,
 )
-from trinity_sync.cli.output import Output, OutputFormat, format_duration, print_object
+from trinity_sync.cli.output import Output, format_duration, print_object
 from trinity_sync.cli.progress import progress_bar
 from trinity_sync.cli.schema import CommittedStep, PushedStep
 from trinity_sync.errors import ConfigError
@@ -58,7 +58,7 @@ def push(
         bool,
         typer.Option("--read-back", help="Read the uploaded files again, and compare digests."),
     ] = False,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Copy a committed step to a remote, its manifest last. Safe to run again."""
     from trinity_sync.remote.upload import replicate
@@ -95,7 +95,7 @@ def pull(
     root: Root,
     step: Annotated[str, typer.Argument(metavar="STEP", help="Number of the step, or latest.")],
     url: Url = None,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Download a step, compare all digests, and commit it in ROOT, which may be new."""
     from trinity_sync.remote.download import fetch

@@ -15,13 +15,7 @@ from trinity_sync.cli.app import (
     require_existing,
     resolve_step_argument,
 )
-from trinity_sync.cli.output import (
-    Output,
-    OutputFormat,
-    print_object,
-    print_table,
-    utc,
-)
+from trinity_sync.cli.output import Output, is_text, print_object, print_table, utc
 from trinity_sync.cli.schema import PinRow, PrunedStep, PruneReport, Unpinned
 from trinity_sync.orchestration.quantities import format_bytes
 
@@ -54,7 +48,7 @@ def prune(
         bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")
     ] = False,
     yes: Yes = False,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Remove steps that no policy, pin, tag, lease or latest pointer keeps."""
     from trinity_sync.catalog.mirror import try_mirror
@@ -83,7 +77,7 @@ def prune(
     if not dry_run and not yes:
         plan = run(dry_run=True)
         if plan.removed or plan.quarantine:
-            if output.is_text:
+            if is_text(output):
                 _print_pruned(_describe(plan, dry_run=True), str(root), output)
             confirm(f"remove {_count(plan)} of {root}, {format_bytes(plan.nbytes)}", yes=yes)
     done = run(dry_run=dry_run, confirmed=plan)
@@ -104,9 +98,9 @@ def _describe(done: "Pruned", *, dry_run: bool) -> PruneReport:
     return PruneReport(dry_run, done.nbytes, rows, list(done.quarantine))
 
 
-def _print_pruned(report: PruneReport, root: str, output: OutputFormat) -> None:
+def _print_pruned(report: PruneReport, root: str, output: Output) -> None:
     if report.steps:
-        print_table(PrunedStep, report.steps, wide=output is OutputFormat.WIDE)
+        print_table(PrunedStep, report.steps, output)
     else:
         typer.echo(f"nothing is committed in {root}", err=True)
     would = "would be " if report.dry_run else ""
@@ -120,7 +114,7 @@ def pin(
     root: Root,
     step: Step,
     reason: Annotated[str, typer.Option(help="Reason, shown in ls and report.")] = "",
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Pin a committed step: no policy removes it."""
     from trinity_sync.catalog.mirror import try_mirror
@@ -133,7 +127,7 @@ def pin(
 
 
 @app.command("unpin ckpts 40", panel="Keep and remove steps")
-def unpin(root: Root, step: Step, output: Output = OutputFormat.TABLE) -> None:
+def unpin(root: Root, step: Step, output: Output = "table") -> None:
     """Unpin a step: policies may remove it again."""
     from trinity_sync.catalog.mirror import try_mirror
     from trinity_sync.storage import pins

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from trinity_sync.cli.app import Root, Step, Yes, app, confirm, read_settings, resolve_step_argument
-from trinity_sync.cli.output import Output, OutputFormat, print_object
+from trinity_sync.cli.output import Output, print_object
 from trinity_sync.cli.schema import RewindReport
 
 
@@ -26,7 +26,7 @@ def rewind(
         bool, typer.Option("--dry-run", help="Show what would be quarantined, and change nothing.")
     ] = False,
     yes: Yes = False,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Make an earlier step the newest; newer steps are quarantined, not deleted."""
     from trinity_sync.catalog.mirror import try_mirror

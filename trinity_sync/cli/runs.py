@@ -17,7 +17,7 @@ from trinity_sync.cli.app import (
     with_hint,
 )
 from trinity_sync.cli.completion import complete_step
-from trinity_sync.cli.output import Output, OutputFormat, print_object, print_rows, utc
+from trinity_sync.cli.output import Output, is_text, print_object, print_rows, utc
 from trinity_sync.cli.schema import Retried, SaveRow, WaitedSave
 from trinity_sync.errors import (
     CommitError,
@@ -48,7 +48,7 @@ def runs(
         int | None,
         typer.Option(min=1, help=f"Show at most N saves; {MAX_ROWS} in a table.", metavar="N"),
     ] = None,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """List the saves of a job: in flight, failed with the reason, superseded and committed."""
     from trinity_sync.cli.saves import describe_status, read_saves
@@ -59,11 +59,11 @@ def runs(
     rows = [_row(save, describe_status(save, known)) for save in found]
     if failed:
         rows = [row for row in rows if row.status == "failed"]
-    most = limit or (MAX_ROWS if output.is_text else len(rows))
+    most = limit or (MAX_ROWS if is_text(output) else len(rows))
     what = "failed save" if failed else "save"
     empty = f"the Prefect server knows no {what} of {root}"
     print_rows("saves", SaveRow, rows[:most], output, empty=empty)
-    if len(rows) > most and output.is_text:
+    if len(rows) > most and is_text(output):
         typer.echo(f"{len(rows) - most:,} older saves not shown; use --limit", err=True)
 
 
@@ -89,7 +89,7 @@ def _row(save: "SaveRun", status: str) -> SaveRow:
     note="The images of a failed save stay in shared memory until later saves need the slots. "
         "Remove the cause first; trinity-sync runs shows it.",
 )  # fmt: skip
-def retry(root: Root, step: Step, output: Output = OutputFormat.TABLE) -> None:
+def retry(root: Root, step: Step, output: Output = "table") -> None:
     """Run a failed save again, as Retry in the Prefect UI does."""
     from trinity_sync.cli.saves import describe_status, query, read_saves
     from trinity_sync.storage.discovery import list_known_runs
@@ -138,7 +138,7 @@ def wait(
         ),
     ] = None,
     timeout: Annotated[float, typer.Option(min=0, help="Time-out in seconds.")] = 600.0,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Wait until a step is committed, or all saves in flight are."""
     from trinity_sync.cli.saves import QUICK_S, read_saves
@@ -156,7 +156,7 @@ def wait(
         saves[resolve_step_argument(base, step)] = set()
     done = [_await_step(base, number, saves[number], deadline, timeout) for number in sorted(saves)]
     empty = f"no save of {root} is in flight"
-    if output.is_text:
+    if is_text(output):
         for each in done:
             typer.echo(f"step {each.step} is committed")
         if not done:

@@ -8,9 +8,8 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, get_args
 
 import typer
 from rich.console import Console
@@ -19,8 +18,8 @@ from trinity_sync.cli.app import DONE, PROBLEM_FOUND, Yes, app, confirm, read_se
 from trinity_sync.cli.config import ConfigFile
 from trinity_sync.cli.output import (
     Output,
-    OutputFormat,
     format_duration,
+    is_text,
     print_object,
     print_rows,
     print_table,
@@ -41,22 +40,7 @@ if TYPE_CHECKING:
     from trinity_sync.stack.services import StackState
 
 
-class Shell(str, Enum):
-    """Formats of ``env``."""
-
-    SH = "sh"
-    FISH = "fish"
-    JSON = "json"
-
-
-class Service(str, Enum):
-    """Services of the stack."""
-
-    SERVER = "server"
-    RAY = "ray"
-    WORKER = "worker"
-
-
+Service = Literal["server", "ray", "worker"]
 Cpus = Annotated[
     int | None, typer.Option(min=1, help="CPUs of the Ray node; by default all of the machine.")
 ]
@@ -72,7 +56,7 @@ def up(
     worker: WithWorker = True,
     timeout: Timeout = 180.0,
     config: ConfigFile = None,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Start the missing services: Prefect server, Ray and flow worker."""
     from trinity_sync.stack import embedded
@@ -91,7 +75,7 @@ def restart(
     worker: WithWorker = True,
     timeout: Timeout = 180.0,
     config: ConfigFile = None,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Stop the services that up started, and start them again, with the settings of now.
 
@@ -119,7 +103,7 @@ def join(
     ],
     cpus: Cpus = None,
     config: ConfigFile = None,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Join the stack of another machine: start a Ray node and a flow worker here."""
     from trinity_sync.stack import embedded
@@ -162,7 +146,7 @@ def run(
     note="Database, logs and images in shared memory stay. It asks first if images are not "
         "committed yet; the next up commits them, unless the machine restarts before.",
 )  # fmt: skip
-def down(yes: Yes = False, output: Output = OutputFormat.TABLE) -> None:
+def down(yes: Yes = False, output: Output = "table") -> None:
     """Stop the services that up started."""
     from trinity_sync.stack import embedded
 
@@ -209,7 +193,7 @@ def _list_images(settings: "Settings") -> list[JobImages]:
     note="Exit code 3 if a service does not run, no worker is online, or the environment "
         "overrides a service.",
 )  # fmt: skip
-def status(output: Output = OutputFormat.TABLE) -> None:
+def status(output: Output = "table") -> None:
     """Show the services, their addresses, and whether a worker is online."""
 
     settings = read_settings()
@@ -232,8 +216,8 @@ def logs(
 ) -> None:
     """Print the logs of the services that up started, also after down."""
     settings = read_settings()
-    names = [service] if service else list(Service)
-    paths = [settings.home / "logs" / f"{name.value}.log" for name in names]
+    names = [service] if service else get_args(Service)
+    paths = [settings.home / "logs" / f"{name}.log" for name in names]
     found = [str(path) for path in paths if follow or path.is_file()]  # -F also waits for a file
     if not found:
         raise with_hint(
@@ -260,7 +244,7 @@ def ui(
     browser: Annotated[
         bool, typer.Option("--open/--no-open", help="Open it in a browser, if there is one.")
     ] = True,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Open the Prefect UI in a browser, or print its address and how to log in."""
     import webbrowser
@@ -281,7 +265,7 @@ def ui(
         text += f"\npassword: {report.password}"
     print_object("ui", report, output, text)
     has_screen = any(os.environ.get(name) for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY"))
-    if browser and output.is_text and sys.stdout.isatty() and has_screen:
+    if browser and is_text(output) and sys.stdout.isatty() and has_screen:
         webbrowser.open(report.url)
 
 
@@ -291,25 +275,25 @@ def ui(
 )  # fmt: skip
 def env(
     shell: Annotated[
-        Shell,
+        Literal["sh", "fish", "json"],
         typer.Option(
             help="Format of the variables; json is one object of names and values, without a "
             "schema, for programs that set variables."
         ),
-    ] = Shell.SH,
+    ] = "sh",
 ) -> None:
     """Print the environment variables with which a training uses the running stack."""
     from trinity_sync.stack import embedded
 
     state = embedded.find(read_settings())
     if state is None or not state.environment:
-        if shell is Shell.SH:
+        if shell == "sh":
             typer.echo("false")  # the exit code of eval "$(...)"
         raise with_hint(PrefectApiError("no stack runs"), "trinity-sync up")
-    if shell is Shell.JSON:
+    if shell == "json":
         typer.echo(json.dumps(state.environment, indent=2))
         return
-    start, between = ("export ", "=") if shell is Shell.SH else ("set -gx ", " ")
+    start, between = ("export ", "=") if shell == "sh" else ("set -gx ", " ")
     for name, value in state.environment.items():
         typer.echo(f"{start}{name}{between}{shlex.quote(value)}")
 
@@ -318,7 +302,7 @@ def env(
     "trinity-sync deploy", "PREFECT_API_URL=http://prefect.internal/api trinity-sync deploy",
     panel="Run the stack",
 )  # fmt: skip
-def deploy(config: ConfigFile = None, output: Output = OutputFormat.TABLE) -> None:
+def deploy(config: ConfigFile = None, output: Output = "table") -> None:
     """Create or update the work pool, deployments and automations on a Prefect server."""
     from trinity_sync.orchestration import deploy
     from trinity_sync.orchestration.prefect_queries import find_server
@@ -397,7 +381,7 @@ def _print_ready(
     asks = "; its password: trinity-sync ui" if state.api_auth else ""
     typer.echo(f"Prefect UI: {_ui_url(state.api_url)}{asks}")
     typer.echo(f"ready after {format_duration(seconds)}\n")
-    _print_stack(report, OutputFormat.TABLE)
+    _print_stack(report, "table")
     typer.echo(
         '\nFor a training: trinity-sync run -- COMMAND, or in its shell: eval "$(trinity-sync env)"'
     )
@@ -406,8 +390,8 @@ def _print_ready(
         typer.echo(f"On another machine, with a copy of {invitation}: trinity-sync join join.json")
 
 
-def _print_stack(report: StackReport, output: OutputFormat) -> None:
-    print_table(ServiceRow, report.services, wide=output is OutputFormat.WIDE)
+def _print_stack(report: StackReport, output: Output) -> None:
+    print_table(ServiceRow, report.services, output)
     for sentence in report.overrides:
         typer.echo(sentence, err=True)
     if report.changed:

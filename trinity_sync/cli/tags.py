@@ -15,7 +15,7 @@ from trinity_sync.cli.app import (
     with_hint,
 )
 from trinity_sync.cli.completion import complete_step, complete_tag
-from trinity_sync.cli.output import Output, OutputFormat, print_object, print_rows, utc
+from trinity_sync.cli.output import Output, print_object, print_rows, utc
 from trinity_sync.cli.schema import PinRow, TagRow, Unpinned
 from trinity_sync.errors import CommitError, ConfigError
 
@@ -42,7 +42,7 @@ def tag(
     reason: Annotated[str, typer.Option(help="Reason, shown in ls and report.")] = "",
     force: Annotated[bool, typer.Option("--force", help="Move the tag from another step.")] = False,
     listed: Annotated[bool, typer.Option("--list", "-l", help="Show the tags of the job.")] = False,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Tag a committed step with a name, which also pins it."""
     from trinity_sync.catalog.mirror import try_mirror
@@ -75,7 +75,7 @@ def untag(
         str, typer.Argument(metavar="NAME", autocompletion=complete_tag, help="The tag.")
     ],
     yes: Yes = False,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Remove a tag; policies may then remove its step."""
     from trinity_sync.catalog.mirror import try_mirror

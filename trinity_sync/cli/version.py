@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 
 from trinity_sync.cli.app import app
-from trinity_sync.cli.output import Output, OutputFormat, print_object
+from trinity_sync.cli.output import Output, print_object
 from trinity_sync.cli.schema import VersionReport
 
 PACKAGES = ("prefect", "ray", "torch", "verl", "transformers", "lightning")
@@ -19,7 +19,7 @@ PACKAGES = ("prefect", "ray", "torch", "verl", "transformers", "lightning")
     note="The environments of the training and of the stack may differ; run it in both, in the "
         "other one with its path: ENV/bin/python -m trinity_sync.cli version.",
 )  # fmt: skip
-def version(output: Output = OutputFormat.TABLE) -> None:
+def version(output: Output = "table") -> None:
     """Print the versions of trinity-sync, Python, Prefect, Ray and torch, and record formats."""
     from trinity_sync import __version__
     from trinity_sync.layout import ROOT_FORMAT, SPOOL_FORMAT

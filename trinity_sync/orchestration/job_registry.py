@@ -70,13 +70,9 @@ def is_registered(settings: Settings, root: str | Path) -> bool:
     return _entry(settings, root).exists()
 
 
-def unregister_job(settings: Settings, root: str | Path) -> bool:
-    """Remove a root from the registry, and return whether it was there."""
-    try:
-        _entry(settings, root).unlink()
-    except FileNotFoundError:
-        return False
-    return True
+def unregister_job(settings: Settings, root: str | Path) -> None:
+    """Remove a root from the registry, if it is there."""
+    _entry(settings, root).unlink(missing_ok=True)
 
 
 def select_roots(

@@ -37,6 +37,8 @@ from trinity_sync.stack.state_file import (
 API_URL, RAY_ADDRESS = "PREFECT_API_URL", "ray.address"
 WORKER_S = 60.0
 """Minimum time for the flow worker in seconds: server and Ray may take up the whole time-out."""
+STOP_S = 20.0
+"""Seconds after which a service that was asked to stop is killed."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class StackStatus:
 
 
 def up(
-    settings: Settings | None = None,
+    settings: Settings,
     stack: StackSettings | None = None,
     *,
     num_cpus: int | None = None,
@@ -93,7 +95,7 @@ def up(
     """
     named = "" if stack else os.environ.get(CONFIG, "")
     config = str(Path(named).absolute()) if named else ""
-    settings, stack = settings or Settings(), stack or StackSettings()
+    stack = stack or StackSettings()
     deadline = StartupDeadline(timeout_s)
     with lock_home(settings.home):
         before = now = read_state(settings.home) or StackState()
@@ -166,32 +168,30 @@ def join(settings: Settings, invitation: Path, **arguments: Any) -> StackState:
     return up(settings, joining=joining, **arguments)
 
 
-def down(settings: Settings | None = None, *, timeout_s: float = 20.0) -> bool:
+def down(settings: Settings) -> bool:
     """Stop the services that `up` started, and return whether there was a stack.
 
     Ray's temporary folder is removed. Database and logs stay in ``home``, and images that are not
-    persisted yet in the spool. A service is killed after ``timeout_s``.
+    persisted yet in the spool. A service is killed after `STOP_S`.
     """
-    settings = settings or Settings()
     if find(settings) is None:
         return False
     with lock_home(settings.home):
         state = read_state(settings.home)
         if state:
-            _stop(state, timeout_s=timeout_s)
+            _stop(state)
         write_state(settings.home, StackState())
     return state is not None
 
 
-def status(settings: Settings | None = None, stack: StackSettings | None = None) -> StackStatus:
+def status(settings: Settings, stack: StackSettings | None = None) -> StackStatus:
     """Return the status of each service, and of the work pool on the Prefect server."""
-    settings = settings or Settings()
     state = find(settings) or StackState()
     changed = find_changes(state, stack)
     stack = read_running_settings(state) or stack or StackSettings()
     pool = stack.worker.pool
     found = (
-        _check_service("server", state.server, state.api_url or _get_external_api_url()),
+        _check_service("server", state.server, state.api_url or os.environ.get(API_URL, "")),
         _check_service("ray", state.ray, state.ray_address or stack.ray.address),
         _check_service("worker", state.worker, ""),
     )
@@ -215,23 +215,22 @@ def status(settings: Settings | None = None, stack: StackSettings | None = None)
     return StackStatus(found, pool, online, waiting, problem, elsewhere, changed)
 
 
-def find(settings: Settings | None = None) -> StackState | None:
+def find(settings: Settings) -> StackState | None:
     """Return the stack in ``home``, running or not; None if there is none.
 
     Raises:
         StackError: Its state file is corrupted, or others than this user may write it.
     """
-    return read_state((settings or Settings()).home)
+    return read_state(settings.home)
 
 
 @contextmanager
-def running(settings: Settings | None = None, **arguments: Any) -> Iterator[StackState]:
+def running(settings: Settings, **arguments: Any) -> Iterator[StackState]:
     """Run a stack for the duration of a ``with`` block.
 
     A stack that runs already is used, and left running. `StackState.environment` has the variables
     for trainers; the caller's environment stays as it is. The other arguments are those of `up`.
     """
-    settings = settings or Settings()
     before = find(settings)
     is_started_here = before is None or not before.lives
     state = up(settings, **arguments)
@@ -291,7 +290,9 @@ def _start_server_and_ray(
     if not before.daemons:
         last = read_last_addresses(settings.home)
         now = replace(last, settings=before.settings, config=before.config)
-    url = _find_external(API_URL, _get_external_api_url(), before.server, before.api_url, settings)
+    url = _find_external(
+        API_URL, os.environ.get(API_URL, ""), before.server, before.api_url, settings
+    )
     address = _find_external(
         RAY_ADDRESS, stack.ray.address, before.ray, before.ray_address, settings
     )
@@ -404,17 +405,13 @@ def _start_worker(
     return state
 
 
-def _stop(state: StackState, *, keep: StackState | None = None, timeout_s: float = 20.0) -> None:
+def _stop(state: StackState, *, keep: StackState | None = None) -> None:
     """Stop the daemons of ``state`` that are not in ``keep``."""
     for service in state.daemons:
         if keep is None or service not in keep.daemons:
-            daemon.stop(service, timeout_s)
+            daemon.stop(service, STOP_S)
     if keep is None or state.ray_folder != keep.ray_folder:
         services.remove_ray_folder(state)
-
-
-def _get_external_api_url() -> str:
-    return os.environ.get(API_URL, "")
 
 
 def _find_external(
@@ -443,7 +440,7 @@ def _find_external(
 def _list_overrides(state: StackState, stack: StackSettings) -> Iterator[str]:
     """Yield a sentence for each service of the stack that the settings override."""
     for name, override, url in (
-        (API_URL, _get_external_api_url(), state.api_url),
+        (API_URL, os.environ.get(API_URL, ""), state.api_url),
         (RAY_ADDRESS, stack.ray.address, state.ray_address),
     ):
         if url and override and override.rstrip("/") != url:

@@ -3,7 +3,7 @@
 import platform
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -70,11 +70,9 @@ class _Server:
     error: str = ""
 
 
-def collect_report(
-    settings: Settings, root: Path, *, clock: Callable[[], float] = time.time
-) -> JobReport:
+def collect_report(settings: Settings, root: Path) -> JobReport:
     """Read the files of a job, and query the Prefect server if it answers."""
-    root, now = root.resolve(), clock()
+    root, now = root.resolve(), time.time()
     server = _query_server(settings, root)
     known = list_known_runs(root)
     steps = tuple(_list_steps(root, known, server))
