@@ -47,7 +47,7 @@ app.add_typer(config, name="config", rich_help_panel="Run the stack")
 @config.command("config show", "config show -o json")
 def show(file: ConfigFile = None, output: Output = "table") -> None:
     """Show each setting: its value, where that is from, and the default."""
-    print_rows("settings", SettingRow, list_settings(), output)
+    print_rows("settings", list_settings(), output)
 
 
 @config.command("config check trinity_sync.toml")

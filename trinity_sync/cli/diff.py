@@ -47,7 +47,7 @@ def diff(
     rows = [_row(change) for change in changes]
     if is_text(output):
         rows = [row for row in rows if row.status != "same" or row.nonfinite]
-    print_rows("tensors", TensorRow, rows, output)
+    print_rows("tensors", rows, output)
     same = sum(change.state == "same" for change in changes)
     if is_text(output):
         typer.echo(f"{same} of {len(changes)} tensors are the same", err=True)

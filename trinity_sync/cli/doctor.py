@@ -34,7 +34,7 @@ def doctor(
         if is_text(output):
             _print_check(rows[-1])
     if not is_text(output):
-        print_rows("checks", CheckRow, rows, output)
+        print_rows("checks", rows, output)
     raise typer.Exit(PROBLEM_FOUND if any(row.status == "fail" for row in rows) else DONE)
 
 

@@ -76,7 +76,7 @@ def list_jobs(keep: Keep = "", output: Output = "table") -> None:
         )
         for job in found
     ]
-    print_rows("jobs", JobRow, rows, output, empty="the catalog has no job")
+    print_rows("jobs", rows, output, empty="the catalog has no job")
     for job in found:
         if warning := _describe_outdated(Path(job.root), {each.step for each in job.steps}):
             typer.echo(warning, err=True)
@@ -182,7 +182,7 @@ def set_job(
     set_job_settings(require_existing(root), values)
     try_mirror(read_settings(), root, [])
     rows = _list_settings(root)
-    print_rows("settings", JobSettingRow, rows, output)
+    print_rows("settings", rows, output)
 
 
 def _list_settings(root: Path) -> list[JobSettingRow]:
@@ -217,7 +217,7 @@ def reindex(roots: Roots, output: Output = "table") -> None:
             with progress_bar("reading", of_steps=True) as on_progress:
                 count = rebuild(engine, require_existing(root), on_progress=on_progress)
             rows.append(ReindexedJob(str(root), count))
-    print_rows("jobs", ReindexedJob, rows, output)
+    print_rows("jobs", rows, output)
 
 
 @jobs.command("jobs check ckpts", note="Exit code 3 if catalog and files differ.")
@@ -231,7 +231,7 @@ def check(roots: Roots, output: Output = "table") -> None:
         for root in roots:
             found = find_differences(engine, require_existing(root))
             rows.append(CheckedJob(str(root), "differs" if found else "ok", list(found)))
-    print_rows("jobs", CheckedJob, rows, output)
+    print_rows("jobs", rows, output)
     different = [row.root for row in rows if row.differences]
     if different:
         typer.echo(f"hint: trinity-sync jobs reindex {' '.join(different)}", err=True)
@@ -253,11 +253,12 @@ def forget(
     from trinity_sync.catalog.database import get_catalog_url, open_catalog
     from trinity_sync.catalog.mirror import remove_job
     from trinity_sync.catalog.queries import list_jobs_at
-    from trinity_sync.orchestration.job_registry import is_registered, unregister_job
+    from trinity_sync.orchestration.job_registry import list_registered_roots, unregister_job
 
     settings = read_settings()
     with open_catalog(get_catalog_url(settings)) as engine:
-        if not list_jobs_at(engine, root) and not is_registered(settings, root):
+        registered = root.resolve() in list_registered_roots(settings)
+        if not registered and not list_jobs_at(engine, root):
             raise with_hint(ConfigError(f"no job at {root} is known"), "trinity-sync jobs ls")
         confirm(
             f"remove {root} from the catalog and stop its scheduled verification and retention",

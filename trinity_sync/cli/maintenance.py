@@ -83,7 +83,7 @@ def verify(
     else:
         rows = _verify_files(Path(root), step, limit, sample, seed)
     empty = f"nothing is committed in {root}"
-    print_rows("steps", VerifiedRow, rows, output, empty=empty)
+    print_rows("steps", rows, output, empty=empty)
     raise typer.Exit(PROBLEM_FOUND if any(row.status == "corrupted" for row in rows) else DONE)
 
 
@@ -189,7 +189,7 @@ def reconcile(
 
     found = asyncio.run(_reconcile(require_existing(root).resolve(), grace))
     rows = [FindingRow(each.where, each.state, each.what, each.why) for each in found]
-    print_rows("findings", FindingRow, rows, output, empty="no problems found")
+    print_rows("findings", rows, output, empty="no problems found")
 
 
 async def _reconcile(root: Path, grace_s: float) -> "list[Finding]":

@@ -33,7 +33,7 @@ def metrics(
         checkpoints.record_metrics(number, dict(map(_parse, values)))
         try_mirror(read_settings(), root, [])
     rows = [MetricRow(number, *each) for each in sorted(checkpoints.metrics(number).items())]
-    print_rows("metrics", MetricRow, rows, output, empty=f"step {number} of {root} has no metrics")
+    print_rows("metrics", rows, output, empty=f"step {number} of {root} has no metrics")
 
 
 def _parse(text: str) -> tuple[str, float]:

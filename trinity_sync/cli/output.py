@@ -163,9 +163,7 @@ def is_text(output: Output) -> bool:
     return output in ("table", "wide")
 
 
-def print_rows(
-    noun: str, row: type, rows: Sequence[Any], output: Output, *, empty: str = ""
-) -> None:
+def print_rows(noun: str, rows: Sequence[Any], output: Output, *, empty: str = "") -> None:
     """Print rows in a format.
 
     ``noun`` is their key in the JSON document, such as ``steps``. ``empty`` is a sentence for
@@ -180,7 +178,7 @@ def print_rows(
         for each in rows:
             typer.echo(_name(each))
     elif rows:
-        print_table(row, rows, output)
+        print_table(type(rows[0]), rows, output)
     elif empty:
         typer.echo(empty, err=True)
 

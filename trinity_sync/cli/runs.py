@@ -62,7 +62,7 @@ def runs(
     most = limit or (MAX_ROWS if is_text(output) else len(rows))
     what = "failed save" if failed else "save"
     empty = f"the Prefect server knows no {what} of {root}"
-    print_rows("saves", SaveRow, rows[:most], output, empty=empty)
+    print_rows("saves", rows[:most], output, empty=empty)
     if len(rows) > most and is_text(output):
         typer.echo(f"{len(rows) - most:,} older saves not shown; use --limit", err=True)
 
@@ -162,7 +162,7 @@ def wait(
         if not done:
             typer.echo(empty, err=True)
         return
-    print_rows("steps", WaitedSave, done, output)
+    print_rows("steps", done, output)
 
 
 def _await_step(

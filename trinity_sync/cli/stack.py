@@ -311,7 +311,7 @@ def deploy(config: ConfigFile = None, output: Output = "table") -> None:
     stack = StackSettings()
     names = deploy.deploy(stack, *find_server(read_settings()))
     rows = [DeploymentRow(name, stack.worker.pool) for name in names]
-    print_rows("deployments", DeploymentRow, rows, output)
+    print_rows("deployments", rows, output)
     zone = deploy.find_time_zone(stack.maintenance)
     typer.echo(f"schedules are in time zone {zone}", err=True)
 

@@ -101,7 +101,7 @@ def _print_steps(root: str, most: int | None, output: Output) -> None:
             typer.echo(row.reason, err=True)
     for error in other_releases:
         typer.echo(error, err=True)
-    print_rows("steps", StepRow, rows[::-1], output, empty=f"no steps in {root}")
+    print_rows("steps", rows[::-1], output, empty=f"no steps in {root}")
     if left_out and is_text(output):
         typer.echo(f"{left_out:,} older steps not shown; use --all", err=True)
     if failed := [row.step for row in rows if row.status == "failed"]:

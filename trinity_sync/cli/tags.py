@@ -55,7 +55,7 @@ def tag(
             TagRow(each.name, each.step, utc(each.pinned_at), each.reason or None)
             for each in pins.list_tags(require_existing(root)).values()
         ]
-        print_rows("tags", TagRow, rows, output, empty=f"no step in {root} has a tag")
+        print_rows("tags", rows, output, empty=f"no step in {root} has a tag")
         return
     if step is None or name is None:
         raise with_hint(

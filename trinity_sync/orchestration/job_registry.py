@@ -57,17 +57,12 @@ def list_registered_roots(settings: Settings) -> list[Path]:
     It does not look at the roots, whose file systems may hang.
     """
     roots = []
-    for entry in sorted(_registry_folder(settings).glob("*.json")):
+    for entry in sorted((settings.home / "roots").glob("*.json")):
         try:
             roots.append(Path(json.loads(entry.read_text())["root"]))
         except (FileNotFoundError, ValueError, TypeError, KeyError):
             continue  # removed meanwhile, or not an entry
     return roots
-
-
-def is_registered(settings: Settings, root: str | Path) -> bool:
-    """Return whether a root is in the registry."""
-    return _entry(settings, root).exists()
 
 
 def unregister_job(settings: Settings, root: str | Path) -> None:
@@ -151,8 +146,4 @@ def is_allowed(stack: StackSettings, path: str | Path) -> bool:
 
 def _entry(settings: Settings, root: str | Path) -> Path:
     """Return the path of a root's entry: the root may be gone, so its path alone names it."""
-    return _registry_folder(settings) / f"{job_id_of(Path(root).resolve())}.json"
-
-
-def _registry_folder(settings: Settings) -> Path:
-    return settings.home / "roots"
+    return settings.home / "roots" / f"{job_id_of(Path(root).resolve())}.json"

@@ -211,12 +211,11 @@ async def read_pool_runs(
     client: PrefectClient, pool: str, *states: StateType, deployment: str | None = None
 ) -> list[FlowRun]:
     """Read all runs of a work pool, or of one deployment, that are in one of some states."""
-    wanted = FlowRunFilterState(type=FlowRunFilterStateType(any_=list(states)))
     named = DeploymentFilter(name=DeploymentFilterName(any_=[deployment])) if deployment else None
     found: list[FlowRun] = []
     while page := await client.read_flow_runs(  # a response has some hundreds at most
         flow_run_filter=FlowRunFilter(
-            state=wanted, id=FlowRunFilterId(not_any_=[run.id for run in found])
+            state=filter_states(*states), id=FlowRunFilterId(not_any_=[run.id for run in found])
         ),
         deployment_filter=named,
         work_pool_filter=filter_pool(pool),
@@ -256,7 +255,7 @@ def count_waiting_runs(client: SyncPrefectClient, pool: str) -> int:
     """Return how many runs of a work pool are due and not yet acquired by a worker."""
     return client.count_flow_runs(
         flow_run_filter=FlowRunFilter(
-            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])),
+            state=filter_states(StateType.SCHEDULED),
             # schedules create their runs hours ahead
             expected_start_time=FlowRunFilterExpectedStartTime(before_=datetime.now(timezone.utc)),  # type: ignore[arg-type]
         ),
@@ -275,6 +274,11 @@ def read_heartbeats(client: SyncPrefectClient, pool: str) -> dict[str, datetime 
         for worker in workers
         if worker.status.value == "ONLINE"
     }
+
+
+def filter_states(*states: StateType) -> FlowRunFilterState:
+    """Return a filter for runs in one of some states."""
+    return FlowRunFilterState(type=FlowRunFilterStateType(any_=list(states)))
 
 
 def filter_pool(pool: str) -> WorkPoolFilter:

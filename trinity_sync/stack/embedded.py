@@ -9,7 +9,7 @@ A server or Ray cluster that is configured (``PREFECT_API_URL``,
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -128,7 +128,6 @@ def up(
                 for name in ("api_url", "api_auth", "ray_address", "ray_auth", "ray")
             )
             if worker and (moved or not before.worker or not before.worker.lives):
-                _stop_remains(before.worker)
                 now = _start_worker(settings, stack, now, deadline)
             write_state(settings.home, now)
             write_invitation(settings, now)
@@ -241,16 +240,6 @@ def running(settings: Settings, **arguments: Any) -> Iterator[StackState]:
             down(settings)
 
 
-def _stop_remains(service: Daemon | None) -> None:
-    """Stop what is left of a service before it is started again.
-
-    Ray's workers outlive a raylet that was killed and keep connecting to the next one at the same
-    address: six of them used one and a half cores.
-    """
-    if service:
-        daemon.stop(service, 15.0)
-
-
 def find_changes(state: StackState, stack: StackSettings | None = None) -> tuple[str, ...]:
     """Return what differs between the settings and those of a stack, see `StackStatus.changed`.
 
@@ -282,6 +271,29 @@ def _refuse_any_host(host: str) -> None:
         )
 
 
+def _start(
+    start: Callable[[Settings, StackSettings, StackState], StackState],
+    earlier: Daemon | None,
+    settings: Settings,
+    stack: StackSettings,
+    state: StackState,
+) -> StackState:
+    """Start a service, and record it in ``home``, or stop it if that fails.
+
+    First stop what is left of its earlier process: Ray's workers outlive a raylet that was killed
+    and keep connecting to the next one at the same address: six of them used one and a half cores.
+    """
+    if earlier:
+        daemon.stop(earlier, 15.0)
+    now = start(settings, stack, state)
+    try:
+        write_state(settings.home, now)
+    except BaseException:
+        _stop(now, keep=read_state(settings.home) or StackState())
+        raise
+    return now
+
+
 def _start_server_and_ray(
     settings: Settings, stack: StackSettings, before: StackState
 ) -> StackState:
@@ -299,15 +311,11 @@ def _start_server_and_ray(
     if url:
         now = replace(now, api_url=url)
     elif not before.server or not before.server.lives:
-        _stop_remains(before.server)
-        now = services.start_server(settings, stack, now)
-        _record(settings.home, now)
+        now = _start(services.start_server, before.server, settings, stack, now)
     if address:
         now = replace(now, ray_address=address)
     elif not before.ray or not before.ray.lives:
-        _stop_remains(before.ray)
-        now = services.start_ray(settings, stack, now)
-        _record(settings.home, now)
+        now = _start(services.start_ray, before.ray, settings, stack, now)
     return now
 
 
@@ -324,9 +332,7 @@ def _join_ray(
             )
     if before.ray and before.ray.lives:
         return before
-    _stop_remains(before.ray)
-    now = services.join_ray(settings, stack, before)
-    _record(settings.home, now)
+    now = _start(services.join_ray, before.ray, settings, stack, before)
     ray = now.ray
     assert ray is not None  # just started
     daemon.await_ready("the Ray node", ray, lambda: services.has_ray_joined(ray), deadline)
@@ -396,8 +402,7 @@ def _start_worker(
         def is_online() -> bool:  # each start has a new name
             return bool(read_heartbeats(client, stack.worker.pool).keys() - before)
 
-        state = services.start_worker(settings, stack, state)
-        _record(settings.home, state)
+        state = _start(services.start_worker, state.worker, settings, stack, state)
         assert state.worker is not None  # just started
         daemon.await_ready(
             "the flow worker", state.worker, is_online, deadline, at_least_s=WORKER_S
@@ -458,12 +463,3 @@ def _check_service(name: str, process: Daemon | None, url: str) -> ServiceStatus
     if not url:
         return ServiceStatus(name, "absent")
     return ServiceStatus(name, "external" if services.accepts_connections(url) else "away", url)
-
-
-def _record(home: Path, state: StackState) -> None:
-    """Record the services that were just started, or stop them if that fails."""
-    try:
-        write_state(home, state)
-    except BaseException:
-        _stop(state, keep=read_state(home) or StackState())
-        raise
