@@ -371,6 +371,7 @@ Step = Annotated[
         help="Step: its number, a tag, latest, or latest~1 for the one before.",
     ),
 ]
+Role = Annotated[str, typer.Option(help="Role, e.g. actor.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 

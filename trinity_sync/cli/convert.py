@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from trinity_sync.cli.app import App, Root, Step, app, resolve_step_argument
+from trinity_sync.cli.app import App, Role, Root, Step, app, resolve_step_argument
 from trinity_sync.cli.maintenance import parse_size
 from trinity_sync.cli.output import Output, print_object
 from trinity_sync.cli.progress import progress_bar
@@ -25,9 +25,6 @@ class DcpComponent(str, Enum):
 
     MODEL = "model"
     OPTIM = "optim"
-
-
-Role = Annotated[str, typer.Option(help="Role, e.g. actor.")]
 
 
 @export.command(

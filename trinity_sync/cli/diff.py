@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from trinity_sync.cli.app import DONE, PROBLEM_FOUND, RootToRead, app, resolve_step_argument
+from trinity_sync.cli.app import DONE, PROBLEM_FOUND, Role, RootToRead, app, resolve_step_argument
 from trinity_sync.cli.completion import complete_step
 from trinity_sync.cli.output import Output, is_text, print_rows
 from trinity_sync.cli.progress import progress_bar
@@ -29,7 +29,7 @@ def diff(
     after: Annotated[
         str, typer.Argument(metavar="B", autocompletion=complete_step, help="The later step.")
     ],
-    role: Annotated[str, typer.Option(help="Role, e.g. actor.")] = "actor",
+    role: Role = "actor",
     component: Annotated[
         Literal["model", "optim", "extra_state"], typer.Option(help="Component to compare.")
     ] = "model",

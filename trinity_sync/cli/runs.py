@@ -155,14 +155,13 @@ def wait(
     else:
         saves[resolve_step_argument(base, step)] = set()
     done = [_await_step(base, number, saves[number], deadline, timeout) for number in sorted(saves)]
-    empty = f"no save of {root} is in flight"
-    if is_text(output):
-        for each in done:
-            typer.echo(f"step {each.step} is committed")
-        if not done:
-            typer.echo(empty, err=True)
+    if not is_text(output):
+        print_rows("steps", done, output)
         return
-    print_rows("steps", done, output)
+    for each in done:
+        typer.echo(f"step {each.step} is committed")
+    if not done:
+        typer.echo(f"no save of {root} is in flight", err=True)
 
 
 def _await_step(
