@@ -50,8 +50,11 @@ async def save_step(request: SaveRequest) -> State[Any] | None:
     try:
         nodes = await find_nodes(request)
         await persist_images(request, nodes)
+        persisted = [result for node in nodes for result in node.persisted]
         persisted_at = time.time()
-        has_exports = await commit(request, nodes, started_at, persisted_at)
+        has_exports = await commit_step(
+            request, persisted, nodes[0].shards, started_at, persisted_at
+        )
         committed_at = time.time()
         await free_remaining_slots(request, nodes[1:])
         await upload_if_required(request, nodes[0])
@@ -68,7 +71,7 @@ async def save_step(request: SaveRequest) -> State[Any] | None:
         return Failed(name=outcome.capitalize(), message=str(error))
     metrics.METRICS.count_committed_save(
         request,
-        [result for node in nodes for result in node.persisted],
+        persisted,
         started_at=started_at,
         persisted_at=persisted_at,
         committed_at=committed_at,
@@ -76,7 +79,7 @@ async def save_step(request: SaveRequest) -> State[Any] | None:
     report_step("committed", request, seconds=committed_at - started_at)
     try:
         if has_exports:
-            await export_models(request, nodes[0])
+            await export_requested_models(request, nodes[0].name)
     finally:  # the copy includes the exported models, which are files of the step
         await request_replication(request)
     if request.keep:
@@ -103,18 +106,6 @@ async def find_nodes(request: SaveRequest) -> list[NodeSave]:
     limit_s = job.rank_timeout_s
     shards = await run_in_thread(await_node_shards, request.save, rank_timeout_s=limit_s)
     return [NodeSave(each) for each in shards]
-
-
-async def commit(
-    request: SaveRequest, nodes: Sequence[NodeSave], started_at: float, persisted_at: float
-) -> bool:
-    """Commit what all nodes have persisted, and free the slots of the first node.
-
-    It is the node of rank 0. Times are in seconds since the epoch. Return whether models of the
-    step are to be exported.
-    """
-    persisted = [result for node in nodes for result in node.persisted]
-    return await commit_step(request, persisted, nodes[0].shards, started_at, persisted_at)
 
 
 async def free_remaining_slots(request: SaveRequest, nodes: Sequence[NodeSave]) -> None:
@@ -145,11 +136,6 @@ async def upload_if_required(request: SaveRequest, node: NodeSave) -> None:
         return
     if url := await run_in_thread(read_required_remote, request.root):
         await upload_to_required_remote(request.root, request.step, url, node.name)
-
-
-async def export_models(request: SaveRequest, node: NodeSave) -> None:
-    """Export the models that the trainer requested with the save."""
-    await export_requested_models(request, node.name)
 
 
 async def prune(request: SaveRequest, node: NodeSave) -> None:

@@ -48,7 +48,8 @@ async def run_on_node(
     options: dict[str, Any] = {"name": task_run.task_name or function.__name__}
     if node is not None:
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(_find(node), soft=False)
-    outcome: Outcome[T] = await _get_remote_call().options(**options).remote(function, args, kwargs)
+    remote_call = _get_remote_call().options(**options)
+    outcome: Outcome[T] = await remote_call.remote(function, *args, **kwargs)
     return outcome.unwrap()
 
 

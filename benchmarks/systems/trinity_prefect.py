@@ -36,7 +36,7 @@ class TrinityPrefect(Committed):
 
     def daemons(self) -> Sequence[int]:
         """Return the processes of the stack (server, Ray and worker), on one rank only."""
-        state = find() if self.training.rank == 0 else None
+        state = find(Settings()) if self.training.rank == 0 else None
         return [daemon.pid for daemon in state.daemons] if state else []
 
     def save(self, step: int) -> None:

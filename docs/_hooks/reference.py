@@ -142,11 +142,12 @@ def documents() -> str:
     schema = importlib.import_module("trinity_sync.cli.schema")
     parts, names = [], {}
     for command, document in schema.DOCUMENTS.items():
-        names.setdefault((document.noun, document.content, document.many), []).append(command)
+        names.setdefault(document, []).append(command)
     seen: set[type] = set()
-    for (noun, content, many), commands_ in names.items():
+    for (noun, declared), commands_ in names.items():
         title = ", ".join(f"`{command}`" for command in commands_)
-        what = "a list" if many else "an object"
+        what = "a list" if get_origin(declared) is list else "an object"
+        content = next(iter(get_args(declared)), declared)  # of a row, or of what may be null
         parts.append(f"### {title}\n\n`{noun}` is {what}.")
         for each in _nested(schema, content):
             if each not in seen:

@@ -330,7 +330,8 @@ def test_a_commit_is_in_the_catalog_with_the_flow_run_that_made_it(
         run = until(lambda: Api().runs_of(key_of(root, 7)), "the save's flow run")[0]
     with open_catalog(get_catalog_url(stack_settings)) as engine:
         wanted = until(
-            lambda: [job for job in list_jobs(engine, job_id(root)) if job.steps], "the step's row"
+            lambda: [each for each in list_jobs(engine) if each.job == job_id(root) and each.steps],
+            "the step's row",
         )
         assert wanted[0].flow_runs == {7: str(run.id)}
         assert find_differences(engine, root) == []

@@ -57,8 +57,7 @@ def test_the_server_asks_for_the_password_in_the_file_that_up_names(
 ) -> None:
     url = f"{stack.api_url}/deployments/count"
     assert httpx.post(url, json={}).status_code == 401
-    file = services.find_password_file(stack_settings.home, stack)
-    assert file
+    file = stack_settings.home / services.PASSWORD_FILE
     user, _, password = file.read_text().partition(":")
     assert httpx.post(url, json={}, auth=(user, password)).status_code == 200
 

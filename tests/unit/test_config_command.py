@@ -150,7 +150,7 @@ def test_a_stack_that_does_not_run_has_no_settings_to_keep(home: Path) -> None:
     with environment(
         {"TRINITY_SYNC_HOME": str(home), "TRINITY_SYNC_STACK__WORKER__POOL": "another"}
     ):
-        found = embedded.status()
+        found = embedded.status(Settings())
     assert (found.changed, found.pool) == ((), "another")
 
 
@@ -159,5 +159,5 @@ def test_a_file_that_became_invalid_hides_no_status(home: Path, tmp_path: Path) 
     path = tmp_path / "trinity_sync.toml"
     path.write_text("[server]\nprot = 1\n")
     with environment({"TRINITY_SYNC_HOME": str(home), CONFIG: str(path)}):
-        (said,) = embedded.status().changed
+        (said,) = embedded.status(Settings()).changed
     assert "unknown key prot" in said

@@ -159,10 +159,11 @@ def full_disk() -> Iterator[None]:
 
 def test_what_was_started_and_cannot_be_written_down_is_stopped(tmp_path: Path) -> None:
     server = start("import time; time.sleep(60)", tmp_path)
+    settings, started = Settings(home=tmp_path), StackState("http://127.0.0.1:9/api", server=server)
     with pytest.raises(OSError, match="too large"), full_disk():
-        embedded._record(tmp_path, StackState(api_url="http://127.0.0.1:9/api", server=server))
+        embedded._start(lambda *_: started, None, settings, StackSettings(), StackState())
     assert not server.lives
-    assert embedded.find(Settings(home=tmp_path)) is None
+    assert embedded.find(settings) is None
 
 
 def test_a_full_disk_leaves_no_half_of_the_file_of_authorities(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ EVERY_100_S = [saved(step, NOW - 10 * (100 - step)) for step in range(10, 101, 1
 def ended(step: int, state: str, message: str, at: float = NOW, **tags: str) -> FlowRunSummary:
     found = {"step": str(step), "run": "1", "kind": "checkpoint", **tags}
     return FlowRunSummary(
-        f"ckpts: save actor step {step}", state, at, 1.0, {}, found, True, message, "u", since=at
+        f"ckpts: save actor step {step}", state, at, set(), found, True, message, "u", since=at
     )
 
 

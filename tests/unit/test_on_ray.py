@@ -28,7 +28,7 @@ def fail() -> None:
 
 
 def test_an_error_in_a_ray_process_keeps_its_cause() -> None:
-    outcome = pickle.loads(pickle.dumps(call(write_on_a_full_disk, (), {})))
+    outcome = pickle.loads(pickle.dumps(call(write_on_a_full_disk)))
     with pytest.raises(SaveError, match="cannot write") as failed:
         outcome.unwrap()
     assert isinstance(failed.value.__cause__, OSError)
@@ -36,7 +36,7 @@ def test_an_error_in_a_ray_process_keeps_its_cause() -> None:
 
 
 def test_an_unexpected_error_in_a_ray_process_shows_where_it_was_raised() -> None:
-    outcome = pickle.loads(pickle.dumps(call(fail, (), {})))
+    outcome = pickle.loads(pickle.dumps(call(fail)))
     with pytest.raises(KeyError, match="unexpected") as failed:
         outcome.unwrap()
     assert isinstance(failed.value.__cause__, RemoteTracebackError)
@@ -62,14 +62,14 @@ def fail_in_an_http_client() -> None:
 
 
 def test_an_io_error_without_a_cause_is_still_retried() -> None:
-    outcome = pickle.loads(pickle.dumps(call(fail_to_sync, (), {})))
+    outcome = pickle.loads(pickle.dumps(call(fail_to_sync)))
     with pytest.raises(OSError, match="Input/output") as failed:
         outcome.unwrap()
     assert is_io_error(failed.value)
 
 
 def test_an_error_whose_cause_cannot_be_pickled_keeps_its_class() -> None:
-    outcome = pickle.loads(pickle.dumps(call(fail_in_an_http_client, (), {})))
+    outcome = pickle.loads(pickle.dumps(call(fail_in_an_http_client)))
     with pytest.raises(RemoteError, match="does not answer"):
         outcome.unwrap()
 

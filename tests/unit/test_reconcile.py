@@ -20,7 +20,7 @@ from trinity_sync.catalog.mirror import find_differences
 from trinity_sync.errors import CatalogError
 from trinity_sync.layout import step_folder
 from trinity_sync.orchestration.job_registry import register_job
-from trinity_sync.orchestration.recovery.reconcile import reconcile, repair_known_roots
+from trinity_sync.orchestration.recovery.reconcile import GRACE_S, reconcile, repair_known_roots
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import open_job_spool
@@ -41,8 +41,7 @@ def settings(job: Job, tmp_path: Path) -> Settings:
 
 def run(job: Job, settings: Settings, *, later_s: float = 0.0) -> list[Finding]:
     """What one without a server finds, so many seconds from now, the catalog aside."""
-    clock = (lambda: time.time() + later_s) if later_s else None
-    found = reconcile(settings, [job.root], None, clock=clock)
+    found = reconcile(settings, [job.root], None, grace_s=GRACE_S - later_s)
     return [finding for finding in asyncio.run(found) if finding.what != "catalog"]
 
 
@@ -358,9 +357,7 @@ def test_a_catalog_that_is_away_is_said_and_holds_up_nothing(
 def run_with(url: str, job: Job, settings: Settings) -> list[Finding]:
     async def run() -> list[Finding]:
         async with get_client() as client:
-            return await reconcile(
-                settings, [job.root], client, clock=lambda: time.time() + LATER_S
-            )
+            return await reconcile(settings, [job.root], client, grace_s=GRACE_S - LATER_S)
 
     with temporary_settings({PREFECT_API_URL: url}):
         return [finding for finding in asyncio.run(run()) if finding.what != "catalog"]

@@ -29,14 +29,14 @@ def test_a_copy_is_requested_after_the_export_even_if_that_failed(
         monkeypatch.setattr(flows.save, name, called)
 
     class Node:
-        persisted = ()
+        name, shards, persisted = "here", None, ()
 
     patch("find_nodes", [Node])
     patch("persist_images")
-    patch("commit", True)
+    patch("commit_step", True)
     patch("free_remaining_slots")
     patch("upload_if_required")
-    patch("export_models", error=ExportError("no config") if fails else None)
+    patch("export_requested_models", error=ExportError("no config") if fails else None)
     patch("request_replication")
     patch("mark_failed")
     monkeypatch.setattr(flows.save, "emit_step_event", lambda *_, **__: None)
@@ -48,7 +48,7 @@ def test_a_copy_is_requested_after_the_export_even_if_that_failed(
             asyncio.run(flows.save.save_step.fn(request))
     else:
         asyncio.run(flows.save.save_step.fn(request))
-    assert calls[-2:] == ["export_models", "request_replication"]
+    assert calls[-2:] == ["export_requested_models", "request_replication"]
 
 
 @pytest.mark.parametrize(

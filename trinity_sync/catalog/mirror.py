@@ -50,7 +50,6 @@ def mirror(
     steps: Iterable[int],
     *,
     flow_run: str | None = None,
-    clock: Callable[[], float] = time.time,
 ) -> None:
     """Update the rows of some steps, and of the job's runs, pins, tags and leases, from the files.
 
@@ -58,8 +57,7 @@ def mirror(
     committed them.
     """
     chosen = list(steps)
-    replaced = Step.step.in_(chosen)
-    _replace_rows(engine, root, lambda: chosen, replaced, flow_run, clock)
+    _replace_rows(engine, root, lambda: chosen, Step.step.in_(chosen), flow_run)
 
 
 def add_versions(engine: sa.Engine, root: str | Path) -> None:
@@ -95,13 +93,7 @@ def try_mirror(
         )
 
 
-def rebuild(
-    engine: sa.Engine,
-    root: str | Path,
-    *,
-    clock: Callable[[], float] = time.time,
-    on_progress: OnProgress = no_progress,
-) -> int:
+def rebuild(engine: sa.Engine, root: str | Path, *, on_progress: OnProgress = no_progress) -> int:
     """Write all rows of a job again from its files, and return the number of committed steps.
 
     ``on_progress`` is called with the number of steps read.
@@ -113,7 +105,7 @@ def rebuild(
             yield step
             on_progress(1, len(found))
 
-    return _replace_rows(engine, root, steps, sa.true(), None, clock)
+    return _replace_rows(engine, root, steps, sa.true(), None)
 
 
 def remove_job(engine: sa.Engine, root: str | Path) -> bool:
@@ -172,7 +164,6 @@ def _replace_rows(
     steps: Callable[[], Iterable[int]],
     replaced: sa.ColumnElement[bool],
     flow_run: str | None,
-    clock: Callable[[], float],
 ) -> int:
     """Replace the ``replaced`` rows of steps, and the job's row; return the number of new ones.
 
@@ -182,7 +173,7 @@ def _replace_rows(
 
     def read() -> tuple[list[dict[str, Any]], dict[str, Any], list[dict[str, Any]]]:
         rows = _make_step_rows(job, root, steps(), flow_run)
-        state = {"runs": _read_runs(root), "claims": _read_claims(root), "mirrored_at": clock()}
+        state = {"runs": _read_runs(root), "claims": _read_claims(root), "mirrored_at": time.time()}
         return rows, state, _read_versions(job, root)
 
     for is_last in (*[False] * TRIES, True):
@@ -209,6 +200,7 @@ def _add_versions(connection: sa.Connection, rows: list[dict[str, Any]]) -> None
 
 def _read_versions(job: str, root: str | Path) -> list[dict[str, Any]]:
     try:
+        state = read_state(root)
         return [
             {
                 "job": job,
@@ -217,9 +209,7 @@ def _read_versions(job: str, root: str | Path) -> list[dict[str, Any]]:
                 "source": str(version["source"]),
                 "published_at": float(version["known_at"]),
             }
-            for version in (read_state(root) or {"registry": {"versions": []}})["registry"][
-                "versions"
-            ]
+            for version in (state["registry"]["versions"] if state else ())
         ]
     except (FormatError, KeyError, TypeError, ValueError):
         return []  # written by another release

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -18,16 +19,6 @@ STEP_COLUMNS = [column for column in Step.__table__.columns if column.name != "f
 
 
 @dataclass(frozen=True)
-class PublishedVersion:
-    """A version of the weights; see `models.WeightVersion`."""
-
-    step: int
-    run: int
-    source: str
-    published_at: float
-
-
-@dataclass(frozen=True)
 class JobSteps:
     """A job and its committed steps, oldest first."""
 
@@ -37,8 +28,8 @@ class JobSteps:
     steps: tuple[StepInfo, ...]
     flow_runs: dict[int, str]
     """Prefect's id of the flow run that committed a step, if it is known."""
-    versions: tuple[PublishedVersion, ...]
-    """Versions of the weights, oldest first."""
+    versions: tuple[sa.Row[Any], ...]
+    """Rows of `WeightVersion`, oldest first."""
 
     @property
     def nbytes(self) -> int:
@@ -53,30 +44,23 @@ def list_jobs_at(engine: sa.Engine, root: str | Path) -> list[JobSteps]:
     return sorted(found, key=lambda each: each.job != now)
 
 
-def list_jobs(engine: sa.Engine, job: str | None = None) -> list[JobSteps]:
-    """Read all jobs, or the one with an id, with their steps, by three statements in all.
+def list_jobs(engine: sa.Engine) -> list[JobSteps]:
+    """Read all jobs with their steps, by three statements in all.
 
     They are sorted by root. Pins, tags and leases are those of the last update of the job.
     """
-    steps: dict[str, list[sa.Row[tuple[object, ...]]]] = defaultdict(list)
-    versions: dict[str, list[PublishedVersion]] = defaultdict(list)
+    steps: dict[str, list[sa.Row[Any]]] = defaultdict(list)
+    versions: dict[str, list[sa.Row[Any]]] = defaultdict(list)
     with read_consistently(engine) as connection:
-        of_job = [] if job is None else [Step.job == job]
-        wanted = sa.select(*STEP_COLUMNS).where(*of_job).order_by(Step.run, Step.step)
+        wanted = sa.select(*STEP_COLUMNS).order_by(Step.run, Step.step)
         for row in read_rows(connection, wanted):
             steps[row.job].append(row)
-        of_job = [] if job is None else [WeightVersion.job == job]
         order = WeightVersion.run, WeightVersion.step, WeightVersion.source
-        versioned = sa.select(WeightVersion.__table__).where(*of_job).order_by(*order)
+        versioned = sa.select(WeightVersion.__table__).order_by(*order)
         for row in read_rows(connection, versioned):
-            versions[row.job].append(
-                PublishedVersion(row.step, row.run, row.source, row.published_at)
-            )
-        of_job = [] if job is None else [Job.id == job]
+            versions[row.job].append(row)
         found = []
-        for row in read_rows(
-            connection, sa.select(Job.__table__).where(*of_job).order_by(Job.root)
-        ):
+        for row in read_rows(connection, sa.select(Job.__table__).order_by(Job.root)):
             try:
                 held = _group_claims(row.claims)
                 runs = [Run(int(number), "", step) for number, step in row.runs.items()]
@@ -105,7 +89,7 @@ def _group_claims(claims: Mapping[str, str]) -> dict[int, list[str]]:
     return held
 
 
-def _read_step(row: sa.Row[tuple[object, ...]], held: Mapping[int, list[str]]) -> StepInfo:
+def _read_step(row: sa.Row[Any], held: Mapping[int, list[str]]) -> StepInfo:
     return StepInfo(
         row.step,
         row.run,

@@ -194,14 +194,18 @@ def _is_step(text: str, find_root: Callable[[], str]) -> bool:
 class App(typer.Typer):
     """A Typer app whose commands are `JobCommand`."""
 
-    def command(self, *args: Any, **options: Any) -> Any:
-        """Register a command."""
-        return super().command(*args, **{"cls": JobCommand, **options})
+    def command(  # type: ignore[override]
+        self, *commands: str, name: str | None = None, note: str = "", **options: Any
+    ) -> Any:
+        """Register a command, whose help ends with `examples` and is in the given ``panel``."""
+        options |= {"epilog": examples(*commands, note=note), "cls": JobCommand}
+        return super().command(name, rich_help_panel=options.pop("panel", None), **options)
 
 
 def examples(*commands: str, note: str = "") -> str:
-    """Return the end of a command's help: a note, and commands without ``trinity-sync``."""
-    lines = "\n".join(f"[bold]  trinity-sync {command}[/]" for command in commands)
+    """Return the end of a command's help: a note, and commands with or without ``trinity-sync``."""
+    full = [each if "trinity-sync" in each else f"trinity-sync {each}" for each in commands]
+    lines = "\n".join(f"[bold]  {command}[/]" for command in full)
     return "\n\n".join([*([note] if note else []), f"Examples:\n{lines}"])
 
 
@@ -367,6 +371,7 @@ Step = Annotated[
         help="Step: its number, a tag, latest, or latest~1 for the one before.",
     ),
 ]
+Role = Annotated[str, typer.Option(help="Role, e.g. actor.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 

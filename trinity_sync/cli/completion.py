@@ -14,7 +14,8 @@ def complete_root(ctx: typer.Context, incomplete: str) -> list[str]:
     A command that takes a step as well also offers the steps of the default root.
     """
     found = [*_known_roots(), *_folders(incomplete)]
-    if not incomplete.startswith((".", "/")) and _takes_step(ctx):
+    takes_step = any(each.name in ("step", "before") for each in ctx.command.params)
+    if takes_step and not incomplete.startswith((".", "/")):
         found += _steps(ctx)
     return sorted({each for each in found if each.startswith(incomplete)})
 
@@ -22,10 +23,6 @@ def complete_root(ctx: typer.Context, incomplete: str) -> list[str]:
 def complete_step(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the steps and tags of the job that begin with a text; the newest steps first."""
     return [each for each in _steps(ctx) if each.startswith(incomplete)]
-
-
-def _takes_step(ctx: typer.Context) -> bool:
-    return any(each.name in ("step", "before") for each in ctx.command.params)
 
 
 def _known_roots() -> list[str]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from trinity_sync.cli.app import App, app, examples, read_settings, with_hint
-from trinity_sync.cli.output import Output, OutputFormat, print_rows
+from trinity_sync.cli.output import Output, print_rows
 from trinity_sync.cli.schema import SettingRow
 from trinity_sync.errors import ConfigError
 
@@ -44,13 +44,13 @@ config = App(
 app.add_typer(config, name="config", rich_help_panel="Run the stack")
 
 
-@config.command(epilog=examples("config show", "config show -o json"))
-def show(file: ConfigFile = None, output: Output = OutputFormat.TABLE) -> None:
+@config.command("config show", "config show -o json")
+def show(file: ConfigFile = None, output: Output = "table") -> None:
     """Show each setting: its value, where that is from, and the default."""
-    print_rows("settings", SettingRow, list_settings(), output)
+    print_rows("settings", list_settings(), output)
 
 
-@config.command(epilog=examples("config check trinity_sync.toml"))
+@config.command("config check trinity_sync.toml")
 def check(
     file: Annotated[
         Path | None,
@@ -66,7 +66,7 @@ def check(
     typer.echo(f"{found}: no problems found" if found else f"no {CONFIG_FILE}: defaults are used")
 
 
-@config.command(epilog=examples("config init ~/.config/trinity_sync/trinity_sync.toml"))
+@config.command("config init ~/.config/trinity_sync/trinity_sync.toml")
 def init(
     file: Annotated[
         Path | None, typer.Argument(help="The new file; by default it is printed.")

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from trinity_sync.cli.app import App, Root, Step, app, examples, resolve_step_argument
+from trinity_sync.cli.app import App, Role, Root, Step, app, resolve_step_argument
 from trinity_sync.cli.maintenance import parse_size
-from trinity_sync.cli.output import Output, OutputFormat, print_object
+from trinity_sync.cli.output import Output, print_object
 from trinity_sync.cli.progress import progress_bar
 from trinity_sync.cli.schema import CommittedStep, ExportedDcp, ExportedModel
 from trinity_sync.orchestration.quantities import format_bytes
@@ -27,15 +27,9 @@ class DcpComponent(str, Enum):
     OPTIM = "optim"
 
 
-Role = Annotated[str, typer.Option(help="Role, e.g. actor.")]
-
-
 @export.command(
-    "hf",
-    epilog=examples(
-        "export hf ckpts 40", "export hf ckpts best model --dtype bf16",
-        note="An interrupted export continues.",
-    ),
+    "export hf ckpts 40", "export hf ckpts best model --dtype bf16", name="hf",
+    note="An interrupted export continues.",
 )  # fmt: skip
 def export_hf(
     root: Root,
@@ -57,7 +51,7 @@ def export_hf(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Import the model's own source files.")
     ] = False,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Write the model of a step in the Hugging Face format."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -81,8 +75,8 @@ def export_hf(
 
 
 @export.command(
-    "dcp", epilog=examples("export dcp ckpts 40 out", "export dcp ckpts best out --component model")
-)
+    "export dcp ckpts 40 out", "export dcp ckpts best out --component model", name="dcp",
+)  # fmt: skip
 def export_dcp(
     root: Root,
     step: Step,
@@ -94,7 +88,7 @@ def export_dcp(
         list[DcpComponent] | None,
         typer.Option(help="Component to write (default: those that the step has)."),
     ] = None,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Convert a step to a folder that torch.distributed.checkpoint.load reads."""
     from trinity_sync.formats.to_dcp import to_dcp
@@ -114,12 +108,9 @@ def export_dcp(
 
 
 @import_.command(
-    "dcp",
-    epilog=examples(
-        "import dcp ckpts 40 out --world-size 8",
-        "import dcp ckpts 40 out --world-size 2 --device cpu --optim ''",
-    ),
-)
+    "import dcp ckpts 40 out --world-size 8",
+    "import dcp ckpts 40 out --world-size 2 --device cpu --optim ''", name="dcp",
+)  # fmt: skip
 def import_dcp(
     root: Root,
     step: Annotated[int, typer.Argument(min=0, metavar="STEP", help="New step of the job.")],
@@ -138,7 +129,7 @@ def import_dcp(
     metadata: Annotated[
         Path | None, typer.Option(help="Folder with fsdp_config.json and huggingface/.")
     ] = None,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Convert a DCP checkpoint to a committed step of ROOT, which may be new."""
     from trinity_sync.formats.from_dcp import from_dcp

@@ -5,16 +5,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from trinity_sync.cli.app import (
-    DONE,
-    PROBLEM_FOUND,
-    RootToRead,
-    app,
-    examples,
-    resolve_step_argument,
-)
+from trinity_sync.cli.app import DONE, PROBLEM_FOUND, Role, RootToRead, app, resolve_step_argument
 from trinity_sync.cli.completion import complete_step
-from trinity_sync.cli.output import Output, OutputFormat, print_rows
+from trinity_sync.cli.output import Output, is_text, print_rows
 from trinity_sync.cli.progress import progress_bar
 from trinity_sync.cli.schema import TensorRow
 
@@ -23,11 +16,9 @@ if TYPE_CHECKING:
 
 
 @app.command(
-    rich_help_panel="Look at a job",
-    epilog=examples(
-        "diff ckpts 40 50", "diff ckpts latest~1 latest --component optim -o json",
-        note="Files are unpickled, so compare steps of your own jobs only.",
-    ),
+    "diff ckpts 40 50", "diff ckpts latest~1 latest --component optim -o json",
+    panel="Look at a job",
+    note="Files are unpickled, so compare steps of your own jobs only.",
 )  # fmt: skip
 def diff(
     root: RootToRead,
@@ -38,14 +29,14 @@ def diff(
     after: Annotated[
         str, typer.Argument(metavar="B", autocompletion=complete_step, help="The later step.")
     ],
-    role: Annotated[str, typer.Option(help="Role, e.g. actor.")] = "actor",
+    role: Role = "actor",
     component: Annotated[
         Literal["model", "optim", "extra_state"], typer.Option(help="Component to compare.")
     ] = "model",
     exit_code: Annotated[
         bool, typer.Option("--exit-code", help="Exit with 3 if a tensor differs.")
     ] = False,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Show which tensors changed between two steps, and by how much; largest change first."""
     from trinity_sync.storage import diff as diffs
@@ -54,11 +45,11 @@ def diff(
     with progress_bar("comparing") as on_progress:
         changes = diffs.diff(root, a, b, role=role, component=component, on_progress=on_progress)
     rows = [_row(change) for change in changes]
-    if output.is_text:
+    if is_text(output):
         rows = [row for row in rows if row.status != "same" or row.nonfinite]
-    print_rows("tensors", TensorRow, rows, output)
+    print_rows("tensors", rows, output)
     same = sum(change.state == "same" for change in changes)
-    if output.is_text:
+    if is_text(output):
         typer.echo(f"{same} of {len(changes)} tensors are the same", err=True)
     raise typer.Exit(PROBLEM_FOUND if exit_code and same < len(changes) else DONE)
 

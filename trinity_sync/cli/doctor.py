@@ -6,25 +6,15 @@ from typing import Annotated
 
 import typer
 
-from trinity_sync.cli.app import (
-    DONE,
-    PROBLEM_FOUND,
-    app,
-    examples,
-    read_settings,
-    require_existing,
-)
+from trinity_sync.cli.app import DONE, PROBLEM_FOUND, app, read_settings, require_existing
 from trinity_sync.cli.completion import complete_root
-from trinity_sync.cli.output import Output, OutputFormat, paint, print_rows
+from trinity_sync.cli.output import Output, is_text, paint, print_rows
 from trinity_sync.cli.schema import CheckRow
 
 
 @app.command(
-    rich_help_panel="Run the stack",
-    epilog=examples(
-        "doctor", "doctor ckpts", "doctor ckpts -o json",
-        note="Exit code 3 if a check failed; a warning is not a failure.",
-    ),
+    "doctor", "doctor ckpts", "doctor ckpts -o json", panel="Run the stack",
+    note="Exit code 3 if a check failed; a warning is not a failure.",
 )  # fmt: skip
 def doctor(
     job: Annotated[
@@ -33,7 +23,7 @@ def doctor(
             metavar="ROOT", autocompletion=complete_root, help="Root of a job to check as well."
         ),
     ] = None,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Check versions, server, worker, Ray, shared memory and disk; suggest what to do."""
     from trinity_sync.stack.doctor import run_checks
@@ -41,10 +31,10 @@ def doctor(
     rows = []
     for check in run_checks(read_settings(), require_existing(job).resolve() if job else None):
         rows.append(CheckRow(check.name, check.state, check.found, check.todo or None))
-        if output.is_text:
+        if is_text(output):
             _print_check(rows[-1])
-    if not output.is_text:
-        print_rows("checks", CheckRow, rows, output)
+    if not is_text(output):
+        print_rows("checks", rows, output)
     raise typer.Exit(PROBLEM_FOUND if any(row.status == "fail" for row in rows) else DONE)
 
 

@@ -16,21 +16,12 @@ from trinity_sync.cli.app import (
     Yes,
     app,
     confirm,
-    examples,
     read_settings,
     require_existing,
     with_hint,
 )
 from trinity_sync.cli.completion import complete_root, complete_setting
-from trinity_sync.cli.output import (
-    Output,
-    OutputFormat,
-    format_time,
-    print_object,
-    print_rows,
-    print_table,
-    utc,
-)
+from trinity_sync.cli.output import Output, format_time, print_object, print_rows, print_table, utc
 from trinity_sync.cli.progress import progress_bar
 from trinity_sync.cli.schema import (
     CatalogStep,
@@ -64,8 +55,8 @@ Keep = Annotated[
 ]
 
 
-@jobs.command("ls", epilog=examples("jobs ls", "jobs ls --keep last=3 -o wide", "jobs ls -o name"))
-def list_jobs(keep: Keep = "", output: Output = OutputFormat.TABLE) -> None:
+@jobs.command("jobs ls", "jobs ls --keep last=3 -o wide", "jobs ls -o name", name="ls")
+def list_jobs(keep: Keep = "", output: Output = "table") -> None:
     """List the jobs in the catalog, without reading their files."""
     from trinity_sync.catalog.database import get_catalog_url, open_catalog
     from trinity_sync.catalog.queries import list_jobs
@@ -85,14 +76,14 @@ def list_jobs(keep: Keep = "", output: Output = OutputFormat.TABLE) -> None:
         )
         for job in found
     ]
-    print_rows("jobs", JobRow, rows, output, empty="the catalog has no job")
+    print_rows("jobs", rows, output, empty="the catalog has no job")
     for job in found:
         if warning := _describe_outdated(Path(job.root), {each.step for each in job.steps}):
             typer.echo(warning, err=True)
 
 
-@jobs.command("show", epilog=examples("jobs show ckpts", "jobs show ckpts -o json"))
-def show_job(root: RootToRead, keep: Keep = "", output: Output = OutputFormat.TABLE) -> None:
+@jobs.command("jobs show ckpts", "jobs show ckpts -o json", name="show")
+def show_job(root: RootToRead, keep: Keep = "", output: Output = "table") -> None:
     """Show a job in the catalog: its steps and versions of the weights."""
     from trinity_sync.catalog.database import get_catalog_url, open_catalog
     from trinity_sync.catalog.queries import list_jobs_at
@@ -138,7 +129,7 @@ def show_job(root: RootToRead, keep: Keep = "", output: Output = OutputFormat.TA
         typer.echo(warning, err=True)
 
 
-def _print_details(details: JobDetails, output: OutputFormat) -> None:
+def _print_details(details: JobDetails, output: Output) -> None:
     typer.echo(f"job {details.job} at {details.root}")
     typer.echo(
         f"{len(details.steps)} steps, {format_bytes(details.bytes)}; retention would free "
@@ -152,20 +143,17 @@ def _print_details(details: JobDetails, output: OutputFormat) -> None:
             typer.echo(f"{setting.name} = {setting.value}")
     if details.steps:
         typer.echo("")
-        print_table(CatalogStep, details.steps, wide=output is OutputFormat.WIDE)
+        print_table(CatalogStep, details.steps, output)
 
 
 @jobs.command(
-    "set",
-    epilog=examples(
-        "jobs set ckpts keep=last=3,every=100", "jobs set ckpts remote=s3://bucket/job",
-        "jobs set ckpts keep=",
-        note="They are in the root, where the training, the flows and the commands read them. "
+    "jobs set ckpts keep=last=3,every=100", "jobs set ckpts remote=s3://bucket/job",
+    "jobs set ckpts keep=", name="set",
+    note="They are in the root, where the training, the flows and the commands read them. "
         "Settings: keep, keep_weights and keep_quarantine (policies, as in prune), remote, "
         "remote_required, remote_keep, write_concurrency (all, per_rank, per_node or one), "
         "rank_timeout_s. An empty value restores the default. A root that does not exist is "
         "created, so a script can set them before the training starts.",
-    ),
 )  # fmt: skip
 def set_job(
     root: Root,
@@ -175,7 +163,7 @@ def set_job(
             metavar="NAME=VALUE...", autocompletion=complete_setting, help="Settings to change."
         ),
     ],
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Change settings of a job."""
     from trinity_sync.catalog.mirror import try_mirror
@@ -194,7 +182,7 @@ def set_job(
     set_job_settings(require_existing(root), values)
     try_mirror(read_settings(), root, [])
     rows = _list_settings(root)
-    print_rows("settings", JobSettingRow, rows, output)
+    print_rows("settings", rows, output)
 
 
 def _list_settings(root: Path) -> list[JobSettingRow]:
@@ -217,8 +205,8 @@ def _list_settings(root: Path) -> list[JobSettingRow]:
     ]
 
 
-@jobs.command(epilog=examples("jobs reindex ckpts"))
-def reindex(roots: Roots, output: Output = OutputFormat.TABLE) -> None:
+@jobs.command("jobs reindex ckpts")
+def reindex(roots: Roots, output: Output = "table") -> None:
     """Read the rows of jobs in the catalog again from their files."""
     from trinity_sync.catalog.database import get_catalog_url, open_catalog
     from trinity_sync.catalog.mirror import rebuild
@@ -229,11 +217,11 @@ def reindex(roots: Roots, output: Output = OutputFormat.TABLE) -> None:
             with progress_bar("reading", of_steps=True) as on_progress:
                 count = rebuild(engine, require_existing(root), on_progress=on_progress)
             rows.append(ReindexedJob(str(root), count))
-    print_rows("jobs", ReindexedJob, rows, output)
+    print_rows("jobs", rows, output)
 
 
-@jobs.command(epilog=examples("jobs check ckpts", note="Exit code 3 if catalog and files differ."))
-def check(roots: Roots, output: Output = OutputFormat.TABLE) -> None:
+@jobs.command("jobs check ckpts", note="Exit code 3 if catalog and files differ.")
+def check(roots: Roots, output: Output = "table") -> None:
     """Compare the catalog with the files of jobs."""
     from trinity_sync.catalog.database import get_catalog_url, open_catalog
     from trinity_sync.catalog.mirror import find_differences
@@ -243,14 +231,14 @@ def check(roots: Roots, output: Output = OutputFormat.TABLE) -> None:
         for root in roots:
             found = find_differences(engine, require_existing(root))
             rows.append(CheckedJob(str(root), "differs" if found else "ok", list(found)))
-    print_rows("jobs", CheckedJob, rows, output)
+    print_rows("jobs", rows, output)
     different = [row.root for row in rows if row.differences]
     if different:
         typer.echo(f"hint: trinity-sync jobs reindex {' '.join(different)}", err=True)
     raise typer.Exit(PROBLEM_FOUND if different else DONE)
 
 
-@jobs.command(epilog=examples("jobs forget ckpts"))
+@jobs.command("jobs forget ckpts")
 def forget(
     root: Annotated[
         Path,
@@ -259,17 +247,18 @@ def forget(
         ),
     ],
     yes: Yes = False,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Remove a finished job from the catalog and from the scheduled flows of this node."""
     from trinity_sync.catalog.database import get_catalog_url, open_catalog
     from trinity_sync.catalog.mirror import remove_job
     from trinity_sync.catalog.queries import list_jobs_at
-    from trinity_sync.orchestration.job_registry import is_registered, unregister_job
+    from trinity_sync.orchestration.job_registry import list_registered_roots, unregister_job
 
     settings = read_settings()
     with open_catalog(get_catalog_url(settings)) as engine:
-        if not list_jobs_at(engine, root) and not is_registered(settings, root):
+        registered = root.resolve() in list_registered_roots(settings)
+        if not registered and not list_jobs_at(engine, root):
             raise with_hint(ConfigError(f"no job at {root} is known"), "trinity-sync jobs ls")
         confirm(
             f"remove {root} from the catalog and stop its scheduled verification and retention",

@@ -13,20 +13,13 @@ from trinity_sync.cli.app import (
     Root,
     RootOrUrl,
     app,
-    examples,
     read_settings,
     require_existing,
     resolve_step_argument,
     with_hint,
 )
 from trinity_sync.cli.completion import complete_step
-from trinity_sync.cli.output import (
-    Output,
-    OutputFormat,
-    format_duration,
-    print_object,
-    print_rows,
-)
+from trinity_sync.cli.output import Output, format_duration, print_object, print_rows
 from trinity_sync.cli.progress import progress_bar
 from trinity_sync.cli.schema import FindingRow, LoadedRow, VerifiedRow
 from trinity_sync.errors import CommitError, ConfigError
@@ -35,19 +28,15 @@ from trinity_sync.orchestration.quantities import format_bytes
 
 if TYPE_CHECKING:
     from trinity_sync.storage.gc import Finding
-    from trinity_sync.storage.manifest import Manifest
 
 DAY_S = 86_400
 
 
 @app.command(
-    rich_help_panel="Look after steps",
-    epilog=examples(
-        "verify ckpts", "verify ckpts 40", "verify ckpts --sample 2%", "verify ckpts --load",
-        "verify s3://bucket/job latest",
-        note="Exit code 3 if a step is corrupted. Steps in a remote are read and reported, but not "
+    "verify ckpts", "verify ckpts 40", "verify ckpts --sample 2%", "verify ckpts --load",
+    "verify s3://bucket/job latest", panel="Look after steps",
+    note="Exit code 3 if a step is corrupted. Steps in a remote are read and reported, but not "
         "marked.",
-    ),
 )  # fmt: skip
 def verify(
     root: RootOrUrl,
@@ -76,7 +65,7 @@ def verify(
             "--load", help="Load the newest checkpoint as a restart would, and measure it."
         ),
     ] = False,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Read files again and compare their digests; mark corrupted steps, which are not loaded."""
     given = [step, limit, sample]
@@ -94,7 +83,7 @@ def verify(
     else:
         rows = _verify_files(Path(root), step, limit, sample, seed)
     empty = f"nothing is committed in {root}"
-    print_rows("steps", VerifiedRow, rows, output, empty=empty)
+    print_rows("steps", rows, output, empty=empty)
     raise typer.Exit(PROBLEM_FOUND if any(row.status == "corrupted" for row in rows) else DONE)
 
 
@@ -133,7 +122,7 @@ def _parse_sample(text: str) -> int | float:
     return share
 
 
-def _verify_by_loading(root: Path, output: OutputFormat) -> None:
+def _verify_by_loading(root: Path, output: Output) -> None:
     from trinity_sync.storage.verify_load import load_newest
 
     done = load_newest(require_existing(root))
@@ -168,45 +157,39 @@ def _verify_remote(url: str, step: str | None, limit: int) -> list[VerifiedRow]:
     total = sum(manifest.nbytes for manifest in chosen)
     rows = []
     with progress_bar("reading") as on_progress:
-
-        def check(manifest: "Manifest") -> VerifiedRow:
-            start = time.perf_counter()
-            problems = {
-                record.path: remote.find_mismatch(
-                    manifest.step, record, lambda n: on_progress(n, total)
+        for manifest in chosen:
+            start, wrong = time.perf_counter(), []
+            for record in manifest.files:
+                why = remote.find_mismatch(manifest.step, record, lambda n: on_progress(n, total))
+                if why:
+                    wrong.append(f"{record.path} {why}")
+            rows.append(
+                VerifiedRow(
+                    step=manifest.step,
+                    files=len(manifest.files),
+                    bytes=manifest.nbytes,
+                    seconds=time.perf_counter() - start,
+                    status="corrupted" if wrong else "valid",
+                    reason="; ".join(wrong) or None,
                 )
-                for record in manifest.files
-            }
-            wrong = "; ".join(f"{path} {why}" for path, why in problems.items() if why)
-            return VerifiedRow(
-                step=manifest.step,
-                files=len(manifest.files),
-                bytes=manifest.nbytes,
-                seconds=time.perf_counter() - start,
-                status="corrupted" if wrong else "valid",
-                reason=wrong or None,
             )
-
-        rows = [check(manifest) for manifest in chosen]
     return rows
 
 
-@app.command(
-    rich_help_panel="Look after steps", epilog=examples("reconcile ckpts", "reconcile -o json")
-)
+@app.command("reconcile ckpts", "reconcile -o json", panel="Look after steps")
 def reconcile(
     root: Root,
     grace: Annotated[
         float, typer.Option(min=0, help="Minimum age in seconds of unused files that are removed.")
     ] = 3600.0,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Repair what a crash left, and report it. Safe to run again."""
     import asyncio
 
     found = asyncio.run(_reconcile(require_existing(root).resolve(), grace))
     rows = [FindingRow(each.where, each.state, each.what, each.why) for each in found]
-    print_rows("findings", FindingRow, rows, output, empty="no problems found")
+    print_rows("findings", rows, output, empty="no problems found")
 
 
 async def _reconcile(root: Path, grace_s: float) -> "list[Finding]":

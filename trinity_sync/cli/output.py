@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import datetime, timezone
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -26,23 +25,8 @@ SCHEMA = 1
 """Version of the JSON documents, which is in each of them."""
 
 
-class OutputFormat(str, Enum):
-    """Formats of ``--output``."""
-
-    TABLE = "table"
-    WIDE = "wide"
-    JSON = "json"
-    JSONL = "jsonl"
-    NAME = "name"
-
-    @property
-    def is_text(self) -> bool:
-        """Whether it is read by people."""
-        return self in (OutputFormat.TABLE, OutputFormat.WIDE)
-
-
 Output = Annotated[
-    OutputFormat,
+    Literal["table", "wide", "json", "jsonl", "name"],
     typer.Option(
         "--output",
         "-o",
@@ -95,8 +79,7 @@ class Column:
             return write_time(value, mode)
         if isinstance(value, (list, tuple)):
             return ", ".join(" ".join(str(each).split()) for each in value)
-        text = " ".join(str(value).split()) if isinstance(value, str) else str(value)
-        return text
+        return " ".join(value.split()) if isinstance(value, str) else str(value)
 
 
 # Values
@@ -175,41 +158,44 @@ def to_json(value: Any) -> Any:
 # Printing
 
 
-def print_rows(
-    noun: str, row: type, rows: Sequence[Any], output: OutputFormat, *, empty: str = ""
-) -> None:
+def is_text(output: Output) -> bool:
+    """Return whether a format is read by people."""
+    return output in ("table", "wide")
+
+
+def print_rows(noun: str, rows: Sequence[Any], output: Output, *, empty: str = "") -> None:
     """Print rows in a format.
 
     ``noun`` is their key in the JSON document, such as ``steps``. ``empty`` is a sentence for
     stderr if there are none.
     """
-    if output is OutputFormat.JSON:
+    if output == "json":
         _print_document(noun, rows)
-    elif output is OutputFormat.JSONL:
+    elif output == "jsonl":
         for each in rows:
             typer.echo(json.dumps(to_json(each)))
-    elif output is OutputFormat.NAME:
+    elif output == "name":
         for each in rows:
             typer.echo(_name(each))
     elif rows:
-        print_table(row, rows, wide=output is OutputFormat.WIDE)
+        print_table(type(rows[0]), rows, output)
     elif empty:
         typer.echo(empty, err=True)
 
 
 def print_object(
-    noun: str, value: Any, output: OutputFormat, text: str | Callable[[], None] = ""
+    noun: str, value: Any, output: Output, text: str | Callable[[], None] = ""
 ) -> None:
     """Print the result of a command that has no rows.
 
     ``noun`` is its key in the JSON document, such as ``pin``. ``text`` is what ``table`` and
     ``wide`` print, or a function that prints it.
     """
-    if output is OutputFormat.JSON:
+    if output == "json":
         _print_document(noun, value)
-    elif output is OutputFormat.JSONL:
+    elif output == "jsonl":
         typer.echo(json.dumps(to_json(value)))
-    elif output is OutputFormat.NAME:
+    elif output == "name":
         if value is not None:
             typer.echo(_name(value))
     elif callable(text):
@@ -218,11 +204,12 @@ def print_object(
         typer.echo(text)
 
 
-def print_table(row: type, rows: Sequence[Any], *, wide: bool = False) -> None:
+def print_table(row: type, rows: Sequence[Any], output: Output) -> None:
     """Print rows as a table, whose lines fit into the width of a terminal unless it is wide.
 
     The last column is cut first, down to `LAST_WIDTH`, then the longest other texts in the middle.
     """
+    wide = output == "wide"
     shown = [(name, each) for name, each in list_columns(row).items() if wide or not each.wide]
     on_terminal = sys.stdout.isatty()
     mode: Mode = "plain" if not on_terminal else "wide" if wide else "short"

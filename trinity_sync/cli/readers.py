@@ -5,20 +5,13 @@ from pathlib import Path
 
 import typer
 
-from trinity_sync.cli.app import RootToRead, app, examples, require_existing
-from trinity_sync.cli.output import (
-    Output,
-    OutputFormat,
-    format_age,
-    print_object,
-    print_table,
-    utc,
-)
+from trinity_sync.cli.app import RootToRead, app, require_existing
+from trinity_sync.cli.output import Output, format_age, print_object, print_table, utc
 from trinity_sync.cli.schema import ReaderRow, ReadersReport
 
 
-@app.command(rich_help_panel="Look at a job", epilog=examples("readers ckpts", "readers -o json"))
-def readers(root: RootToRead, output: Output = OutputFormat.TABLE) -> None:
+@app.command("readers ckpts", "readers -o json", panel="Look at a job")
+def readers(root: RootToRead, output: Output = "table") -> None:
     """Show which reader serves which version of the weights, and how stale it is."""
     report = _read_report(root)
     print_object("readers", report, output, lambda: _print_report(report, str(root), output))
@@ -50,7 +43,7 @@ def _read_report(root: Path) -> ReadersReport | None:
     )
 
 
-def _print_report(report: ReadersReport | None, root: str, output: OutputFormat) -> None:
+def _print_report(report: ReadersReport | None, root: str, output: Output) -> None:
     if report is None:
         typer.echo(
             f"no Synchronizer has worked in {root}; readers without one do not report which "
@@ -75,4 +68,4 @@ def _print_report(report: ReadersReport | None, root: str, output: OutputFormat)
         typer.echo("hint: trainer and explorers start it again by Synchronizer.get_actor", err=True)
     if report.readers:
         typer.echo("")
-        print_table(ReaderRow, report.readers, wide=output is OutputFormat.WIDE)
+        print_table(ReaderRow, report.readers, output)

@@ -10,12 +10,11 @@ from trinity_sync.cli.app import (
     Root,
     Step,
     app,
-    examples,
     require_existing,
     resolve_step_argument,
     with_hint,
 )
-from trinity_sync.cli.output import Output, OutputFormat, format_duration, print_object
+from trinity_sync.cli.output import Output, format_duration, print_object
 from trinity_sync.cli.progress import progress_bar
 from trinity_sync.cli.schema import CommittedStep, PushedStep
 from trinity_sync.errors import ConfigError
@@ -44,12 +43,10 @@ CREDENTIALS = (
 
 
 @remote.command(
-    epilog=examples(
-        "remote push ckpts 40 s3://bucket/job",
-        "remote push ckpts latest file:///backup/job --keep-last 5",
-        note=CREDENTIALS,
-    )
-)
+    "remote push ckpts 40 s3://bucket/job",
+    "remote push ckpts latest file:///backup/job --keep-last 5",
+    note=CREDENTIALS,
+)  # fmt: skip
 def push(
     root: Root,
     step: Step,
@@ -61,7 +58,7 @@ def push(
         bool,
         typer.Option("--read-back", help="Read the uploaded files again, and compare digests."),
     ] = False,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Copy a committed step to a remote, its manifest last. Safe to run again."""
     from trinity_sync.remote.upload import replicate
@@ -91,16 +88,14 @@ def push(
 
 
 @remote.command(
-    epilog=examples(
-        "remote pull ckpts 40 s3://bucket/job", "remote pull ckpts latest s3://bucket/job",
-        note=CREDENTIALS,
-    )
+    "remote pull ckpts 40 s3://bucket/job", "remote pull ckpts latest s3://bucket/job",
+    note=CREDENTIALS,
 )  # fmt: skip
 def pull(
     root: Root,
     step: Annotated[str, typer.Argument(metavar="STEP", help="Number of the step, or latest.")],
     url: Url = None,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Download a step, compare all digests, and commit it in ROOT, which may be new."""
     from trinity_sync.remote.download import fetch

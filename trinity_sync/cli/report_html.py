@@ -48,7 +48,7 @@ def render_report(report: JobReport) -> str:
         lstrip_blocks=True,
     )
     environment.filters.update(
-        size=format_bytes, time=_format_time, duration=format_duration, key=draw_key
+        size=format_bytes, time=format_time, duration=format_duration, key=draw_key
     )
     newest_first = sorted(report.steps, key=lambda row: (row.run or 0, row.step), reverse=True)
     return environment.get_template("report.html.j2").render(
@@ -104,14 +104,14 @@ def draw_job(report: JobReport) -> Chart | None:
         superseded = find_superseding_run(runs, run, step) is not None
         mark = "superseded" if superseded else kind
         mark = "corrupted" if status.get((run, step)) == "corrupted" else mark
-        title = f"step {step} of run {run}, {mark}, {_format_time(at)}"
+        title = f"step {step} of run {run}, {mark}, {format_time(at)}"
         lines.setdefault(run, []).append(Point(at, step, mark, title))
     marks = [
         Point(
             each.at,
             each.step,
             MARKS.get(each.state, "failed"),
-            f"step {each.step}, {each.state}, {_format_time(each.at)}",
+            f"step {each.step}, {each.state}, {format_time(each.at)}",
         )
         for each in report.marks
         if each.at
@@ -183,7 +183,3 @@ def chart_metrics(report: JobReport) -> Iterator[Chart]:
 def _get_stall(save: LoggedSave) -> float:
     longest = save.timing.longest_stall
     return longest.seconds if longest else 0.0
-
-
-def _format_time(seconds: float) -> str:
-    return format_time(seconds)[:19].replace("T", " ")

@@ -11,18 +11,11 @@ from trinity_sync.cli.app import (
     Yes,
     app,
     confirm,
-    examples,
     read_settings,
     require_existing,
     resolve_step_argument,
 )
-from trinity_sync.cli.output import (
-    Output,
-    OutputFormat,
-    print_object,
-    print_table,
-    utc,
-)
+from trinity_sync.cli.output import Output, is_text, print_object, print_table, utc
 from trinity_sync.cli.schema import PinRow, PrunedStep, PruneReport, Unpinned
 from trinity_sync.orchestration.quantities import format_bytes
 
@@ -31,16 +24,13 @@ if TYPE_CHECKING:
 
 
 @app.command(
-    rich_help_panel="Keep and remove steps",
-    epilog=examples(
-        "prune ckpts --keep last=3 --dry-run",
-        "prune ckpts --keep last=3,every=100,best=2:reward:max --yes",
-        note="A policy is all, or parts that each keep steps, joined by commas: last=N the newest "
+    "prune ckpts --keep last=3 --dry-run",
+    "prune ckpts --keep last=3,every=100,best=2:reward:max --yes", panel="Keep and remove steps",
+    note="A policy is all, or parts that each keep steps, joined by commas: last=N the newest "
         "N, every=N those whose number is a multiple of N, hourly=N, daily=N and weekly=N the "
         "newest of each of the last N hours, days and weeks, newer=2d those of "
         "the last 2 days (s, m, h, d), best=N:METRIC:max (or min) the N best.\n\n"
         "Exit code 0 also if there was nothing to remove.",
-    ),
 )  # fmt: skip
 def prune(
     root: Root,
@@ -58,7 +48,7 @@ def prune(
         bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")
     ] = False,
     yes: Yes = False,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Remove steps that no policy, pin, tag, lease or latest pointer keeps."""
     from trinity_sync.catalog.mirror import try_mirror
@@ -87,7 +77,7 @@ def prune(
     if not dry_run and not yes:
         plan = run(dry_run=True)
         if plan.removed or plan.quarantine:
-            if output.is_text:
+            if is_text(output):
                 _print_pruned(_describe(plan, dry_run=True), str(root), output)
             confirm(f"remove {_count(plan)} of {root}, {format_bytes(plan.nbytes)}", yes=yes)
     done = run(dry_run=dry_run, confirmed=plan)
@@ -108,9 +98,9 @@ def _describe(done: "Pruned", *, dry_run: bool) -> PruneReport:
     return PruneReport(dry_run, done.nbytes, rows, list(done.quarantine))
 
 
-def _print_pruned(report: PruneReport, root: str, output: OutputFormat) -> None:
+def _print_pruned(report: PruneReport, root: str, output: Output) -> None:
     if report.steps:
-        print_table(PrunedStep, report.steps, wide=output is OutputFormat.WIDE)
+        print_table(PrunedStep, report.steps, output)
     else:
         typer.echo(f"nothing is committed in {root}", err=True)
     would = "would be " if report.dry_run else ""
@@ -119,15 +109,12 @@ def _print_pruned(report: PruneReport, root: str, output: OutputFormat) -> None:
     typer.echo(f"{format_bytes(report.bytes)} {would}freed in {root}", err=True)
 
 
-@app.command(
-    rich_help_panel="Keep and remove steps",
-    epilog=examples("pin ckpts 40 --reason 'the paper'", "pin ckpts latest"),
-)
+@app.command("pin ckpts 40 --reason 'the paper'", "pin ckpts latest", panel="Keep and remove steps")
 def pin(
     root: Root,
     step: Step,
     reason: Annotated[str, typer.Option(help="Reason, shown in ls and report.")] = "",
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Pin a committed step: no policy removes it."""
     from trinity_sync.catalog.mirror import try_mirror
@@ -139,8 +126,8 @@ def pin(
     print_object("pin", row, output, f"pinned step {made.step}")
 
 
-@app.command(rich_help_panel="Keep and remove steps", epilog=examples("unpin ckpts 40"))
-def unpin(root: Root, step: Step, output: Output = OutputFormat.TABLE) -> None:
+@app.command("unpin ckpts 40", panel="Keep and remove steps")
+def unpin(root: Root, step: Step, output: Output = "table") -> None:
     """Unpin a step: policies may remove it again."""
     from trinity_sync.catalog.mirror import try_mirror
     from trinity_sync.storage import pins

@@ -4,28 +4,17 @@ from typing import Annotated
 
 import typer
 
-from trinity_sync.cli.app import (
-    Root,
-    Step,
-    Yes,
-    app,
-    confirm,
-    examples,
-    read_settings,
-    resolve_step_argument,
-)
-from trinity_sync.cli.output import Output, OutputFormat, print_object
+from trinity_sync.cli.app import Root, Step, Yes, app, confirm, read_settings, resolve_step_argument
+from trinity_sync.cli.output import Output, print_object
 from trinity_sync.cli.schema import RewindReport
 
 
 @app.command(
-    rich_help_panel="Keep and remove steps",
-    epilog=examples(
-        "rewind ckpts 40", "rewind ckpts latest~1 --dry-run", "rewind ckpts best --yes",
-        note="Nothing is changed, with exit code 1, if a newer step is leased, pinned or tagged, "
+    "rewind ckpts 40", "rewind ckpts latest~1 --dry-run", "rewind ckpts best --yes",
+    panel="Keep and remove steps",
+    note="Nothing is changed, with exit code 1, if a newer step is leased, pinned or tagged, "
         "or the answer is no. To undo it: mv ROOT/.trinity_sync/quarantine/TIME/* ROOT/, and then "
         "trinity-sync rewind ROOT STEP to the newest of them.",
-    ),
 )  # fmt: skip
 def rewind(
     root: Root,
@@ -37,7 +26,7 @@ def rewind(
         bool, typer.Option("--dry-run", help="Show what would be quarantined, and change nothing.")
     ] = False,
     yes: Yes = False,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Make an earlier step the newest; newer steps are quarantined, not deleted."""
     from trinity_sync.catalog.mirror import try_mirror

@@ -11,14 +11,13 @@ from trinity_sync.cli.app import (
     RootToRead,
     Step,
     app,
-    examples,
     read_settings,
     require_existing,
     resolve_step_argument,
     with_hint,
 )
 from trinity_sync.cli.completion import complete_step
-from trinity_sync.cli.output import Output, OutputFormat, print_object, print_rows, utc
+from trinity_sync.cli.output import Output, is_text, print_object, print_rows, utc
 from trinity_sync.cli.schema import Retried, SaveRow, WaitedSave
 from trinity_sync.errors import (
     CommitError,
@@ -41,10 +40,7 @@ CRASH_GRACE_S = 30.0
 """Seconds for which a worker may still retry a crashed flow run."""
 
 
-@app.command(
-    rich_help_panel="Look at a job",
-    epilog=examples("runs ckpts", "runs ckpts --failed -o wide", "runs -o json"),
-)
+@app.command("runs ckpts", "runs ckpts --failed -o wide", "runs -o json", panel="Look at a job")
 def runs(
     root: RootToRead,
     failed: Annotated[bool, typer.Option("--failed", help="Show failed saves only.")] = False,
@@ -52,7 +48,7 @@ def runs(
         int | None,
         typer.Option(min=1, help=f"Show at most N saves; {MAX_ROWS} in a table.", metavar="N"),
     ] = None,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """List the saves of a job: in flight, failed with the reason, superseded and committed."""
     from trinity_sync.cli.saves import describe_status, read_saves
@@ -63,11 +59,11 @@ def runs(
     rows = [_row(save, describe_status(save, known)) for save in found]
     if failed:
         rows = [row for row in rows if row.status == "failed"]
-    most = limit or (MAX_ROWS if output.is_text else len(rows))
+    most = limit or (MAX_ROWS if is_text(output) else len(rows))
     what = "failed save" if failed else "save"
     empty = f"the Prefect server knows no {what} of {root}"
-    print_rows("saves", SaveRow, rows[:most], output, empty=empty)
-    if len(rows) > most and output.is_text:
+    print_rows("saves", rows[:most], output, empty=empty)
+    if len(rows) > most and is_text(output):
         typer.echo(f"{len(rows) - most:,} older saves not shown; use --limit", err=True)
 
 
@@ -87,14 +83,13 @@ def _row(save: "SaveRun", status: str) -> SaveRow:
 
 
 @app.command(
-    rich_help_panel="Look after steps",
-    epilog=examples(
-        "retry ckpts 40", "runs ckpts --failed -o name | xargs -n1 trinity-sync retry ckpts",
-        note="The images of a failed save stay in shared memory until later saves need the slots. "
+    "retry ckpts 40",
+    "trinity-sync runs ckpts --failed -o name | xargs -n1 trinity-sync retry ckpts",
+    panel="Look after steps",
+    note="The images of a failed save stay in shared memory until later saves need the slots. "
         "Remove the cause first; trinity-sync runs shows it.",
-    ),
 )  # fmt: skip
-def retry(root: Root, step: Step, output: Output = OutputFormat.TABLE) -> None:
+def retry(root: Root, step: Step, output: Output = "table") -> None:
     """Run a failed save again, as Retry in the Prefect UI does."""
     from trinity_sync.cli.saves import describe_status, query, read_saves
     from trinity_sync.storage.discovery import list_known_runs
@@ -129,11 +124,8 @@ def _no_failed_save(root: Path, step: int, by_status: dict[str, Any]) -> SaveErr
 
 
 @app.command(
-    rich_help_panel="Look at a job",
-    epilog=examples(
-        "wait ckpts 40", "wait ckpts --timeout 60",
-        note="Exit code 1 if a save failed or was superseded, or at the time-out.",
-    ),
+    "wait ckpts 40", "wait ckpts --timeout 60", panel="Look at a job",
+    note="Exit code 1 if a save failed or was superseded, or at the time-out.",
 )  # fmt: skip
 def wait(
     root: RootToRead,
@@ -146,7 +138,7 @@ def wait(
         ),
     ] = None,
     timeout: Annotated[float, typer.Option(min=0, help="Time-out in seconds.")] = 600.0,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Wait until a step is committed, or all saves in flight are."""
     from trinity_sync.cli.saves import QUICK_S, read_saves
@@ -163,14 +155,13 @@ def wait(
     else:
         saves[resolve_step_argument(base, step)] = set()
     done = [_await_step(base, number, saves[number], deadline, timeout) for number in sorted(saves)]
-    empty = f"no save of {root} is in flight"
-    if output.is_text:
-        for each in done:
-            typer.echo(f"step {each.step} is committed")
-        if not done:
-            typer.echo(empty, err=True)
+    if not is_text(output):
+        print_rows("steps", done, output)
         return
-    print_rows("steps", WaitedSave, done, output)
+    for each in done:
+        typer.echo(f"step {each.step} is committed")
+    if not done:
+        typer.echo(f"no save of {root} is in flight", err=True)
 
 
 def _await_step(

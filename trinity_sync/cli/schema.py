@@ -5,7 +5,7 @@ noun; `DOCUMENTS` names both for each command. Keys are the fields of the datacl
 are RFC 3339 in UTC, sizes are bytes, and a value that is unknown or does not apply is null.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Annotated, Any
 
@@ -38,32 +38,32 @@ class StepRow:
 
     step: Annotated[int, Column("STEP", right=True)]
     """Number of the step."""
-    run: Annotated[int | None, Column("RUN", right=True)]
+    run: Annotated[int | None, Column("RUN", right=True)] = None
     """Number of the run that saved it; null if it has no readable manifest."""
-    kind: Annotated[str | None, Column("KIND", form=_write_kind)]
+    kind: Annotated[str | None, Column("KIND", form=_write_kind)] = None
     """``checkpoint``, or ``state_dict`` for weights alone."""
-    files: Annotated[int | None, Column("FILES", right=True, wide=True)]
+    files: Annotated[int | None, Column("FILES", right=True, wide=True)] = None
     """Number of files."""
-    bytes: Annotated[int | None, Column("SIZE", right=True, form=write_size)]
+    bytes: Annotated[int | None, Column("SIZE", right=True, form=write_size)] = None
     """Size of all files."""
-    committed_at: Annotated[datetime | None, Column("AGE", right=True)]
+    committed_at: Annotated[datetime | None, Column("AGE", right=True)] = None
     """Time of the commit; null for a step that is not committed."""
-    status: Annotated[str, Column("STATUS")]
+    status: Annotated[str, Column("STATUS")] = ""
     """``valid``, ``corrupted``, ``superseded``, ``not committed`` or ``another format``; for a save
     that the Prefect server knows, ``pending``, ``writing`` or ``failed``."""
-    notes: Annotated[list[str], Column("NOTES", form=_write_notes)]
+    notes: Annotated[list[str], Column("NOTES", form=_write_notes)] = field(default_factory=list)
     """What else a table shows: latest pointers, tags, pins, readers, and why it is not valid."""
-    latest_of: list[str]
+    latest_of: list[str] = field(default_factory=list)
     """Kinds whose latest pointer names the step."""
-    tags: list[str]
+    tags: list[str] = field(default_factory=list)
     """Tags of the step."""
-    in_use: list[str]
+    in_use: list[str] = field(default_factory=list)
     """Pins, tags and leases of the step, in words."""
-    in_remote: bool | None
+    in_remote: bool | None = None
     """Whether the required remote has it; null if the job requires none."""
-    reason: str | None
+    reason: str | None = None
     """Why it is not valid."""
-    url: str | None
+    url: str | None = None
     """Page of its flow run in the Prefect UI, for a save that is not committed."""
 
 
@@ -769,67 +769,46 @@ class VersionReport:
     """Formats of the records in the root and the spool that this release reads and writes."""
 
 
-@dataclass(frozen=True)
-class Document:
-    """The JSON document of a command."""
-
-    noun: str
-    """Key of the content."""
-    content: type
-    """Dataclass of the content, or of each row."""
-    many: bool = True
-    """Whether the content is a list."""
-    nullable: bool = False
-    """Whether the content may be null."""
-
-
-DOCUMENTS: dict[str, Document] = {
-    "ls": Document("steps", StepRow),
-    "show": Document("step", StepDetails, many=False),
-    "diff": Document("tensors", TensorRow),
-    "runs": Document("saves", SaveRow),
-    "retry": Document("save", Retried, many=False),
-    "wait": Document("steps", WaitedSave),
-    "readers": Document("readers", ReadersReport, many=False, nullable=True),
-    "jobs ls": Document("jobs", JobRow),
-    "jobs show": Document("job", JobDetails, many=False),
-    "jobs set": Document("settings", JobSettingRow),
-    "jobs check": Document("jobs", CheckedJob),
-    "jobs reindex": Document("jobs", ReindexedJob),
-    "jobs forget": Document("job", ForgottenJob, many=False),
-    "prune": Document("prune", PruneReport, many=False),
-    "metrics": Document("metrics", MetricRow),
-    "pin": Document("pin", PinRow, many=False),
-    "unpin": Document("pin", Unpinned, many=False),
-    "tag": Document("pin", PinRow, many=False),
-    "tag --list": Document("tags", TagRow),
-    "untag": Document("pin", Unpinned, many=False),
-    "rewind": Document("rewind", RewindReport, many=False),
-    "verify": Document("steps", VerifiedRow),
-    "verify --load": Document("loaded", LoadedRow, many=False, nullable=True),
-    "reconcile": Document("findings", FindingRow),
-    "remote push": Document("push", PushedStep, many=False),
-    "remote pull": Document("step", CommittedStep, many=False),
-    "export hf": Document("export", ExportedModel, many=False),
-    "export dcp": Document("export", ExportedDcp, many=False),
-    "import dcp": Document("step", CommittedStep, many=False),
-    "up": Document("stack", StackReport, many=False),
-    "restart": Document("stack", StackReport, many=False),
-    "join": Document("stack", StackReport, many=False),
-    "status": Document("stack", StackReport, many=False),
-    "down": Document("stack", StoppedStack, many=False),
-    "doctor": Document("checks", CheckRow),
-    "deploy": Document("deployments", DeploymentRow),
-    "ui": Document("ui", UiReport, many=False),
-    "config show": Document("settings", SettingRow),
-    "version": Document("version", VersionReport, many=False),
+DOCUMENTS: dict[str, tuple[str, Any]] = {
+    "ls": ("steps", list[StepRow]),
+    "show": ("step", StepDetails),
+    "diff": ("tensors", list[TensorRow]),
+    "runs": ("saves", list[SaveRow]),
+    "retry": ("save", Retried),
+    "wait": ("steps", list[WaitedSave]),
+    "readers": ("readers", ReadersReport | None),
+    "jobs ls": ("jobs", list[JobRow]),
+    "jobs show": ("job", JobDetails),
+    "jobs set": ("settings", list[JobSettingRow]),
+    "jobs check": ("jobs", list[CheckedJob]),
+    "jobs reindex": ("jobs", list[ReindexedJob]),
+    "jobs forget": ("job", ForgottenJob),
+    "prune": ("prune", PruneReport),
+    "metrics": ("metrics", list[MetricRow]),
+    "pin": ("pin", PinRow),
+    "unpin": ("pin", Unpinned),
+    "tag": ("pin", PinRow),
+    "tag --list": ("tags", list[TagRow]),
+    "untag": ("pin", Unpinned),
+    "rewind": ("rewind", RewindReport),
+    "verify": ("steps", list[VerifiedRow]),
+    "verify --load": ("loaded", LoadedRow | None),
+    "reconcile": ("findings", list[FindingRow]),
+    "remote push": ("push", PushedStep),
+    "remote pull": ("step", CommittedStep),
+    "export hf": ("export", ExportedModel),
+    "export dcp": ("export", ExportedDcp),
+    "import dcp": ("step", CommittedStep),
+    "up": ("stack", StackReport),
+    "restart": ("stack", StackReport),
+    "join": ("stack", StackReport),
+    "status": ("stack", StackReport),
+    "down": ("stack", StoppedStack),
+    "doctor": ("checks", list[CheckRow]),
+    "deploy": ("deployments", list[DeploymentRow]),
+    "ui": ("ui", UiReport),
+    "config show": ("settings", list[SettingRow]),
+    "version": ("version", VersionReport),
 }
-"""The JSON document of each command that has ``-o``, but of report: its keys are the fields of
-`trinity_sync.orchestration.report.facts.JobReport`."""
-
-
-def list_fields(content: type) -> dict[str, Any]:
-    """Return the types of the fields of a dataclass here, by name."""
-    from typing import get_type_hints
-
-    return get_type_hints(content)
+"""Noun and content of the JSON document of each command that has ``-o``, but of report: its keys
+are the fields of `trinity_sync.orchestration.report.facts.JobReport`."""

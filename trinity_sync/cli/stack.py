@@ -8,28 +8,18 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, get_args
 
 import typer
 from rich.console import Console
 
-from trinity_sync.cli.app import (
-    DONE,
-    PROBLEM_FOUND,
-    Yes,
-    app,
-    confirm,
-    examples,
-    read_settings,
-    with_hint,
-)
+from trinity_sync.cli.app import DONE, PROBLEM_FOUND, Yes, app, confirm, read_settings, with_hint
 from trinity_sync.cli.config import ConfigFile
 from trinity_sync.cli.output import (
     Output,
-    OutputFormat,
     format_duration,
+    is_text,
     print_object,
     print_rows,
     print_table,
@@ -50,22 +40,7 @@ if TYPE_CHECKING:
     from trinity_sync.stack.services import StackState
 
 
-class Shell(str, Enum):
-    """Formats of ``env``."""
-
-    SH = "sh"
-    FISH = "fish"
-    JSON = "json"
-
-
-class Service(str, Enum):
-    """Services of the stack."""
-
-    SERVER = "server"
-    RAY = "ray"
-    WORKER = "worker"
-
-
+Service = Literal["server", "ray", "worker"]
 Cpus = Annotated[
     int | None, typer.Option(min=1, help="CPUs of the Ray node; by default all of the machine.")
 ]
@@ -75,16 +50,13 @@ Timeout = Annotated[
 ]
 
 
-@app.command(
-    rich_help_panel="Run the stack",
-    epilog=examples("up", "up --cpus 4", "up -o json"),
-)
+@app.command("up", "up --cpus 4", "up -o json", panel="Run the stack")
 def up(
     cpus: Cpus = None,
     worker: WithWorker = True,
     timeout: Timeout = 180.0,
     config: ConfigFile = None,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Start the missing services: Prefect server, Ray and flow worker."""
     from trinity_sync.stack import embedded
@@ -97,13 +69,13 @@ def up(
     print_object("stack", report, output, lambda: _print_ready(settings, state, report, seconds))
 
 
-@app.command(rich_help_panel="Run the stack", epilog=examples("restart"))
+@app.command("restart", panel="Run the stack")
 def restart(
     cpus: Cpus = None,
     worker: WithWorker = True,
     timeout: Timeout = 180.0,
     config: ConfigFile = None,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Stop the services that up started, and start them again, with the settings of now.
 
@@ -122,19 +94,16 @@ def restart(
 
 
 @app.command(
-    rich_help_panel="Run the stack",
-    epilog=examples(
-        "join join.json",
-        note="Afterwards, up starts missing services, and down leaves the stack.",
-    ),
-)
+    "join join.json", panel="Run the stack",
+    note="Afterwards, up starts missing services, and down leaves the stack.",
+)  # fmt: skip
 def join(
     invitation: Annotated[
         Path, typer.Argument(help="A copy of join.json from the home of the other machine's stack.")
     ],
     cpus: Cpus = None,
     config: ConfigFile = None,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Join the stack of another machine: start a Ray node and a flow worker here."""
     from trinity_sync.stack import embedded
@@ -147,13 +116,10 @@ def join(
 
 
 @app.command(
-    rich_help_panel="Run the stack",
+    "run -- torchrun --nproc-per-node 8 train.py", panel="Run the stack",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-    epilog=examples(
-        "run -- torchrun --nproc-per-node 8 train.py",
-        note="The stack keeps running. Exit code of the command; 127 if there is no such command.",
-    ),
-)
+    note="The stack keeps running. Exit code of the command; 127 if there is no such command.",
+)  # fmt: skip
 def run(
     command: Annotated[
         list[str], typer.Argument(metavar="-- COMMAND...", help="The training's command.")
@@ -176,14 +142,11 @@ def run(
 
 
 @app.command(
-    rich_help_panel="Run the stack",
-    epilog=examples(
-        "down", "down --yes",
-        note="Database, logs and images in shared memory stay. It asks first if images are not "
+    "down", "down --yes", panel="Run the stack",
+    note="Database, logs and images in shared memory stay. It asks first if images are not "
         "committed yet; the next up commits them, unless the machine restarts before.",
-    ),
 )  # fmt: skip
-def down(yes: Yes = False, output: Output = OutputFormat.TABLE) -> None:
+def down(yes: Yes = False, output: Output = "table") -> None:
     """Stop the services that up started."""
     from trinity_sync.stack import embedded
 
@@ -226,14 +189,11 @@ def _list_images(settings: "Settings") -> list[JobImages]:
 
 
 @app.command(
-    rich_help_panel="Run the stack",
-    epilog=examples(
-        "status", "status -o wide", "status -o json",
-        note="Exit code 3 if a service does not run, no worker is online, or the environment "
+    "status", "status -o wide", "status -o json", panel="Run the stack",
+    note="Exit code 3 if a service does not run, no worker is online, or the environment "
         "overrides a service.",
-    ),
 )  # fmt: skip
-def status(output: Output = OutputFormat.TABLE) -> None:
+def status(output: Output = "table") -> None:
     """Show the services, their addresses, and whether a worker is online."""
 
     settings = read_settings()
@@ -244,10 +204,7 @@ def status(output: Output = OutputFormat.TABLE) -> None:
     raise typer.Exit(DONE if works else PROBLEM_FOUND)
 
 
-@app.command(
-    rich_help_panel="Run the stack",
-    epilog=examples("logs", "logs worker -f", "logs server -n 200"),
-)
+@app.command("logs", "logs worker -f", "logs server -n 200", panel="Run the stack")
 def logs(
     service: Annotated[
         Service | None, typer.Argument(help="Service (default: all).", show_default=False)
@@ -259,8 +216,8 @@ def logs(
 ) -> None:
     """Print the logs of the services that up started, also after down."""
     settings = read_settings()
-    names = [service] if service else list(Service)
-    paths = [settings.home / "logs" / f"{name.value}.log" for name in names]
+    names = [service] if service else get_args(Service)
+    paths = [settings.home / "logs" / f"{name}.log" for name in names]
     found = [str(path) for path in paths if follow or path.is_file()]  # -F also waits for a file
     if not found:
         raise with_hint(
@@ -282,12 +239,12 @@ def _exec(command: list[str], environment: Mapping[str, str]) -> NoReturn:
     os.execvpe(command[0], command, environment)
 
 
-@app.command(rich_help_panel="Run the stack", epilog=examples("ui", "ui -o json"))
+@app.command("ui", "ui -o json", panel="Run the stack")
 def ui(
     browser: Annotated[
         bool, typer.Option("--open/--no-open", help="Open it in a browser, if there is one.")
     ] = True,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Open the Prefect UI in a browser, or print its address and how to log in."""
     import webbrowser
@@ -308,47 +265,44 @@ def ui(
         text += f"\npassword: {report.password}"
     print_object("ui", report, output, text)
     has_screen = any(os.environ.get(name) for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY"))
-    if browser and output.is_text and sys.stdout.isatty() and has_screen:
+    if browser and is_text(output) and sys.stdout.isatty() and has_screen:
         webbrowser.open(report.url)
 
 
 @app.command(
-    rich_help_panel="Run the stack",
-    epilog='Examples:\n[bold]  eval "$(trinity-sync env)"[/]\n'
-    "[bold]  trinity-sync env --shell fish | source[/]\n"
-    "[bold]  trinity-sync env --shell json[/]",
-)
+    'eval "$(trinity-sync env)"', "trinity-sync env --shell fish | source",
+    "trinity-sync env --shell json", panel="Run the stack",
+)  # fmt: skip
 def env(
     shell: Annotated[
-        Shell,
+        Literal["sh", "fish", "json"],
         typer.Option(
             help="Format of the variables; json is one object of names and values, without a "
             "schema, for programs that set variables."
         ),
-    ] = Shell.SH,
+    ] = "sh",
 ) -> None:
     """Print the environment variables with which a training uses the running stack."""
     from trinity_sync.stack import embedded
 
     state = embedded.find(read_settings())
     if state is None or not state.environment:
-        if shell is Shell.SH:
+        if shell == "sh":
             typer.echo("false")  # the exit code of eval "$(...)"
         raise with_hint(PrefectApiError("no stack runs"), "trinity-sync up")
-    if shell is Shell.JSON:
+    if shell == "json":
         typer.echo(json.dumps(state.environment, indent=2))
         return
-    start, between = ("export ", "=") if shell is Shell.SH else ("set -gx ", " ")
+    start, between = ("export ", "=") if shell == "sh" else ("set -gx ", " ")
     for name, value in state.environment.items():
         typer.echo(f"{start}{name}{between}{shlex.quote(value)}")
 
 
 @app.command(
-    rich_help_panel="Run the stack",
-    epilog="Examples:\n[bold]  trinity-sync deploy[/]\n"
-    "[bold]  PREFECT_API_URL=http://prefect.internal/api trinity-sync deploy[/]",
-)
-def deploy(config: ConfigFile = None, output: Output = OutputFormat.TABLE) -> None:
+    "trinity-sync deploy", "PREFECT_API_URL=http://prefect.internal/api trinity-sync deploy",
+    panel="Run the stack",
+)  # fmt: skip
+def deploy(config: ConfigFile = None, output: Output = "table") -> None:
     """Create or update the work pool, deployments and automations on a Prefect server."""
     from trinity_sync.orchestration import deploy
     from trinity_sync.orchestration.prefect_queries import find_server
@@ -357,17 +311,17 @@ def deploy(config: ConfigFile = None, output: Output = OutputFormat.TABLE) -> No
     stack = StackSettings()
     names = deploy.deploy(stack, *find_server(read_settings()))
     rows = [DeploymentRow(name, stack.worker.pool) for name in names]
-    print_rows("deployments", DeploymentRow, rows, output)
+    print_rows("deployments", rows, output)
     zone = deploy.find_time_zone(stack.maintenance)
     typer.echo(f"schedules are in time zone {zone}", err=True)
 
 
 @app.command(
-    rich_help_panel="Run the stack",
-    epilog="Examples:\n[bold]  trinity-sync worker[/]\n"
-    "[bold]  PREFECT_API_URL=http://prefect.internal/api "
-    "TRINITY_SYNC_STACK__RAY__ADDRESS=10.0.0.4:6379 trinity-sync worker[/]",
-)
+    "trinity-sync worker",
+    "PREFECT_API_URL=http://prefect.internal/api "
+    "TRINITY_SYNC_STACK__RAY__ADDRESS=10.0.0.4:6379 trinity-sync worker",
+    panel="Run the stack",
+)  # fmt: skip
 def worker(config: ConfigFile = None) -> None:
     """Run a flow worker in the foreground, for the services of the settings or of up."""
     from trinity_sync.settings import StackSettings
@@ -427,7 +381,7 @@ def _print_ready(
     asks = "; its password: trinity-sync ui" if state.api_auth else ""
     typer.echo(f"Prefect UI: {_ui_url(state.api_url)}{asks}")
     typer.echo(f"ready after {format_duration(seconds)}\n")
-    _print_stack(report, OutputFormat.TABLE)
+    _print_stack(report, "table")
     typer.echo(
         '\nFor a training: trinity-sync run -- COMMAND, or in its shell: eval "$(trinity-sync env)"'
     )
@@ -436,8 +390,8 @@ def _print_ready(
         typer.echo(f"On another machine, with a copy of {invitation}: trinity-sync join join.json")
 
 
-def _print_stack(report: StackReport, output: OutputFormat) -> None:
-    print_table(ServiceRow, report.services, wide=output is OutputFormat.WIDE)
+def _print_stack(report: StackReport, output: Output) -> None:
+    print_table(ServiceRow, report.services, output)
     for sentence in report.overrides:
         typer.echo(sentence, err=True)
     if report.changed:

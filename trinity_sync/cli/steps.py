@@ -12,15 +12,14 @@ from trinity_sync.cli.app import (
     RootToRead,
     Step,
     app,
-    examples,
     require_existing,
     resolve_step_argument,
     with_hint,
 )
 from trinity_sync.cli.output import (
     Output,
-    OutputFormat,
     format_time,
+    is_text,
     paint,
     print_object,
     print_rows,
@@ -50,14 +49,10 @@ WATCH_S = 2.0
 
 
 @app.command(
-    "ls",
-    rich_help_panel="Look at a job",
-    epilog=examples(
-        "ls ckpts", "ls ckpts --watch", "ls ckpts -o json", "ls ckpts -o name | head -1",
-        "ls s3://bucket/job",
-        note="Saves that are not committed yet, or failed, are shown if the Prefect server answers "
+    "ls ckpts", "ls ckpts --watch", "ls ckpts -o json", "ls ckpts -o name | head -1",
+    "ls s3://bucket/job", name="ls", panel="Look at a job",
+    note="Saves that are not committed yet, or failed, are shown if the Prefect server answers "
         "within 2 seconds.",
-    ),
 )  # fmt: skip
 def list_steps(
     root: RootOrUrlToRead,
@@ -71,14 +66,14 @@ def list_steps(
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Update the table until Ctrl-C.")
     ] = False,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """List the steps of a job with their status, and the saves in flight."""
     if limit and show_all:
         raise with_hint(ConfigError("--limit and --all exclude each other"), "pass one of them")
-    most = limit or (None if show_all or not output.is_text else MAX_ROWS)
-    if watch and not output.is_text:
-        raise with_hint(ConfigError(f"--watch prints tables, not {output.value}"), "leave -o out")
+    most = limit or (None if show_all or not is_text(output) else MAX_ROWS)
+    if watch and not is_text(output):
+        raise with_hint(ConfigError(f"--watch prints tables, not {output}"), "leave -o out")
     while watch:
         if sys.stdout.isatty():
             typer.echo("\x1b[2J\x1b[H", nl=False)  # clear the screen, cursor to its start
@@ -87,26 +82,27 @@ def list_steps(
     _print_steps(root, most, output)
 
 
-def _print_steps(root: str, most: int | None, output: OutputFormat) -> None:
+def _print_steps(root: str, most: int | None, output: Output) -> None:
     from trinity_sync.layout import steps_on_disk
+    from trinity_sync.storage.discovery import list_unreadable_records
 
+    other_releases: list[FormatError] = []
     if "://" in root:
         left_out, rows = _take_last(_summarize_remote(root), most)
-        other_releases = []
     else:
         base = require_existing(Path(root))
         saves = _read_saves(base)
         found = sorted({*steps_on_disk(base), *saves})
         left_out, steps = _take_last(found, most)
         rows = _summarize_steps(base, steps, saves)
-        other_releases = _list_other_releases(base)
+        other_releases = list_unreadable_records(base)
     for row in rows:
         if row.status == "another format":
             typer.echo(row.reason, err=True)
-    for sentence in other_releases:
-        typer.echo(sentence, err=True)
-    print_rows("steps", StepRow, rows[::-1], output, empty=f"no steps in {root}")
-    if left_out and output.is_text:
+    for error in other_releases:
+        typer.echo(error, err=True)
+    print_rows("steps", rows[::-1], output, empty=f"no steps in {root}")
+    if left_out and is_text(output):
         typer.echo(f"{left_out:,} older steps not shown; use --all", err=True)
     if failed := [row.step for row in rows if row.status == "failed"]:
         typer.echo(
@@ -114,14 +110,11 @@ def _print_steps(root: str, most: int | None, output: OutputFormat) -> None:
         )
 
 
-@app.command(
-    rich_help_panel="Look at a job",
-    epilog=examples("show ckpts 40", "show ckpts latest", "show ckpts best -o json"),
-)
+@app.command("show ckpts 40", "show ckpts latest", "show ckpts best -o json", panel="Look at a job")
 def show(
     root: RootToRead,
     step: Step,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Show a committed step: its files with sizes and digests, and its save functions."""
     from trinity_sync.layout import step_folder
@@ -178,7 +171,7 @@ def show(
     print_object("step", details, output, lambda: _print_details(details, timings, output))
 
 
-def _print_details(details: StepDetails, timings: list[str], output: OutputFormat) -> None:
+def _print_details(details: StepDetails, timings: list[str], output: Output) -> None:
     typer.echo(
         f"step {details.step} of run {details.run}: {paint(details.status)}, "
         f"{', '.join(details.kinds)}, committed {format_time(details.committed_at)}, "
@@ -190,11 +183,10 @@ def _print_details(details: StepDetails, timings: list[str], output: OutputForma
     for timing in timings:
         typer.echo(timing)
     typer.echo("")
-    wide = output is OutputFormat.WIDE
-    print_table(FileRow, details.files, wide=wide)
+    print_table(FileRow, details.files, output)
     if details.save_functions:
         typer.echo("")
-        print_table(SaveFunctionRow, details.save_functions, wide=wide)
+        print_table(SaveFunctionRow, details.save_functions, output)
 
 
 def _take_last(steps: list[T], count: int | None) -> tuple[int, list[T]]:
@@ -239,13 +231,11 @@ def _summarize_steps(root: Path, steps: list[int], saves: dict[int, "SaveRun"]) 
         manifest, status, reason, stored = found.manifest, str(found.state), found.reason, None
         if save and (manifest is None or save.run > manifest.run) and status != "another format":
             status, reason = describe_status(save, runs), save.state.message
-            row = _summarize_manifest(step, None) | {
-                "run": save.run, "kind": save.kind, "url": save.state.page
-            }  # fmt: skip
+            row: dict[str, Any] = {"run": save.run, "kind": save.kind, "url": save.state.page}
         elif save is None and manifest is None and not (root / f"global_step_{step}").is_dir():
             continue  # committed or removed between the two looks
         else:
-            row = _summarize_manifest(step, manifest)
+            row = _summarize_manifest(manifest)
             try:
                 stored = is_replicated(root, manifest) if has_remote and manifest else None
             except FormatError as error:
@@ -255,6 +245,7 @@ def _summarize_steps(root: Path, steps: list[int], saves: dict[int, "SaveRun"]) 
         why = [] if status in ("valid", "not committed") else [_shorten(reason, step, root)]
         rows.append(
             StepRow(
+                step=step,
                 **row,
                 status=status,
                 notes=[*_describe_pointers(latest_of), *in_use[step], *remote, *filter(None, why)],
@@ -281,38 +272,24 @@ def _shorten(reason: str, step: int, root: Path) -> str:
     return reason.partition(". Choose another step")[0]
 
 
-def _list_other_releases(root: Path) -> list[str]:
-    """Return an error text for each record of another release in a root, except steps."""
-    from trinity_sync.storage.discovery import list_unreadable_records
-
-    return [str(error) for error in list_unreadable_records(root)]
-
-
 def _summarize_remote(url: str) -> list[StepRow]:
     from trinity_sync.remote.remote_root import Remote
 
     return [
         StepRow(
-            **_summarize_manifest(step.step, step.manifest),
+            step=step.step,
+            **_summarize_manifest(step.manifest),
             status=step.state,
-            notes=[],
-            latest_of=[],
-            tags=[],
-            in_use=[],
-            in_remote=None,
             reason=str(step.unreadable) if step.unreadable else None,
         )
         for step in Remote(url).list_steps()
     ]
 
 
-def _summarize_manifest(step: int, manifest: "Manifest | None") -> dict[str, Any]:
-    row: dict[str, Any] = {"step": step, "url": None}
+def _summarize_manifest(manifest: "Manifest | None") -> dict[str, Any]:
     if manifest is None:
-        return {**row, "run": None, "kind": None, "files": None, "bytes": None,
-                "committed_at": None}  # fmt: skip
+        return {}
     return {
-        **row,
         "run": manifest.run,
         "kind": "checkpoint" if "checkpoint" in manifest.kinds else "state_dict",
         "files": len(manifest.files),

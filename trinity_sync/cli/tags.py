@@ -9,24 +9,21 @@ from trinity_sync.cli.app import (
     Yes,
     app,
     confirm,
-    examples,
     read_settings,
     require_existing,
     resolve_step_argument,
     with_hint,
 )
 from trinity_sync.cli.completion import complete_step, complete_tag
-from trinity_sync.cli.output import Output, OutputFormat, print_object, print_rows, utc
+from trinity_sync.cli.output import Output, print_object, print_rows, utc
 from trinity_sync.cli.schema import PinRow, TagRow, Unpinned
 from trinity_sync.errors import CommitError, ConfigError
 
 
 @app.command(
-    rich_help_panel="Keep and remove steps",
-    epilog=examples(
-        "tag ckpts 40 best", "tag ckpts latest best --force", "tag ckpts --list",
-        note="Every command that takes the number of a step also takes a tag.",
-    ),
+    "tag ckpts 40 best", "tag ckpts latest best --force", "tag ckpts --list",
+    panel="Keep and remove steps",
+    note="Every command that takes the number of a step also takes a tag.",
 )  # fmt: skip
 def tag(
     root: Root,
@@ -45,7 +42,7 @@ def tag(
     reason: Annotated[str, typer.Option(help="Reason, shown in ls and report.")] = "",
     force: Annotated[bool, typer.Option("--force", help="Move the tag from another step.")] = False,
     listed: Annotated[bool, typer.Option("--list", "-l", help="Show the tags of the job.")] = False,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Tag a committed step with a name, which also pins it."""
     from trinity_sync.catalog.mirror import try_mirror
@@ -58,7 +55,7 @@ def tag(
             TagRow(each.name, each.step, utc(each.pinned_at), each.reason or None)
             for each in pins.list_tags(require_existing(root)).values()
         ]
-        print_rows("tags", TagRow, rows, output, empty=f"no step in {root} has a tag")
+        print_rows("tags", rows, output, empty=f"no step in {root} has a tag")
         return
     if step is None or name is None:
         raise with_hint(
@@ -71,14 +68,14 @@ def tag(
     print_object("pin", row, output, f"tagged step {made.step} as {name}")
 
 
-@app.command(rich_help_panel="Keep and remove steps", epilog=examples("untag ckpts best --yes"))
+@app.command("untag ckpts best --yes", panel="Keep and remove steps")
 def untag(
     root: Root,
     name: Annotated[
         str, typer.Argument(metavar="NAME", autocompletion=complete_tag, help="The tag.")
     ],
     yes: Yes = False,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Remove a tag; policies may then remove its step."""
     from trinity_sync.catalog.mirror import try_mirror

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import typer
 
-from trinity_sync.cli.app import app, examples
-from trinity_sync.cli.output import Output, OutputFormat, print_object
+from trinity_sync.cli.app import app
+from trinity_sync.cli.output import Output, print_object
 from trinity_sync.cli.schema import VersionReport
 
 PACKAGES = ("prefect", "ray", "torch", "verl", "transformers", "lightning")
@@ -15,14 +15,11 @@ PACKAGES = ("prefect", "ray", "torch", "verl", "transformers", "lightning")
 
 
 @app.command(
-    rich_help_panel="Run the stack",
-    epilog=examples(
-        "version", "version -o json",
-        note="The environments of the training and of the stack may differ; run it in both, in the "
+    "version", "version -o json", panel="Run the stack",
+    note="The environments of the training and of the stack may differ; run it in both, in the "
         "other one with its path: ENV/bin/python -m trinity_sync.cli version.",
-    ),
 )  # fmt: skip
-def version(output: Output = OutputFormat.TABLE) -> None:
+def version(output: Output = "table") -> None:
     """Print the versions of trinity-sync, Python, Prefect, Ray and torch, and record formats."""
     from trinity_sync import __version__
     from trinity_sync.layout import ROOT_FORMAT, SPOOL_FORMAT

@@ -13,8 +13,6 @@ HEARTBEAT_S = 30
 """Seconds between two heartbeats of a flow run, Prefect's minimum. ``worker.heartbeat_timeout``
 must be several times as long."""
 
-_flows: dict[str, Flow[..., Any]] = {}
-
 
 def load_flow(entrypoint: str | None) -> Flow[..., Any]:
     """Return the flow of an entrypoint, ``package.module.flow`` or ``package.module:flow``.
@@ -22,16 +20,14 @@ def load_flow(entrypoint: str | None) -> Flow[..., Any]:
     Raises:
         ConfigError: The flow cannot be imported here.
     """
-    if entrypoint not in _flows:
-        if sys.path[0] != PACKAGES:  # a user's own flows and tasks must not be found first
-            sys.path.insert(0, PACKAGES)
-        module, _, name = str(entrypoint).replace(":", ".").rpartition(".")
-        try:
-            flow = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(
-                f"cannot import the deployment's entrypoint {entrypoint!r} in this worker: "
-                f"{error}. Is the package installed where the worker runs?"
-            ) from error
-        _flows[str(entrypoint)] = flow
-    return _flows[str(entrypoint)]
+    if sys.path[0] != PACKAGES:  # a user's own flows and tasks must not be found first
+        sys.path.insert(0, PACKAGES)
+    module, _, name = str(entrypoint).replace(":", ".").rpartition(".")
+    try:
+        flow: Flow[..., Any] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"cannot import the deployment's entrypoint {entrypoint!r} in this worker: "
+            f"{error}. Is the package installed where the worker runs?"
+        ) from error
+    return flow

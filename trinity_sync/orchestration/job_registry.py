@@ -57,7 +57,7 @@ def list_registered_roots(settings: Settings) -> list[Path]:
     It does not look at the roots, whose file systems may hang.
     """
     roots = []
-    for entry in sorted(_registry_folder(settings).glob("*.json")):
+    for entry in sorted((settings.home / "roots").glob("*.json")):
         try:
             roots.append(Path(json.loads(entry.read_text())["root"]))
         except (FileNotFoundError, ValueError, TypeError, KeyError):
@@ -65,18 +65,9 @@ def list_registered_roots(settings: Settings) -> list[Path]:
     return roots
 
 
-def is_registered(settings: Settings, root: str | Path) -> bool:
-    """Return whether a root is in the registry."""
-    return _entry(settings, root).exists()
-
-
-def unregister_job(settings: Settings, root: str | Path) -> bool:
-    """Remove a root from the registry, and return whether it was there."""
-    try:
-        _entry(settings, root).unlink()
-    except FileNotFoundError:
-        return False
-    return True
+def unregister_job(settings: Settings, root: str | Path) -> None:
+    """Remove a root from the registry, if it is there."""
+    _entry(settings, root).unlink(missing_ok=True)
 
 
 def select_roots(
@@ -155,8 +146,4 @@ def is_allowed(stack: StackSettings, path: str | Path) -> bool:
 
 def _entry(settings: Settings, root: str | Path) -> Path:
     """Return the path of a root's entry: the root may be gone, so its path alone names it."""
-    return _registry_folder(settings) / f"{job_id_of(Path(root).resolve())}.json"
-
-
-def _registry_folder(settings: Settings) -> Path:
-    return settings.home / "roots"
+    return settings.home / "roots" / f"{job_id_of(Path(root).resolve())}.json"

@@ -7,7 +7,6 @@ read from its root, for saves of other workers.
 import threading
 import time
 from collections.abc import Iterable
-from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
@@ -154,11 +153,7 @@ class WorkerMetrics:
                 return
             self._newest_steps[job, kind] = run_key, step, committed_at
             self._newest.labels(job, kind).set(step)
-            self._age.labels(job, kind).set_function(partial(_seconds_since, committed_at))
-
-
-def _seconds_since(committed_at: float) -> float:
-    return max(0.0, time.time() - committed_at)
+            self._age.labels(job, kind).set_function(lambda: max(0.0, time.time() - committed_at))
 
 
 METRICS = WorkerMetrics()

@@ -11,7 +11,8 @@ not see it. The states made here have no time, and the server adds it.
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -156,13 +157,11 @@ def compute_clock_skew(date: str | None, before: float, after: float) -> float:
     return max(theirs - after, 0.0) + min(theirs + 1 - before, 0.0)
 
 
-async def measure_clock_skew(
-    client: PrefectClient, clock: Callable[[], float] = time.time
-) -> float:
+async def measure_clock_skew(client: PrefectClient) -> float:
     """Return the seconds by which the server's clock is ahead of this node's."""
-    before = clock()
+    before = time.time()
     answer = await client.request("GET", "/admin/version")
-    return compute_clock_skew(answer.headers.get("date"), before, clock())
+    return compute_clock_skew(answer.headers.get("date"), before, time.time())
 
 
 async def read_server_time(client: PrefectClient) -> datetime:
@@ -212,12 +211,11 @@ async def read_pool_runs(
     client: PrefectClient, pool: str, *states: StateType, deployment: str | None = None
 ) -> list[FlowRun]:
     """Read all runs of a work pool, or of one deployment, that are in one of some states."""
-    wanted = FlowRunFilterState(type=FlowRunFilterStateType(any_=list(states)))
     named = DeploymentFilter(name=DeploymentFilterName(any_=[deployment])) if deployment else None
     found: list[FlowRun] = []
     while page := await client.read_flow_runs(  # a response has some hundreds at most
         flow_run_filter=FlowRunFilter(
-            state=wanted, id=FlowRunFilterId(not_any_=[run.id for run in found])
+            state=filter_states(*states), id=FlowRunFilterId(not_any_=[run.id for run in found])
         ),
         deployment_filter=named,
         work_pool_filter=filter_pool(pool),
@@ -257,7 +255,7 @@ def count_waiting_runs(client: SyncPrefectClient, pool: str) -> int:
     """Return how many runs of a work pool are due and not yet acquired by a worker."""
     return client.count_flow_runs(
         flow_run_filter=FlowRunFilter(
-            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])),
+            state=filter_states(StateType.SCHEDULED),
             # schedules create their runs hours ahead
             expected_start_time=FlowRunFilterExpectedStartTime(before_=datetime.now(timezone.utc)),  # type: ignore[arg-type]
         ),
@@ -278,6 +276,11 @@ def read_heartbeats(client: SyncPrefectClient, pool: str) -> dict[str, datetime 
     }
 
 
+def filter_states(*states: StateType) -> FlowRunFilterState:
+    """Return a filter for runs in one of some states."""
+    return FlowRunFilterState(type=FlowRunFilterStateType(any_=list(states)))
+
+
 def filter_pool(pool: str) -> WorkPoolFilter:
     """Return a filter for one work pool."""
     return WorkPoolFilter(name=WorkPoolFilterName(any_=[pool]))
@@ -295,9 +298,8 @@ class FlowRunSummary:
     """Name of its state, such as ``Completed``, ``Failed``, ``Superseded`` or ``Evicted``."""
     started_at: float
     """Seconds since the epoch; 0 if it has not started."""
-    seconds: float
-    tasks: dict[str, float]
-    """Seconds of the longest task run of each name."""
+    tasks: Set[str]
+    """Names of its task runs, see `get_task_name`."""
     tags: dict[str, str]
     """``step``, ``run``, ``kind``."""
     failed: bool
@@ -333,7 +335,7 @@ def read_job_runs(client: SyncPrefectClient, root: str | Path) -> list[FlowRunSu
     )
     tasks = _read_tasks(client, runs)
     base = str(client.api_url).removesuffix("/").removesuffix("/api")
-    return [_summarize_run(run, tasks.get(str(run.id), []), base) for run in runs]
+    return [_summarize_run(run, tasks[run.id], base) for run in runs]
 
 
 def read_table(client: SyncPrefectClient, what: str, root: str | Path) -> ArtifactTable | None:
@@ -352,30 +354,24 @@ def read_table(client: SyncPrefectClient, what: str, root: str | Path) -> Artifa
     return None
 
 
-def _read_tasks(client: SyncPrefectClient, runs: list[FlowRun]) -> dict[str, list[TaskRun]]:
-    found: dict[str, list[TaskRun]] = {}
+def _read_tasks(client: SyncPrefectClient, runs: list[FlowRun]) -> dict[UUID | None, set[str]]:
+    found: dict[UUID | None, set[str]] = defaultdict(set)
     batch = 20  # runs in a request, so that their task runs fit into one response
     for start in range(0, len(runs), batch):
         ids = FlowRunFilterId(any_=[run.id for run in runs[start : start + batch]])
         answer = client.read_task_runs(flow_run_filter=FlowRunFilter(id=ids), limit=PAGE)
         for task in answer:
-            found.setdefault(str(task.flow_run_id), []).append(task)
+            found[task.flow_run_id].add(get_task_name(task))
     return found
 
 
-def _summarize_run(run: FlowRun, tasks: list[TaskRun], base: str) -> FlowRunSummary:
-    seconds: dict[str, float] = {}
-    for task in tasks:
-        name = get_task_name(task)
-        took = task.total_run_time.total_seconds()
-        seconds[name] = max(took, seconds.get(name, 0.0))
+def _summarize_run(run: FlowRun, tasks: Set[str], base: str) -> FlowRunSummary:
     state = run.state
     return FlowRunSummary(
         name=run.name,
         state=state.name or "" if state else "",
         started_at=run.start_time.timestamp() if run.start_time else 0.0,
-        seconds=run.total_run_time.total_seconds(),
-        tasks=dict(sorted(seconds.items())),
+        tasks=tasks,
         tags=dict(tag.partition(":")[::2] for tag in run.tags),
         failed=bool(state and (state.is_failed() or state.is_crashed() or state.is_cancelled())),
         message=(state.message or "") if state else "",

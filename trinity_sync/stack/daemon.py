@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,7 +162,7 @@ def await_ready(
                 )
             late = time.monotonic() > end
             with suppress(psutil.NoSuchProcess):
-                _await_end([psutil.Process(daemon.pid)], POLL_S)
+                psutil.wait_procs([psutil.Process(daemon.pid)], POLL_S)
     if late:
         raise StackError(
             f"{service} was not ready in time ({deadline.describe()}). Look into its log "
@@ -195,13 +195,13 @@ def stop(daemon: Daemon, timeout_s: float) -> None:
         with suppress(psutil.NoSuchProcess):
             process.terminate()
     if leader:
-        _await_end(leader, deadline - time.monotonic())
+        psutil.wait_procs(leader, max(deadline - time.monotonic(), 0.0))
         family |= _find_family(daemon)
-    _await_end(family, min(deadline - time.monotonic(), 5.0))
+    psutil.wait_procs(family, min(max(deadline - time.monotonic(), 0.0), 5.0))
     for process in family | _find_family(daemon):
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    _await_end(family, 5.0)
+    psutil.wait_procs(family, 5.0)
     _reap()
 
 
@@ -235,14 +235,6 @@ def _read_session(pid: int) -> int | None:
         return os.getsid(pid)
     except (ProcessLookupError, PermissionError):
         return None
-
-
-def _await_end(processes: Iterable[psutil.Process], timeout_s: float) -> None:
-    """Wait until all processes have ended, or the time is up."""
-    deadline = time.monotonic() + timeout_s
-    for process in processes:
-        with suppress(psutil.TimeoutExpired, psutil.NoSuchProcess):
-            process.wait(max(deadline - time.monotonic(), 0.0))
 
 
 def _reap() -> None:

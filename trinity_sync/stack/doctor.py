@@ -7,6 +7,7 @@ way, as beside a package of another version, is a failed check. So Prefect is im
 import importlib.metadata
 import os
 import pwd
+import shutil
 import stat
 import subprocess
 import sys
@@ -286,13 +287,12 @@ def _check_spool(spool: Path, clock: Callable[[], float]) -> Iterator[Check]:
         todo = f"run: chmod 700 {spool}; or set TRINITY_SYNC_SPOOL to a folder of your own"
         yield Check("spool", "fail", wrong, todo)
         return
-    room = os.statvfs(spool)
-    total, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
+    room = shutil.disk_usage(spool)
     kind = find_mount(spool).kind
     yield Check(
         "spool",
         "ok" if kind in ("tmpfs", "ramfs") else "warn",
-        f"{spool} on {kind}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free",
+        f"{spool} on {kind}, {room.free / 1e9:.1f} of {room.total / 1e9:.1f} GB free",
         "" if kind in ("tmpfs", "ramfs") else "set TRINITY_SYNC_SPOOL to a folder in memory",
     )
     if check := check_logout(spool, os.getuid()):

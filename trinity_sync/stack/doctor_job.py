@@ -5,6 +5,7 @@ The checks change nothing: the files of probes in the root are removed at once.
 
 import mmap
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -97,8 +98,7 @@ def _check_records(root: Path) -> Check:
 
 
 def _check_disk(root: Path, step_bytes: int) -> Check:
-    room = os.statvfs(root)
-    free = room.f_bavail * room.f_frsize
+    free = shutil.disk_usage(root).free
     fit = f", {free // step_bytes} checkpoints of the newest's size" if step_bytes else ""
     state: Literal["ok", "warn", "fail"] = "ok"
     if step_bytes and free < 3 * step_bytes:
@@ -187,9 +187,8 @@ def _compute_local_fraction(root: Path, settings: Settings) -> float:
 def _check_shared_memory(spool: JobSpool, settings: Settings, step_bytes: int) -> Check:
     """Check that the slots of this node's ranks fit into shared memory."""
     needed = settings.slots * step_bytes
-    room = os.statvfs(settings.spool)
     used = sum(path.stat().st_blocks * 512 for path in spool.folder.glob("*.slot"))
-    available = room.f_bavail * room.f_frsize + used
+    available = shutil.disk_usage(settings.spool).free + used
     found = (
         f"{settings.slots} x {step_bytes / 1e9:.1f} GB needed, {available / 1e9:.1f} GB available"
     )

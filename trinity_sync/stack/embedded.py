@@ -9,7 +9,7 @@ A server or Ray cluster that is configured (``PREFECT_API_URL``,
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +37,8 @@ from trinity_sync.stack.state_file import (
 API_URL, RAY_ADDRESS = "PREFECT_API_URL", "ray.address"
 WORKER_S = 60.0
 """Minimum time for the flow worker in seconds: server and Ray may take up the whole time-out."""
+STOP_S = 20.0
+"""Seconds after which a service that was asked to stop is killed."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class StackStatus:
 
 
 def up(
-    settings: Settings | None = None,
+    settings: Settings,
     stack: StackSettings | None = None,
     *,
     num_cpus: int | None = None,
@@ -93,7 +95,7 @@ def up(
     """
     named = "" if stack else os.environ.get(CONFIG, "")
     config = str(Path(named).absolute()) if named else ""
-    settings, stack = settings or Settings(), stack or StackSettings()
+    stack = stack or StackSettings()
     deadline = StartupDeadline(timeout_s)
     with lock_home(settings.home):
         before = now = read_state(settings.home) or StackState()
@@ -126,7 +128,6 @@ def up(
                 for name in ("api_url", "api_auth", "ray_address", "ray_auth", "ray")
             )
             if worker and (moved or not before.worker or not before.worker.lives):
-                _stop_remains(before.worker)
                 now = _start_worker(settings, stack, now, deadline)
             write_state(settings.home, now)
             write_invitation(settings, now)
@@ -166,32 +167,30 @@ def join(settings: Settings, invitation: Path, **arguments: Any) -> StackState:
     return up(settings, joining=joining, **arguments)
 
 
-def down(settings: Settings | None = None, *, timeout_s: float = 20.0) -> bool:
+def down(settings: Settings) -> bool:
     """Stop the services that `up` started, and return whether there was a stack.
 
     Ray's temporary folder is removed. Database and logs stay in ``home``, and images that are not
-    persisted yet in the spool. A service is killed after ``timeout_s``.
+    persisted yet in the spool. A service is killed after `STOP_S`.
     """
-    settings = settings or Settings()
     if find(settings) is None:
         return False
     with lock_home(settings.home):
         state = read_state(settings.home)
         if state:
-            _stop(state, timeout_s=timeout_s)
+            _stop(state)
         write_state(settings.home, StackState())
     return state is not None
 
 
-def status(settings: Settings | None = None, stack: StackSettings | None = None) -> StackStatus:
+def status(settings: Settings, stack: StackSettings | None = None) -> StackStatus:
     """Return the status of each service, and of the work pool on the Prefect server."""
-    settings = settings or Settings()
     state = find(settings) or StackState()
     changed = find_changes(state, stack)
     stack = read_running_settings(state) or stack or StackSettings()
     pool = stack.worker.pool
     found = (
-        _check_service("server", state.server, state.api_url or _get_external_api_url()),
+        _check_service("server", state.server, state.api_url or os.environ.get(API_URL, "")),
         _check_service("ray", state.ray, state.ray_address or stack.ray.address),
         _check_service("worker", state.worker, ""),
     )
@@ -215,23 +214,22 @@ def status(settings: Settings | None = None, stack: StackSettings | None = None)
     return StackStatus(found, pool, online, waiting, problem, elsewhere, changed)
 
 
-def find(settings: Settings | None = None) -> StackState | None:
+def find(settings: Settings) -> StackState | None:
     """Return the stack in ``home``, running or not; None if there is none.
 
     Raises:
         StackError: Its state file is corrupted, or others than this user may write it.
     """
-    return read_state((settings or Settings()).home)
+    return read_state(settings.home)
 
 
 @contextmanager
-def running(settings: Settings | None = None, **arguments: Any) -> Iterator[StackState]:
+def running(settings: Settings, **arguments: Any) -> Iterator[StackState]:
     """Run a stack for the duration of a ``with`` block.
 
     A stack that runs already is used, and left running. `StackState.environment` has the variables
     for trainers; the caller's environment stays as it is. The other arguments are those of `up`.
     """
-    settings = settings or Settings()
     before = find(settings)
     is_started_here = before is None or not before.lives
     state = up(settings, **arguments)
@@ -240,16 +238,6 @@ def running(settings: Settings | None = None, **arguments: Any) -> Iterator[Stac
     finally:
         if is_started_here:
             down(settings)
-
-
-def _stop_remains(service: Daemon | None) -> None:
-    """Stop what is left of a service before it is started again.
-
-    Ray's workers outlive a raylet that was killed and keep connecting to the next one at the same
-    address: six of them used one and a half cores.
-    """
-    if service:
-        daemon.stop(service, 15.0)
 
 
 def find_changes(state: StackState, stack: StackSettings | None = None) -> tuple[str, ...]:
@@ -283,6 +271,29 @@ def _refuse_any_host(host: str) -> None:
         )
 
 
+def _start(
+    start: Callable[[Settings, StackSettings, StackState], StackState],
+    earlier: Daemon | None,
+    settings: Settings,
+    stack: StackSettings,
+    state: StackState,
+) -> StackState:
+    """Start a service, and record it in ``home``, or stop it if that fails.
+
+    First stop what is left of its earlier process: Ray's workers outlive a raylet that was killed
+    and keep connecting to the next one at the same address: six of them used one and a half cores.
+    """
+    if earlier:
+        daemon.stop(earlier, 15.0)
+    now = start(settings, stack, state)
+    try:
+        write_state(settings.home, now)
+    except BaseException:
+        _stop(now, keep=read_state(settings.home) or StackState())
+        raise
+    return now
+
+
 def _start_server_and_ray(
     settings: Settings, stack: StackSettings, before: StackState
 ) -> StackState:
@@ -291,22 +302,20 @@ def _start_server_and_ray(
     if not before.daemons:
         last = read_last_addresses(settings.home)
         now = replace(last, settings=before.settings, config=before.config)
-    url = _find_external(API_URL, _get_external_api_url(), before.server, before.api_url, settings)
+    url = _find_external(
+        API_URL, os.environ.get(API_URL, ""), before.server, before.api_url, settings
+    )
     address = _find_external(
         RAY_ADDRESS, stack.ray.address, before.ray, before.ray_address, settings
     )
     if url:
         now = replace(now, api_url=url)
     elif not before.server or not before.server.lives:
-        _stop_remains(before.server)
-        now = services.start_server(settings, stack, now)
-        _record(settings.home, now)
+        now = _start(services.start_server, before.server, settings, stack, now)
     if address:
         now = replace(now, ray_address=address)
     elif not before.ray or not before.ray.lives:
-        _stop_remains(before.ray)
-        now = services.start_ray(settings, stack, now)
-        _record(settings.home, now)
+        now = _start(services.start_ray, before.ray, settings, stack, now)
     return now
 
 
@@ -323,9 +332,7 @@ def _join_ray(
             )
     if before.ray and before.ray.lives:
         return before
-    _stop_remains(before.ray)
-    now = services.join_ray(settings, stack, before)
-    _record(settings.home, now)
+    now = _start(services.join_ray, before.ray, settings, stack, before)
     ray = now.ray
     assert ray is not None  # just started
     daemon.await_ready("the Ray node", ray, lambda: services.has_ray_joined(ray), deadline)
@@ -395,8 +402,7 @@ def _start_worker(
         def is_online() -> bool:  # each start has a new name
             return bool(read_heartbeats(client, stack.worker.pool).keys() - before)
 
-        state = services.start_worker(settings, stack, state)
-        _record(settings.home, state)
+        state = _start(services.start_worker, state.worker, settings, stack, state)
         assert state.worker is not None  # just started
         daemon.await_ready(
             "the flow worker", state.worker, is_online, deadline, at_least_s=WORKER_S
@@ -404,17 +410,13 @@ def _start_worker(
     return state
 
 
-def _stop(state: StackState, *, keep: StackState | None = None, timeout_s: float = 20.0) -> None:
+def _stop(state: StackState, *, keep: StackState | None = None) -> None:
     """Stop the daemons of ``state`` that are not in ``keep``."""
     for service in state.daemons:
         if keep is None or service not in keep.daemons:
-            daemon.stop(service, timeout_s)
+            daemon.stop(service, STOP_S)
     if keep is None or state.ray_folder != keep.ray_folder:
         services.remove_ray_folder(state)
-
-
-def _get_external_api_url() -> str:
-    return os.environ.get(API_URL, "")
 
 
 def _find_external(
@@ -443,7 +445,7 @@ def _find_external(
 def _list_overrides(state: StackState, stack: StackSettings) -> Iterator[str]:
     """Yield a sentence for each service of the stack that the settings override."""
     for name, override, url in (
-        (API_URL, _get_external_api_url(), state.api_url),
+        (API_URL, os.environ.get(API_URL, ""), state.api_url),
         (RAY_ADDRESS, stack.ray.address, state.ray_address),
     ):
         if url and override and override.rstrip("/") != url:
@@ -461,12 +463,3 @@ def _check_service(name: str, process: Daemon | None, url: str) -> ServiceStatus
     if not url:
         return ServiceStatus(name, "absent")
     return ServiceStatus(name, "external" if services.accepts_connections(url) else "away", url)
-
-
-def _record(home: Path, state: StackState) -> None:
-    """Record the services that were just started, or stop them if that fails."""
-    try:
-        write_state(home, state)
-    except BaseException:
-        _stop(state, keep=read_state(home) or StackState())
-        raise

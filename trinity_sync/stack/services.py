@@ -157,8 +157,7 @@ def start_server(settings: Settings, stack: StackSettings, state: StackState) ->
         env["PREFECT_SERVER_API_AUTH_STRING"] = auth
     env.pop("PREFECT_PROFILE", None)  # a profile of the caller's PREFECT_HOME
     daemon.make_private_folder(Path(env["PREFECT_HOME"]))  # its database
-    server = _start("server", command, settings, env)
-    daemon.lower_priority(server, stack.worker.nice)
+    server = _start("server", command, settings, stack, env)
     return replace(state, server=server)
 
 
@@ -180,8 +179,7 @@ def start_ray(settings: Settings, stack: StackSettings, state: StackState) -> St
     port = free_port(state.ray_address, host)
     auth = _ray_auth(settings.home) | (_LOOPBACK if host == LOCAL_HOST else {})
     state = replace(state, ray=None, ray_address="", ray_auth=auth, host=host)
-    options = ["--head", f"--port={port}"]
-    options += [f"--node-ip-address={host}"]
+    options = ["--head", f"--port={port}", f"--node-ip-address={host}"]
     # free ports, so that two nodes of a machine do not conflict
     options += [f"--ray-client-server-port={free_port()}", f"--dashboard-port={free_port()}"]
     options += ["--include-dashboard=false", "--no-monitor", "--include-log-monitor=false"]
@@ -206,15 +204,13 @@ def _start_ray_node(
     # the paths of its sockets must be shorter than 108 characters, whatever TMPDIR says
     state = replace(state, ray_folder=tempfile.mkdtemp(prefix="trinity-ray-", dir="/tmp"))
     command = ["-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *options]
-    command += [f"--temp-dir={_ray_temp(state)}"]
-    command += [f"--node-name={settings.node}"]
+    command += [f"--temp-dir={_ray_temp(state)}", f"--node-name={settings.node}"]
     command += [f"--num-cpus={stack.ray.cpus or os.cpu_count() or 1}"]
     command += [f"--object-store-memory={stack.ray.object_store_mb * 10**6}"]
     command += ["--min-worker-port=0", "--max-worker-port=0"]
     env = build_environment(settings, stack, state)
     env["RAY_worker_niceness"] = str(stack.worker.nice)
-    ray = _start("ray", command, settings, env)
-    daemon.lower_priority(ray, stack.worker.nice)
+    ray = _start("ray", command, settings, stack, env)
     return replace(state, ray=ray)
 
 
@@ -245,8 +241,7 @@ def remove_ray_folder(state: StackState) -> None:
 def start_worker(settings: Settings, stack: StackSettings, state: StackState) -> StackState:
     """Start the flow worker, and return the stack with it; it may not be online yet."""
     env = build_environment(settings, stack, state)
-    worker = _start("worker", ["-m", WORKER_MODULE], settings, env)
-    daemon.lower_priority(worker, stack.worker.nice)
+    worker = _start("worker", ["-m", WORKER_MODULE], settings, stack, env)
     return replace(state, worker=worker)
 
 
@@ -321,10 +316,14 @@ def accepts_connections(address: str) -> bool:
     return True
 
 
-def _start(name: str, command: list[str], settings: Settings, env: dict[str, str]) -> Daemon:
+def _start(
+    name: str, command: list[str], settings: Settings, stack: StackSettings, env: dict[str, str]
+) -> Daemon:
     home = settings.home.absolute()
     log = home / "logs" / f"{name}.log"
-    return daemon.start([sys.executable, *command], env=env, cwd=home, log=log)
+    service = daemon.start([sys.executable, *command], env=env, cwd=home, log=log)
+    daemon.lower_priority(service, stack.worker.nice)
+    return service
 
 
 def _prefect_home(settings: Settings) -> dict[str, str]:
@@ -351,11 +350,6 @@ def _server_auth(settings: Settings, stack: StackSettings) -> str:
     if stack.server.password == "none" or os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
         return ""
     return _secret(settings.home, PASSWORD_FILE, user="trinity-sync:").read_text()
-
-
-def find_password_file(home: Path, state: StackState) -> Path | None:
-    """Return the file with the password of a stack's server; None if the stack generated none."""
-    return home.absolute() / PASSWORD_FILE if state.server and state.api_auth else None
 
 
 def _secret(home: Path, name: str, *, user: str = "") -> Path:

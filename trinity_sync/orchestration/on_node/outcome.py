@@ -4,8 +4,9 @@ import pickle
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from typing import Generic, ParamSpec, TypeVar, cast
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -44,12 +45,10 @@ class Outcome(Generic[T]):
         return cast(T, self.result)
 
 
-def call(
-    function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-) -> Outcome[T]:
+def call(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Outcome[T]:
     """Call a function, and return its result or error in a form that can be pickled."""
     try:
-        return Outcome(function(*args, **kwargs or {}))
+        return Outcome(function(*args, **kwargs))
     except Exception as error:
         text = traceback.format_exc()
         failed: Outcome[T] = Outcome(error=error, cause=error.__cause__, traceback=text)

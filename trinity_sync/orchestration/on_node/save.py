@@ -113,8 +113,7 @@ def persist_node(
     """Persist shares of one node in parallel; one that fails does not affect the others."""
 
     def persist_share(share: Share) -> Outcome[Persisted]:
-        arguments = (request, share.component, shards, share.awaits_callables)
-        return call(persist_component, arguments)
+        return call(persist_component, request, share.component, shards, share.awaits_callables)
 
     with ThreadPoolExecutor(len(shares), "persist-node") as threads:
         return list(threads.map(persist_share, shares))

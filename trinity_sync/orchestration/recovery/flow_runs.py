@@ -25,19 +25,18 @@ from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterEndTime,
     FlowRunFilterId,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
     TaskRunFilter,
     TaskRunFilterState,
     TaskRunFilterStateType,
 )
-from prefect.client.schemas.objects import FlowRun, State, StateType, TaskRun
+from prefect.client.schemas.objects import TERMINAL_STATES, FlowRun, State, StateType, TaskRun
 from prefect.states import AwaitingRetry, Cancelled, Completed, Crashed
 
 from trinity_sync.fs.process import is_process_alive
 from trinity_sync.orchestration.prefect_queries import (
     UNDER_WAY,
     filter_pool,
+    filter_states,
     make_due_state,
     read_server_time,
 )
@@ -87,7 +86,7 @@ async def _recover_zombie(client: PrefectClient, run: FlowRun, here: str, spool:
     else:
         end = Crashed(message=f"Its process {owner} {why}.")
     logger.warning("flow run %s: %s", run.name, end.message)
-    tasks = await _read_unfinished_tasks(client, FlowRunFilter(id=_filter_ids([run.id])))
+    tasks = await _read_unfinished_tasks(client, FlowRunFilter(id=FlowRunFilterId(any_=[run.id])))
     await _end_tasks(client, tasks, end)
     await client.set_flow_run_state(run.id, end, force=True)
     await _retry_crashed(client, run.id, here)
@@ -126,9 +125,8 @@ async def end_unreported_tasks(client: PrefectClient, pool: str, *, late_s: floa
     States of its tasks may still arrive within ``late_s`` after the end of a flow run.
     """
     before = datetime.now(timezone.utc) - timedelta(seconds=late_s)
-    final = [StateType.COMPLETED, StateType.FAILED, StateType.CRASHED, StateType.CANCELLED]
     ended = FlowRunFilter(
-        state=FlowRunFilterState(type=FlowRunFilterStateType(any_=final)),
+        state=filter_states(*TERMINAL_STATES),
         end_time=FlowRunFilterEndTime(before_=before),  # type: ignore[arg-type]
     )
     tasks: dict[UUID, list[TaskRun]] = defaultdict(list)
@@ -139,7 +137,7 @@ async def end_unreported_tasks(client: PrefectClient, pool: str, *, late_s: floa
     if not tasks:
         return
     for run in await client.read_flow_runs(
-        flow_run_filter=FlowRunFilter(id=_filter_ids(list(tasks))),
+        flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=list(tasks))),
         work_pool_filter=filter_pool(pool),
     ):
         why = f"Its flow run is {run.state_name}; its own final state was lost."
@@ -175,7 +173,3 @@ def _find_owner(states: Sequence[State]) -> str:
     """Return the last process that acquired a run, as ``node/pid/start time``; "" for none."""
     acquired = _find_acquisitions(states)
     return str(acquired[-1].message).removeprefix(ACQUIRED_BY) if acquired else ""
-
-
-def _filter_ids(run_ids: list[UUID]) -> FlowRunFilterId:
-    return FlowRunFilterId(any_=run_ids)

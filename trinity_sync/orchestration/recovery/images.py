@@ -110,7 +110,9 @@ def _find_in_job(job: JobSpool, grace_s: float, before: float) -> Iterator[SaveR
         if manifest and manifest.has_kind(save.kind, save.roles):
             _finish_commit(save, manifest, images, before)
         elif all(image.ticket.age_s(now) > grace_s and not image.failed for image in images):
-            yield _make_request(save, images)
+            components = list_components([image.ticket for image in images])
+            keep = max(image.ticket.keep for image in images)
+            yield SaveRequest(**vars(save), components=components, keep=keep)
 
 
 def _find_of_functions(job: JobSpool, before: float) -> Iterator[SaveRequest]:
@@ -205,11 +207,3 @@ def _finish_commit(
                 resolve_late_image(save, image)
     except (OSError, TrinitySyncError) as error:  # other saves are unaffected
         warn_once(f"{save} is committed, but cannot be finished: {error}")
-
-
-def _make_request(save: SaveId, images: list[SealedImage]) -> SaveRequest:
-    return SaveRequest(
-        **vars(save),
-        components=list_components([image.ticket for image in images]),
-        keep=max(image.ticket.keep for image in images),
-    )

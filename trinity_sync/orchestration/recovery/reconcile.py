@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -53,13 +53,11 @@ async def reconcile(
     client: PrefectClient | None,
     *,
     grace_s: float = GRACE_S,
-    clock: Callable[[], float] | None = None,
 ) -> list[Finding]:
     """Repair what crashes left in jobs and on this node; return what was repaired or left.
 
     Without a server (``client`` is None), files that a run may need are left, as are files and
-    slots younger than ``grace_s``. The age of a file is by the clock of its root's file server,
-    unless ``clock`` is given.
+    slots younger than ``grace_s``. The age of a file is by the clock of its root's file server.
     """
     found: list[Finding] = []
     runs: list[FlowRun] | None = None
@@ -67,11 +65,11 @@ async def reconcile(
         pool = StackSettings().worker.pool
         try:
             found += await _recover_runs(client, settings, pool)
-            found += await _request_runs(client, settings, clock or time.time)
+            found += await _request_runs(client, settings)
             runs = await _read_unfinished_saves(client, pool)
         except httpx.HTTPError as error:  # such as refused credentials
             found.append(Finding("Prefect", "runs", "left", f"cannot query the server: {error}"))
-    found += await run_in_thread(lambda: list(_repair_files(settings, roots, runs, grace_s, clock)))
+    found += await run_in_thread(lambda: list(_repair_files(settings, roots, runs, grace_s)))
     return found
 
 
@@ -108,11 +106,9 @@ async def _recover_runs(client: PrefectClient, settings: Settings, pool: str) ->
     return found
 
 
-async def _request_runs(
-    client: PrefectClient, settings: Settings, clock: Callable[[], float]
-) -> list[Finding]:
+async def _request_runs(client: PrefectClient, settings: Settings) -> list[Finding]:
     """Request the flow runs of orphaned images."""
-    requests = await run_in_thread(find_orphaned_saves, settings.spool, clock=clock)
+    requests = await run_in_thread(find_orphaned_saves, settings.spool)
     if not requests:
         return []
     try:
@@ -151,7 +147,6 @@ def _repair_files(
     roots: Sequence[Path],
     runs: Iterable[FlowRun] | None,
     grace_s: float,
-    clock: Callable[[], float] | None,
 ) -> Iterator[Finding]:
     jobs = list(list_job_spools(settings.spool))
     found = [(job, *job.tickets()) for job in jobs]
@@ -172,13 +167,13 @@ def _repair_files(
 
     def repair(root: Path) -> list[Finding]:
         steps = None if busy is None else busy.get(root, set())
-        return list(_repair_root(settings, root, steps, images, grace_s, clock))
+        return list(_repair_root(settings, root, steps, images, grace_s))
 
     for findings in RootVisits("reconcile").visit(roots, repair, each_s=OTHERS_WAIT_S).values():
         yield from findings
     for job in jobs:
         try:
-            yield from remove_dead_spool(job, before=(clock or time.time)() - grace_s)
+            yield from remove_dead_spool(job, before=time.time() - grace_s)
         except OSError as error:
             yield Finding(str(job.folder), "memory", "left", str(error))
 
@@ -189,7 +184,6 @@ def _repair_root(
     busy: set[int] | None,
     images: set[str],
     grace_s: float,
-    clock: Callable[[], float] | None,
 ) -> Iterator[Finding]:
     yield from _repair_pointers(root)
     yield from _repair_catalog(settings, root)
@@ -198,7 +192,7 @@ def _repair_root(
             what = f"export of {request.role} of step {request.step}"
             yield Finding(str(root), what, "left", _explain_export(root, request))
     try:
-        before = (clock() if clock else read_file_system_time(root)) - grace_s
+        before = read_file_system_time(root) - grace_s
         yield from remove_exports(root, before=before)
         yield from remove_temporaries(root, images=images, busy=busy, before=before)
     except OSError as error:

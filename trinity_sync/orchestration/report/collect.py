@@ -3,12 +3,11 @@
 import platform
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from trinity_sync.errors import FormatError, StackError, TrinitySyncError
@@ -70,11 +69,9 @@ class _Server:
     error: str = ""
 
 
-def collect_report(
-    settings: Settings, root: Path, *, clock: Callable[[], float] = time.time
-) -> JobReport:
+def collect_report(settings: Settings, root: Path) -> JobReport:
     """Read the files of a job, and query the Prefect server if it answers."""
-    root, now = root.resolve(), clock()
+    root, now = root.resolve(), time.time()
     server = _query_server(settings, root)
     known = list_known_runs(root)
     steps = tuple(_list_steps(root, known, server))
@@ -202,21 +199,21 @@ def _add_manifest(
     metrics: Mapping[str, float] = {}
     with suppress(FormatError):
         metrics = read_metrics(root, manifest.run, manifest.step)
-    more: dict[str, Any] = {
-        "run": manifest.run,
-        "kinds": manifest.kinds,
-        "nbytes": manifest.nbytes,
-        "components": components,
-        "committed_at": manifest.committed_at,
-        "timings": manifest.timings,
-        "callables": tuple(
+    return replace(
+        row,
+        run=manifest.run,
+        kinds=manifest.kinds,
+        nbytes=manifest.nbytes,
+        components=components,
+        committed_at=manifest.committed_at,
+        timings=manifest.timings,
+        callables=tuple(
             f"{each.name} of rank {each.rank} {each.seconds:.2f} s" for each in manifest.callables
         ),
-        "replicated": replicated,
-        "metrics": metrics,
-        "urls": tuple(urls.get((str(manifest.step), str(manifest.run)), ())),
-    }
-    return StepRow(**{**vars(row), **more})
+        replicated=replicated,
+        metrics=metrics,
+        urls=tuple(urls.get((str(manifest.step), str(manifest.run)), ())),
+    )
 
 
 def _list_runs(root: Path, known: Sequence[Run]) -> Iterator[RunRow]:

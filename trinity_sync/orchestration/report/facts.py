@@ -230,7 +230,7 @@ def to_json(report: JobReport) -> dict[str, Any]:
 def _convert(value: Any, name: str = "") -> Any:
     if is_dataclass(value):
         return {
-            _rename(each.name): _convert(getattr(value, each.name), each.name)
+            each.name.replace("nbytes", "bytes"): _convert(getattr(value, each.name), each.name)
             for each in fields(value)
         }
     if isinstance(value, Mapping):
@@ -253,7 +253,3 @@ def _format_time(seconds: float) -> str | None:
     except (OverflowError, ValueError, OSError):
         return None
     return when.isoformat(timespec="seconds").replace("+00:00", "Z") if seconds else None
-
-
-def _rename(name: str) -> str:
-    return "bytes" if name == "nbytes" else name

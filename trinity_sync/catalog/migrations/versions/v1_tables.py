@@ -40,9 +40,3 @@ def upgrade() -> None:
         sa.Column("source", sa.Text, primary_key=True),
         sa.Column("published_at", sa.Double, nullable=False),
     )
-
-
-def downgrade() -> None:
-    """Drop the tables; they can be rebuilt from the files."""
-    for table in ("weight_versions", "steps", "jobs"):
-        op.drop_table(table)
