@@ -10,7 +10,7 @@ The module does not import torch, which saves the processes that persist images 
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from trinity_sync.fs.lock_file import LockFile
@@ -58,12 +58,9 @@ def lock_image(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _under_lock(path: Path, *, shared: bool, limit_s: float) -> Iterator[LockFile]:
-    lock = LockFile(path, os.O_RDWR)
-    try:
+    with closing(LockFile(path, os.O_RDWR)) as lock:
         lock.acquire(shared=shared, limit_s=limit_s)
         yield lock
-    finally:
-        lock.close()
 
 
 def free_slot(path: Path, image: str, digest: str = "") -> None:
