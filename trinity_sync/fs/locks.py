@@ -12,7 +12,7 @@ import os
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from pathlib import Path
 
 from trinity_sync.fs.atomic import make_folder
@@ -71,15 +71,13 @@ def is_locked(path: Path) -> bool:
         return False
 
 
-@contextmanager
-def acquire_commit_lock(root: str | Path) -> Iterator[LockFile]:
+def acquire_commit_lock(root: str | Path) -> AbstractContextManager[LockFile]:
     """Hold the commit lock of a root within the block; wait for commits and rewinds in flight.
 
     Raises:
         LockTimeoutError: a holder has taken an hour.
     """
-    with acquire_file_lock(Path(root) / PRIVATE_FOLDER / "commit.lock", limit_s=LONG_S) as lock:
-        yield lock
+    return acquire_file_lock(Path(root) / PRIVATE_FOLDER / "commit.lock", limit_s=LONG_S)
 
 
 @contextmanager

@@ -52,8 +52,9 @@ def is_replicated(root: str | Path, manifest: Manifest) -> bool:
     if not url or "checkpoint" not in manifest.kinds:
         return True
     record = read_record(_Stored, _record_path(root, manifest.step), read_uncached)
-    ours = record is not None and (record.url, record.run) == (url, manifest.run)
-    return ours and "checkpoint" in record.kinds
+    if record is None or (record.url, record.run) != (url, manifest.run):
+        return False
+    return "checkpoint" in record.kinds
 
 
 def needs_replication(root: str | Path, manifest: Manifest) -> bool:

@@ -5,7 +5,6 @@ is best effort: a crash may lose its last line. It also tells a retry that its s
 """
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -14,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from trinity_sync.errors import SaveError
+from trinity_sync.fs.atomic import replace_file
 from trinity_sync.fs.records import Count, Seconds
 from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.snapshot.save_id import SaveId
@@ -47,15 +47,10 @@ def append_save(root: str | Path, manifest: Manifest) -> None:
     )
     if path.exists() and path.stat().st_size > MAX_BYTES:
         lines = path.read_bytes().splitlines(keepends=True)
-        shortened = path.with_name(f".{path.name}.tmp")
-        shortened.write_bytes(b"".join(lines[len(lines) // 2 :]))
-        shortened.replace(path)
+        replace_file(path, b"".join(lines[len(lines) // 2 :]), sync=False)
     line = json.dumps(asdict(entry)) + "\n"
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    try:
-        os.write(file, line.encode())
-    finally:
-        os.close(file)
+    with path.open("ab", buffering=0) as file:
+        file.write(line.encode())
 
 
 def read_saves(root: str | Path) -> Sequence[LoggedSave]:
