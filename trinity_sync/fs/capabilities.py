@@ -122,11 +122,9 @@ def _find_failure(attempt: Callable[[Path], None], folder: Path) -> str:
 
 def _try_exclusive_create(folder: Path) -> None:
     (folder / "one").touch(exist_ok=False)
-    try:
+    with suppress(FileExistsError):
         (folder / "one").touch(exist_ok=False)
-    except FileExistsError:
-        return
-    raise _Unsupported("a file was created twice")
+        raise _Unsupported("a file was created twice")
 
 
 def _try_sync(folder: Path) -> None:

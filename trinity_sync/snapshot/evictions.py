@@ -9,7 +9,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -116,12 +116,10 @@ def _parse(content: bytes) -> tuple[tuple[Eviction, ...], Counter[Kind]]:
     found: list[Eviction] = []
     dropped: Counter[Kind] = Counter()
     for line in content.splitlines():
-        try:
+        with suppress(ValueError):
             entry = json.loads(line)
             if isinstance(entry, dict) and _DROPPED in entry:
                 dropped.update(msgspec.convert(entry[_DROPPED], dict[Kind, Count]))
             else:
                 found.append(msgspec.convert(entry, Eviction))
-        except ValueError:
-            continue
     return tuple(found), dropped

@@ -10,7 +10,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -216,14 +216,11 @@ def remove_dead_spool(job: JobSpool, *, before: float) -> Iterator[Finding]:
 @contextmanager
 def _lock_unused_slots(slots: list[Path]) -> Iterator[bool]:
     """Lock the slots; yield whether all are free and no other process has any open."""
-    if not all(has_no_other_users(slot) for slot in slots):
-        yield False
-        return
-    if not slots:
-        yield True
-        return
-    with hold_slot(slots[0]), _lock_unused_slots(slots[1:]) as unused:
-        yield unused and not ticket_path(slots[0]).exists()
+    with ExitStack() as locks:
+        unused = all(map(has_no_other_users, slots))
+        for slot in slots if unused else ():
+            locks.enter_context(hold_slot(slot))
+        yield unused and not any(ticket_path(slot).exists() for slot in slots)
 
 
 def _is_committed(folder: Path) -> bool:

@@ -6,6 +6,7 @@ is best effort: a crash may lose its last line. It also tells a retry that its s
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -61,13 +62,11 @@ def read_saves(root: str | Path) -> Sequence[LoggedSave]:
         return []
     found: dict[tuple[object, ...], LoggedSave] = {}
     for line in lines:
-        try:
+        with suppress(ValueError):
             each = msgspec.convert(json.loads(line), LoggedSave)
-        except ValueError:
-            continue
-        # a flow run that is retried after its commit logs the save again
-        save = (each.run, each.step, each.timing.kind, each.timing.roles)
-        found.setdefault(save, each)
+            # a flow run that is retried after its commit logs the save again
+            save = (each.run, each.step, each.timing.kind, each.timing.roles)
+            found.setdefault(save, each)
     return list(found.values())
 
 

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -151,7 +151,9 @@ def check_files(
         for (root, step), of_step in steps.items():
             if not Path(root).is_dir():
                 raise ConfigError(f"{root} does not exist; check that it is mounted on this node")
-            with _lease_if_possible(root, step):
+            with ExitStack() as leased:
+                with suppress(CommitError, FormatError, OSError):  # a corrupted step has no lease
+                    leased.enter_context(acquire_lease(root, step, "verify", ttl_s=LONG_LEASE_S))
                 for file in of_step:
                     start = clock()
                     wrong = pool.submit(
@@ -241,15 +243,6 @@ def _find_corruption(file: ChosenFile, on_read: Callable[[int], object]) -> str:
     if digest != file.record.digest:
         return f"has digest {digest} instead of {file.record.digest}"
     return ""
-
-
-@contextmanager
-def _lease_if_possible(root: str, step: int) -> Iterator[None]:
-    """Lease a step within the block if possible; a corrupted step is read without a lease."""
-    with ExitStack() as leased:
-        with suppress(CommitError, FormatError, OSError):
-            leased.enter_context(acquire_lease(root, step, "verify", ttl_s=LONG_LEASE_S))
-        yield
 
 
 def _manifest(root: str, step: int) -> Manifest | None:
