@@ -447,7 +447,8 @@ def test_iteration_files_are_not_moved_away_from_a_step_of_another_release(
     of_another_release(step_folder(job.root, 2) / "manifest.json", change)
     with acquire_commit_lock(job.root):
         assert repair_latest_pointer(job.root, "checkpoint") is None
-    assert not advance_latest_pointer(job.root, "checkpoint", 1, 1)
+    advance_latest_pointer(job.root, "checkpoint", 1, 1)
+    assert read_latest_pointer(job.root, "checkpoint") == 2
     (job.root / ITERATION_FILES["checkpoint"]).write_text("")
     settings = Settings(spool=spool_folder, home=tmp_path)
     register_job(settings, job.root)

@@ -35,7 +35,7 @@ from trinity_sync.storage.export_requests import (
     write_export_request,
 )
 from trinity_sync.storage.job_settings import write_job_settings
-from trinity_sync.storage.latest_pointer import advance_latest_pointer
+from trinity_sync.storage.latest_pointer import advance_latest_pointer, read_latest_pointer
 from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.metrics import read_metrics, write_metrics
 from trinity_sync.storage.pins import pin
@@ -459,7 +459,8 @@ def test_the_best_checkpoint_stays(root: Path) -> None:
         write_metrics(root, 1, step, {"reward": reward})
     prune(root, "last=1,best=1:reward:max")
     assert steps_on_disk(root) == [2, 4]
-    assert advance_latest_pointer(root, "checkpoint", 1, 4)
+    advance_latest_pointer(root, "checkpoint", 1, 4)
+    assert read_latest_pointer(root, "checkpoint") == 4
 
 
 def test_a_training_records_metrics_before_and_after_the_commit(job: Job) -> None:

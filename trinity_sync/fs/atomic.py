@@ -5,7 +5,8 @@ import errno
 import os
 import shutil
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 TEMPORARY_SUFFIX = ".tmp"
@@ -90,9 +91,16 @@ def sync_file(path: Path) -> None:
 
 
 def _sync(path: Path, flags: int) -> None:
-    fd = os.open(path, flags)
-    try:
+    with open_fd(path, flags) as fd:
         os.fsync(fd)
+
+
+@contextmanager
+def open_fd(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> Iterator[int]:
+    """Open a file as ``os.open`` does for the length of the block."""
+    fd = os.open(path, flags, mode)
+    try:
+        yield fd
     finally:
         os.close(fd)
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_sync.errors import RootError
-from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, exchange_names, sync_folder
+from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, exchange_names, open_fd, sync_folder
 from trinity_sync.fs.direct_io import ALIGNMENT
 from trinity_sync.fs.file_lease import has_no_other_users
 from trinity_sync.fs.locks import acquire_file_lock, try_acquire_file_lock
@@ -122,11 +122,9 @@ def _find_failure(attempt: Callable[[Path], None], folder: Path) -> str:
 
 def _try_exclusive_create(folder: Path) -> None:
     (folder / "one").touch(exist_ok=False)
-    try:
+    with suppress(FileExistsError):
         (folder / "one").touch(exist_ok=False)
-    except FileExistsError:
-        return
-    raise _Unsupported("a file was created twice")
+        raise _Unsupported("a file was created twice")
 
 
 def _try_sync(folder: Path) -> None:
@@ -186,11 +184,8 @@ def _try_link(folder: Path) -> None:
 
 
 def _try_direct_io(folder: Path) -> None:
-    fd = os.open(folder / "file", os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
-    try:
+    with open_fd(folder / "file", os.O_WRONLY | os.O_CREAT | os.O_DIRECT) as fd:
         os.pwrite(fd, mmap.mmap(-1, ALIGNMENT), 0)  # aligned to a page
-    finally:
-        os.close(fd)
 
 
 def _try_lease(folder: Path) -> None:

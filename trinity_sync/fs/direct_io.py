@@ -17,7 +17,7 @@ from pathlib import Path
 
 import xxhash
 
-from trinity_sync.fs.lock_file import reopen_fd
+from trinity_sync.fs.atomic import open_fd
 from trinity_sync.fs.progress import no_progress
 from trinity_sync.fs.rate_limit import LARGEST, RateLimit
 
@@ -44,7 +44,7 @@ def write_file(
     Raises:
         OSError: the disk is full, read-only or broken; ``path`` may be partially written.
     """
-    fd, direct = _open_to_write(path, direct)
+    fd, direct = _open(path, os.O_WRONLY | os.O_CREAT, direct)
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="digest") as digester:
             # it runs ahead, so the pages of a mapped slot are present when they are written
@@ -76,8 +76,9 @@ def digest_bytes(content: memoryview) -> str:
     return f"{DIGEST}:{xxhash.xxh3_128(content).hexdigest()}"
 
 
-def _open_to_write(path: Path, direct: bool) -> tuple[int, bool]:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+def _open(path: Path, flags: int, direct: bool = True) -> tuple[int, bool]:
+    """Open a file, but no link; return its descriptor and whether it is open for direct I/O."""
+    flags |= os.O_CLOEXEC | os.O_NOFOLLOW
     if direct:
         try:
             return os.open(path, flags | os.O_DIRECT, 0o644), True
@@ -115,27 +116,14 @@ def _write_chunk(fd: int, chunk: memoryview, offset: int, direct: bool) -> None:
             direct = _turn_off_direct(fd)
 
 
-def read_file(path: Path, nbytes: int) -> tuple[memoryview, str]:
-    """Read the first ``nbytes`` of a file, past the page cache if the file system allows it.
-
-    Return the bytes, aligned to a page, writable and owned by the caller, and their digest in the
-    form of `write_file`. A shorter file is padded with zeros, and has the digest of its own bytes.
-
-    Raises:
-        OSError: the file is missing or the disk is broken.
-    """
-    with open_direct(path) as fd:
-        return read_fd(fd, nbytes)
-
-
 @contextmanager
 def open_direct(path: Path) -> Iterator[int]:
     """Open a file, but no link, for reads past the page cache if the file system allows it.
 
     Raises:
-        OSError: as `read_file`.
+        OSError: the file is missing or the disk is broken.
     """
-    fd = _open_to_read(path)
+    fd, _ = _open(path, os.O_RDONLY)
     try:
         yield fd
     finally:
@@ -176,7 +164,11 @@ def digest_fd(fd: int, nbytes: int, on_read: Callable[[int], object] = no_progre
 
 
 def read_fd(fd: int, nbytes: int, *, readers: int = READERS) -> tuple[memoryview, str]:
-    """Read an open file as `read_file` does, with direct I/O if it was opened for that."""
+    """Read the first ``nbytes`` of an open file, with direct I/O if it was opened for that.
+
+    Return the bytes, aligned to a page, writable and owned by the caller, and their digest in the
+    form of `write_file`. A shorter file is padded with zeros, and has the digest of its own bytes.
+    """
     memory = _allocate(nbytes)
     digest = xxhash.xxh3_128()
     starts = range(0, nbytes, PIECE)
@@ -194,19 +186,9 @@ def map_fd(fd: int, nbytes: int) -> tuple[memoryview, str]:
     written to, so hold its lock; writes to them do not reach the file.
     """
     size = min(nbytes, os.fstat(fd).st_size)
-    with reopen_fd(fd) as again:  # a mapping of ``fd`` would keep its lock
+    with open_fd(f"/proc/self/fd/{fd}") as again:  # a mapping of ``fd`` would keep its lock
         memory = memoryview(mmap.mmap(again, size, access=mmap.ACCESS_COPY) if size else b"")
     return memory, f"{DIGEST}:{xxhash.xxh3_128(memory).hexdigest()}"
-
-
-def _open_to_read(path: Path) -> int:
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-    try:
-        return os.open(path, flags | os.O_DIRECT)
-    except OSError as error:
-        if error.errno not in _NO_DIRECT_IO:
-            raise
-        return os.open(path, flags)
 
 
 def _allocate(nbytes: int) -> memoryview:

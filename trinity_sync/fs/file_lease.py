@@ -8,6 +8,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from trinity_sync.fs.atomic import open_fd
+
 _F_SETOWN_EX, _F_OWNER_TID = 15, 0
 """Constants of Linux's fcntl.h: set the owner of an open file's signals; the owner is a thread."""
 
@@ -18,18 +20,13 @@ def has_no_other_users(path: Path) -> bool:
     The kernel grants a write lease only then.
     """
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        with open_fd(path, os.O_RDWR | os.O_NOFOLLOW) as fd:
+            if os.fstat(fd).st_nlink > 1:
+                return False
+            with ThreadPoolExecutor(1, "lease") as thread:
+                return thread.submit(_can_be_leased, fd).result()
     except OSError:
         return False
-    try:
-        if os.fstat(fd).st_nlink > 1:
-            return False
-        with ThreadPoolExecutor(1, "lease") as thread:
-            return thread.submit(_can_be_leased, fd).result()
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
 
 
 def _can_be_leased(fd: int) -> bool:

@@ -13,6 +13,7 @@ import logging
 import math
 import mmap
 import os
+import struct
 import threading
 import time
 import weakref
@@ -21,6 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trinity_sync.errors import CommitError, LockTimeoutError
+from trinity_sync.fs.atomic import open_fd
 from trinity_sync.fs.lock_holder import describe_holder, describe_this_process
 from trinity_sync.fs.mounts import find_mount
 
@@ -44,20 +46,34 @@ _changed = threading.Condition(_lock)
 
 
 class LockFile:
-    """An open file and its lock; ``flags`` and ``mode`` are those of ``os.open``."""
+    """An open file and its lock; ``flags`` are those of ``os.open``."""
 
     fd = -1
 
-    def __init__(self, path: Path, flags: int, mode: int = 0o600) -> None:
+    def __init__(self, path: Path, flags: int) -> None:
         self.path = path
         with _change():
-            self.fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+            self.fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             _open_here.add(self)
 
     def try_acquire(self, *, shared: bool = False) -> bool:
         """Acquire the lock if it is free; return whether it was acquired."""
         try:
             fcntl.flock(self.fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def try_acquire_range(self, how: int, start: int = 0, length: int = 0) -> bool:
+        """Acquire a lock on bytes of the file, by default all, if it is free; return whether it is.
+
+        ``how`` is ``fcntl.F_RDLCK`` or ``F_WRLCK``. It is an open file description lock, which ends
+        with the open file as that of `try_acquire` does, and is independent of it.
+        """
+        # struct flock of 64-bit Linux
+        lock = struct.pack("hhqqi4x", how, os.SEEK_SET, start, length, 0)
+        try:
+            fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, lock)
         except BlockingIOError:
             return False
         return True
@@ -101,9 +117,8 @@ class LockFile:
     def release(self) -> None:
         """Release the lock; in a forked child, leave it to the parent."""
         if self.fd >= 0:
-            fcntl.flock(
-                self.fd, fcntl.LOCK_UN
-            )  # closing is not enough if a child has the file open
+            # closing is not enough if a child has the file open
+            fcntl.flock(self.fd, fcntl.LOCK_UN)
 
     def close(self) -> None:
         """Release the lock and close the file; closing again is harmless."""
@@ -159,23 +174,14 @@ class LockFile:
         """
         flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0)
         prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        with reopen_fd(self.fd, os.O_RDWR if writable else os.O_RDONLY) as fd:
+        again = f"/proc/self/fd/{self.fd}"  # an open file that does not share the lock
+        with open_fd(again, os.O_RDWR if writable else os.O_RDONLY) as fd:
             return mmap.mmap(fd, nbytes, flags, prot)
 
     def __del__(self) -> None:  # must not wait, because it runs in any thread
         with suppress(OSError):
             self.release()
         self.detach()
-
-
-@contextmanager
-def reopen_fd(fd: int, flags: int = os.O_RDONLY) -> Iterator[int]:
-    """Open the file of a descriptor again, as an open file that does not share its lock."""
-    again = os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
-    try:
-        yield again
-    finally:
-        os.close(again)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Description of the process that holds a kernel lock, for messages."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from trinity_sync.fs.process import read_process_identity
@@ -87,9 +88,7 @@ def _list_inheritors(lock: str) -> list[int]:
     """Return the processes of this user that have the open file of the lock."""
     found = set()
     for info in Path("/proc").glob("[0-9]*/fdinfo/*"):
-        try:
+        with suppress(OSError):
             if any("FLOCK" in line and lock in line for line in info.read_text().splitlines()):
                 found.add(int(info.parts[2]))
-        except OSError:
-            continue
     return sorted(found)

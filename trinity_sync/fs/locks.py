@@ -12,7 +12,7 @@ import os
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from pathlib import Path
 
 from trinity_sync.fs.atomic import make_folder
@@ -65,36 +65,28 @@ def is_locked(path: Path) -> bool:
         OSError: the file exists and cannot be read.
     """
     try:
-        lock = LockFile(path, os.O_RDONLY | os.O_NONBLOCK)  # it may be a pipe
+        with closing(LockFile(path, os.O_RDONLY | os.O_NONBLOCK)) as lock:  # it may be a pipe
+            return not lock.try_acquire(shared=True)
     except FileNotFoundError:
         return False
-    try:
-        return not lock.try_acquire(shared=True)
-    finally:
-        lock.close()
 
 
-@contextmanager
-def acquire_commit_lock(root: str | Path) -> Iterator[LockFile]:
+def acquire_commit_lock(root: str | Path) -> AbstractContextManager[LockFile]:
     """Hold the commit lock of a root within the block; wait for commits and rewinds in flight.
 
     Raises:
         LockTimeoutError: a holder has taken an hour.
     """
-    with acquire_file_lock(Path(root) / PRIVATE_FOLDER / "commit.lock", limit_s=LONG_S) as lock:
-        yield lock
+    return acquire_file_lock(Path(root) / PRIVATE_FOLDER / "commit.lock", limit_s=LONG_S)
 
 
 @contextmanager
 def open_lock_file(path: Path) -> Iterator[LockFile]:
     """Open a lock file, created if it is missing, for the length of the block."""
     make_folder(path.parent)
-    lock = _open(path)
-    try:
+    with closing(_open(path)) as lock:
         _restrict_to_writers(lock.fd, path.parent)
         yield lock
-    finally:
-        lock.close()
 
 
 def _open(path: Path) -> LockFile:

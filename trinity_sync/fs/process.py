@@ -10,7 +10,8 @@ from trinity_sync.layout import parse_number
 def read_process_identity(pid: int) -> str:
     """Return ``pid/start time``, which unlike a pid is never reused.
 
-    The time is in clock ticks since the boot.
+    The time is in clock ticks since the boot: psutil's, in seconds since the epoch, changes when
+    the clock is set.
 
     Raises:
         ProcessLookupError: the process does not exist, or is a zombie.
@@ -21,28 +22,15 @@ def read_process_identity(pid: int) -> str:
     try:
         if psutil.Process(pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
             raise ProcessLookupError(f"process {pid} has ended")
-        return f"{pid}/{read_process_start(pid)}"
+        while True:
+            booted_at = psutil.boot_time()
+            since_boot = psutil.Process(pid).create_time() - booted_at
+            if psutil.boot_time() == booted_at:  # otherwise the clock was set meanwhile
+                return f"{pid}/{round(since_boot * os.sysconf('SC_CLK_TCK'))}"
     except psutil.NoSuchProcess as error:
         raise ProcessLookupError(f"no process {pid}") from error
     except psutil.AccessDenied as error:
         raise PermissionError(f"process {pid} is hidden") from error
-
-
-def read_process_start(pid: int) -> int:
-    """Return when a process started, in clock ticks since the boot.
-
-    psutil returns seconds since the epoch, which change when the clock is set.
-
-    Raises:
-        psutil.Error: the process does not exist, or is hidden.
-    """
-    import psutil
-
-    while True:
-        booted_at = psutil.boot_time()
-        since_boot = psutil.Process(pid).create_time() - booted_at
-        if psutil.boot_time() == booted_at:  # otherwise the clock was set meanwhile
-            return round(since_boot * os.sysconf("SC_CLK_TCK"))
 
 
 def read_process_namespace() -> str:

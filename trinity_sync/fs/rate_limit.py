@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from trinity_sync.fs.atomic import open_fd
+
 logger = logging.getLogger(__name__)
 
 LARGEST = 16 << 20
@@ -52,8 +54,7 @@ class RateLimit:
                 logger.warning("writing without a speed limit: %s", error)
 
     def _admit(self, nbytes: int) -> None:
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
+        with open_fd(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW) as fd:
             fcntl.flock(fd, fcntl.LOCK_EX)
             now = self._clock()
             content = os.pread(fd, _PAID_AT.size, 0)
@@ -64,5 +65,3 @@ class RateLimit:
                 self._sleep(wait_s)
                 now += wait_s
             os.pwrite(fd, _PAID_AT.pack(now + nbytes / self._bytes_per_s), 0)
-        finally:
-            os.close(fd)

@@ -11,6 +11,7 @@ A digest does not authenticate the writer, so values of a wrong type or range ar
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -71,14 +72,18 @@ def decode_record(kind: type[R], content: bytes, path: Path | str) -> R:
     return _load(content, kind)
 
 
-def read_spool_record(kind: type[R], path: Path) -> R | None:
+def read_record(
+    kind: type[R], path: Path, read: Callable[[Path], bytes] = Path.read_bytes
+) -> R | None:
     """Return the record in a file; None if the file is missing, torn or altered.
+
+    ``read`` is `read_uncached` for a file that another node may have replaced.
 
     Raises:
         FormatError: another release has written it.
     """
     try:
-        return decode_record(kind, path.read_bytes(), path)
+        return decode_record(kind, read(path), path)
     except (FileNotFoundError, ValueError):
         return None
 

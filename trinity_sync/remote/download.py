@@ -78,13 +78,7 @@ def fetch(
             _download(remote, manifest, record, folder, lambda n: on_progress(n, manifest.nbytes))
 
         with ThreadPoolExecutor(parallel, "fetch") as pool:
-            jobs = [pool.submit(download, record) for record in manifest.files]
-            try:
-                for job in jobs:
-                    job.result()
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+            list(pool.map(download, manifest.files))  # an error cancels what is not started
         for path in [*folder.rglob("*"), folder]:
             if path.is_dir():
                 sync_folder(path)

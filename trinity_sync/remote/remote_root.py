@@ -16,7 +16,7 @@ S3), so that no parameter, log or message contains them.
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -403,11 +403,8 @@ class Remote:
 
     def remove_upload_records(self, step: int) -> None:
         """Remove the upload records of a step that is committed."""
-        with self._translate_errors(f"clean up step {step} in"):
-            try:
-                self._fs.rm(self._path(step, UPLOADED), recursive=True)
-            except FileNotFoundError:
-                return
+        with self._translate_errors(f"clean up step {step} in"), suppress(FileNotFoundError):
+            self._fs.rm(self._path(step, UPLOADED), recursive=True)
 
     def _create(self, name: str, content: bytes) -> bool:
         """Create a file; a remote without exclusive creation is checked for it first."""

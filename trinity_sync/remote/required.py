@@ -24,7 +24,6 @@ from trinity_sync.errors import (
     TrinitySyncError,
 )
 from trinity_sync.fs.locks import try_acquire_file_lock
-from trinity_sync.fs.progress import OnProgress, no_progress
 from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.remote_root import Remote
@@ -95,9 +94,7 @@ def fetch_newest(root: Path, remote: Remote) -> Manifest | None:
     return None
 
 
-def replicate_required(
-    root: Path, url: str, step: int, *, on_progress: OnProgress = no_progress
-) -> Replicated:
+def replicate_required(root: Path, url: str, step: int) -> Replicated:
     """Replicate a committed checkpoint to the required remote, and record it.
 
     Raises:
@@ -108,7 +105,7 @@ def replicate_required(
     manifest = require_committed(root, step)
     claim_remote(root, remote)
     _claim_run(root, remote, manifest)
-    done = replicate(root, url, step, on_progress=on_progress)
+    done = replicate(root, url, step)
     record_replicated(root, remote.url, manifest)
     return done
 

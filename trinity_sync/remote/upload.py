@@ -93,12 +93,7 @@ def replicate(
             return True
 
         with ThreadPoolExecutor(parallel, "replicate") as pool:
-            jobs = [pool.submit(upload, record) for record in missing]
-            try:
-                sent = [job.result() for job in jobs]
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+            sent = list(pool.map(upload, missing))  # an error cancels what is not started
         _commit(remote, step, encode_manifest(manifest))
         if missing:
             remote.remove_upload_records(step)

@@ -16,9 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from trinity_sync.errors import (
-    FormatError,
-)
+from trinity_sync.errors import FormatError
 from trinity_sync.fs.atomic import make_folder, sync_folder
 from trinity_sync.fs.locks import LONG_S, TRASH_LOCK, acquire_commit_lock, acquire_file_lock
 from trinity_sync.layout import PRIVATE_FOLDER, step_folder

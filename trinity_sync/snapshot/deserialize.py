@@ -67,22 +67,12 @@ def deserialize(image: memoryview, *, plain: bool = False) -> Any:
             f"these {len(image):,} bytes are no file of torch.save: {error}"
         ) from error
     if plain:
-        return torch.load(
-            _File(image),  # type: ignore[arg-type]
-            map_location="cpu",
-            mmap=False,
-            weights_only=True,
-        )
+        return _load(image, weights_only=True)
     storages: dict[str, torch.TypedStorage] = {}
     unpickler = _make_unpickler(image, data, storages)
+    module = SimpleNamespace(__name__="pickle", Unpickler=unpickler)
     try:
-        return torch.load(
-            _File(image),  # type: ignore[arg-type]
-            map_location="cpu",
-            pickle_module=SimpleNamespace(__name__="pickle", Unpickler=unpickler),
-            mmap=False,
-            weights_only=False,
-        )
+        return _load(image, weights_only=False, pickle_module=module)
     finally:
         storages.clear()  # the class is in a cycle of references, and would keep them
 
@@ -100,12 +90,7 @@ def deserialize_outline(image: memoryview) -> Any:
     meshes.addFilter(_no_warning)  # it warns of process groups, which a reader does not need
     try:
         with FakeTensorMode():
-            return torch.load(
-                _File(image),  # type: ignore[arg-type]
-                map_location="cpu",
-                mmap=False,
-                weights_only=True,
-            )
+            return _load(image, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, zipfile.BadZipFile) as error:
         raise ImageError(
             f"these {len(image):,} bytes hold no weights that can be read: {error}"
@@ -118,6 +103,10 @@ def get_byte_offset(tensor: torch.Tensor) -> int:
     """Return the offset in bytes of the first element of a tensor of `deserialize_outline`."""
     start = get_file_offset(tensor.untyped_storage())
     return int(start + tensor.storage_offset() * tensor.element_size())
+
+
+def _load(image: memoryview, **how: Any) -> Any:
+    return torch.load(_File(image), map_location="cpu", mmap=False, **how)  # type: ignore[arg-type]
 
 
 def _no_warning(record: logging.LogRecord) -> bool:

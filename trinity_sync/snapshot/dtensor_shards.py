@@ -42,7 +42,7 @@ def compute_shard_boxes(tensor: DTensor, rank: int) -> dict[int, ShardBox]:
         ValueError: a placement is neither Shard nor Replicate, or places a shard in several pieces,
             or ``rank`` is not in the mesh; the message says which.
     """
-    boxes = _compute_boxes(*_layout(tensor))
+    boxes = _compute_boxes(tensor.shape, tensor.device_mesh.shape, tensor.placements)
     ranks = get_ranks(tensor.device_mesh, rank)
     if ranks is None:
         raise ValueError(f"is on {tensor.device_mesh}, without rank {rank}, which saved it")
@@ -68,7 +68,10 @@ def compute_own_box(tensor: DTensor) -> ShardBox | None:
         ValueError: as `compute_shard_boxes`.
     """
     coordinate = tensor.device_mesh.get_coordinate()
-    return _compute_boxes(*_layout(tensor)).get(tuple(coordinate)) if coordinate else None
+    if not coordinate:
+        return None
+    boxes = _compute_boxes(tensor.shape, tensor.device_mesh.shape, tensor.placements)
+    return boxes.get(tuple(coordinate))
 
 
 def get_place(value: Any) -> tuple[Any, ...] | None:
@@ -91,10 +94,6 @@ def compute_chunk(length: int, count: int, index: int) -> tuple[int, int]:
     size = -(-length // count)
     start = min(index * size, length)
     return start, min(size, length - start)
-
-
-def _layout(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...]]:
-    return tuple(tensor.shape), tuple(tensor.device_mesh.shape), tuple(tensor.placements)
 
 
 @lru_cache(maxsize=4096)  # the tensors of a model share a few layouts

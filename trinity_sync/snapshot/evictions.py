@@ -9,6 +9,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -57,8 +58,7 @@ def record_eviction(folder: Path, eviction: Eviction) -> None:
     path = folder / EVICTIONS
     line = json.dumps(asdict(eviction)) + "\n"
     while True:
-        file = LockFile(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        try:
+        with closing(LockFile(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)) as file:
             file.acquire(limit_s=_LOCK_S)
             found = os.fstat(file.fd)
             if found.st_nlink and found.st_size <= MAX_BYTES:
@@ -66,8 +66,6 @@ def record_eviction(folder: Path, eviction: Eviction) -> None:
                 return
             if found.st_nlink:  # otherwise another rank has replaced the file
                 _drop_older_half(path)
-        finally:
-            file.close()
 
 
 def read_evictions(folder: Path) -> Sequence[Eviction]:
@@ -118,12 +116,10 @@ def _parse(content: bytes) -> tuple[tuple[Eviction, ...], Counter[Kind]]:
     found: list[Eviction] = []
     dropped: Counter[Kind] = Counter()
     for line in content.splitlines():
-        try:
+        with suppress(ValueError):
             entry = json.loads(line)
             if isinstance(entry, dict) and _DROPPED in entry:
                 dropped.update(msgspec.convert(entry[_DROPPED], dict[Kind, Count]))
             else:
                 found.append(msgspec.convert(entry, Eviction))
-        except ValueError:
-            continue
     return tuple(found), dropped

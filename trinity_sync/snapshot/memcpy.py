@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -147,7 +147,6 @@ def equal_bytes(
     parts: Sequence[tuple[int, torch.UntypedStorage]],
     *,
     sample: int = 0,
-    threads: int = 0,
 ) -> bool:
     """Return whether each storage, on the CPU, equals the bytes at its offset in ``image``.
 
@@ -171,7 +170,7 @@ def equal_bytes(
 
     if any(_compare_at_once(*piece) for piece in small):
         return False
-    _copy_all(pieces, [], threads, compare)
+    _copy_all(pieces, [], 0, compare)
     return not found
 
 
@@ -211,26 +210,19 @@ def _writing_to(file: int, base: int) -> Copy:
     return copy
 
 
-def _memcmp(library: ctypes.CDLL) -> Callable[[int, int, int], int]:
-    memcmp = library.memcmp
-    memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-    return memcmp
+def _declare(function: Any, result: type[ctypes.c_int] | None) -> Copy:
+    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    function.restype = result
+    return cast(Copy, function)
 
 
-def _memmove(library: ctypes.CDLL) -> Copy:
-    memmove = library.memmove
-    memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-    memmove.restype = None
-    return memmove
-
-
-_compare = _memcmp(ctypes.CDLL(None))
+_compare = _declare(ctypes.CDLL(None).memcmp, ctypes.c_int)
 """memcmp without the GIL."""
-_compare_at_once = _memcmp(ctypes.PyDLL(None))
+_compare_at_once = _declare(ctypes.PyDLL(None).memcmp, ctypes.c_int)
 """memcmp with the GIL held: quicker for small pieces."""
-_copy = _memmove(ctypes.CDLL(None))
+_copy = _declare(ctypes.CDLL(None).memmove, None)
 """memmove without the GIL."""
-_copy_at_once = _memmove(ctypes.PyDLL(None))
+_copy_at_once = _declare(ctypes.PyDLL(None).memmove, None)
 """memmove with the GIL held: quicker for small pieces."""
 
 

@@ -1,8 +1,6 @@
 """The lock of a flow run on a node: held while a worker of the node executes the run."""
 
 import fcntl
-import os
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,11 +24,5 @@ def try_run_lock(spool: Path, run_id: UUID) -> Iterator[bool]:
     make_own_folder(spool)
     with open_lock_file(spool / ".runs.lock") as lock:
         # one byte of one file for each run: unlike a file for each, a process that is killed
-        # leaves nothing behind. The lock is the descriptor's (OFD), not the process's as in lockf.
-        byte = (fcntl.F_WRLCK, os.SEEK_SET, run_id.int % 2**62, 1, 0)
-        try:
-            fcntl.fcntl(lock.fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi0q", *byte))
-            free = True
-        except BlockingIOError:
-            free = False
-        yield free
+        # leaves nothing behind
+        yield lock.try_acquire_range(fcntl.F_WRLCK, run_id.int % 2**62, 1)

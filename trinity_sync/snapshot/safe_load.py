@@ -13,7 +13,7 @@ at any moment. So the open file is checked, and the bytes are read from it.
 import os
 import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -93,10 +93,9 @@ def load_file(path: Path, *, mmap: bool = False) -> Any:
 
     with open_no_follow(path) as file:
         opened = f"/proc/self/fd/{file.fileno()}"  # torch.load maps files by name only
-        if is_trusted(file.fileno()) and not is_plain_forced():
-            return torch.load(opened, map_location="cpu", mmap=mmap, weights_only=False)
-        with restrict_to_plain(path):
-            return torch.load(opened, map_location="cpu", mmap=mmap, weights_only=True)
+        plain = is_plain_forced() or not is_trusted(file.fileno())
+        with restrict_to_plain(path) if plain else nullcontext():
+            return torch.load(opened, map_location="cpu", mmap=mmap, weights_only=plain)
 
 
 def _numpy() -> list[Any]:

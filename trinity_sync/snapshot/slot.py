@@ -19,9 +19,9 @@ import errno
 import fcntl
 import logging
 import os
-import struct
 import threading
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,9 +29,9 @@ import torch
 from trinity_sync.errors import SpoolFullError
 from trinity_sync.fs.lock_file import LockFile
 from trinity_sync.snapshot.image import Layout
-from trinity_sync.snapshot.slot_cache import remove_cached_file
+from trinity_sync.snapshot.slot_cache import cached_file_path
 from trinity_sync.snapshot.ticket import Ticket, failure_path, ticket_path
-from trinity_sync.snapshot.version_tag import remove_version_tag, version_tag_path
+from trinity_sync.snapshot.version_tag import version_tag_path
 
 logger = logging.getLogger(__name__)
 
@@ -140,17 +140,17 @@ class Slot:
         Call it under the exclusive lock. From here on no process uses the earlier content, even if
         this process dies at once.
         """
-        self._take_back()
+        self._remove_records()
         self.holds = None
         memory = self.image(nbytes)
         self._filled = name.encode()
         os.pwrite(self._file.fd, self._filled, len(memory) - len(self._filled))
         return memory
 
-    def _take_back(self) -> None:
-        """Remove the records of what the bytes are."""
-        remove_cached_file(self.path)
-        remove_version_tag(self.path)
+    def _remove_records(self) -> None:
+        """Remove the records of what the bytes are, under the exclusive lock."""
+        for record in (cached_file_path(self.path), version_tag_path(self.path)):
+            record.unlink(missing_ok=True)
 
     def image(self, nbytes: int) -> torch.Tensor:
         """Return the slot's memory as a ``uint8`` tensor with at least ``nbytes`` elements.
@@ -184,9 +184,7 @@ class Slot:
                 "%s cannot be pinned (CUDA error %d); copies are slow", self.path, failed
             )
             self._cannot_pin = True
-            with suppress(
-                RuntimeError
-            ):  # CUDA reports the error again at the next kernel: at this one
+            with suppress(RuntimeError):  # CUDA reports the error again at the next kernel: here
                 torch.ones(1, device="cuda")
         self._pinned = not failed
 
@@ -205,8 +203,8 @@ class Slot:
         self._unmap()
         # readers finish first, and a process that was started meanwhile keeps the file
         unused = remove and self._file.try_acquire(shared=True) and self.free
-        if unused and _keep(self._file, fcntl.F_WRLCK) and self.has_file:
-            self._take_back()
+        if unused and self._file.try_acquire_range(fcntl.F_WRLCK) and self.has_file:
+            self._remove_records()
             self.path.unlink(missing_ok=True)
         self._file.close()
 
@@ -215,7 +213,7 @@ def _kept(path: Path) -> LockFile:
     """Open the file at ``path``, created if it is missing, and share the lock of its users."""
     while True:
         file = LockFile(path, os.O_RDWR | os.O_CREAT)
-        file.wait(lambda file=file: _keep(file, fcntl.F_RDLCK), REMOVE_S)  # type: ignore[misc]
+        file.wait(partial(file.try_acquire_range, fcntl.F_RDLCK), REMOVE_S)
         if _is_named(file, path):  # otherwise it has just been removed
             return file
         file.close()
@@ -227,19 +225,6 @@ def _is_named(file: LockFile, path: Path) -> bool:
         return os.path.samestat(os.fstat(file.fd), path.lstat())
     except FileNotFoundError:
         return False
-
-
-def _keep(file: LockFile, how: int) -> bool:
-    """Acquire the lock of a slot's users if it is free; return whether it did.
-
-    It is an open file description lock, which is independent of flock's.
-    """
-    whole_file = struct.pack("hhqqi4x", how, os.SEEK_SET, 0, 0, 0)  # struct flock of 64-bit Linux
-    try:
-        fcntl.fcntl(file.fd, fcntl.F_OFD_SETLK, whole_file)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def allocate_slot(fd: int, path: Path, size: int) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_sync.fs.atomic import replace_file
-from trinity_sync.fs.records import STACK, Count, Record, encode_record, read_spool_record
+from trinity_sync.fs.records import STACK, Count, Record, encode_record, read_record
 from trinity_sync.layout import SPOOL_FORMAT
 
 KEPT_SUFFIX = ".kept"
@@ -44,9 +44,4 @@ def read_cached_file(slot: Path) -> CachedFile | None:
     Raises:
         FormatError: another release has written it.
     """
-    return read_spool_record(CachedFile, cached_file_path(slot))
-
-
-def remove_cached_file(slot: Path) -> None:
-    """Remove the record; call it under the slot's lock, before the bytes change."""
-    cached_file_path(slot).unlink(missing_ok=True)
+    return read_record(CachedFile, cached_file_path(slot))

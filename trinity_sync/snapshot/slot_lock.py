@@ -10,7 +10,7 @@ The module does not import torch, which saves the processes that persist images 
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from pathlib import Path
 
 from trinity_sync.fs.lock_file import LockFile
@@ -42,8 +42,7 @@ def lock_slot(path: Path) -> Iterator[memoryview]:
         yield memoryview(lock.map(size) if size else b"")
 
 
-@contextmanager
-def lock_image(path: Path) -> Iterator[None]:
+def lock_image(path: Path) -> AbstractContextManager[object]:
     """Hold the ticket's lock of the sealed image in the slot at ``path``, to persist or to free it.
 
     Waits for another holder without a limit. The image may have been evicted meanwhile: read its
@@ -52,18 +51,14 @@ def lock_image(path: Path) -> Iterator[None]:
     Raises:
         FileNotFoundError: no image is sealed there.
     """
-    with _under_lock(ticket_path(path), shared=False, limit_s=math.inf):
-        yield
+    return _under_lock(ticket_path(path), shared=False, limit_s=math.inf)
 
 
 @contextmanager
 def _under_lock(path: Path, *, shared: bool, limit_s: float) -> Iterator[LockFile]:
-    lock = LockFile(path, os.O_RDWR)
-    try:
+    with closing(LockFile(path, os.O_RDWR)) as lock:
         lock.acquire(shared=shared, limit_s=limit_s)
         yield lock
-    finally:
-        lock.close()
 
 
 def free_slot(path: Path, image: str, digest: str = "") -> None:
@@ -72,16 +67,13 @@ def free_slot(path: Path, image: str, digest: str = "") -> None:
     The ``digest`` of the committed file is recorded beside the slot, so that the file can be read
     from the slot until another image fills it.
     """
-    try:
-        with lock_image(path), hold_slot(path):
-            ticket = read_ticket(path)
-            if ticket and ticket.image == image:
-                if digest and ticket.form == "file":
-                    with suppress(OSError):  # without the record, the file is read from disk
-                        write_cached_file(
-                            path, CachedFile(ticket.step, ticket.path, ticket.nbytes, digest)
-                        )
-                ticket_path(path).unlink(missing_ok=True)
-                failure_path(path).unlink(missing_ok=True)
-    except FileNotFoundError:
-        return  # freed before, or removed with the trainer
+    # a file that is missing was freed before, or removed with the trainer
+    with suppress(FileNotFoundError), lock_image(path), hold_slot(path):
+        ticket = read_ticket(path)
+        if ticket and ticket.image == image:
+            if digest and ticket.form == "file":
+                kept = CachedFile(ticket.step, ticket.path, ticket.nbytes, digest)
+                with suppress(OSError):  # without the record, the file is read from disk
+                    write_cached_file(path, kept)
+            ticket_path(path).unlink(missing_ok=True)
+            failure_path(path).unlink(missing_ok=True)

@@ -14,6 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 
 from trinity_sync.errors import (
@@ -239,11 +240,10 @@ class SlotPool:
 
     def _evict(self, slot: Slot, origin: Origin) -> None:
         """Remove the ticket of the image in ``slot``, which was not persisted in time."""
-        try:
+        ticket = None
+        with suppress(TicketError):
             ticket = read_ticket(slot.path)
-            age = ticket.age_s(self._clock()) if ticket else math.inf
-        except TicketError:
-            age = math.inf
+        age = ticket.age_s(self._clock()) if ticket else math.inf
         if slot.failed:
             why = "its save failed"
         elif math.isinf(age):
@@ -257,34 +257,28 @@ class SlotPool:
             origin.step,
             why,
         )
-        if not slot.failed:  # otherwise the failure was reported
-            self._record_eviction(slot, origin, why)
+        if ticket and not slot.failed:  # otherwise the failure was reported
+            self._record_eviction(ticket, origin, why)
         ticket_path(slot.path).unlink(missing_ok=True)
         failure_path(slot.path).unlink(missing_ok=True)
 
-    def _record_eviction(self, slot: Slot, origin: Origin, why: str) -> None:
-        """Write down which image is lost, unless its ticket cannot be read."""
+    def _record_eviction(self, ticket: Ticket, origin: Origin, why: str) -> None:
+        eviction = Eviction(
+            image=ticket.image,
+            run=ticket.run,
+            step=ticket.step,
+            kind=ticket.kind,
+            role=ticket.role,
+            component=ticket.component,
+            rank=ticket.rank,
+            for_step=origin.step,
+            evicted_at=time.time(),
+            why=why,
+        )
         try:
-            ticket = read_ticket(slot.path)
-            if ticket is None:
-                return
-            eviction = Eviction(
-                image=ticket.image,
-                run=ticket.run,
-                step=ticket.step,
-                kind=ticket.kind,
-                role=ticket.role,
-                component=ticket.component,
-                rank=ticket.rank,
-                for_step=origin.step,
-                evicted_at=time.time(),
-                why=why,
-            )
             record_eviction(self._spool.folder, eviction)
-        except (TicketError, FormatError):
-            return
         except (OSError, LockTimeoutError) as error:  # the log has it
-            logger.warning("cannot record the eviction of %s: %s", slot.path, error)
+            logger.warning("cannot record the eviction of %s: %s", ticket.what, error)
 
 
 def _published_last(slot: Slot) -> tuple[int, int]:

@@ -175,18 +175,32 @@ class Stager:
         """
         began = time.perf_counter() if began is None else began
         self.wait_copied()
-        plan = self._lay_out(
-            origin,
-            states,
-            also,
-            metadata,
-            attachments,
-            overlap=overlap,
-            check=check,
-            seals=seals,
-            again=again,
-            began=began,
-        )
+        with ExitStack() as locks:  # released here if a state cannot be laid out
+            parts = [
+                self._lay_out(origin, component, state, overlap, check, again, locks)
+                for component, state in states.items()
+            ]
+            own = f"{ATTACHMENTS}/rank_{origin.rank}" if origin.rank else ATTACHMENTS
+            folders = {METADATA: (origin.role, metadata), ATTACHMENTS: (own, attachments)}
+            for folder, (path, packed) in folders.items():
+                if packed is not None:
+                    layout, staged = Layout(len(packed), [(0, packed)], []), None
+                    if again:
+                        staged = self._hold_equal(origin, folder, layout, [], False, again, locks)
+                    parts.append(_Part(folder, path, "folder", layout, [], None, staged))
+            named = (*states, *also, *(part.component for part in parts))
+            plan = _Plan(
+                origin=origin,
+                components=(*dict.fromkeys(named),),
+                parts=parts,
+                computed=record_computed(storage for part in parts for storage in part.storages),
+                began=began,
+                laid_out_s=time.perf_counter() - began,
+                overlap=overlap,
+                seals=seals,
+                again=again,
+                locks=locks.pop_all(),
+            )
         self._waiting_since = None
         if overlap:
             self._background = self._background or ThreadPoolExecutor(1, "overlapped-staging")
@@ -200,60 +214,25 @@ class Stager:
     def _lay_out(
         self,
         origin: Origin,
-        states: Mapping[str, Any],
-        also: Sequence[str],
-        metadata: bytes | None,
-        attachments: bytes | None,
-        *,
+        component: str,
+        state: Any,
         overlap: bool,
         check: bool,
-        seals: bool,
         again: bool,
-        began: float,
-    ) -> _Plan:
-        parts: list[_Part] = []
-        with ExitStack() as locks:  # released here if a state cannot be laid out
-            for component, state in states.items():
-                key = (origin.role, component, origin.rank)
-                with _name_in_errors(origin, component):
-                    layout, storages = lay_out(state, self._layouts.get(key))
-                self._layouts[key] = layout
-                shard = shard_file(component, origin.world_size, origin.rank)
-                path = f"{origin.role}/{state.name if isinstance(state, LaidOut) else shard}"
-                if staged := self._hold_equal(origin, component, layout, storages, overlap, again):
-                    locks.callback(staged.unlock)
-                    parts.append(_Part(component, path, "file", layout, [], None, staged))
-                    continue
-                with _name_in_errors(origin, component):
-                    watch = MutationGuard(state, storages, layout, check=check) if overlap else None
-                storages = watch.storages if watch else storages
-                parts.append(_Part(component, path, "file", layout, storages, watch))
-            own = f"{ATTACHMENTS}/rank_{origin.rank}" if origin.rank else ATTACHMENTS
-            folders = {METADATA: (origin.role, metadata), ATTACHMENTS: (own, attachments)}
-            for folder, (path, packed) in folders.items():
-                if packed is not None:
-                    layout = Layout(len(packed), [(0, packed)], [])
-                    staged = (
-                        self._hold_equal(origin, folder, layout, [], False, again)
-                        if again
-                        else None
-                    )
-                    if staged:
-                        locks.callback(staged.unlock)
-                    parts.append(_Part(folder, path, "folder", layout, [], None, staged))
-            named = (*states, *also, *(part.component for part in parts))
-            return _Plan(
-                origin=origin,
-                components=(*dict.fromkeys(named),),
-                parts=parts,
-                computed=record_computed(storage for part in parts for storage in part.storages),
-                began=began,
-                laid_out_s=time.perf_counter() - began,
-                overlap=overlap,
-                seals=seals,
-                again=again,
-                locks=locks.pop_all(),
-            )
+        locks: ExitStack,
+    ) -> _Part:
+        key = (origin.role, component, origin.rank)
+        with _name_in_errors(origin, component):
+            layout, storages = lay_out(state, self._layouts.get(key))
+        self._layouts[key] = layout
+        shard = shard_file(component, origin.world_size, origin.rank)
+        path = f"{origin.role}/{state.name if isinstance(state, LaidOut) else shard}"
+        if staged := self._hold_equal(origin, component, layout, storages, overlap, again, locks):
+            return _Part(component, path, "file", layout, [], None, staged)
+        with _name_in_errors(origin, component):
+            watch = MutationGuard(state, storages, layout, check=check) if overlap else None
+        storages = watch.storages if watch else storages
+        return _Part(component, path, "file", layout, storages, watch)
 
     def _hold_equal(
         self,
@@ -263,29 +242,28 @@ class Stager:
         storages: Storages,
         overlap: bool,
         again: bool,
+        locks: ExitStack,
     ) -> Slot | None:
-        """Return the locked slot with an equal image of the step that this save can seal, or None.
+        """Return the slot with an equal image of the step that this save can seal, or None.
 
-        That is an unsealed one, and, ``again``, one that the same save has sealed.
+        That is an unsealed one, and, ``again``, one that the same save has sealed. It is locked
+        until ``locks`` are closed.
         """
         slot = self._slots.hold_image(origin, component)
         if slot is None:
             return None
         own = again and slot.holds is not None and slot.holds.kind == origin.kind
         if (slot.free or own) and _has(slot, layout, storages, overlap):
+            locks.callback(slot.unlock)
             return slot
         slot.unlock()
         return None
 
     def _copy(self, plan: _Plan, *, threads: int = 0) -> Staged:
         """Copy what was laid out and seal it, with some threads; 0 for torch's intra-op threads."""
-        with plan.locks, use_device(plan.computed):
-            return self._fill_all(plan, threads)
-
-    def _fill_all(self, plan: _Plan, threads: int) -> Staged:
         waited = 0.0
         filled: list[tuple[Slot, Ticket]] = []
-        try:
+        with _name_unwritable(plan.origin), plan.locks, use_device(plan.computed):
             for part in plan.parts:
                 if part.staged_in:
                     filled.append((part.staged_in, self._ticket(plan, part)))
@@ -303,8 +281,6 @@ class Stager:
                     self._slots.free_others(plan.origin, {ticket.image for _, ticket in filled})
             for slot, ticket in filled:
                 slot.holds = ticket
-        except OSError as error:
-            raise _cannot_write(plan.origin, error) from error
         images = tuple(ticket.image for _, ticket in filled)
         return Staged(plan.components, plan.nbytes, self._measure_stall(plan), waited, images)
 
@@ -378,27 +354,24 @@ class Stager:
         Raises:
             SpoolError: the spool cannot be written.
         """
-        try:
-            with ExitStack() as lock:
-                slot = self._slots.hold_image(origin, component)
-                if slot is None:
-                    return None
-                lock.callback(slot.unlock)
-                if slot.holds is None or slot.laid_out is None:
-                    return None
-                published = VersionTag(
-                    image=slot.holds.image,
-                    run=origin.run,
-                    step=origin.step,
-                    role=origin.role,
-                    rank=origin.rank,
-                    world_size=origin.world_size,
-                    nbytes=slot.holds.nbytes,
-                    layout=slot.laid_out.digest,
-                )
-                write_version_tag(slot.path, published)
-        except OSError as error:
-            raise _cannot_write(origin, error) from error
+        with _name_unwritable(origin), ExitStack() as lock:
+            slot = self._slots.hold_image(origin, component)
+            if slot is None:
+                return None
+            lock.callback(slot.unlock)
+            if slot.holds is None or slot.laid_out is None:
+                return None
+            published = VersionTag(
+                image=slot.holds.image,
+                run=origin.run,
+                step=origin.step,
+                role=origin.role,
+                rank=origin.rank,
+                world_size=origin.world_size,
+                nbytes=slot.holds.nbytes,
+                layout=slot.laid_out.digest,
+            )
+            write_version_tag(slot.path, published)
         return published
 
     def prewarm(self, role: str, component: str, rank: int, nbytes: int) -> None:
@@ -490,12 +463,17 @@ def _name_in_errors(origin: Origin, component: str) -> Iterator[None]:
         ) from error
 
 
-def _cannot_write(origin: Origin, error: OSError) -> SpoolError:
-    return SpoolError(
-        f"step {origin.step}, role {origin.role}, rank {origin.rank}: nothing was submitted, "
-        f"because {error.filename or 'the spool'} cannot be written: {error.strerror}. Is the "
-        "shared memory full? Later saves try again."
-    )
+@contextmanager
+def _name_unwritable(origin: Origin) -> Iterator[None]:
+    """Turn an error of the spool's file system into a `SpoolError` that names the save."""
+    try:
+        yield
+    except OSError as error:
+        raise SpoolError(
+            f"step {origin.step}, role {origin.role}, rank {origin.rank}: nothing was submitted, "
+            f"because {error.filename or 'the spool'} cannot be written: {error.strerror}. Is the "
+            "shared memory full? Later saves try again."
+        ) from error
 
 
 def pack_folder(folder: Path) -> bytes | None:

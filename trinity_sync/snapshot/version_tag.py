@@ -9,13 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_sync.fs.atomic import replace_file
-from trinity_sync.fs.records import (
-    TRAINER,
-    Count,
-    Record,
-    encode_record,
-    read_spool_record,
-)
+from trinity_sync.fs.records import TRAINER, Count, Record, encode_record, read_record
 from trinity_sync.layout import SPOOL_FORMAT
 
 PUBLISHED_SUFFIX = ".published"
@@ -54,9 +48,4 @@ def read_version_tag(slot: Path) -> VersionTag | None:
     Raises:
         FormatError: another release has written it, so this one cannot read the image either.
     """
-    return read_spool_record(VersionTag, version_tag_path(slot))
-
-
-def remove_version_tag(slot: Path) -> None:
-    """Remove the tag; call it under the slot's exclusive lock, before the bytes change."""
-    version_tag_path(slot).unlink(missing_ok=True)
+    return read_record(VersionTag, version_tag_path(slot))

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,7 +22,6 @@ def await_callable_saves(
     *,
     at_least: int = 0,
     rank_timeout_s: float = 60.0,
-    clock: Callable[[], float] = time.monotonic,
 ) -> list[CallableStatus]:
     """Wait until the callable saves of this node have ended, and return their statuses.
 
@@ -32,7 +31,7 @@ def await_callable_saves(
         SaveError: a callable failed, or its process died.
         MissingShardsError: fewer than ``at_least`` started within ``rank_timeout_s``.
     """
-    deadline = clock() + rank_timeout_s
+    deadline = time.monotonic() + rank_timeout_s
     pauses = lengthen_pauses()
     while True:
         statuses = list(read_statuses(spool, save.run, save.step, save.kind))
@@ -44,7 +43,7 @@ def await_callable_saves(
                 )
         if len(statuses) >= at_least and all(r.state == "finished" for r in statuses):
             return statuses
-        if len(statuses) < at_least and clock() >= deadline:
+        if len(statuses) < at_least and time.monotonic() >= deadline:
             raise MissingShardsError(
                 f"{save} is not committed: {at_least} callable saves were registered and "
                 f"{len(statuses)} started within {rank_timeout_s:g} s"

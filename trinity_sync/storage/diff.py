@@ -156,17 +156,14 @@ def _compare(
     change.elements += x.numel()
     x, y = x.reshape(-1), y.reshape(-1)
     for start in range(0, 0 if same_file else len(x), PIECE):
-        _compare_piece(change, x[start : start + PIECE], y[start : start + PIECE])
+        pieces = x[start : start + PIECE], y[start : start + PIECE]
+        if not _compare_narrow(change, *pieces):
+            _compare_wide(change, *pieces)
     if a.dtype != b.dtype:
         change.state = "retyped"
         change.shape += f" {a.dtype} -> {b.dtype}".replace("torch.", "")
     elif change.changed:
         change.state = "changed"
-
-
-def _compare_piece(change: TensorChange, x: torch.Tensor, y: torch.Tensor) -> None:
-    if not _compare_narrow(change, x, y):
-        _compare_wide(change, x, y)
 
 
 def _compare_narrow(change: TensorChange, x: torch.Tensor, y: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,7 +19,14 @@ from trinity_sync.errors import CommitError, FormatError
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, revalidate_folder, sync_folder
 from trinity_sync.fs.file_lease import has_no_other_users
 from trinity_sync.fs.locks import TRASH_LOCK, acquire_commit_lock, try_acquire_file_lock
-from trinity_sync.layout import ITERATION_FILES, KINDS, PRIVATE_FOLDER, step_folder, steps_on_disk
+from trinity_sync.layout import (
+    ITERATION_FILES,
+    KINDS,
+    PRIVATE_FOLDER,
+    step_folder,
+    step_of_folder,
+    steps_on_disk,
+)
 from trinity_sync.snapshot.slot_lock import hold_slot
 from trinity_sync.snapshot.spool import SLOT_SUFFIX, JobSpool
 from trinity_sync.snapshot.ticket import ticket_path
@@ -154,8 +161,9 @@ def remove_temporaries(
     pending flow runs; None if they are unknown, which keeps the files of all steps.
     """
     folders = {step: step_folder(root, step) for step in steps_on_disk(root)}
-    found = [(step, path) for step, folder in folders.items() for path in _temporaries(folder)]
-    for step, path in found:
+    pattern = f".*{TEMPORARY_SUFFIX}"
+    found = [(step, path) for step, folder in folders.items() for path in folder.rglob(pattern)]
+    for step, path in [(step, path) for step, path in found if _is_temporary(path)]:
         image = parse_image_name(path.name)
         with suppress(FileNotFoundError):
             if path.lstat().st_mtime >= before or image in images:
@@ -208,22 +216,16 @@ def remove_dead_spool(job: JobSpool, *, before: float) -> Iterator[Finding]:
 @contextmanager
 def _lock_unused_slots(slots: list[Path]) -> Iterator[bool]:
     """Lock the slots; yield whether all are free and no other process has any open."""
-    if not all(has_no_other_users(slot) for slot in slots):
-        yield False
-        return
-    if not slots:
-        yield True
-        return
-    with hold_slot(slots[0]), _lock_unused_slots(slots[1:]) as unused:
-        yield unused and not ticket_path(slots[0]).exists()
+    with ExitStack() as locks:
+        unused = all(map(has_no_other_users, slots))
+        for slot in slots if unused else ():
+            locks.enter_context(hold_slot(slot))
+        yield unused and not any(ticket_path(slot).exists() for slot in slots)
 
 
 def _is_committed(folder: Path) -> bool:
-    root = folder.parent
-    return any(
-        folder == step_folder(root, step) and read_run_number(root, step)
-        for step in steps_on_disk(root)
-    )
+    step = step_of_folder(folder.name)
+    return step is not None and read_run_number(folder.parent, step) > 0
 
 
 def _remove_paths(root: Path, paths: Iterable[Path], why: str) -> Iterator[Finding]:
@@ -235,10 +237,6 @@ def _remove_paths(root: Path, paths: Iterable[Path], why: str) -> Iterator[Findi
             yield Finding(str(root), name, "left", f"{why}; a process on this node reads it")
             continue
         yield Finding(str(root), name, "repaired", f"{why}; removed")
-
-
-def _temporaries(folder: Path) -> Iterator[Path]:
-    return filter(_is_temporary, folder.rglob(f".*{TEMPORARY_SUFFIX}"))
 
 
 def _is_temporary(path: Path) -> bool:

@@ -44,13 +44,9 @@ def warn_of_other_step(root: str | Path, step: int) -> None:
         )
 
 
-def advance_latest_pointer(root: str | Path, kind: Kind, run: int, step: int) -> bool:
-    """Update a latest pointer to a committed step, unless it names a newer step already.
-
-    Return whether the pointer names the step now; it is not updated to a corrupted step.
-    """
+def advance_latest_pointer(root: str | Path, kind: Kind, run: int, step: int) -> None:
+    """Update a latest pointer to a committed step that is valid, unless it names a newer step."""
     path = Path(root) / ITERATION_FILES[kind]
-    current = read_latest_pointer(root, kind)
     if corruption := read_corruption(root, step):
         logger.error(
             "Not updating the latest pointer to step %d in %s: the step is corrupted (%s)",
@@ -58,14 +54,13 @@ def advance_latest_pointer(root: str | Path, kind: Kind, run: int, step: int) ->
             root,
             corruption,
         )
-        return False
-    if current is None:
+        return
+    if read_latest_pointer(root, kind) is None:
         if path.exists():
             logger.warning("latest pointer %s was empty or torn; writing it again", path)
     elif latest_pointer_covers(root, kind, run, step):
-        return current == step
+        return
     replace_file(path, str(step))
-    return True
 
 
 def repair_latest_pointer(root: str | Path, kind: Kind) -> tuple[int | None, int] | None:

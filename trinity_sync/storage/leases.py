@@ -19,7 +19,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,9 +79,8 @@ class Lease(_LeaseRecord):
         """
         root = self.path.parents[2]
         try:
-            with acquire_file_lock(
-                _removal_lock_path(root), shared=True
-            ):  # no lease is removed meanwhile
+            # no lease is removed meanwhile
+            with acquire_file_lock(_removal_lock_path(root), shared=True):
                 if read_file_system_time(root) > self.path.stat().st_mtime + self.ttl_s:
                     require_committed(root, self.step)
                 os.utime(self.path)
@@ -153,17 +152,13 @@ def _acquire(
     except OSError as error:
         if error.errno not in UNWRITABLE:
             raise
-        warn_unwritable(root)
+        warn_unwritable(Path(root).resolve())
         return _NoLease(**vars(lease), path=path), require_committed(root, step, paths=paths)
 
 
-def warn_unwritable(root: str | Path) -> None:
-    """Log, once a process, that a root can be read and not written."""
-    _warn_unwritable(Path(root).resolve())
-
-
 @functools.cache
-def _warn_unwritable(root: Path) -> None:
+def warn_unwritable(root: Path) -> None:
+    """Log, once a process, that a root, a real path, can be read and not written."""
     logger.warning(
         "%s cannot be written by this process: its steps are read without a lease, so do not "
         "remove them meanwhile, and none can be saved",
@@ -223,8 +218,7 @@ def list_leases(root: str | Path, *, clock: Callable[[], float] | None = None) -
     return [found[path] for path in sorted(found)]
 
 
-@contextmanager
-def acquire_removal_lock(root: str | Path) -> Iterator[LockFile]:
+def acquire_removal_lock(root: str | Path) -> AbstractContextManager[LockFile]:
     """Hold the removal lock within the block, so that no lease or pin is acquired.
 
     Call `list_leases` and `list_pins` inside, and rename the removed steps before the block ends.
@@ -233,8 +227,7 @@ def acquire_removal_lock(root: str | Path) -> Iterator[LockFile]:
         LockTimeoutError: other processes hold the lock for longer than a lease or pin takes.
             Commits must not wait for them.
     """
-    with acquire_file_lock(_removal_lock_path(root), limit_s=ACQUIRE_S) as lock:
-        yield lock
+    return acquire_file_lock(_removal_lock_path(root), limit_s=ACQUIRE_S)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 from trinity_sync.errors import ConfigError, LockTimeoutError, TrinitySyncError
 from trinity_sync.fs.atomic import read_uncached, replace_file
 from trinity_sync.fs.locks import acquire_file_lock
-from trinity_sync.fs.records import Count, Record, decode_record, encode_record
+from trinity_sync.fs.records import Count, Record, encode_record, read_record
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT
 from trinity_sync.storage.manifest import read_run_number
 from trinity_sync.storage.runs import find_newest_run
@@ -139,7 +139,7 @@ def write_metrics(
     """
     path = _file(root, step)
     with acquire_file_lock(path.parent / "lock", limit_s=limit_s):
-        before = _read(path)
+        before = read_record(_Recorded, path, read_uncached)
         if before and before.run > run:
             return
         known = before.metrics if before and before.run == run else {}
@@ -152,13 +152,11 @@ def read_metrics(root: str | Path, run: int, step: int) -> dict[str, float]:
     Raises:
         FormatError: another release has recorded them.
     """
-    found = _read(_file(root, step))
+    found = read_record(_Recorded, _file(root, step), read_uncached)
     return found.metrics if found and found.run == run else {}
 
 
-def copy_metrics(
-    root: str | Path, step: int, run: int, to: int, *, limit_s: float = WRITE_S
-) -> None:
+def copy_metrics(root: str | Path, step: int, run: int, to: int) -> None:
     """Make the metrics that a run recorded for a step those of the later run ``to``.
 
     Raises:
@@ -167,8 +165,8 @@ def copy_metrics(
     path = _file(root, step)
     if not path.exists():
         return
-    with acquire_file_lock(path.parent / "lock", limit_s=limit_s):
-        found = _read(path)
+    with acquire_file_lock(path.parent / "lock", limit_s=WRITE_S):
+        found = read_record(_Recorded, path, read_uncached)
         if found and found.run == run:
             replace_file(path, encode_record(_Recorded(to, found.metrics)))
 
@@ -176,13 +174,6 @@ def copy_metrics(
 def remove_metrics(root: str | Path, step: int) -> None:
     """Remove the metrics of a removed step."""
     _file(root, step).unlink(missing_ok=True)
-
-
-def _read(path: Path) -> _Recorded | None:
-    try:
-        return decode_record(_Recorded, read_uncached(path), path)
-    except (FileNotFoundError, ValueError):
-        return None
 
 
 def _file(root: str | Path, step: int) -> Path:

@@ -14,7 +14,6 @@ and is not replaced here.
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,9 +63,7 @@ class Pin(_PinRecord):
         return ": ".join(filter(None, (self.name, self.reason)))
 
 
-def pin(
-    root: str | Path, step: int, reason: str = "", *, clock: Callable[[], float] = time.time
-) -> Pin:
+def pin(root: str | Path, step: int, reason: str = "") -> Pin:
     """Keep a committed step until it is unpinned.
 
     Raises:
@@ -75,19 +72,17 @@ def pin(
     """
     with prevent_removal(root, step):
         _require_own_release(_pin_file(root, step))
-        return _write_pin(_pin_file(root, step), _PinRecord(step, reason, clock()))
+        return _write_pin(_pin_file(root, step), _PinRecord(step, reason, time.time()))
 
 
-def pin_ahead(
-    root: str | Path, step: int, reason: str = "", *, clock: Callable[[], float] = time.time
-) -> None:
+def pin_ahead(root: str | Path, step: int, reason: str) -> None:
     """Keep a step from its commit on; call it before the save is submitted.
 
     Nothing can remove the step between its commit and the pin, as it could before `pin`. A step
     that is pinned already keeps its pin.
     """
     if not _pin_file(root, step).exists():
-        _write_pin(_pin_file(root, step), _PinRecord(step, reason, clock()))
+        _write_pin(_pin_file(root, step), _PinRecord(step, reason, time.time()))
 
 
 def tag(
@@ -97,7 +92,6 @@ def tag(
     reason: str = "",
     *,
     force: bool = False,
-    clock: Callable[[], float] = time.time,
 ) -> Pin:
     """Give a committed step a name, which keeps the step as a pin does.
 
@@ -123,7 +117,7 @@ def tag(
                 f"tag {name} is at step {before.step} in {root}; to move it to step {step}: "
                 f"trinity-sync tag {root} {step} {name} --force"
             )
-        return _write_pin(path, _PinRecord(step, reason, clock()), name)
+        return _write_pin(path, _PinRecord(step, reason, time.time()), name)
 
 
 def unpin(root: str | Path, which: int | str) -> bool:

@@ -10,7 +10,7 @@ are the same at any scale::
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -122,9 +122,7 @@ def read_placement(root: str | Path, run: int, run_key: str, role: str) -> list[
     return sorted(places, key=lambda place: place.ranks[0]) if written.run_key == run_key else None
 
 
-def await_node_shards(
-    save: SaveId, *, rank_timeout_s: float, clock: Callable[[], float] = time.monotonic
-) -> list[NodeShards]:
+def await_node_shards(save: SaveId, *, rank_timeout_s: float) -> list[NodeShards]:
     """Return what each node holds of a save; the node of the first role's rank 0 comes first.
 
     Raises:
@@ -132,7 +130,7 @@ def await_node_shards(
         SaveError: the root is missing, or another job is there.
         CommitError, FormatError: as `read_placement`.
     """
-    deadline = clock() + rank_timeout_s
+    deadline = time.monotonic() + rank_timeout_s
     if not Path(save.root).is_dir():
         raise SaveError(f"the job's root {save.root} is missing; create it and retry the flow run")
     nodes: dict[tuple[str, str], dict[str, tuple[int, ...]]] = defaultdict(dict)
@@ -140,7 +138,7 @@ def await_node_shards(
     for role in save.roles:
         pauses = lengthen_pauses()
         while (places := read_placement(save.root, save.run, save.run_key, role)) is None:
-            if clock() >= deadline:
+            if time.monotonic() >= deadline:
                 raise MissingShardsError(
                     f"role {role} has submitted nothing in run {save.run} of {save.root} within "
                     f"{rank_timeout_s:g} s: {_path(save.root, save.run, role)} is missing. Check "

@@ -73,15 +73,15 @@ def displaced_folder(root: str | Path, step: int) -> Path:
     return folder.with_name(f"{folder.name}.replaced")
 
 
-def clear_displaced_step(root: str | Path, step: int, *, keep: int = 0) -> Path | None:
+def clear_displaced_step(root: str | Path, step: int, *, keep: int = 0) -> None:
     """Do as `clear_replaced_step` with the step in `displaced_folder`, if there is one."""
     moved, folder = displaced_folder(root, step), step_folder(replacing_folder(root), step)
     if not moved.exists() and not moved.is_symlink():
-        return None
+        return
     if folder.exists() or folder.is_symlink():
         clear_replaced_step(root, step)
     moved.rename(folder)
-    return clear_replaced_step(root, step, keep=keep)
+    clear_replaced_step(root, step, keep=keep)
 
 
 def make_quarantine_folder(root: Path, now: float) -> Path:

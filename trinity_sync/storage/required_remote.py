@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_sync.fs.atomic import make_folder, read_uncached, replace_file
-from trinity_sync.fs.records import Count, Record, decode_record, encode_record
+from trinity_sync.fs.records import Count, Record, encode_record, read_record
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, Kind
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.manifest import Manifest
@@ -51,12 +51,10 @@ def is_replicated(root: str | Path, manifest: Manifest) -> bool:
     url = read_required_remote(root)
     if not url or "checkpoint" not in manifest.kinds:
         return True
-    path = _record_path(root, manifest.step)
-    try:
-        record = decode_record(_Stored, read_uncached(path), path)
-    except (FileNotFoundError, ValueError):
+    record = read_record(_Stored, _record_path(root, manifest.step), read_uncached)
+    if record is None or (record.url, record.run) != (url, manifest.run):
         return False
-    return (record.url, record.run) == (url, manifest.run) and "checkpoint" in record.kinds
+    return "checkpoint" in record.kinds
 
 
 def needs_replication(root: str | Path, manifest: Manifest) -> bool:

@@ -16,19 +16,18 @@ that are left.
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.errors import ConfigError, ManifestError, StepInUseError
+from trinity_sync.errors import ConfigError, StepInUseError
 from trinity_sync.fs.atomic import replace_file, sync_folder
 from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.layout import ITERATION_FILES, KINDS, Kind, step_folder, steps_on_disk
 from trinity_sync.storage.discovery import iter_committed_steps, require_committed
 from trinity_sync.storage.leases import acquire_removal_lock, list_leases
-from trinity_sync.storage.manifest import Manifest, read_manifest, read_run_number
+from trinity_sync.storage.manifest import Manifest, read_run_number
 from trinity_sync.storage.pins import Pin, list_pins, unpin
-from trinity_sync.storage.quarantine import make_quarantine_folder
+from trinity_sync.storage.quarantine import make_quarantine_folder, require_readable_step
 from trinity_sync.storage.required_remote import read_required_remote
 from trinity_sync.storage.runs import open_run
 
@@ -56,8 +55,7 @@ def list_newer_steps(root: str | Path, step: int) -> list[int]:
     runs = {other: read_run_number(root, other) for other in steps_on_disk(root)}
     newer = [other for other, run in runs.items() if other > step or run > target.run]
     for other in newer:
-        with suppress(ManifestError):
-            read_manifest(root, other)
+        require_readable_step(Path(root), other)
     return sorted(newer, key=lambda other: (runs[other], other), reverse=True)
 
 

@@ -111,14 +111,10 @@ def read_fresh_start_time(root: str | Path, number: int) -> float | None:
     return None if run.resumed_from or run.resumed_run else path.stat().st_mtime
 
 
-def run_began_after(root: str | Path, number: int, path: Path, *, behind_s: float = 0.0) -> bool:
-    """Return whether a run began after a file was written, by the clock of the root's file system.
-
-    The clock of the file's mtime is ``behind_s`` behind that.
-    """
+def run_began_after(root: str | Path, number: int, path: Path) -> bool:
+    """Return whether a run began after a file was written, by the clock of the file system."""
     try:
-        written_at = path.stat().st_mtime + behind_s
-        return (_folder(root) / f"{number}.json").stat().st_mtime > written_at
+        return (_folder(root) / f"{number}.json").stat().st_mtime > path.stat().st_mtime
     except FileNotFoundError:
         return False
 

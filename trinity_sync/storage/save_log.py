@@ -5,8 +5,8 @@ is best effort: a crash may lose its last line. It also tells a retry that its s
 """
 
 import json
-import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from trinity_sync.errors import SaveError
+from trinity_sync.fs.atomic import replace_file
 from trinity_sync.fs.records import Count, Seconds
 from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.snapshot.save_id import SaveId
@@ -47,15 +48,10 @@ def append_save(root: str | Path, manifest: Manifest) -> None:
     )
     if path.exists() and path.stat().st_size > MAX_BYTES:
         lines = path.read_bytes().splitlines(keepends=True)
-        shortened = path.with_name(f".{path.name}.tmp")
-        shortened.write_bytes(b"".join(lines[len(lines) // 2 :]))
-        shortened.replace(path)
+        replace_file(path, b"".join(lines[len(lines) // 2 :]), sync=False)
     line = json.dumps(asdict(entry)) + "\n"
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    try:
-        os.write(file, line.encode())
-    finally:
-        os.close(file)
+    with path.open("ab", buffering=0) as file:
+        file.write(line.encode())
 
 
 def read_saves(root: str | Path) -> Sequence[LoggedSave]:
@@ -66,13 +62,11 @@ def read_saves(root: str | Path) -> Sequence[LoggedSave]:
         return []
     found: dict[tuple[object, ...], LoggedSave] = {}
     for line in lines:
-        try:
+        with suppress(ValueError):
             each = msgspec.convert(json.loads(line), LoggedSave)
-        except ValueError:
-            continue
-        # a flow run that is retried after its commit logs the save again
-        save = (each.run, each.step, each.timing.kind, each.timing.roles)
-        found.setdefault(save, each)
+            # a flow run that is retried after its commit logs the save again
+            save = (each.run, each.step, each.timing.kind, each.timing.roles)
+            found.setdefault(save, each)
     return list(found.values())
 
 

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -108,7 +108,8 @@ def choose_files(
     complete = {manifest.step for manifest in by_age[len(by_age) - min(newest, len(by_age)) :]}
     if step is not None:
         complete.add(step)
-    files = [_choose(root, manifest, record) for manifest in manifests for record in manifest.files]
+    where = str(Path(root).resolve())
+    files = [ChosenFile(where, m.step, m.run, record) for m in manifests for record in m.files]
     if isinstance(sample, float):
         sample = math.ceil(sample * sum(file.record.nbytes for file in files))
     chosen = set(_select_arc(files, sample, seed)) if sample else set()
@@ -150,7 +151,9 @@ def check_files(
         for (root, step), of_step in steps.items():
             if not Path(root).is_dir():
                 raise ConfigError(f"{root} does not exist; check that it is mounted on this node")
-            with _lease_if_possible(root, step):
+            with ExitStack() as leased:
+                with suppress(CommitError, FormatError, OSError):  # a corrupted step has no lease
+                    leased.enter_context(acquire_lease(root, step, "verify", ttl_s=LONG_LEASE_S))
                 for file in of_step:
                     start = clock()
                     wrong = pool.submit(
@@ -160,9 +163,7 @@ def check_files(
     return found
 
 
-def judge_steps(
-    checked: Sequence[CheckedFile], *, clock: Callable[[], float] = time.time
-) -> list[VerifiedStep]:
+def judge_steps(checked: Sequence[CheckedFile]) -> list[VerifiedStep]:
     """Mark corrupted steps, remove the marks of valid ones, and repair the latest pointers.
 
     Raises:
@@ -171,17 +172,16 @@ def judge_steps(
     steps: dict[tuple[str, int], list[CheckedFile]] = {}
     for each in checked:
         steps.setdefault((each.file.root, each.file.step), []).append(each)
-    return [_judge_step(root, step, steps[root, step], clock()) for root, step in sorted(steps)]
+    return [_judge_step(root, step, steps[root, step]) for root, step in sorted(steps)]
 
 
-def _judge_step(root: str, step: int, checked: list[CheckedFile], now: float) -> VerifiedStep:
-    nbytes = sum(each.file.record.nbytes for each in checked)
+def _judge_step(root: str, step: int, checked: list[CheckedFile]) -> VerifiedStep:
     result = partial(
         VerifiedStep,
         root=root,
         step=step,
         files=len(checked),
-        nbytes=nbytes,
+        nbytes=sum(each.file.record.nbytes for each in checked),
         seconds=sum(each.seconds for each in checked),
     )
     before = read_corruption(root, step)
@@ -207,7 +207,7 @@ def _judge_step(root: str, step: int, checked: list[CheckedFile], now: float) ->
         named = {record.path for record in manifest.files}
         old = {name: wrong for name, wrong in known.items() if name in named - seen.keys()}
         wrong = {**old, **{name: what for name, what in seen.items() if what}}
-        corruption = Corruption(wrong, now)
+        corruption = Corruption(wrong, time.time())
         if not is_writable:
             logger.warning("%s cannot be written: step %d keeps the mark that it has", root, step)
         elif wrong:
@@ -245,15 +245,6 @@ def _find_corruption(file: ChosenFile, on_read: Callable[[int], object]) -> str:
     return ""
 
 
-@contextmanager
-def _lease_if_possible(root: str, step: int) -> Iterator[None]:
-    """Lease a step within the block if possible; a corrupted step is read without a lease."""
-    with ExitStack() as leased:
-        with suppress(CommitError, FormatError, OSError):
-            leased.enter_context(acquire_lease(root, step, "verify", ttl_s=LONG_LEASE_S))
-        yield
-
-
 def _manifest(root: str, step: int) -> Manifest | None:
     try:
         return read_manifest(root, step)
@@ -263,10 +254,6 @@ def _manifest(root: str, step: int) -> Manifest | None:
 
 def _is_stale(file: ChosenFile, manifest: Manifest) -> bool:
     return file.run != manifest.run or file.record != manifest.find_file(file.record.path)
-
-
-def _choose(root: str | Path, manifest: Manifest, record: FileRecord) -> ChosenFile:
-    return ChosenFile(str(Path(root).resolve()), manifest.step, manifest.run, record)
 
 
 def _select_arc(files: Sequence[ChosenFile], nbytes: int, seed: int) -> Iterator[ChosenFile]:

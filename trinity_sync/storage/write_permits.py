@@ -15,7 +15,7 @@ The first needs a shared file system whose locks reach other nodes, as commits d
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from trinity_sync.fs.locks import acquire_file_lock
@@ -31,10 +31,7 @@ def acquire_write_permit(spool: JobSpool, ticket: Ticket) -> Iterator[None]:
     A warning names the process that holds it from time to time.
     """
     path = write_permit_path(spool, ticket)
-    if path is None:
-        yield
-        return
-    with acquire_file_lock(path, limit_s=math.inf):
+    with acquire_file_lock(path, limit_s=math.inf) if path else nullcontext():
         yield
 
 
