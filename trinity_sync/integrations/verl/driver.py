@@ -54,18 +54,13 @@ def wrap_find_latest_ckpt_path(original: Callable[..., str | None]) -> Callable[
             return original(path, directory_format)
         with closing(CheckpointCoordinator(path)) as saves:
             newest = saves.latest(settle_s=SETTLE_S)
-        if newest is None or _was_saved_by_verl(
-            Path(path), read_latest_pointer(path, "checkpoint")
-        ):
+        named = read_latest_pointer(path, "checkpoint")
+        saved_by_verl = named is not None and is_foreign(step_folder(path, named))
+        if newest is None or saved_by_verl:
             return original(path, directory_format)
         return str(newest)
 
     return find_latest_ckpt_path
-
-
-def _was_saved_by_verl(root: Path, step: int | None) -> bool:
-    """Return whether the latest pointer names a step that veRL saved without trinity_sync."""
-    return step is not None and is_foreign(step_folder(root, step))
 
 
 def wrap_save_checkpoint(original: Callable[[Any], None]) -> Callable[[Any], None]:
