@@ -7,7 +7,6 @@ the ranks run a collective every minute, so none of them exceeds a collective's 
 """
 
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
@@ -17,9 +16,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from trinity_sync.client.collective import gather_from_ranks
 from trinity_sync.client.job_settings import set_job_settings
 from trinity_sync.errors import ConfigError, RootError, TrinitySyncError
-from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, UNWRITABLE, revalidate_folder
+from trinity_sync.fs.atomic import UNWRITABLE, make_temporary_path, revalidate_folder
 from trinity_sync.fs.capabilities import require_capabilities
 from trinity_sync.fs.locks import acquire_file_lock, try_acquire_file_lock
 from trinity_sync.fs.mounts import find_mount
@@ -126,10 +126,10 @@ def open_together(
         return open_root(root, job)
 
     opened = None if rank else ThreadPoolExecutor(1, "open-root").submit(open_checked)
-    while any(_from_all(opened is not None and not wait([opened], ROUND_S).done)):
+    while any(gather_from_ranks(opened is not None and not wait([opened], ROUND_S).done)):
         pass
     with ExitStack() as held:
-        everyone = _from_all(_introduction(root, settings, key, opened, held))
+        everyone: list[Any] = gather_from_ranks(_introduction(root, settings, key, opened, held))
         if failures := [each for each in everyone if isinstance(each, TrinitySyncError)]:
             raise failures[0]
         first: _Rank = everyone[0]
@@ -145,15 +145,9 @@ def open_together(
             why = _why_another(first.proof, first.node, settings.node) if looks else ""
             if rank == 0:
                 why = _why_late(first.proof.parent, settings.node)
-            if any(wrong := _from_all(why)):
+            if any(wrong := gather_from_ranks(why)):
                 raise RootError("; ".join([each for each in wrong if each][:3]))
     return places, first.key
-
-
-def _from_all(mine: Any) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
 
 
 def _introduction(
@@ -175,7 +169,7 @@ def _introduction(
 @contextmanager
 def _proof(root: Path) -> Iterator[Path | None]:
     """Yield the path of a locked file of this process; None in a root that cannot be written."""
-    path = root / f".meeting.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
+    path = make_temporary_path(root / "meeting")
     with ExitStack() as held:
         try:
             held.enter_context(acquire_file_lock(path))
