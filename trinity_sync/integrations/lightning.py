@@ -13,7 +13,6 @@ in which Lightning's weight averaging replaces the weights.
 import io
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -278,8 +277,8 @@ class TrinitySyncCallback(ModelCheckpoint):
         resumes = fits and root == self._root
         if not resumes and step is None and not trainer.strategy.broadcast(root.is_dir()):
             return None  # the coordinator would make the root
-        make = self._get_saves if resumes else partial(self._make_saves, root)
-        saves = make(trainer.strategy)
+        strategy = trainer.strategy
+        saves = self._get_saves(strategy) if resumes else self._make_saves(root, strategy)
         try:
             step = saves.latest_step(settle_s=self._settle_s) if step is None else step
             if step is None:
@@ -305,7 +304,7 @@ class TrinitySyncCallback(ModelCheckpoint):
             loaded = {_WEIGHTS: states["model"], _OPTIMIZERS: states["optim"]}
             return {**states["extra_state"], **loaded}
         shards = [record.path for record in manifest.files if record.path.startswith("actor/")]
-        names = {Path(path).name: path for path in [*shards, *list_attachments(manifest)]}
+        names = {Path(path).name: path for path in shards} | list_attachments(manifest)
         with saves.open_files(manifest, names.values()) as files, _on_own_path(trainer.strategy):
             loaded = read(files.make_folder("checkpoint", names))
             saves.run_on_rank_0(lambda: require_unreplaced(saves.root, manifest))

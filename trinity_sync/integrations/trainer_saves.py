@@ -278,9 +278,9 @@ class TrainerSaves:
         """
 
         def load() -> Any:
-            paths = [path for path in list_attachments(manifest) if Path(path).name == name]
-            shards = load_shards(self.root, manifest.step, paths, manifest=manifest)
-            return next((shard.state for shard in shards), None)
+            if path := list_attachments(manifest).get(name):
+                return next(load_shards(self.root, manifest.step, [path], manifest=manifest)).state
+            return None
 
         return self.run_on_all_ranks(load)
 
@@ -314,10 +314,10 @@ class TrainerSaves:
         return found
 
 
-def list_attachments(manifest: Manifest) -> list[str]:
-    """Return the paths of a step's attachments, of all ranks."""
+def list_attachments(manifest: Manifest) -> dict[str, str]:
+    """Return the paths of a step's attachments, of all ranks, by name."""
     paths = [record.path for record in manifest.files]
-    return [path for path in paths if path.startswith(f"{ATTACHMENTS}/")]
+    return {Path(path).name: path for path in paths if path.startswith(f"{ATTACHMENTS}/")}
 
 
 def select_metrics(logged: Mapping[str, Any]) -> dict[str, float]:
