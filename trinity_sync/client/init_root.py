@@ -188,14 +188,30 @@ def _is_unwritable(error: BaseException | None) -> bool:
 
 def _why_another(proof: Path, theirs: str, mine: str) -> str:
     """Return why this node's root is not that of rank 0; empty if it is. It raises nothing."""
+    root, deadline = proof.parent, time.monotonic() + VISIBLE_S
     try:
-        if why := (
-            _why_not_seen(proof, theirs, mine)
-            or _why_not_locked(proof, theirs, mine)
-            or _why_late(proof.parent, mine)
-        ):
-            return why
-        require_capabilities(proof.parent)
+        while not proof.exists():
+            revalidate_folder(root)
+            if time.monotonic() > deadline:
+                return (
+                    f"node {mine} does not see in {root} ({find_mount(root)}) what rank 0 has "
+                    f"written there on node {theirs}. The root has to be on a file system that all "
+                    "nodes share; otherwise run the job on one node and copy its steps to a remote"
+                )
+            time.sleep(0.05)
+        with try_acquire_file_lock(proof) as free:
+            if free:
+                mount = find_mount(root)
+                option = mount.local_lock_option and f" with the option {mount.local_lock_option}"
+                return (
+                    f"node {mine} acquired a lock in {root} that node {theirs} holds: locks of "
+                    f"this file system ({mount}{option}) do not reach other nodes, and two commits "
+                    "could collide. Mount it with such locks (NFS: without nolock and local_lock, "
+                    "Lustre: with flock), or use another file system"
+                )
+        if late := _why_late(root, mine):
+            return late
+        require_capabilities(root)
     except Exception as error:
         return f"on node {mine}: {error}"
     return ""
@@ -207,36 +223,4 @@ def _why_late(root: Path, mine: str) -> str:
             f"node {mine} has mounted {mount.point} with the option {late}, so it would see "
             "commits and removals of other nodes late; mount it without the option"
         )
-    return ""
-
-
-def _why_not_seen(proof: Path, theirs: str, mine: str) -> str:
-    deadline = time.monotonic() + VISIBLE_S
-    root = proof.parent
-    while not proof.exists():
-        revalidate_folder(root)
-        if time.monotonic() > deadline:
-            return (
-                f"node {mine} does not see in {root} ({find_mount(root)}) what rank 0 has written "
-                f"there on node {theirs}. The root has to be on a file system that all nodes "
-                "share; otherwise run the job on one node and copy its steps to a remote"
-            )
-        time.sleep(0.05)
-    return ""
-
-
-def _why_not_locked(proof: Path, theirs: str, mine: str) -> str:
-    root = proof.parent
-    with try_acquire_file_lock(proof) as free:
-        if free:
-            mount = find_mount(root)
-            option = (
-                f" with the option {mount.local_lock_option}" if mount.local_lock_option else ""
-            )
-            return (
-                f"node {mine} acquired a lock in {root} that node {theirs} holds: locks of this "
-                f"file system ({mount}{option}) do not reach other nodes, and two commits could "
-                "collide. Mount it with such locks (NFS: without nolock and local_lock, Lustre: "
-                "with flock), or use another file system"
-            )
     return ""
