@@ -34,7 +34,7 @@ from trinity_sync.client.save_trigger import Outcome, SaveTrigger
 from trinity_sync.errors import SaveFailedError, SaveTimeoutError
 from trinity_sync.fs.atomic import revalidate_folder
 from trinity_sync.fs.records import encode_body
-from trinity_sync.layout import ROOT_FORMAT
+from trinity_sync.layout import MANIFEST, ROOT_FORMAT, step_folder
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import All, LastN
 from trinity_sync.retention.prune import remove_steps
@@ -236,7 +236,7 @@ def test_the_root_is_looked_at_less_often_for_an_old_save_and_at_once_for_a_new_
             enough.set()
         revalidate_folder(folder)
 
-    monkeypatch.setattr("trinity_sync.client.pending_save.revalidate_folder", noted)
+    monkeypatch.setattr("trinity_sync.fs.changes.revalidate_folder", noted)
     job.stage(4, {"model": {"w": torch.zeros(3)}})
     watcher = CommitWatcher(Away(), job.spool)
     old, young = requests_in(job.root, (9, 4))
@@ -267,10 +267,11 @@ def test_a_manifest_is_read_again_only_when_it_has_changed(
         reads.append(step)
         return read_manifest(root, step, **of)
 
-    monkeypatch.setattr("trinity_sync.client.pending_save.revalidate_folder", noted)
+    monkeypatch.setattr("trinity_sync.fs.changes.revalidate_folder", noted)
     monkeypatch.setattr("trinity_sync.client.pending_save.read_manifest", read)
     job.stage(4, {"model": {"w": torch.zeros(3)}}, kind="state_dict")
     job.commit(4, kind="state_dict")
+    os.utime(step_folder(job.root, 4) / MANIFEST, (1, 1))  # a new one may change unseen
     job.stage(4, {"optim": {"w": torch.zeros(3)}})
     watcher = CommitWatcher(Away(), job.spool)
     (request,) = requests_in(job.root, [4], components=("optim",))

@@ -45,13 +45,18 @@ def run_on_all_ranks(what: Path, work: Callable[[], T]) -> T:
             f"{what} cannot be loaded by rank {dist.get_rank()}: {error!r}. Repair it, or load "
             "another step."
         )
-    errors: list[TrinitySyncError | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, mine)
-    for rank, theirs in enumerate(errors):
+    for rank, theirs in enumerate(gather_from_ranks(mine)):
         if theirs is not None:
             first = mine if mine is not None and rank == dist.get_rank() else theirs
             raise first from (cause if cause is not first else None)
     return result
+
+
+def gather_from_ranks(mine: T) -> list[T]:
+    """Return what each rank passes, by rank; a collective call."""
+    found = [mine] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
 
 
 def broadcast_from_rank_0(what: Path, work: Callable[[], T]) -> T:

@@ -17,7 +17,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -318,23 +318,16 @@ class CommitWatcher:
                 with suppress(OSError, TrinitySyncError):  # read again the next time
                     run.notice_later_runs()
         due = [save for save in self._list_pending() if save.look_at <= now]
-        outcomes = self._read_outcomes(due)
+        logs = self._read_logs(due) if due and not self._leads else None
         for save in due:
-            self._look_at(save, outcomes.get(save.request.key))
+            self._look_at(save, logs.outcome(save.request.key) if logs else None)
         with self._lock:
             if self._sweeps:
                 self._sweeps = False
                 self._sweep_at = len(self._pending) + MANY
 
-    def _read_outcomes(self, saves: Sequence[PendingSave]) -> Mapping[str, Outcome]:
-        """Return the outcomes in rank 0's file of those saves that have ended, by request key."""
-        if self._leads or not saves:
-            return {}
-        logs = self._read_logs(saves)
-        found = {save.request.key: logs.outcome(save.request.key) for save in saves}
-        return {key: each for key, each in found.items() if each}
-
     def _read_logs(self, saves: Sequence[PendingSave]) -> OutcomeLogs:
+        """Read what rank 0 has written of the run of some saves."""
         logs = self._logs = self._logs or OutcomeLogs(saves[0].request)
         with suppress(OSError):  # read again the next time, or the server is queried
             logs.read()

@@ -7,7 +7,6 @@ the ranks run a collective every minute, so none of them exceeds a collective's 
 """
 
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
@@ -17,9 +16,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from trinity_sync.client.collective import gather_from_ranks
 from trinity_sync.client.job_settings import set_job_settings
 from trinity_sync.errors import ConfigError, RootError, TrinitySyncError
-from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, UNWRITABLE, revalidate_folder
+from trinity_sync.fs.atomic import UNWRITABLE, make_temporary_path, revalidate_folder
 from trinity_sync.fs.capabilities import require_capabilities
 from trinity_sync.fs.locks import acquire_file_lock, try_acquire_file_lock
 from trinity_sync.fs.mounts import find_mount
@@ -126,10 +126,10 @@ def open_together(
         return open_root(root, job)
 
     opened = None if rank else ThreadPoolExecutor(1, "open-root").submit(open_checked)
-    while any(_from_all(opened is not None and not wait([opened], ROUND_S).done)):
+    while any(gather_from_ranks(opened is not None and not wait([opened], ROUND_S).done)):
         pass
     with ExitStack() as held:
-        everyone = _from_all(_introduction(root, settings, key, opened, held))
+        everyone: list[Any] = gather_from_ranks(_introduction(root, settings, key, opened, held))
         if failures := [each for each in everyone if isinstance(each, TrinitySyncError)]:
             raise failures[0]
         first: _Rank = everyone[0]
@@ -145,15 +145,9 @@ def open_together(
             why = _why_another(first.proof, first.node, settings.node) if looks else ""
             if rank == 0:
                 why = _why_late(first.proof.parent, settings.node)
-            if any(wrong := _from_all(why)):
+            if any(wrong := gather_from_ranks(why)):
                 raise RootError("; ".join([each for each in wrong if each][:3]))
     return places, first.key
-
-
-def _from_all(mine: Any) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
 
 
 def _introduction(
@@ -175,7 +169,7 @@ def _introduction(
 @contextmanager
 def _proof(root: Path) -> Iterator[Path | None]:
     """Yield the path of a locked file of this process; None in a root that cannot be written."""
-    path = root / f".meeting.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
+    path = make_temporary_path(root / "meeting")
     with ExitStack() as held:
         try:
             held.enter_context(acquire_file_lock(path))
@@ -194,14 +188,30 @@ def _is_unwritable(error: BaseException | None) -> bool:
 
 def _why_another(proof: Path, theirs: str, mine: str) -> str:
     """Return why this node's root is not that of rank 0; empty if it is. It raises nothing."""
+    root, deadline = proof.parent, time.monotonic() + VISIBLE_S
     try:
-        if why := (
-            _why_not_seen(proof, theirs, mine)
-            or _why_not_locked(proof, theirs, mine)
-            or _why_late(proof.parent, mine)
-        ):
-            return why
-        require_capabilities(proof.parent)
+        while not proof.exists():
+            revalidate_folder(root)
+            if time.monotonic() > deadline:
+                return (
+                    f"node {mine} does not see in {root} ({find_mount(root)}) what rank 0 has "
+                    f"written there on node {theirs}. The root has to be on a file system that all "
+                    "nodes share; otherwise run the job on one node and copy its steps to a remote"
+                )
+            time.sleep(0.05)
+        with try_acquire_file_lock(proof) as free:
+            if free:
+                mount = find_mount(root)
+                option = mount.local_lock_option and f" with the option {mount.local_lock_option}"
+                return (
+                    f"node {mine} acquired a lock in {root} that node {theirs} holds: locks of "
+                    f"this file system ({mount}{option}) do not reach other nodes, and two commits "
+                    "could collide. Mount it with such locks (NFS: without nolock and local_lock, "
+                    "Lustre: with flock), or use another file system"
+                )
+        if late := _why_late(root, mine):
+            return late
+        require_capabilities(root)
     except Exception as error:
         return f"on node {mine}: {error}"
     return ""
@@ -213,36 +223,4 @@ def _why_late(root: Path, mine: str) -> str:
             f"node {mine} has mounted {mount.point} with the option {late}, so it would see "
             "commits and removals of other nodes late; mount it without the option"
         )
-    return ""
-
-
-def _why_not_seen(proof: Path, theirs: str, mine: str) -> str:
-    deadline = time.monotonic() + VISIBLE_S
-    root = proof.parent
-    while not proof.exists():
-        revalidate_folder(root)
-        if time.monotonic() > deadline:
-            return (
-                f"node {mine} does not see in {root} ({find_mount(root)}) what rank 0 has written "
-                f"there on node {theirs}. The root has to be on a file system that all nodes "
-                "share; otherwise run the job on one node and copy its steps to a remote"
-            )
-        time.sleep(0.05)
-    return ""
-
-
-def _why_not_locked(proof: Path, theirs: str, mine: str) -> str:
-    root = proof.parent
-    with try_acquire_file_lock(proof) as free:
-        if free:
-            mount = find_mount(root)
-            option = (
-                f" with the option {mount.local_lock_option}" if mount.local_lock_option else ""
-            )
-            return (
-                f"node {mine} acquired a lock in {root} that node {theirs} holds: locks of this "
-                f"file system ({mount}{option}) do not reach other nodes, and two commits could "
-                "collide. Mount it with such locks (NFS: without nolock and local_lock, Lustre: "
-                "with flock), or use another file system"
-            )
     return ""

@@ -8,9 +8,6 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.storage.job_settings import JobSettings, write_job_settings
 
-POLICIES = "keep", "keep_weights", "keep_quarantine", "remote_keep"
-"""Settings that are retention policies."""
-
 
 def set_job_settings(root: str | Path, changes: Mapping[str, Any]) -> JobSettings:
     """Change settings of a job in its root; those that are not named stay as they are.
@@ -26,7 +23,7 @@ def set_job_settings(root: str | Path, changes: Mapping[str, Any]) -> JobSetting
         ConfigError: a name is unknown, or a value is invalid; nothing was changed.
         FormatError: another release has written it.
     """
-    for name in POLICIES:
+    for name in ("keep", "keep_weights", "keep_quarantine", "remote_keep"):
         if changes.get(name) is not None:
             parse_policy(str(changes[name]))
     if "best=" in str(changes.get("remote_keep")):

@@ -26,7 +26,7 @@ import msgspec
 
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome, State
-from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, list_uncached, make_folder
+from trinity_sync.fs.atomic import list_uncached, make_folder, make_temporary_path
 from trinity_sync.fs.lock_file import LockFile
 from trinity_sync.fs.locks import is_locked
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, parse_number
@@ -102,7 +102,7 @@ class OutcomeLog:
                     path.unlink(missing_ok=True)
         self._path = folder / f"{self._request.save.run_label}.{uuid.uuid4().hex[:8]}.jsonl"
         # locked before it gets its name, so no rank finds it unlocked
-        temporary = folder / f".{self._path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
+        temporary = make_temporary_path(self._path)
         lock = LockFile(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             lock.acquire()

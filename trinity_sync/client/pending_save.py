@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome
 from trinity_sync.errors import CommitError, ManifestError
-from trinity_sync.fs.atomic import revalidate_folder
+from trinity_sync.fs.changes import ReadOnChange
 from trinity_sync.layout import MANIFEST, SERVES_AS
 from trinity_sync.snapshot.callable_status import read_statuses
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
@@ -62,10 +62,11 @@ class PendingSave:
     """Whether the last `find_result` has found it committed."""
     manifest: Manifest | None = None
     """What this run has committed of the step, as of the last look."""
-    stamp: tuple[int, int, int] | None = None
-    """Inode, time in ns and size of the manifest's file when it was read."""
     troubled: bool = False
     """Whether it was logged already that its status cannot be read."""
+
+    def __post_init__(self) -> None:
+        self._manifest_file = ReadOnChange(self.request.save.folder / MANIFEST, self._read_manifest)
 
     def find_result(self, outcome: Outcome | None, spool: JobSpool) -> SaveResult | None:
         """Return how the save ended; None if it has not.
@@ -105,7 +106,7 @@ class PendingSave:
 
     def _has_succeeded(self) -> bool:
         self.committed = self._is_committed()
-        return self.committed and self._is_exported()
+        return self.committed and all(is_exported(self.manifest, role) for role in self.exports)
 
     def _find_late_images(self, spool: JobSpool) -> list[SealedImage]:
         """Return this process's images that wait in the spool and are not part of the commit.
@@ -124,27 +125,16 @@ class PendingSave:
     def _read_manifest(self) -> Manifest | None:
         """Return what this run has committed of the step, with this rank's files at least.
 
-        It is read again only if its file changed.
-
         Raises:
             OSError: the root cannot be read.
         """
         save = self.request.save
-        revalidate_folder(save.folder.parent)
-        revalidate_folder(save.folder)
-        stamp = None
-        with suppress(FileNotFoundError, NotADirectoryError):
-            found = (save.folder / MANIFEST).stat()
-            stamp = (found.st_ino, found.st_mtime_ns, found.st_size)
-        if stamp != self.stamp:
-            self.manifest = None
-            with suppress(ManifestError):
-                # the files of exports are rank 0's
-                ranks = {self.rank, 0} if self.exports else {self.rank}
-                manifest = read_manifest(save.root, save.step, ranks=ranks)
-                self.manifest = manifest if manifest and manifest.run == save.run else None
-            self.stamp = stamp
-        return self.manifest
+        # the files of exports are rank 0's
+        ranks = {self.rank, 0} if self.exports else {self.rank}
+        with suppress(ManifestError):
+            manifest = read_manifest(save.root, save.step, ranks=ranks)
+            return manifest if manifest and manifest.run == save.run else None
+        return None
 
     def _is_committed(self) -> bool:
         """Return whether this process's images are committed, and the step counts.
@@ -153,7 +143,7 @@ class PendingSave:
         """
         save = self.request.save
         roles = save.roles if self.request.components else ()  # save functions have none
-        manifest = self._read_manifest()
+        manifest = self.manifest = self._manifest_file.get()
         if not (
             manifest and manifest.has_kind(save.kind, roles) and self.images <= manifest.images
         ):
@@ -168,9 +158,6 @@ class PendingSave:
             )
         except CommitError:  # the record of the remote is torn, so the flow run's end decides
             return False
-
-    def _is_exported(self) -> bool:
-        return all(is_exported(self.manifest, role) for role in self.exports)
 
     def _describe_missed(self) -> str:
         """Return what has not been reached, to follow "was not"."""

@@ -96,11 +96,6 @@ class _Server:
     cert_file: str
     verifies: bool
 
-    @property
-    def shown(self) -> str:
-        """The URL without a password."""
-        return hide_password(self.url)
-
 
 class PrefectApi:
     """The API of a Prefect server; an instance belongs to one event loop at a time.
@@ -266,7 +261,7 @@ class PrefectApi:
 
     def _flow_run(self, run: Mapping[str, Any]) -> FlowRun:
         assert self._connected_to is not None  # it has answered
-        ui = self._connected_to.shown.rstrip("/").removesuffix("/api")
+        ui = hide_password(self._connected_to.url).rstrip("/").removesuffix("/api")
         state = run["state"] or {"type": "", "timestamp": "1970-01-01T00:00:00Z"}
         return FlowRun(
             id=uuid.UUID(run["id"]),
@@ -283,7 +278,7 @@ class PrefectApi:
         import httpx
 
         assert self._connected_to is not None
-        url = self._connected_to.shown
+        url = hide_password(self._connected_to.url)
         cert_file = self._connected_to.cert_file
         try:
             yield
@@ -312,7 +307,8 @@ class PrefectApi:
             ) from error
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
             # another protocol, no URL, or an answer of another form
-            raise _other_server(url, f"{type(error).__name__}: {error}") from error
+            why = f"{type(error).__name__}: {error}"
+            raise PrefectApiError(_describe_other_server(url, why), url=url) from error
         except OSError as error:  # of the certificate file; httpx raises none itself
             raise PrefectApiError(
                 f"PREFECT_API_SSL_CERT_FILE, or SSL_CERT_FILE, names {cert_file}, which holds no "
@@ -323,47 +319,40 @@ class PrefectApi:
 
 def _error_of(url: str, answer: "httpx.Response") -> PrefectApiError:
     """Return the error for an answer without success, which says what to do."""
-    status = answer.status_code
+    status, kind = answer.status_code, PrefectApiError
     if status in (401, 403):
-        return PrefectApiError(
+        text = (
             f"the Prefect server at {url} refuses this client ({status}): the password is missing "
             "or wrong. Set PREFECT_API_AUTH_STRING to the server's PREFECT_SERVER_API_AUTH_STRING "
             "(of a stack on this machine: trinity-sync env prints it), or PREFECT_API_KEY to a key "
-            "of Prefect Cloud",
-            url=url,
-            status=status,
+            "of Prefect Cloud"
         )
-    if status in (409, 422):
-        return RequestRefusedError(
+    elif status in (409, 422):
+        kind = RequestRefusedError
+        text = (
             f"the Prefect server at {url} refuses the request ({status}): {answer.text[:300]}. "
             "Client and stack may be of different releases: install the same one on both sides, "
-            "then run: trinity-sync deploy",
-            url=url,
-            status=status,
+            "then run: trinity-sync deploy"
         )
-    if status == 404 and "Deployment not found" in answer.text:
-        return PrefectApiError(
+    elif status == 404 and "Deployment not found" in answer.text:
+        text = (
             f"the Prefect server at {url} has no deployment {SAVE_DEPLOYMENT}; run: trinity-sync "
-            "deploy",
-            url=url,
-            status=status,
+            "deploy"
         )
-    if status in (404, 405) or 300 <= status < 400:
-        return _other_server(url, f"{status} {answer.reason_phrase}", status)
-    return PrefectApiError(
-        f"the Prefect server at {url} answers {status} {answer.reason_phrase}: "
-        f"{answer.text[:300]}. Look at its log",
-        url=url,
-        status=status,
-    )
+    elif status in (404, 405) or 300 <= status < 400:
+        text = _describe_other_server(url, f"{status} {answer.reason_phrase}")
+    else:
+        text = (
+            f"the Prefect server at {url} answers {status} {answer.reason_phrase}: "
+            f"{answer.text[:300]}. Look at its log"
+        )
+    return kind(text, url=url, status=status)
 
 
-def _other_server(url: str, why: str, status: int = 0) -> PrefectApiError:
-    return PrefectApiError(
+def _describe_other_server(url: str, why: str) -> str:
+    return (
         f"{url} is not the API of a Prefect server ({why}). Correct PREFECT_API_URL; it ends with "
-        "/api",
-        url=url,
-        status=status,
+        "/api"
     )
 
 
@@ -406,6 +395,8 @@ def _find_server(home: Path, given_url: str | None) -> _Server:
     Raises:
         PrefectApiError: none is named, or a variable is invalid.
     """
+    import certifi
+
     named = os.environ.get
     url, login = given_url or named("PREFECT_API_URL", ""), named("PREFECT_API_AUTH_STRING", "")
     if not url:
@@ -437,7 +428,7 @@ def _find_server(home: Path, given_url: str | None) -> _Server:
     return _Server(
         url,
         tuple(headers.items()),
-        named("PREFECT_API_SSL_CERT_FILE") or named("SSL_CERT_FILE") or _known_authorities(),
+        named("PREFECT_API_SSL_CERT_FILE") or named("SSL_CERT_FILE") or certifi.where(),
         insecure not in ("1", "true", "t", "yes", "y", "on"),
     )
 
@@ -450,12 +441,6 @@ def hide_password(url: str) -> str:
 def _normalize(url: str) -> str:
     """Return a URL in the form in which two of the same server on this node are equal."""
     return re.sub(r"//(localhost|\[::1\])(?=[:/]|$)", "//127.0.0.1", url.rstrip("/"))
-
-
-def _known_authorities() -> str:
-    import certifi
-
-    return certifi.where()
 
 
 def read_local_stack(home: Path) -> tuple[str, str]:

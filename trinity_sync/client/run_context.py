@@ -133,7 +133,8 @@ class RunContext:
             return
         if joined.resumed_from == step:
             return
-        if joined.resumed_from or self._has_committed(joined):
+        committed_by = (read_run_number(self._root, each) for each in steps_on_disk(self._root))
+        if joined.resumed_from or joined.number in committed_by:
             raise ConfigError(
                 f"run key {self._key!r} is that of run {joined.number} of {self._root}, which "
                 f"began at step {joined.resumed_from} and cannot begin again at {step}; give "
@@ -307,11 +308,6 @@ class RunContext:
                 quarantine_folder(self._root),
                 found.step,
             )
-
-    def _has_committed(self, run: Run) -> bool:
-        return any(
-            read_run_number(self._root, step) == run.number for step in steps_on_disk(self._root)
-        )
 
 
 def make_run_key() -> str:

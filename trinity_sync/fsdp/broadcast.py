@@ -21,6 +21,7 @@ from verl.utils.fsdp_utils import (
     offload_fsdp_model_to_cpu,
 )
 
+from trinity_sync.client.collective import gather_from_ranks
 from trinity_sync.errors import WeightSyncError
 from trinity_sync.snapshot.torch_private import (
     get_fsdp1_handle,
@@ -195,8 +196,7 @@ def _run_before_gather(prepare: Callable[[], T]) -> T:
     dist.all_reduce(failed, dist.ReduceOp.MAX)
     if not failed.item():
         return result
-    reasons: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, None if failure is None else repr(failure))
+    reasons = gather_from_ranks(None if failure is None else repr(failure))
     if failure is not None:
         raise failure
     rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason)

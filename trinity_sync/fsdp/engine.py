@@ -106,12 +106,7 @@ def fsdp_save_state_dict(
     metadata = metadata_folder(coordinator, role, engine.module, processing_class)
     staged = coordinator.save(step, states, role=role, kind="state_dict", metadata=metadata)
     if staged.components:
-        logger.info(
-            "weights of step %d submitted: %s bytes staged in %.1f ms",
-            step,
-            f"{staged.nbytes:,}",
-            1e3 * staged.stall_s,
-        )
+        _log_staged(logger, step, "submitted", staged)
     return staged
 
 
@@ -149,13 +144,13 @@ def fsdp_upload_state_dict(
         collect=lambda: _on_device(engine, manager.get_model_state),
     )
     if staged:
-        logger.info(
-            "weights of step %d uploaded: %s bytes staged in %.1f ms",
-            global_step,
-            f"{staged.nbytes:,}",
-            1e3 * staged.stall_s,
-        )
+        _log_staged(logger, global_step, "uploaded", staged)
     return staged
+
+
+def _log_staged(logger: logging.Logger, step: int, done: str, staged: Staged) -> None:
+    nbytes, stall_ms = f"{staged.nbytes:,}", 1e3 * staged.stall_s
+    logger.info("weights of step %d %s: %s bytes staged in %.1f ms", step, done, nbytes, stall_ms)
 
 
 def _on_device(engine: Any, collect: Callable[[], dict[str, Any]]) -> dict[str, Any]:

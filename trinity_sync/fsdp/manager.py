@@ -307,7 +307,12 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
         if local_path is None:
             return
         self._require(model=self.should_load_model, optimizer=self.should_load_optimizer)
-        components = self._components_to_load()
+        contents = {
+            "model": self.should_load_model,
+            "optim": self.should_load_optimizer,
+            "extra_state": self.should_load_extra,
+        }
+        components = [component for component, wanted in contents.items() if wanted]
         given = Path(local_path)
         folder = given.resolve()
         saved_by, committed = broadcast_from_rank_0(
@@ -344,10 +349,10 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
         """Load this rank's own shards; all ranks raise the error of any rank."""
         root, step, role = split_role_path(folder)
         files = [f"{role}/{shard_file(name, self.world_size, self.rank)}" for name in components]
-        ours = self._coordinator is not None and self._coordinator.root == root
-        spool = self._coordinator.spool if self._coordinator and ours else None
+        saves = self._coordinator
+        spool = saves.spool if saves and saves.root == root else None
         # load_state_dict copies the model's state, but the optimizer keeps the tensors
-        borrow = {file for file, name in zip(files, components, strict=True) if name == "model"}
+        borrow = {f"{role}/{shard_file('model', self.world_size, self.rank)}"}
         with lease_on_rank_0(root, step) as manifest:
             shards = load_shards(root, step, files, spool=spool, borrow=borrow, manifest=manifest)
             with closing(shards), use_sharded_state_dicts(self.model):
@@ -388,14 +393,6 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
             self._coordinator.wait_all()
         if self._publisher is not None:
             self._publisher.wait()
-
-    def _components_to_load(self) -> list[str]:
-        contents = {
-            "model": self.should_load_model,
-            "optim": self.should_load_optimizer,
-            "extra_state": self.should_load_extra,
-        }
-        return [component for component, wanted in contents.items() if wanted]
 
     def _require(self, **wanted: bool) -> None:
         for part, needed in wanted.items():

@@ -28,11 +28,6 @@ from trinity_sync.fsdp.state_dict import unwrap_model
 
 logger = logging.getLogger(__name__)
 
-FSDP_CONFIG = "fsdp_config.json"
-LORA_CONFIG = "lora_train_meta.json"
-HUGGINGFACE = "huggingface"
-ADAPTER = "lora_adapter"
-
 _written: WeakKeyDictionary[Any, set[Path]] = WeakKeyDictionary()
 
 
@@ -80,7 +75,7 @@ def write_metadata(folder: Path, model: Any, processing_class: Any, *, world_siz
     """
     inner = unwrap_model(model)
     config = inner.config
-    huggingface = folder / HUGGINGFACE
+    huggingface = folder / "huggingface"
     huggingface.mkdir(exist_ok=True)
     if getattr(config, "auto_map", None) and None in config.auto_map:
         config.auto_map = {key: value for key, value in config.auto_map.items() if key is not None}
@@ -104,12 +99,19 @@ def write_metadata(folder: Path, model: Any, processing_class: Any, *, world_siz
         save_code = partial(custom_object_save, base, config=config)
         _write_optional(huggingface, "the source files of the model", save_code)
     versions = {"FSDP_version": fsdp_version(model), "world_size": world_size}
-    (folder / FSDP_CONFIG).write_text(json.dumps(versions, indent=4))
-    adapter = _describe_adapter(inner)
-    if trained := _find_adapter(inner):
-        _write_optional(folder / ADAPTER, "the config of the adapter", trained.save_pretrained)
-    if adapter is not None:
-        (folder / LORA_CONFIG).write_text(json.dumps(adapter, indent=4))
+    (folder / "fsdp_config.json").write_text(json.dumps(versions, indent=4))
+    adapters = getattr(inner, "peft_config", None) or {}
+    if adapter := adapters.get("default") or next(iter(adapters.values()), None):
+        write_adapter = adapter.save_pretrained
+        _write_optional(folder / "lora_adapter", "the config of the adapter", write_adapter)
+    if (rank := int(getattr(adapter, "r", 0) or 0)) > 0:
+        task = getattr(adapter, "task_type", None) or "CAUSAL_LM"
+        lora = {
+            "r": rank,
+            "lora_alpha": int(getattr(adapter, "lora_alpha", None) or rank),
+            "task_type": str(getattr(task, "value", task)),
+        }
+        (folder / "lora_train_meta.json").write_text(json.dumps(lora, indent=4))
 
 
 def _write_optional(folder: Path, what: str, write: Callable[[str], Any]) -> None:
@@ -149,23 +151,3 @@ def _is_untied(inner: Any) -> bool:
     weights = [getattr(layer, "weight", None) for layer in layers]
     are_known = all(isinstance(weight, torch.nn.Parameter) for weight in weights)
     return are_known and weights[0] is not weights[1] and not getattr(inner, "peft_config", None)
-
-
-def _find_adapter(inner: Any) -> Any:
-    """Return PEFT's config of the adapter; None if there is none."""
-    adapters = getattr(inner, "peft_config", None) or {}
-    return adapters.get("default") or next(iter(adapters.values()), None)
-
-
-def _describe_adapter(inner: Any) -> dict[str, Any] | None:
-    """Return rank, alpha and task of the LoRA adapter, as veRL's merger reads them, or None."""
-    config = _find_adapter(inner)
-    rank = int(getattr(config, "r", 0) or 0)
-    if rank <= 0:
-        return None
-    task = getattr(config, "task_type", None) or "CAUSAL_LM"
-    return {
-        "r": rank,
-        "lora_alpha": int(getattr(config, "lora_alpha", None) or rank),
-        "task_type": str(getattr(task, "value", task)),
-    }

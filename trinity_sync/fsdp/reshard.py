@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trinity_sync.client.collective import (
     broadcast_from_rank_0,
+    gather_from_ranks,
     lease_on_rank_0,
     run_on_all_ranks,
 )
@@ -65,9 +66,7 @@ def is_on_this_mesh(role_folder: Path, model: Any) -> bool:
             if name in live
         )
 
-    alike: list[bool] = [True] * world_size
-    dist.all_gather_object(alike, run_on_all_ranks(role_folder, is_alike))
-    return all(alike)
+    return all(gather_from_ranks(run_on_all_ranks(role_folder, is_alike)))
 
 
 def load_resharded(

@@ -41,10 +41,10 @@ def check_loadable(role_folder: Path, world_size: int, components: Sequence[str]
     if names is None:
         names = [path.name for path in role_folder.iterdir()]
     shards = [match for name in names if (match := _SHARD.fullmatch(name))]
-    sizes: dict[str, set[int]] = {component: set() for component in components}
-    for shard in shards:
-        if shard["component"] in sizes:
-            sizes[shard["component"]].add(int(shard["world_size"]))
+    sizes = {
+        name: {int(each["world_size"]) for each in shards if each["component"] == name}
+        for name in components
+    }
     for component, found in sizes.items():
         if not found:
             raise CommitError(

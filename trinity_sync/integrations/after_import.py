@@ -58,9 +58,12 @@ class _PatchingFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        patch = self._patches.get(fullname)
-        spec = self._find_with_others(fullname, path, target) if patch else None
-        if patch is None or spec is None or spec.loader is None:
+        if not (patch := self._patches.get(fullname)):
+            return None
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]  # also those of other switches
+        specs = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next(filter(None, specs), None)
+        if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
 
@@ -70,12 +73,3 @@ class _PatchingFinder(MetaPathFinder):
 
         spec.loader.exec_module = execute_and_patch  # type: ignore[method-assign]
         return spec
-
-    def _find_with_others(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
-    ) -> ModuleSpec | None:
-        """Return what the finders after this one find, which include those of other switches."""
-        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
-            if spec := finder.find_spec(fullname, path, target):
-                return spec
-        return None

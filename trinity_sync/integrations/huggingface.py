@@ -64,7 +64,7 @@ class TrinitySyncCallback(TrainerCallback):
     """
 
     def __init__(self, root: str | Path, **coordinator: Any) -> None:
-        self._root = Path(root).resolve()
+        self.root = Path(root).resolve()
         self._arguments = coordinator
         self._saves: TrainerSaves | None = None
         self._logged: tuple[int, dict[str, Any]] = (-1, {})
@@ -106,11 +106,6 @@ class TrinitySyncCallback(TrainerCallback):
         saves = self._get_saves()
         step = saves.latest_step(settle_s=settle_s)
         return None if step is None else str(self._make_folder(saves, step))
-
-    @property
-    def root(self) -> Path:
-        """The job's root."""
-        return self._root
 
     def upload(self, step: int, model: torch.nn.Module) -> None:
         """Publish a model's weights to readers on this node, without saving them.
@@ -203,14 +198,14 @@ class TrinitySyncCallback(TrainerCallback):
             logger.warning(
                 "The best step %d of %s is not committed, and no other is pinned as the best: "
                 "the weights stay those of step %d",
-                *(best, self._root, state.global_step),
+                *(best, self.root, state.global_step),
             )
             state.best_model_checkpoint = None
             return False
         if step != best:
             logger.warning(
                 "The best step %d of %s is not committed; step %d is loaded, the best before it",
-                *(best, self._root, step),
+                *(best, self.root, step),
             )
         saves.keep_best(step)
         state.best_model_checkpoint = str(self._make_folder(saves, step))
@@ -242,7 +237,7 @@ class TrinitySyncCallback(TrainerCallback):
             try:  # what the training before it has submitted is committed nevertheless
                 self._close()
             except TrinitySyncError as error:  # its own failures are no failures of this one
-                logger.warning("the training before in %s ended with: %s", self._root, error)
+                logger.warning("the training before in %s ended with: %s", self.root, error)
         self._embeddings = None
         self._decide_embeddings(parts["model"])
         step, self._loaded = self._loaded, None
@@ -296,17 +291,16 @@ class TrinitySyncCallback(TrainerCallback):
     def _make_folder(self, saves: TrainerSaves, step: int) -> Path:
         """Make the folder of a step that `Trainer` loads."""
         with saves.lease(step) as manifest:
-            attached = {Path(path).name for path in list_attachments(manifest)}
+            attached = list_attachments(manifest)
             if TRAINER_STATE_NAME not in attached:
                 raise CommitError(
-                    f"step {step} in {self._root} has no {TRAINER_STATE_NAME}, so it was not saved "
+                    f"step {step} in {self.root} has no {TRAINER_STATE_NAME}, so it was not saved "
                     f"by {type(self).__name__}; use another root"
                 )
-            names = name_files(manifest, attached)
-            names |= {Path(path).name: path for path in list_attachments(manifest)}
+            names = name_files(manifest, {*attached}) | attached
             files = saves.open_files(manifest, names.values())
         self._close_files()
-        folder = files.make_folder(str(self._folder_of(step).relative_to(self._root)), names)
+        folder = files.make_folder(str(self._folder_of(step).relative_to(self.root)), names)
         self._opened = files, folder
         return folder
 
@@ -328,7 +322,7 @@ class TrinitySyncCallback(TrainerCallback):
             self._opened = None
 
     def _folder_of(self, step: int) -> Path:
-        return self._root / PRIVATE_FOLDER / _FOLDER / f"checkpoint-{step}"
+        return self.root / PRIVATE_FOLDER / _FOLDER / f"checkpoint-{step}"
 
     def _get_saves(self) -> TrainerSaves:
         sharded = is_initialized() and AcceleratorState().distributed_type is FSDP
@@ -340,11 +334,11 @@ class TrinitySyncCallback(TrainerCallback):
             )
             if launched and not is_initialized():
                 raise ConfigError(
-                    f"{self._root}: there are several processes, and how they share the model is "
+                    f"{self.root}: there are several processes, and how they share the model is "
                     "not known yet; create the Trainer before the first call"
                 )
             arguments = {**self._arguments, **self._run_key}
-            self._saves = TrainerSaves(self._root, sharded=sharded, **arguments)
+            self._saves = TrainerSaves(self.root, sharded=sharded, **arguments)
         return self._saves
 
     def _decide_embeddings(self, model: torch.nn.Module) -> bool:

@@ -13,7 +13,6 @@ in which Lightning's weight averaging replaces the weights.
 import io
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +218,8 @@ class TrinitySyncCallback(ModelCheckpoint):
         def save_checkpoint(
             checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
         ) -> None:
-            if (step := self._find_step(filepath)) is not None:
+            step = step_of_folder(Path(filepath).name)
+            if step is not None and Path(filepath).resolve().parent == self._root:
                 self._submit(step, checkpoint, self._get_saves(strategy))
             else:
                 original(checkpoint, filepath, storage_options=storage_options)
@@ -243,6 +243,9 @@ class TrinitySyncCallback(ModelCheckpoint):
 
     def _wrap_load(self, original: Callable[..., Any], trainer: Any) -> Callable[..., Any]:
         def load_checkpoint(path: Any, *arguments: Any, **named: Any) -> Any:
+            def read(source: Any) -> Any:
+                return original(source, *arguments, **named)
+
             selects, self._loads_last = self._loads_last, False
             folder = Path(path).resolve()
             if selects or folder == self._root:
@@ -251,13 +254,13 @@ class TrinitySyncCallback(ModelCheckpoint):
                 root, step = folder.parent, step_of_folder(folder.name)
                 is_other = step is None or root != self._root
                 if is_other and not trainer.strategy.broadcast((folder / MANIFEST).exists()):
-                    return original(path, *arguments, **named)
-            loaded = self._load_from_root(root, step, trainer, original, *arguments, **named)
+                    return read(path)
+            loaded = self._load_from_root(root, step, trainer, read)
             if loaded is not None:
                 return loaded
             if selects and (other := trainer.strategy.broadcast(_find_other(trainer))):
                 rank_zero_info(f"There is no committed step in {self._root}: loading {other}")
-                return original(other, *arguments, **named)
+                return read(other)
             rank_zero_info(f"There is no committed step in {self._root}: a fresh start")
             trainer.ckpt_path = None
             return _NothingToLoad()
@@ -265,28 +268,22 @@ class TrinitySyncCallback(ModelCheckpoint):
         return load_checkpoint
 
     def _load_from_root(
-        self,
-        root: Path,
-        step: int | None,
-        trainer: Any,
-        original: Callable[..., Any],
-        *arguments: Any,
-        **named: Any,
+        self, root: Path, step: int | None, trainer: Any, read: Callable[[Any], Any]
     ) -> Any:
         """Return the checkpoint of a step, by default the newest; None if there is none."""
         fits = trainer.state.fn == TrainerFn.FITTING and not trainer.fast_dev_run
         resumes = fits and root == self._root
         if not resumes and step is None and not trainer.strategy.broadcast(root.is_dir()):
             return None  # the coordinator would make the root
-        make = self._get_saves if resumes else partial(self._make_saves, root)
-        saves = make(trainer.strategy)
+        strategy = trainer.strategy
+        saves = self._get_saves(strategy) if resumes else self._make_saves(root, strategy)
         try:
             step = saves.latest_step(settle_s=self._settle_s) if step is None else step
             if step is None:
                 return None
             rank_zero_info(f"Loading {step_folder(root, step)}")
             with saves.lease(step) as manifest:
-                loaded = self._load(trainer, saves, manifest, original, *arguments, **named)
+                loaded = self._load(trainer, saves, manifest, read)
                 if fits:
                     self._rng = saves.load_attachment(manifest, _name_rng(saves.rank))
                 if resumes:
@@ -297,26 +294,17 @@ class TrinitySyncCallback(ModelCheckpoint):
                 saves.close()
 
     def _load(
-        self,
-        trainer: Any,
-        saves: TrainerSaves,
-        manifest: Manifest,
-        original: Callable[..., Any],
-        *arguments: Any,
-        **named: Any,
+        self, trainer: Any, saves: TrainerSaves, manifest: Manifest, read: Callable[[Any], Any]
     ) -> Any:
         """Return the checkpoint of a leased step, without what of it is loaded already."""
         if not saves.is_sharded:
             states = saves.load_replicated(manifest)
             loaded = {_WEIGHTS: states["model"], _OPTIMIZERS: states["optim"]}
             return {**states["extra_state"], **loaded}
-        names = {
-            Path(record.path).name: record.path
-            for record in manifest.files
-            if record.path.startswith("actor/")
-        } | {Path(path).name: path for path in list_attachments(manifest)}
+        shards = [record.path for record in manifest.files if record.path.startswith("actor/")]
+        names = {Path(path).name: path for path in shards} | list_attachments(manifest)
         with saves.open_files(manifest, names.values()) as files, _on_own_path(trainer.strategy):
-            loaded = original(files.make_folder("checkpoint", names), *arguments, **named)
+            loaded = read(files.make_folder("checkpoint", names))
             saves.run_on_rank_0(lambda: require_unreplaced(saves.root, manifest))
             return loaded
 
@@ -329,10 +317,6 @@ class TrinitySyncCallback(ModelCheckpoint):
         sharded = isinstance(strategy, ModelParallelStrategy)
         own = {} if root == self._root else {"job": None}  # another root keeps its settings
         return TrainerSaves(root, sharded=sharded, **{**self._arguments, **own})
-
-    def _find_step(self, path: Any) -> int | None:
-        folder = Path(path)
-        return step_of_folder(folder.name) if folder.resolve().parent == self._root else None
 
 
 class _SaveLastStep(Callback):

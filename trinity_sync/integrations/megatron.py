@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -196,11 +197,6 @@ def raise_first(failure: str, what: str, group: dist.ProcessGroup | None) -> Non
         raise ImageError(f"{what}: nothing was submitted, because {first}")
 
 
-def make_planner() -> MCoreSavePlanner:
-    """Return the planner of a save, as ``TorchDistSaveShardedStrategy`` makes it."""
-    return MCoreSavePlanner(flatten_state_dict=False)
-
-
 class _Folder:
     """A folder of one sharded state dict."""
 
@@ -214,6 +210,8 @@ class _Folder:
         self._path = path
         self._group = group
         self._replicas = replicas
+        # as TorchDistSaveShardedStrategy makes it
+        make_planner = partial(MCoreSavePlanner, flatten_state_dict=False)
         self._file = PlannedFile(rank, group, make_planner, folder=path)
         self._distribution: ShardDistribution | None = None
         """Which rank saves what several have; None for ranks without replicas."""

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -114,8 +114,8 @@ class TrainerSaves:
         self.has_begun = True
         states, files = self.run_on_all_ranks(collect)
         self._saved = step
-        if self._saver is None:
-            files = self._gather(files)
+        if self._saver is None:  # rank 0 attaches the files of all
+            files = {name: file for each in self._gather(files) for name, file in each.items()}
 
         def submit() -> None:
             if self._coordinator is None:
@@ -211,7 +211,7 @@ class TrainerSaves:
                 return True
             return False
 
-        while not self._is_on_all_ranks(self.run_on_all_ranks(wait)):
+        while not all(self._gather(self.run_on_all_ranks(wait))):
             pass
 
     def close(self) -> None:
@@ -280,10 +280,8 @@ class TrainerSaves:
         """
 
         def load() -> Any:
-            for path in list_attachments(manifest):
-                if Path(path).name == name:
-                    shards = load_shards(self.root, manifest.step, [path], manifest=manifest)
-                    return next(shards).state
+            if path := list_attachments(manifest).get(name):
+                return next(load_shards(self.root, manifest.step, [path], manifest=manifest)).state
             return None
 
         return self.run_on_all_ranks(load)
@@ -310,30 +308,18 @@ class TrainerSaves:
         """Call a function on rank 0, and return its result, or raise its error, on every rank."""
         return broadcast_from_rank_0(self.root, work) if self.world_size > 1 else work()
 
-    def _is_on_all_ranks(self, here: bool) -> bool:
-        if self.world_size == 1:
-            return here
-        found: list[bool] = [here] * self.world_size
-        dist.all_gather_object(found, here)
-        return all(found)
-
-    def _gather(self, files: Mapping[str, bytes]) -> Mapping[str, bytes]:
-        """Return the files of all ranks; only rank 0 needs them."""
-        if self.world_size == 1:
-            return files
-        gathered: list[Mapping[str, bytes] | None] = [None] * self.world_size
-        dist.all_gather_object(gathered, files)
-        return {
-            name: content
-            for each in cast(list[Mapping[str, bytes]], gathered)
-            for name, content in each.items()
-        }
+    def _gather(self, here: T) -> list[T]:
+        """Return what the ranks pass, by rank."""
+        found = [here] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(found, here)
+        return found
 
 
-def list_attachments(manifest: Manifest) -> list[str]:
-    """Return the paths of a step's attachments, of all ranks."""
+def list_attachments(manifest: Manifest) -> dict[str, str]:
+    """Return the paths of a step's attachments, of all ranks, by name."""
     paths = [record.path for record in manifest.files]
-    return [path for path in paths if path.startswith(f"{ATTACHMENTS}/")]
+    return {Path(path).name: path for path in paths if path.startswith(f"{ATTACHMENTS}/")}
 
 
 def select_metrics(logged: Mapping[str, Any]) -> dict[str, float]:

@@ -176,9 +176,7 @@ class TrinitySyncCheckpointEngine(CheckpointEngineWithCache):
                 pass
             return
         sender = self._get_sender()
-        step, problem = sender.collect(weights, global_steps)
-        if problem:
-            raise ConfigError(problem)
+        step = sender.collect(weights, global_steps)
         await asyncio.to_thread(sender.publish, step)
 
     def _get_sender(self) -> "_Sender":
@@ -324,17 +322,20 @@ class _Sender:
         """Return what the workers are told."""
         return SenderInfo(self._coordinator.begin(), self._newest, self._synchronizer)
 
-    def collect(self, weights: Iterable[Named], step: int | None) -> tuple[int, str]:
-        """Copy the weights to the host; return their step, and what is wrong with them.
+    def collect(self, weights: Iterable[Named], step: int | None) -> int:
+        """Copy the weights to the host, and return their step.
 
         All of ``weights`` is taken in any case, since other ranks wait in its collectives.
+
+        Raises:
+            ConfigError: as in `TrinitySyncCheckpointEngine.send_weights`.
         """
         newest = self._newest
         step = (newest or 0) if step is None else step
         if newest is not None and step < newest:
             for _ in weights:
                 pass
-            return step, (
+            raise ConfigError(
                 f"step {step} is sent after step {newest}: versions of a run never go back; "
                 "start a new run to send older weights"
             )
@@ -342,15 +343,15 @@ class _Sender:
             same = {name: self._is_kept(name, tensor) for name, tensor in weights}
             changed = sorted(name for name in same | self._kept if not same.get(name))
             if changed:
-                return step, (
+                raise ConfigError(
                     f"step {step} is sent again with other weights: {len(changed)} tensors differ, "
                     f"such as {changed[0]}; pass a new global_steps with changed weights"
                 )
-            return step, ""
+            return step
         before, self._kept = self._kept, {}  # which it stays if ``weights`` fails
         kept = {name: _copy_into(before.pop(name, None), tensor) for name, tensor in weights}
         self._kept, self._newest = kept, step
-        return step, ""
+        return step
 
     def publish(self, step: int) -> None:
         """Copy what is kept into shared memory, submit its commit, and tell the Synchronizer.

@@ -37,8 +37,6 @@ ROOT = "TRINITY_SYNC_ROOT"
 WAIT = "async_calls_finalize_fn_exec"
 """Method that veRL's trainers call before each step, and with ``blocking`` after the last one."""
 
-ASYNC_SAVE = "actor_rollout_ref.actor.checkpoint.async_save"
-
 
 def wrap_find_latest_ckpt_path(original: Callable[..., str | None]) -> Callable[..., str | None]:
     """Wrap veRL's ``find_latest_ckpt_path``: wait for saves in flight, return committed steps."""
@@ -54,18 +52,13 @@ def wrap_find_latest_ckpt_path(original: Callable[..., str | None]) -> Callable[
             return original(path, directory_format)
         with closing(CheckpointCoordinator(path)) as saves:
             newest = saves.latest(settle_s=SETTLE_S)
-        if newest is None or _was_saved_by_verl(
-            Path(path), read_latest_pointer(path, "checkpoint")
-        ):
+        named = read_latest_pointer(path, "checkpoint")
+        saved_by_verl = named is not None and is_foreign(step_folder(path, named))
+        if newest is None or saved_by_verl:
             return original(path, directory_format)
         return str(newest)
 
     return find_latest_ckpt_path
-
-
-def _was_saved_by_verl(root: Path, step: int | None) -> bool:
-    """Return whether the latest pointer names a step that veRL saved without trinity_sync."""
-    return step is not None and is_foreign(step_folder(root, step))
 
 
 def wrap_save_checkpoint(original: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -78,7 +71,8 @@ def wrap_save_checkpoint(original: Callable[[Any], None]) -> Callable[[Any], Non
     def _save_checkpoint(trainer: Any) -> None:
         if not _saves_here(trainer.config.actor_rollout_ref.actor):
             return original(trainer)
-        OmegaConf.update(trainer.config, ASYNC_SAVE, True, force_add=True)
+        async_save = "actor_rollout_ref.actor.checkpoint.async_save"
+        OmegaConf.update(trainer.config, async_save, True, force_add=True)
         groups = [trainer.actor_rollout_wg, *([trainer.critic_wg] if trainer.use_critic else [])]
         deferred: list[Callable[[], Any]] = []
         with ExitStack() as meanwhile:

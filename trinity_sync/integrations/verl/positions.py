@@ -103,7 +103,8 @@ class CommitsPositions(ManagerOfPaths):
             self._own_root = os.environ.get(ROOT)  # as the switch's launch has set it
             load(local_path, hdfs_path, del_local_after_load)
             if self.rank == 0:
-                restore_data(given)
+                # it differs if the step came from a remote, or a run was killed after writing one
+                restore_attachment(given.parent, DATA, given.parent / DATA)
             return
         manifest = broadcast_from_rank_0(given, lambda: _read_step(given, self.world_size))
         folder = _role_folder(given) if manifest else given
@@ -142,14 +143,6 @@ def _read_step(folder: Path, world_size: int) -> Manifest | None:
             "verl.model_merger makes of the step"
         )
     return manifest
-
-
-def restore_data(role_folder: Path) -> None:
-    """Restore the committed dataloader's position where veRL's driver reads it.
-
-    It differs if the step came from a remote, or if a run was killed after writing another one.
-    """
-    restore_attachment(role_folder.parent, DATA, role_folder.parent / DATA)
 
 
 def restore_attachment(folder: Path, name: str, to: Path) -> None:

@@ -22,8 +22,6 @@ with from_extra("verl"):
 
     VERL = Version(version("verl"))
 
-THIS = "trinity_sync.integrations.verl.switch"
-
 
 def _resume(module: ModuleType) -> None:
     from trinity_sync.integrations.verl.driver import wrap_find_latest_ckpt_path
@@ -71,7 +69,7 @@ def _fully_async(module: ModuleType) -> None:
 def _launch(module: ModuleType) -> None:
     from trinity_sync.integrations.verl.driver import wrap_get_ppo_ray_runtime_env
 
-    ours = wrap_get_ppo_ray_runtime_env(module.get_ppo_ray_runtime_env, THIS)
+    ours = wrap_get_ppo_ray_runtime_env(module.get_ppo_ray_runtime_env, __name__)
     rebind(module, "get_ppo_ray_runtime_env", ours, within=["verl"])
 
 

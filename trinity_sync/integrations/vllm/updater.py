@@ -73,7 +73,16 @@ class VLLMUpdater:
         timeout_s: float = 600.0,
     ) -> None:
         root = Path(root).resolve()
-        self._engine = _make_control(engine, api_key, timeout_s)
+        self._engine: _InProcess | _Server
+        if isinstance(engine, str):
+            self._engine = _Server(engine, api_key, timeout_s)
+        elif hasattr(engine, "llm_engine"):
+            self._engine = _InProcess(engine)
+        else:
+            raise ConfigError(
+                f"{engine!r} is no vLLM engine that can be updated; pass an LLM, or the URL of a "
+                "server"
+            )
         self._timeout_s = timeout_s
         self._name = uuid.uuid4().hex
         self._init_info = {
@@ -138,10 +147,12 @@ class VLLMUpdater:
         """
         while True:
             deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-            while self._wait_newer(deadline - time.monotonic()) is None:
+            left_s = deadline - time.monotonic()
+            while wait_newer(self._reader, None, max(0.0, min(left_s, CHECK_S))) is None:
                 if self._has_lost_version():
                     break
-                if time.monotonic() >= deadline:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
                     return
             yield self.update(pause=pause)
 
@@ -164,9 +175,6 @@ class VLLMUpdater:
             and self.get_served_step() == version.step  # it was not started again
         )
 
-    def _wait_newer(self, left_s: float) -> Version | None:
-        return wait_newer(self._reader, None, max(0.0, min(left_s, CHECK_S)))
-
     def _has_lost_version(self) -> bool:
         """Return whether the engine answers, and no longer serves what this updater loaded."""
         with suppress(WeightSyncError):  # it is not up yet
@@ -177,30 +185,31 @@ class VLLMUpdater:
     def _load(self, version: Version, pause: Pause) -> None:
         engine, self.version = self._engine, None
         claim = make_claim(8 * self._timeout_s, self._name)  # an update has as many calls
-        engine.init_weight_transfer_engine({**self._init_info, "claim": claim})
+        init_info = {**self._init_info, "claim": claim}
+        engine.call("init_weight_transfer_engine", init_info=init_info)
         try:
             try:
-                engine.start_weight_update()
+                engine.call("start_weight_update")
             except WeightSyncError:  # an updater that was killed has not ended its update
                 _end_update(engine)
-                engine.init_weight_transfer_engine({**self._init_info, "claim": claim})
-                engine.start_weight_update()
+                engine.call("init_weight_transfer_engine", init_info=init_info)
+                engine.call("start_weight_update")
             with _paused(engine, pause):
-                engine.update_weights(
-                    {
-                        "step": version.step,
-                        "run": version.run,
-                        "identity": version.identity,
-                        "images": [asdict(image) for image in version.images],
-                    }
-                )
-                engine.update_weight_version(str(version.step))
-            engine.finish_weight_update(None)  # then another updater may pause the engine
+                update_info = {
+                    "step": version.step,
+                    "run": version.run,
+                    "identity": version.identity,
+                    "images": [asdict(image) for image in version.images],
+                }
+                engine.call("update_weights", update_info=update_info)
+                engine.call("update_weight_version", new_version=str(version.step))
+            # then another updater may pause the engine
+            engine.call("finish_weight_update", weight_version=None)
         except BaseException as error:
             _end_update(engine)
             if not isinstance(error, RefusedError):
                 with suppress(WeightSyncError):  # it may have loaded it
-                    engine.update_weight_version(UNKNOWN)
+                    engine.call("update_weight_version", new_version=UNKNOWN)
             raise
         logger.info("the engine serves version %d (run %d)", version.step, version.run)
 
@@ -208,7 +217,7 @@ class VLLMUpdater:
 def _end_update(engine: "_InProcess | _Server") -> None:
     """End an update in the workers that have not raised an error; vLLM takes no other before."""
     with suppress(WeightSyncError):  # of those that have
-        engine.finish_weight_update(None)
+        engine.call("finish_weight_update", weight_version=None)
 
 
 @contextmanager
@@ -223,16 +232,6 @@ def _paused(engine: "_InProcess | _Server", mode: Pause) -> Iterator[None]:
     engine.resume()
 
 
-def _make_control(engine: Any, api_key: str | None, timeout_s: float) -> "_InProcess | _Server":
-    if isinstance(engine, str):
-        return _Server(engine, api_key, timeout_s)
-    if hasattr(engine, "llm_engine"):
-        return _InProcess(engine)
-    raise ConfigError(
-        f"{engine!r} is no vLLM engine that can be updated; pass an LLM, or the URL of a server"
-    )
-
-
 class _InProcess:
     """An ``LLM`` of this process; it has no requests in flight between two calls."""
 
@@ -245,37 +244,16 @@ class _InProcess:
     def resume(self) -> None:
         self._llm.reset_prefix_cache()  # the old weights have computed it
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        with _translated():
-            self._llm.init_weight_transfer_engine({"init_info": init_info})
-
-    def start_weight_update(self) -> None:
-        with _translated():
-            self._llm.start_weight_update()
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        with _translated():
-            self._llm.update_weights({"update_info": update_info})
-
-    def finish_weight_update(self, weight_version: str | None) -> None:
-        with _translated():
-            self._llm.finish_weight_update(weight_version)
-
-    def update_weight_version(self, new_version: str) -> None:
-        with _translated():
-            self._llm.update_weight_version(new_version)
+    def call(self, name: str, **fields: Any) -> None:
+        """Call a method of the workers' weight transfer, with the fields of the server's body."""
+        as_one = {"init_info", "update_info"} & fields.keys()
+        try:
+            getattr(self._llm, name)(*([fields] if as_one else fields.values()))
+        except Exception as error:  # of a worker, of which vLLM keeps the message
+            raise RefusedError(f"the engine did not load the weights: {error}") from error
 
     def get_weight_version(self) -> str:
         return str(self._llm.get_weight_version())
-
-
-@contextmanager
-def _translated() -> Iterator[None]:
-    """Raise what a worker has raised, of which vLLM keeps the message, as a WeightSyncError."""
-    try:
-        yield
-    except Exception as error:
-        raise RefusedError(f"the engine did not load the weights: {error}") from error
 
 
 class _Server:
@@ -291,20 +269,9 @@ class _Server:
     def resume(self) -> None:
         self._call("POST", "/resume")
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._call("POST", "/init_weight_transfer_engine", json={"init_info": init_info})
-
-    def start_weight_update(self) -> None:
-        self._call("POST", "/start_weight_update")
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self._call("POST", "/update_weights", json={"update_info": update_info})
-
-    def finish_weight_update(self, weight_version: str | None) -> None:
-        self._call("POST", "/finish_weight_update", json={"weight_version": weight_version})
-
-    def update_weight_version(self, new_version: str) -> None:
-        self._call("POST", "/update_weight_version", json={"new_version": new_version})
+    def call(self, name: str, **fields: Any) -> None:
+        """Call a method of the workers' weight transfer, with the fields of the body."""
+        self._call("POST", f"/{name}", json=fields or None)
 
     def get_weight_version(self) -> str:
         return str(self._call("GET", "/weight_info")["weight_version"])
