@@ -26,7 +26,8 @@ from tests.integration.fsdp.commits import CommitsHere
 from tests.unit.answers import server
 from tests.unit.conftest import Open
 from tests.unit.job import Job
-from trinity_sync.client.commit_watcher import CommitWatcher
+from tests.unit.prefect_stand_in import Server, Trigger, without_catalog_and_pages
+from trinity_sync.client.commit_watcher import ASK_S, CommitWatcher
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.outcome_log import OutcomeLogs
 from trinity_sync.client.pending_save import PendingSave, SaveResult
@@ -607,6 +608,36 @@ def test_a_step_that_is_submitted_once_reads_no_outcomes(
         for role in roles:
             saves.save(step, {"model": model}, role=role, kind="state_dict")
             saves.save(step, {"model": model, "optim": optim}, role=role)
+
+
+@pytest.mark.parametrize("first", ["sync", "checkpoint"])
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_checkpoint_has_no_weights_of_a_sync_that_was_submitted_again_after_it(
+    coordinator_of: Open, job: Job, monkeypatch: pytest.MonkeyPatch, first: str, changed: bool
+) -> None:
+    without_catalog_and_pages(monkeypatch)
+    server = Server()
+    saves = coordinator_of(trigger=Trigger(server))
+    weights, optim = torch.ones(9), {"m": torch.ones(9)}
+    saves.save(4, {"model": {"w": weights}}, kind="state_dict")
+    saves.save(4, {"model": {"w": weights}, "optim": optim})
+    sync, checkpoint = server.runs.values()
+    sync.advance(server.begin(sync))
+    sync.advance(sync.attempts[0], OSError("the disk is full"))
+    with pytest.raises(SaveTimeoutError):
+        saves.wait_all(5 * ASK_S[0])
+    weights += changed
+    saves.save(4, {"model": {"w": weights}}, kind="state_dict")
+    again = [each for each in server.runs.values() if each.request.attempt == 2]
+    for run in [*again, checkpoint] if first == "sync" else [checkpoint, *again]:
+        attempt = server.begin(run)
+        while run.attempts:
+            run.advance(attempt)
+    with pytest.raises(SaveFailedError):
+        saves.wait_all(60)
+    assert [each.state for each in again] == ["completed"]
+    assert checkpoint.state == ("failed" if changed else "completed")
+    assert torch.equal(load_states(job.root, 4, "actor")["model"]["w"], weights)
 
 
 def test_a_server_of_this_node_is_asked_without_the_proxy(
