@@ -26,8 +26,10 @@ from tests.integration.fsdp.commits import CommitsHere
 from tests.unit.answers import server
 from tests.unit.conftest import Open
 from tests.unit.job import Job
-from trinity_sync.client.commit_watcher import CommitWatcher
+from tests.unit.prefect_stand_in import Server, Trigger, without_catalog_and_pages
+from trinity_sync.client.commit_watcher import ASK_S, CommitWatcher
 from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.client.outcome_log import OutcomeLogs
 from trinity_sync.client.pending_save import PendingSave, SaveResult
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome, SaveTrigger
@@ -43,7 +45,7 @@ from trinity_sync.settings import Settings
 from trinity_sync.snapshot.callable_status import CallableStatus, write_status
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.storage.manifest import Manifest, read_manifest
+from trinity_sync.storage.manifest import Manifest, is_committed, read_manifest
 from trinity_sync.storage.placement import group_by_node, write_placement
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.rewind import rewind
@@ -561,6 +563,82 @@ def test_what_is_submitted_again_is_committed_with_what_the_others_submit_again(
         for role in roles
     ]
     assert all(torch.equal(each["model"]["w"], weights) for each in found)
+
+
+@pytest.mark.parametrize("parties", ["roles", "ranks"])
+def test_a_process_that_has_missed_an_attempt_is_part_of_the_next(
+    coordinator_of: Open, job: Job, parties: str
+) -> None:
+    """A rank that could not stage its state, or a role that was not submitted again."""
+    trigger, others = CommitsHere(), {"job": {"rank_timeout_s": 0.5}}
+    if parties == "roles":
+        names = ("actor", "critic")
+        one, other = (coordinator_of(roles=names, trigger=trigger, **others) for _ in names)
+    else:
+        names = ("actor", "actor")
+        one, other = (coordinator_of(rank, 2, trigger=trigger, **others) for rank in (0, 1))
+    in_the_way = job.root / "global_step_4"
+    for step, attempt in ((3, 1), (4, 1), (4, 2), (4, 3)):
+        if attempt == 2:
+            in_the_way.unlink()
+        elif step == 3:
+            in_the_way.write_text("so that nothing can be written")
+        one.save(step, {"model": {"w": torch.ones(3)}}, role=names[0])
+        if attempt != 2:
+            other.save(step, {"model": {"w": torch.ones(3)}}, role=names[1])
+        elif parties == "ranks":
+            other.save(step, {"model": {"cannot be pickled": lambda: 0}})
+        if step == 4 and attempt < 3:
+            with pytest.raises(SaveFailedError):
+                one.wait_all(60)
+            with suppress(SaveFailedError):
+                other.wait_all(60)
+    for saves in (one, other):
+        saves.wait_all(60)
+    assert is_committed(job.root, 1, 4, "checkpoint")
+
+
+def test_a_step_that_is_submitted_once_reads_no_outcomes(
+    coordinator_of: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roles = ("actor", "critic")
+    saves = coordinator_of(1, 2, roles=roles)
+    monkeypatch.setattr(OutcomeLogs, "read", lambda _: pytest.fail("the training thread reads"))
+    model, optim = {"w": torch.ones(3)}, {"m": torch.ones(3)}
+    for step in (4, 5):
+        for role in roles:
+            saves.save(step, {"model": model}, role=role, kind="state_dict")
+            saves.save(step, {"model": model, "optim": optim}, role=role)
+
+
+@pytest.mark.parametrize("first", ["sync", "checkpoint"])
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_checkpoint_has_no_weights_of_a_sync_that_was_submitted_again_after_it(
+    coordinator_of: Open, job: Job, monkeypatch: pytest.MonkeyPatch, first: str, changed: bool
+) -> None:
+    without_catalog_and_pages(monkeypatch)
+    server = Server()
+    saves = coordinator_of(trigger=Trigger(server))
+    weights, optim = torch.ones(9), {"m": torch.ones(9)}
+    saves.save(4, {"model": {"w": weights}}, kind="state_dict")
+    saves.save(4, {"model": {"w": weights}, "optim": optim})
+    sync, checkpoint = server.runs.values()
+    sync.advance(server.begin(sync))
+    sync.advance(sync.attempts[0], OSError("the disk is full"))
+    with pytest.raises(SaveTimeoutError):
+        saves.wait_all(5 * ASK_S[0])
+    weights += changed
+    saves.save(4, {"model": {"w": weights}}, kind="state_dict")
+    again = [each for each in server.runs.values() if each.request.attempt == 2]
+    for run in [*again, checkpoint] if first == "sync" else [checkpoint, *again]:
+        attempt = server.begin(run)
+        while run.attempts:
+            run.advance(attempt)
+    with pytest.raises(SaveFailedError):
+        saves.wait_all(60)
+    assert [each.state for each in again] == ["completed"]
+    assert checkpoint.state == ("failed" if changed else "completed")
+    assert torch.equal(load_states(job.root, 4, "actor")["model"]["w"], weights)
 
 
 def test_a_server_of_this_node_is_asked_without_the_proxy(

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.integration.fsdp.commits import CommitsHere
 from tests.unit.conftest import Open
 from tests.unit.dying import in_a_process
 from tests.unit.job import Job, held
 from tests.unit.steps import MODEL, commit_files
 from tests.unit.test_overlap import BIG
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.errors import SaveError, SaveFailedError, SupersededError
+from trinity_sync.errors import ConfigError, SaveError, SaveFailedError, SupersededError
 from trinity_sync.snapshot.callable_status import CallableStatus, read_statuses
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.discovery import find_newest, require_committed
@@ -232,6 +233,32 @@ def test_a_function_that_changes_what_its_run_has_committed_of_the_step_fails_th
     write(b"same")()
     commit(job.save(4), [], same)
     require_committed(job.root, 4)
+
+
+def test_a_save_of_states_and_a_function_that_failed_is_committed_once_both_are_submitted_again(
+    coordinator_of: Open, job: Job
+) -> None:
+    saves = coordinator_of(trigger=CommitsHere())
+    path = job.root / "global_step_4/own.bin"
+    path.parent.write_text("so that nothing can be written")
+
+    def submit(*, states: bool) -> None:
+        saves.save_async("own", lambda: path.write_bytes(b"own"), 4)
+        if states:
+            saves.save(4, {"model": {"w": torch.ones(3)}})
+        asyncio.run(saves.register_and_monitor(4, checkpoint_thread_count=1))
+
+    submit(states=True)
+    with pytest.raises(SaveFailedError, match="not committed"):
+        saves.wait_all(60)
+    path.parent.unlink()
+    path.parent.mkdir()
+    with pytest.raises(ConfigError, match="call save again before register_and_monitor"):
+        submit(states=False)
+    submit(states=True)
+    saves.wait_all(60)
+    found = require_committed(job.root, 4)
+    assert {file.path for file in found.files} == {"own.bin", f"actor/{Path(MODEL).name}"}
 
 
 def test_a_step_that_a_function_of_a_run_without_a_load_replaces_is_quarantined(

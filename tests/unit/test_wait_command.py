@@ -15,14 +15,17 @@ from typer.testing import CliRunner
 
 from tests.unit.steps import commit_files
 from trinity_sync.cli.commands import app
+from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.storage.runs import open_run
 
 
-def flow_run(step: int, run: int, kind: str, state: str) -> dict[str, Any]:
+def flow_run(step: int, run: int, kind: str, state: str, attempt: int = 1) -> dict[str, Any]:
     """A flow run of a save, as the server describes it."""
+    request = SaveRequest(root="/ckpts", step=step, run=run, kind=kind, attempt=attempt)
     return {
         "id": f"00000000-0000-0000-0000-{run:012}",
-        "tags": [f"step:{step}", f"run:{run}", f"kind:{kind}"],
+        "name": request.flow_run_name,
+        "tags": request.tags,
         "state": {"type": state, "name": state.title(), "timestamp": "2026-01-02T03:04:05Z"},
     }
 
@@ -123,6 +126,25 @@ def test_a_save_in_flight_that_fails_ends_the_wait_although_another_is_newer(roo
     with serve(answer) as url:
         failed = wait(root, url, "--timeout", 60)
     assert (failed.exit_code, "the save of step 30" in failed.stderr) == (1, True)
+
+
+def test_the_attempt_that_failed_of_a_save_that_was_submitted_again_ends_no_wait(
+    root: Path,
+) -> None:
+    asked = []
+
+    def answer(tags: list[str]) -> list[dict[str, Any]]:
+        asked.append(tags)
+        if len(asked) == 3:  # the second question about the step
+            commit_files(root, 50, run=2)
+        return [
+            flow_run(50, 2, "checkpoint", "FAILED"),
+            flow_run(50, 2, "checkpoint", "RUNNING", attempt=2),
+        ]
+
+    with serve(answer) as url:
+        done = wait(root, url)
+    assert (done.exit_code, done.stdout) == (0, "step 50 is committed\n")
 
 
 def test_a_server_that_never_answers_does_not_prolong_the_wait(root: Path) -> None:

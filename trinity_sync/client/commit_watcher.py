@@ -127,16 +127,25 @@ class CommitWatcher:
             self._start()
 
     def has_failed(self, key: str) -> bool:
-        """Return whether a submitted save has failed, as far as this process or rank 0 knows."""
+        """Return whether this process knows that a save has failed."""
         with self._lock:
-            known, pending = key in self._failed, self._pending.get(key)
-        if known or pending is None or self._leads:
-            return known
-        logs = OutcomeLogs(pending.request)
-        with suppress(OSError):
-            logs.read()
-        outcome = logs.outcome(key)
-        return outcome is not None and outcome.state == "failed"
+            return key in self._failed
+
+    def find_attempt(self, request: SaveRequest) -> int:
+        """Return the first attempt of a save, from ``request`` on, that has not failed.
+
+        What the other processes of the save know is read from the root: one that has not submitted
+        an attempt joins them in the next.
+        """
+        logs = OutcomeLogs(request)
+        if self._is_shared(request):
+            with suppress(OSError):
+                logs.read()
+        while True:
+            outcome = logs.outcome(request.key)
+            if not (self.has_failed(request.key) or (outcome and outcome.state == "failed")):
+                return request.attempt
+            request = request.model_copy(update={"attempt": request.attempt + 1})
 
     def wait(self, deadline: float | None) -> list[str]:
         """Wait until no save is pending; return the failures since the last call.
@@ -334,10 +343,20 @@ class CommitWatcher:
         return logs
 
     def _tell(self, saves: Sequence[PendingSave], outcome: Outcome) -> None:
-        """Write the outcome of saves for the other ranks, if this is rank 0 and there are any."""
-        if self._leads and not self._is_alone and saves:
+        """Write the outcome of saves for the other ranks, if this is rank 0 and there are any.
+
+        To a rank 0 of another role, only failures are news.
+        """
+        if self._is_alone and outcome.state != "failed":
+            return
+        told = {save.request.key: outcome for save in saves if self._is_shared(save.request)}
+        if self._leads and told:
             self._log = self._log or OutcomeLog(saves[0].request)
-            self._log.append({save.request.key: outcome for save in saves})
+            self._log.append(told)
+
+    def _is_shared(self, request: SaveRequest) -> bool:
+        """Return whether other processes may be part of a save."""
+        return not self._is_alone or len(request.roles) > 1
 
     def _look_at(self, save: PendingSave, outcome: Outcome | None) -> None:
         """End a save that is committed or has failed; it stays pending if that cannot be read."""

@@ -724,7 +724,8 @@ class CheckpointCoordinator:
             checkpoint_thread_count: least number of other saves to expect.
 
         Raises:
-            ConfigError: the step or a count is not a whole number, or is negative.
+            ConfigError: the step or a count is not a whole number, or is negative; or the save has
+                failed, and `save` was not called again for its states.
         """
         step = check_number("step", global_step)
         expected = check_number("state_dict_thread_count", state_dict_thread_count)
@@ -841,7 +842,12 @@ class CheckpointCoordinator:
         self._submitter.require_not_monitored(step, kind)
         self._run.require_not_superseded(step)
         origin = self._submitter.origin(
-            step, role, kind, keep=keep if kind == "checkpoint" else 0, export=export
+            step,
+            role,
+            kind,
+            keep=keep if kind == "checkpoint" else 0,
+            export=export,
+            again=self._run.has_saved(step, role, kind),
         )
         self._metrics.record_early()
         if self.rank == 0:

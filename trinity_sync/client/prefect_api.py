@@ -174,6 +174,8 @@ class PrefectApi:
     ) -> list[SaveRun]:
         """Read at most ``limit`` (up to 200) flow runs of a job's saves, the newest first.
 
+        Of a save that was submitted again, only the run of the last attempt is returned.
+
         Raises:
             PrefectApiError: the server does not answer as it should; the message says what to do.
         """
@@ -183,23 +185,25 @@ class PrefectApi:
             "sort": "EXPECTED_START_TIME_DESC",
             "limit": limit,
         }
-        found = []
+        found: dict[tuple[str, ...], tuple[int, SaveRun]] = {}
         for run in await self._call("POST", "/flow_runs/filter", body):
             with self._translated():
                 tags = dict(str(tag).partition(":")[::2] for tag in run["tags"])
                 if not {"step", "run", "kind"} <= tags.keys():  # of another flow
                     continue
-                found.append(
-                    SaveRun(
-                        step=int(tags["step"]),
-                        run=int(tags["run"]),
-                        kind=tags["kind"],
-                        state=self._flow_run(run),
-                        seconds=float(run.get("estimated_run_time") or 0.0),
-                        attempts=int(run.get("run_count") or 0),
-                    )
+                save = SaveRun(
+                    step=int(tags["step"]),
+                    run=int(tags["run"]),
+                    kind=tags["kind"],
+                    state=self._flow_run(run),
+                    seconds=float(run.get("estimated_run_time") or 0.0),
+                    attempts=int(run.get("run_count") or 0),
                 )
-        return found
+                attempt = int(tags.get("attempt", 1))
+                key = (tags["step"], tags["run"], tags["kind"], str(run["name"]))  # with the roles
+                if key not in found or found[key][0] < attempt:
+                    found[key] = attempt, save
+        return [save for _, save in found.values()]
 
     async def retry_flow_run(self, run: uuid.UUID) -> None:
         """Schedule an ended flow run again, as the Retry button of the Prefect UI does.

@@ -159,6 +159,10 @@ class RunContext:
         """Step that the run resumed from; 0 if it has not begun, or has loaded no step."""
         return self._run.resumed_from if self._run else 0
 
+    def has_saved(self, step: int, role: str, kind: Kind) -> bool:
+        """Return whether this process has begun to save a step before, also without success."""
+        return self._saved.get((role, kind)) == step
+
     def require_next_step(self, step: int, role: str, kind: Kind) -> None:
         """Require that a step is not before the newest that this process has saved.
 

@@ -136,8 +136,9 @@ class SaveRequest(BaseModel):
 
     @property
     def tags(self) -> list[str]:
-        """Tags of the flow run: job, run, step and kind."""
-        return [f"job:{self.job}", f"run:{self.run}", f"step:{self.step}", f"kind:{self.kind}"]
+        """Tags of the flow run: job, run, step and kind, and the attempt from the second one on."""
+        tags = [f"job:{self.job}", f"run:{self.run}", f"step:{self.step}", f"kind:{self.kind}"]
+        return [*tags, f"attempt:{self.attempt}"] if self.attempt > 1 else tags
 
     @property
     def flow_run(self) -> dict[str, Any]:

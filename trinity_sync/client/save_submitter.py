@@ -63,21 +63,30 @@ class SaveSubmitter:
         """Roles whose placement this run has written."""
         self._attempts: dict[SaveId, int] = {}
         """Last attempts of the saves that were submitted more than once, by their first one."""
-        self._monitored: set[tuple[int, Kind]] = set()
-        """Saves of the newest step that `submit_callables` has submitted."""
+        self._monitored: dict[tuple[int, Kind], str] = {}
+        """Request keys of the saves of the newest step that `submit_callables` has submitted."""
 
     def origin(
-        self, step: int, role: str, kind: Kind, *, keep: int = 0, export: Export = ""
+        self,
+        step: int,
+        role: str,
+        kind: Kind,
+        *,
+        keep: int = 0,
+        export: Export = "",
+        again: bool = False,
     ) -> Origin:
         """Return the origin of this rank's images of a save that is submitted now.
 
-        After the commit ``keep`` checkpoints are kept; 0 keeps all.
+        After the commit ``keep`` checkpoints are kept; 0 keeps all. A save that is called
+        ``again`` is the next attempt if the last one has failed, which may be read from the root.
 
         Raises:
             ConfigError: the role cannot be part of a file name.
         """
+        save = self._last_attempt(step, role, kind)
         return Origin(
-            **vars(self._next_attempt(self._last_attempt(step, role, kind))),
+            **vars(self._next_attempt(save) if again or (step, kind) in self._monitored else save),
             role=check_name("role", role),
             rank=self._rank,
             world_size=self._world_size,
@@ -115,12 +124,13 @@ class SaveSubmitter:
             )
 
     def require_not_monitored(self, step: int, kind: Kind) -> None:
-        """Require that `submit_callables` has not submitted a save.
+        """Require that `submit_callables` has not submitted a save, or that it has failed.
 
         Raises:
             ConfigError: it has, and the save may be committed already.
         """
-        if (step, kind) in self._monitored:
+        key = self._monitored.get((step, kind))
+        if key is not None and not self._watcher.has_failed(key):
             raise ConfigError(
                 f"step {step}: register_and_monitor has requested the flow run of its {kind}, "
                 "which may be committed; call save before it"
@@ -147,16 +157,17 @@ class SaveSubmitter:
         return _key(self._last_attempt(step, role, kind))
 
     def has_failed(self, origin: Origin) -> bool:
-        """Return whether the save that images were submitted with is known to have failed."""
+        """Return whether this process knows that the save of submitted images has failed."""
         return self._watcher.has_failed(_key(origin.save))
 
     def submit_callables(self, step: int, kind: Kind, expected: int) -> None:
         """Submit a step of save functions, with the states that are staged for it.
 
         The commit expects at least ``expected`` save functions and images of all ranks together.
+
+        Raises:
+            ConfigError: the save has failed, and its states were not submitted again.
         """
-        self._monitored = {each for each in self._monitored if each[0] == step}
-        self._monitored.add((step, kind))
         run = self._run.get()
         tickets = [sealed.ticket for sealed in self._spool.read_step(run.number, step)[0]]
         mine = [ticket for ticket in tickets if ticket.kind == kind]
@@ -168,11 +179,18 @@ class SaveSubmitter:
         save = self._save_id(step, kind, roles)
         if mine:
             save = replace(save, attempt=max(ticket.attempt for ticket in mine))
+            if self._watcher.has_failed(_key(save)):
+                raise ConfigError(
+                    f"step {step}: its {kind} has failed; call save again before "
+                    "register_and_monitor, so that its states are saved with its functions"
+                )
         else:
             save = self._next_attempt(replace(save, attempt=self._attempts.get(save, 1)))
         self._note_attempt(save)
         request = _request(save, list_components(mine), keep=keep, expected=expected)
         write_request(self._spool, run.number, step, kind, request.model_dump_json())
+        self._monitored = {k: v for k, v in self._monitored.items() if k[0] == step}
+        self._monitored[step, kind] = request.key
         self._watcher.follow(request, submit=True)
 
     def _save_id(self, step: int, kind: Kind, roles: tuple[str, ...]) -> SaveId:
@@ -186,8 +204,8 @@ class SaveSubmitter:
 
     def _next_attempt(self, save: SaveId) -> SaveId:
         """Return the attempt that is submitted now, after the last one."""
-        failed = self._watcher.has_failed(_key(save))
-        return replace(save, attempt=save.attempt + 1) if failed else save
+        request = _request(save, (), keep=0)
+        return replace(save, attempt=self._watcher.find_attempt(request))
 
     def _last_attempt(self, step: int, role: str, kind: Kind) -> SaveId:
         save = self._save_id(step, kind, self._roles if kind == "checkpoint" else (role,))

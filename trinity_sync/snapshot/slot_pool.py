@@ -125,6 +125,11 @@ class SlotPool:
                 slot.unlock()
         return None
 
+    def find_image(self, origin: Origin, component: str) -> str | None:
+        """Return the random name of the image that `hold_image` finds; the slot is not locked."""
+        slots = self._slots.get((origin.role, component, origin.rank), ())
+        return next((s.holds.image for s in slots if s.holds and _is_of(s.holds, origin)), None)
+
     def free_others(self, origin: Origin, images: Collection[str]) -> None:
         """Free the other images of a save that is submitted again: the first ones would count.
 

@@ -76,6 +76,8 @@ class _Plan:
 
     origin: Origin
     components: tuple[str, ...]
+    shared: Mapping[str, str]
+    """Images of components that were submitted earlier, by component."""
     parts: Sequence[_Part]
     computed: ComputedEvents
     began: float
@@ -189,9 +191,11 @@ class Stager:
                         staged = self._hold_equal(origin, folder, layout, [], False, again, locks)
                     parts.append(_Part(folder, path, "folder", layout, [], None, staged))
             named = (*states, *also, *(part.component for part in parts))
+            images = {name: self._slots.find_image(origin, name) for name in also}
             plan = _Plan(
                 origin=origin,
                 components=(*dict.fromkeys(named),),
+                shared={name: image for name, image in images.items() if image},
                 parts=parts,
                 computed=record_computed(storage for part in parts for storage in part.storages),
                 began=began,
@@ -428,6 +432,7 @@ class Stager:
             image=known.image if known else uuid.uuid4().hex,
             component=part.component,
             components=plan.components,
+            shared=dict(plan.shared),
             path=part.path,
             form=part.form,
             nbytes=part.layout.nbytes,

@@ -8,7 +8,7 @@ and from one that another release of trinity-sync has sealed. Removing the ticke
 import math
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -50,6 +50,8 @@ class Ticket(Origin, Record, format=SPOOL_FORMAT, writer=TRAINER):
     component: str
     components: tuple[str, ...]
     """Components that this rank submits for this role in this save."""
+    shared: dict[str, str] = field(default_factory=dict, hash=False)
+    """Images of an earlier save of the step that are part of this save as well, by component."""
     path: str
     """File below the step's folder, or the folder into which a packed image is extracted."""
     form: Literal["file", "folder"]

@@ -92,8 +92,19 @@ def gather_images(
                 continue
             if component not in own[0].components:
                 continue
-            done = _committed(manifest, role, component, rank)
-            its = [image for image in of_rank if image.ticket.component == component]
+            # what a sync that was submitted again has in the place of the shared image is no part
+            shared = {t.shared[component] for t in own if component in t.shared}
+            done = [
+                record
+                for record in _committed(manifest, role, component, rank)
+                if not shared or shared.intersection(record.images)
+            ]
+            its = [
+                image
+                for image in of_rank
+                if image.ticket.component == component
+                and (not shared or save.owns(image.ticket) or image.ticket.image in shared)
+            ]
             # the first images of a step that was submitted twice, or submissions would be mixed
             found = min(
                 its,

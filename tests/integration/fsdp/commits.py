@@ -33,14 +33,17 @@ class CommitsHere(SaveTrigger):
         super().__init__()
         self._requests: queue.Queue[SaveRequest] = queue.Queue()
         self._errors: dict[str, str] = {}
+        self._known: set[str] = set()
+        """Idempotency keys that have a flow run, which is never started again."""
         self._save_step = _save_step
         if stack := os.environ.get("TESTS_STACK"):
             self._save_step = _in_environment(stack)
         threading.Thread(target=self._work, daemon=True).start()
 
     def submit(self, request: SaveRequest) -> None:
-        self._errors.pop(request.key, None)
-        self._requests.put(request)
+        if request.key not in self._known:
+            self._known.add(request.key)
+            self._requests.put(request)
 
     async def outcomes(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
         failed = {key: Outcome("failed", why) for key, why in self._errors.items()}
