@@ -25,13 +25,17 @@ from trinity_sync.storage.restore import load_states
 
 
 class StepLoader:
-    """Finds and loads the committed steps of a job for one rank."""
+    """Finds and loads the committed steps of a job for one rank.
+
+    ``begin_commits`` starts what commits the saves that an earlier run has left on this node.
+    """
 
     def __init__(
         self,
         root: Path,
         spool: JobSpool,
         run: RunContext,
+        begin_commits: Callable[[], None],
         *,
         rank: int,
         world_size: int,
@@ -40,6 +44,7 @@ class StepLoader:
         self._root = root
         self._spool = spool
         self._run = run
+        self._begin_commits = begin_commits
         self._rank = rank
         self._world_size = world_size
         self._leads_node = rank in {place.ranks[0] for place in places}
@@ -118,7 +123,11 @@ class StepLoader:
         """Wait until no image in this node's spool is in flight, at most some seconds."""
         deadline = time.monotonic() + seconds
         tickets, pauses = ReadOnChange(self._spool.folder, self._spool.tickets), lengthen_pauses()
+        begun = False
         while time.monotonic() < deadline:
             if all(sealed.failed for sealed in tickets.get()[0]):
                 break
+            if not begun:
+                self._begin_commits()
+            begun = True
             time.sleep(next(pauses))
