@@ -13,12 +13,13 @@ from prefect import get_run_logger, task
 from ray.exceptions import RayError, RayTaskError
 
 from tasks.on_ray import list_living_nodes, run_on_node
-from tasks.persist import PERSIST_TASKS, RETRY_DELAYS_S
+from tasks.persist import PERSIST_TASKS
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import SaveError, TrinitySyncError
 from trinity_sync.orchestration.on_node.outcome import Outcome
-from trinity_sync.orchestration.on_node.save import Share, is_io_error, persist_node
+from trinity_sync.orchestration.on_node.save import persist_node
 from trinity_sync.orchestration.run_page import FailedTask, make_failed_task
+from trinity_sync.pipeline.save import RETRY_DELAYS_S, Share, is_io_error, list_shares
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted
 
@@ -46,18 +47,6 @@ class NodeSave:
     def failed(self) -> list[FailedTask]:
         """What was not persisted, for the page of the save."""
         return [make_failed_task(self.name, what, error) for what, error in self.errors.items()]
-
-    def list_shares(self, request: SaveRequest, *, commits: bool) -> list[Share]:
-        """Return what to persist here; a node that ``commits`` awaits its callables then."""
-        shares = [
-            Share(component)
-            for component in request.components
-            if component != "metadata" or self.shards.has_rank_0
-        ]
-        if commits:
-            return shares
-        first, *others = shares or [Share(None)]
-        return [Share(first.component, awaits_callables=True), *others]
 
     def add_outcome(self, request: SaveRequest, share: Share, outcome: object) -> None:
         """Add the result of a share's task, or the error of the task or of Ray."""
@@ -95,7 +84,8 @@ async def persist_images(request: SaveRequest, nodes: Sequence[NodeSave]) -> Non
         if node.name not in alive:
             raise node.make_lost_error(request, "is not in this Ray cluster")
     shares = {
-        node: node.list_shares(request, commits=number == 0) for number, node in enumerate(nodes)
+        node: list_shares(request, node.shards, commits=number == 0)
+        for number, node in enumerate(nodes)
     }
     if len(nodes) <= MOST_SINGLE_NODES:
         await _persist_one_by_one(request, shares)

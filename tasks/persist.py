@@ -9,11 +9,9 @@ from tasks.on_ray import run_on_node
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.layout import Component
 from trinity_sync.orchestration.on_node import save
+from trinity_sync.pipeline.save import RETRY_DELAYS_S, is_io_error
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted
-
-RETRY_DELAYS_S = (1, 5, 15)
-"""Seconds before each repetition of what failed with an I/O error."""
 
 
 async def persist_component(
@@ -32,7 +30,7 @@ async def has_io_error(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) 
     try:
         await state.aresult()
     except Exception as error:
-        return save.is_io_error(error)
+        return is_io_error(error)
     return False
 
 

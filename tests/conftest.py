@@ -32,6 +32,7 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "TRINITY_SYNC_CONFIG": os.devnull,  # not the file of who runs the tests
     "TRINITY_SYNC_STACK__SERVER__PORT": "0",
+    "TRINITY_SYNC_SAVER": "stack",  # many tests commit what others save, or nothing does
 }
 STACK_VARIABLES = {
     "TRINITY_SYNC_STACK__IO__MAX_MB_PER_S": "160",

@@ -152,6 +152,11 @@ class Settings(_ReadSettings):
     """Key of the training's run: the same in all of its processes, and new at each start. By
     default the launcher's, or a random one."""
 
+    saver: Literal["auto", "stack", "built-in"] = "auto"
+    """What commits saves: flow runs of the ``stack``; or the ``built-in`` saver, a process that the
+    first save starts on this node, for jobs of one node. With ``auto``, the stack if one is known,
+    otherwise the saver."""
+
     take_over: bool = False
     """Whether a start of the training supersedes an earlier one that is still running. Otherwise it
     waits for its end, and is refused if it does not end."""

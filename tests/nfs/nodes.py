@@ -24,9 +24,8 @@ from tests.unit.job import Job
 from tests.unit.steps import MODEL, commit_files
 from trinity_sync.client import init_root
 from trinity_sync.client.callable_saver import CallableSaver
-from trinity_sync.client.outcome_log import OutcomeLog, OutcomeLogs
+from trinity_sync.client.outcome_log import Outcome, OutcomeLog, OutcomeLogs
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.client.save_trigger import Outcome
 from trinity_sync.errors import CommitError, ConfigError, RootError, SupersededError
 from trinity_sync.fs.capabilities import require_capabilities
 from trinity_sync.fs.locks import acquire_commit_lock, acquire_file_lock

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from trinity_sync.client.outcome_log import Outcome
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.client.save_trigger import Outcome, SaveTrigger
+from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.orchestration import on_node
 from trinity_sync.orchestration.on_node.prune import prune_after_commit
 from trinity_sync.orchestration.on_node.replicate import upload_to_required_remote
@@ -22,11 +23,9 @@ from trinity_sync.orchestration.on_node.save import (
     mark_images_failed,
     persist_component,
 )
-from trinity_sync.orchestration.recovery.images import (
-    allow_eviction,
-    compare_late_images,
-    find_orphaned_saves,
-)
+from trinity_sync.orchestration.recovery.images import allow_eviction, find_orphaned_saves
+from trinity_sync.pipeline import save as pipeline
+from trinity_sync.pipeline.pending import compare_late_images
 from trinity_sync.storage.job_settings import JobSettings
 from trinity_sync.storage.placement import NodeShards, await_node_shards
 from trinity_sync.storage.required_remote import read_required_remote
@@ -43,7 +42,7 @@ def without_catalog_and_pages(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(on_node.save, name, lambda *_: "")
     # also of a root that is gone, with its settings
     hasty = JobSettings(rank_timeout_s=RANK_TIMEOUT_S)
-    patch.setattr(on_node.save, "read_job_settings", lambda _: hasty)
+    patch.setattr(pipeline, "read_job_settings", lambda _: hasty)
 
 
 def save_step(request: SaveRequest, before_commit: Callable[[SaveRequest], None]) -> Iterator[str]:

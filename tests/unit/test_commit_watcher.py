@@ -29,10 +29,10 @@ from tests.unit.job import Job
 from tests.unit.prefect_stand_in import Server, Trigger, without_catalog_and_pages
 from trinity_sync.client.commit_watcher import ASK_S, CommitWatcher
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.client.outcome_log import OutcomeLogs
+from trinity_sync.client.outcome_log import Outcome, OutcomeLogs
 from trinity_sync.client.pending_save import PendingSave, SaveResult
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.client.save_trigger import Outcome, SaveTrigger
+from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import SaveFailedError, SaveTimeoutError
 from trinity_sync.fs.atomic import revalidate_folder
 from trinity_sync.fs.records import encode_body

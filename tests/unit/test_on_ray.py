@@ -11,7 +11,7 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import RemoteError, SaveError
 from trinity_sync.orchestration.on_node import save
 from trinity_sync.orchestration.on_node.outcome import RemoteTracebackError, call
-from trinity_sync.orchestration.on_node.save import Share, is_io_error
+from trinity_sync.pipeline.save import Share, is_io_error
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted
 

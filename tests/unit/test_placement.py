@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from tests.unit.conftest import Open
 from tests.unit.job import Job
 from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.client.outcome_log import Outcome
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.client.save_trigger import Outcome, SaveTrigger
+from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import CommitError, MissingShardsError, SaveError
 from trinity_sync.layout import FOLDERS
-from trinity_sync.orchestration.on_node.save import make_save, persist_component
+from trinity_sync.orchestration.on_node.save import persist_component
 from trinity_sync.orchestration.recovery.images import find_orphaned_saves
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.callable_status import read_statuses
@@ -261,7 +262,7 @@ def test_what_functions_wrote_on_another_node_is_in_the_commit_or_fails_it(
     assert request.components == ()
     (share,) = await_node_shards(request.save, rank_timeout_s=0)
     part = persist_component(request, None, share, True)
-    manifest = commit(make_save(request), part.written, part.statuses)
+    manifest = commit(request.save, part.written, part.statuses)
     assert [file.path for file in manifest.files] == ["actor/part.bin"]
     saves.save_async("part", fail, 5)
     with pytest.raises(SaveError, match=r"'part' of rank 0 failed: .*no adapter to save"):

@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 from tests.unit.job import Job
 from trinity_sync.cli.commands import app
 from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.client.outcome_log import Outcome
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.client.save_trigger import Outcome, SaveTrigger
+from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import (
     ConfigError,
     RemoteError,

@@ -21,12 +21,12 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from trinity_sync.client.outcome_log import OutcomeLog, OutcomeLogs
+from trinity_sync.client.outcome_log import Outcome, OutcomeLog, OutcomeLogs
 from trinity_sync.client.pending_save import PendingSave, SaveResult
 from trinity_sync.client.prefect_api import KEYS_PER_CALL
 from trinity_sync.client.run_context import RunContext
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.client.save_trigger import Outcome, SaveTrigger
+from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import FormatError, SaveTimeoutError, TrinitySyncError
 from trinity_sync.snapshot.spool import JobSpool
 
@@ -125,6 +125,14 @@ class CommitWatcher:
             )
             self._sweeps |= not self._leads and len(self._pending) >= self._sweep_at
             self._start()
+
+    def begin(self) -> None:
+        """Have everything ready that commits a save after the death of this process.
+
+        Raises:
+            SaveError: the saver cannot be started.
+        """
+        self._trigger.begin()
 
     def has_failed(self, key: str) -> bool:
         """Return whether this process knows that a save has failed."""

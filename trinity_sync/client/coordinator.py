@@ -162,6 +162,7 @@ class CheckpointCoordinator:
             self.root,
             self.spool,
             self._run,
+            self._watcher.begin,
             rank=rank,
             world_size=world_size,
             places=self._places,

@@ -21,11 +21,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.client.save_trigger import Outcome, State
 from trinity_sync.fs.atomic import list_uncached, make_folder, make_temporary_path
 from trinity_sync.fs.lock_file import LockFile
 from trinity_sync.fs.locks import is_locked
@@ -39,6 +39,18 @@ UNANNOUNCED_S = 360.0
 slot (``slot_wait_s``)."""
 _REMEMBERED = 1024
 """Number of saves of each file whose outcome a reader keeps."""
+
+
+State = Literal["unknown", "pending", "running", "completed", "failed"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is known of the flow run of a save, or of the saver's work on it."""
+
+    state: State
+    message: str = ""
+    url: str = ""
 
 
 class _Header(msgspec.Struct, frozen=True):

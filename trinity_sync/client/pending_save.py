@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from trinity_sync.client.outcome_log import Outcome
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.client.save_trigger import Outcome
 from trinity_sync.errors import CommitError, ManifestError
 from trinity_sync.fs.changes import ReadOnChange
 from trinity_sync.layout import MANIFEST, SERVES_AS

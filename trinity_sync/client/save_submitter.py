@@ -101,6 +101,7 @@ class SaveSubmitter:
             run = self._run.get()
             write_placement(self._root, run.number, run.key, role, self._places)
             self._placed.add(role)
+            self._watcher.begin()
 
     def check_components(
         self, step: int, components: Mapping[str, Any], role: str, kind: Kind

@@ -13,16 +13,18 @@ import uuid
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
-from typing import Literal
 
+from trinity_sync.client.outcome_log import Outcome, OutcomeLogs
 from trinity_sync.client.prefect_api import FlowRun, PrefectApi
 from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.client.saver_control import SaverControl
 from trinity_sync.errors import (
     FormatError,
     PrefectApiError,
     RequestRefusedError,
+    SaveError,
     TicketError,
     TrinitySyncError,
 )
@@ -42,18 +44,6 @@ CRASH_GRACE_S = 30.0
 """Seconds for which a worker may still retry a crashed run, from when this process has heard of the
 crash: the server's clock may differ."""
 
-State = Literal["unknown", "pending", "running", "completed", "failed"]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What Prefect knows of a save's flow run."""
-
-    state: State
-    message: str = ""
-    url: str = ""
-
-
 NOT_REQUESTED = Outcome("pending", "its flow run has not been requested yet")
 
 
@@ -68,6 +58,9 @@ class SaveTrigger:
         self._settings = settings or Settings()
         self._api_url = api_url
         self._api = PrefectApi(self._settings, api_url)
+        self._saver = SaverControl(self._settings.spool, self._settings.home)
+        self._logs: dict[tuple[str, str], OutcomeLogs] = {}
+        """What savers have written, by root and run."""
         self._unsent: deque[tuple[SaveRequest, float]] = deque()
         """Requests, and when they were submitted (monotonic)."""
         self._away = False
@@ -76,13 +69,32 @@ class SaveTrigger:
         """When this process heard of a crash (monotonic), by run and the server's time of it."""
 
     def warn_without_stack(self, root: Path, spool: Path) -> None:
-        """Log a warning if neither the environment nor the local stack names a server."""
+        """Log a warning if nothing would commit the saves of a root, which wait in its spool."""
+        if self.has_saver:
+            logger.info("No stack is known: the saver of this node commits the saves of %s", root)
+            return
         try:
             self._api.find_server()
         except PrefectApiError as error:
             logger.warning(
                 "%s. Until then saves of %s wait in %s and are not committed", error, root, spool
             )
+
+    @property
+    def has_saver(self) -> bool:
+        """Whether the saver of this node commits saves, rather than flow runs of a stack."""
+        if self._settings.saver != "auto" or self._api_url:
+            return self._settings.saver == "built-in"
+        try:
+            self._api.find_server()
+        except PrefectApiError:
+            return True
+        return False
+
+    def begin(self) -> None:
+        """Start the saver, if it is needed: a save that follows outlives this process."""
+        if self.has_saver:
+            self._saver.wake()
 
     def require_stack(self) -> None:
         """Require that the server can take saves; query it once, for at most `CHECK_S` seconds.
@@ -119,8 +131,11 @@ class SaveTrigger:
                 if time.monotonic() - since > BACK_OFF_S[0] and self._evicted([request]):
                     break
                 try:
-                    await self._api.create_flow_run(request.flow_run)
-                except RequestRefusedError as error:
+                    if self.has_saver:
+                        await asyncio.to_thread(self._saver.wake)
+                    else:
+                        await self._api.create_flow_run(request.flow_run)
+                except (RequestRefusedError, SaveError) as error:
                     self._refused[request.key] = str(error)
                     break
                 except Exception as error:  # whatever is wrong there, training continues
@@ -137,6 +152,9 @@ class SaveTrigger:
         """Query the states of the flow runs of saves; return the outcome of each by request key."""
         found = {request.key: NOT_REQUESTED for request, _ in self._unsent}
         found |= {key: Outcome("failed", why) for key, why in self._refused.items()}
+        if self.has_saver:
+            asked = [request for request in requests if request.key not in found]
+            found |= await asyncio.to_thread(self._ask_saver, asked)
         wanted = [request.key for request in requests if request.key not in found]
         try:
             runs = await self._api.flow_runs(wanted)
@@ -146,6 +164,23 @@ class SaveTrigger:
             unknown = Outcome("unknown", f"the Prefect server cannot be asked: {error}")
             found |= {key: unknown for key in wanted if key not in found}
         return {request.key: found[request.key] for request in requests}
+
+    def _ask_saver(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
+        """Return what the saver has written of saves, by request key."""
+        try:
+            self._saver.wake()  # starts another in the place of one that was killed
+            otherwise = NOT_REQUESTED
+        except SaveError as error:
+            otherwise = Outcome("failed", str(error))
+        found = {}
+        for request in requests:
+            run = request.root, request.save.run_label
+            logs = self._logs.setdefault(run, OutcomeLogs(request))
+            with suppress(OSError):
+                logs.read()
+            found[request.key] = logs.outcome(request.key) or otherwise
+        waiting = [each for each in requests if found[each.key] == NOT_REQUESTED]
+        return found | self._evicted(waiting)
 
     async def disconnect(self) -> None:
         """Close the connections to the server, before the event loop ends."""

@@ -28,11 +28,15 @@ T = TypeVar("T")
 
 @dataclass
 class StepLoader:
-    """Finds and loads the committed steps of a job for one rank."""
+    """Finds and loads the committed steps of a job for one rank.
+
+    ``begin_commits`` starts what commits the saves that an earlier run has left on this node.
+    """
 
     root: Path
     spool: JobSpool
     run: RunContext
+    begin_commits: Callable[[], None]
     rank: int
     world_size: int
     places: Sequence[NodeRanks]
@@ -114,7 +118,11 @@ class StepLoader:
         """Wait until no image in this node's spool is in flight, at most some seconds."""
         deadline = time.monotonic() + seconds
         tickets, pauses = ReadOnChange(self.spool.folder, self.spool.tickets), lengthen_pauses()
+        begun = False
         while time.monotonic() < deadline:
             if all(sealed.failed for sealed in tickets.get()[0]):
                 break
+            if not begun:
+                self.begin_commits()
+            begun = True
             time.sleep(next(pauses))

@@ -56,9 +56,10 @@ from trinity_sync.orchestration.prefect_compat import (
 )
 from trinity_sync.orchestration.prefect_queries import PAGE, measure_clock_skew, read_due_runs
 from trinity_sync.orchestration.recovery.flow_runs import ACQUIRED_BY
-from trinity_sync.orchestration.recovery.images import try_allow_eviction, warn_once
+from trinity_sync.orchestration.recovery.images import try_allow_eviction
 from trinity_sync.orchestration.recovery.node import NodeRecovery
 from trinity_sync.orchestration.recovery.reconcile import repair_known_roots
+from trinity_sync.pipeline.pending import warn_once
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.run_lock import try_run_lock
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.orchestration.job_registry import require_allowed
-from trinity_sync.storage.export_requests import list_export_requests
+from trinity_sync.pipeline import save as pipeline
 
 if TYPE_CHECKING:
     from trinity_sync.formats.hf_export import ExportResult
@@ -14,13 +14,9 @@ if TYPE_CHECKING:
 
 def export_requested_models(request: SaveRequest) -> None:
     """Export the models that the trainer requested with a committed save."""
-    from trinity_sync.formats.hf_export import run_export_request  # imports torch, which is slow
-
     require_allowed(request.root)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    for export in list_export_requests(request.root, step=request.step):
-        if export.run == request.run:
-            run_export_request(request.root, export)
+    pipeline.export_requested_models(request)
 
 
 def export_model(

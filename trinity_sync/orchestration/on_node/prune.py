@@ -12,12 +12,13 @@ from trinity_sync.catalog.mirror import rebuild, try_mirror
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import TrinitySyncError
 from trinity_sync.orchestration.job_registry import require_allowed, select_roots
-from trinity_sync.orchestration.on_node.settings import read_settings
+from trinity_sync.orchestration.on_node.settings import read_settings, read_writing
 from trinity_sync.orchestration.root_threads import OTHERS_WAIT_S, RootVisits
+from trinity_sync.pipeline import save as pipeline
 from trinity_sync.retention.planner import Rules
 from trinity_sync.retention.prune import Pruned
 from trinity_sync.retention.prune import prune as prune_root
-from trinity_sync.storage.job_settings import read_job_settings, read_set_job_settings
+from trinity_sync.storage.job_settings import read_job_settings
 
 logger = logging.getLogger(__name__)
 
@@ -54,26 +55,15 @@ def prune(
 
 
 def prune_after_commit(request: SaveRequest) -> None:
-    """Remove all checkpoints but those that ``request.keep`` or a policy of the job keeps.
-
-    The step of the request stays, also if newer steps were committed before it.
-    """
+    """Remove older checkpoints after a save, see `pipeline.save.prune_after_commit`."""
     settings, stack = read_settings()
     require_allowed(request.root, stack)
-    policy = read_set_job_settings(request.root).get("keep")  # the default keeps all
-    keep = f"last={request.keep},{policy}" if policy else f"last={request.keep}"
-    rules = Rules.of_job(read_job_settings(request.root), keep=keep, keep_weights="all")
-    done = prune_root(
-        request.root,
-        rules,
-        time.time(),
-        spool=settings.spool,
-        recycle=stack.io.reuse_files,
-        just_committed=request.step,
+    pipeline.prune_after_commit(
+        request,
+        read_writing(),
+        settings.spool,
         on_removed=lambda steps: try_mirror(settings, request.root, steps, stack=stack),
     )
-    for step, why in done.removal.spared if done.removal else ():
-        logger.info("keeping step %d in %s: %s", step.step, request.root, why)
 
 
 def _update_catalog(root: Path, _steps: Sequence[int]) -> None:

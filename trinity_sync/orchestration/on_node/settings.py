@@ -3,6 +3,7 @@
 import os
 from functools import lru_cache
 
+from trinity_sync.pipeline.save import NodeWriting
 from trinity_sync.settings import Settings, StackSettings
 
 
@@ -12,6 +13,12 @@ def read_settings() -> tuple[Settings, StackSettings]:
     Reading them takes 5 ms, more than the other work of a small file.
     """
     return _read(frozenset(os.environ.items()))
+
+
+def read_writing() -> NodeWriting:
+    """Return how this node writes."""
+    stack = read_settings()[1]
+    return NodeWriting(stack.io.max_mb_per_s, stack.worker.nice, stack.io.reuse_files)
 
 
 @lru_cache(maxsize=2)

@@ -23,13 +23,9 @@ from trinity_sync.orchestration.recovery.flow_runs import (
     recover_zombie,
     retry_crashed,
 )
-from trinity_sync.orchestration.recovery.images import (
-    allow_eviction,
-    compare_late_images,
-    find_orphaned_saves_of,
-    warn_once,
-)
+from trinity_sync.orchestration.recovery.images import allow_eviction
 from trinity_sync.orchestration.root_threads import run_in_thread
+from trinity_sync.pipeline.pending import compare_late_images, find_pending_saves, warn_once
 from trinity_sync.snapshot.spool import JobSpool, list_job_spools
 
 logger = logging.getLogger(__name__)
@@ -98,7 +94,7 @@ class NodeRecovery:
             raise error
 
     async def _recover_job(self, client: PrefectClient, job: JobSpool) -> None:
-        requests = await run_in_thread(find_orphaned_saves_of, job)
+        requests = await run_in_thread(find_pending_saves, job)
         if not requests:
             return
         deployment = await client.read_deployment_by_name(SAVE_DEPLOYMENT)

@@ -1,0 +1,106 @@
+"""Start and wake the saver: the process of this node that commits saves where no stack is known.
+
+::
+
+    spool/saver.lock    locked by the saver of this spool
+    spool/saver.wake    a pipe that the saver reads; a process that saves keeps it open for writing
+
+So a write tells at once whether a saver lives, and the saver notices when the last process that
+saves has ended, however it ended.
+"""
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from trinity_sync.errors import SaveError
+from trinity_sync.fs.atomic import make_folder
+from trinity_sync.snapshot.spool import make_own_folder
+
+LOCK = "saver.lock"
+WAKE = "saver.wake"
+LOG = "saver.log"
+STARTS = 3
+"""Savers in a row that end before they serve, after which saves fail."""
+_DEAD = {errno.ENXIO, errno.EPIPE, errno.ENOENT}
+"""Errors of a pipe that no saver reads."""
+
+
+class SaverControl:
+    """Wakes the saver of a node's spool, and starts one if none lives.
+
+    Args:
+        spool: the node's spool, with one folder per job.
+        home: folder of the saver's log.
+    """
+
+    def __init__(self, spool: Path, home: Path) -> None:
+        self._spool = spool
+        self._log = home / LOG
+        self._pipe = -1
+        self._started: subprocess.Popen[bytes] | None = None
+        self._starts = 0
+        """Starts since a saver was reached."""
+        self._lock = threading.Lock()
+
+    def wake(self) -> None:
+        """Have the saver look for images now.
+
+        Raises:
+            SaveError: none lives, and none can be started.
+        """
+        with self._lock:
+            try:
+                if self._pipe < 0:
+                    flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+                    self._pipe = os.open(self._spool / WAKE, flags)
+                os.write(self._pipe, b"\n")
+                self._starts = 0
+            except BlockingIOError:
+                return  # it has been told often enough
+            except OSError as error:
+                self._close()
+                if error.errno not in _DEAD:
+                    raise SaveError(f"the saver cannot be reached: {error}") from error
+                self._start()
+
+    def __del__(self) -> None:  # the saver may end, once it has committed what was submitted
+        self._close()
+
+    def _close(self) -> None:
+        pipe, self._pipe = self._pipe, -1
+        if pipe >= 0:
+            os.close(pipe)
+
+    def _start(self) -> None:
+        started = self._started
+        if started is not None:
+            if started.poll() is None:
+                return  # it begins, and looks for images first
+            self._started = None
+            if started.returncode and self._starts >= STARTS:
+                self._starts = 0
+                raise SaveError(
+                    f"the saver has ended with exit code {started.returncode}; its log is "
+                    f"{self._log}. Images of saves stay in {self._spool}; the next start of a "
+                    "training on this node, or trinity-sync up, commits them"
+                )
+        self._starts += 1
+        try:
+            make_own_folder(self._spool)
+            make_folder(self._log.parent)
+            with self._log.open("ab") as log:
+                self._started = subprocess.Popen(
+                    [sys.executable, "-m", "trinity_sync.saver", str(self._spool)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    cwd="/",  # neither a tasks.py of the user's nor a folder that goes
+                    start_new_session=True,  # a signal to the trainer's group is not for it
+                    env={**os.environ, "PYTHONSAFEPATH": "1"},
+                )
+        except OSError as error:
+            raise SaveError(f"the saver cannot be started: {error}") from error

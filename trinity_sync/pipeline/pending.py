@@ -1,0 +1,158 @@
+"""Find the saves of a job whose images wait on this node, and finish what a commit has left.
+
+Images of a save that failed are marked, so that later saves evict them first. Requests of save
+functions, which have no images, are treated in the same way.
+"""
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.errors import FormatError, SaveError, SupersededError, TrinitySyncError
+from trinity_sync.snapshot.callable_status import list_requests, remove_request, remove_statuses
+from trinity_sync.snapshot.save_id import SaveId
+from trinity_sync.snapshot.slot_lock import free_slot
+from trinity_sync.snapshot.spool import JobSpool, SealedImage
+from trinity_sync.snapshot.ticket import list_components
+from trinity_sync.storage.commit import finish_interrupted
+from trinity_sync.storage.late_images import resolve_late_image
+from trinity_sync.storage.manifest import Manifest, read_run_manifest
+from trinity_sync.storage.runs import refuse_other_job
+from trinity_sync.storage.save import mark_image_failed
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 2.0
+"""Default of ``grace_s`` of `find_pending_saves`."""
+
+
+def find_pending_saves(
+    job: JobSpool, *, grace_s: float = GRACE_S, clock: Callable[[], float] = time.time
+) -> list[SaveRequest]:
+    """Return the requests of saves whose images or functions nothing persists, oldest first.
+
+    Commits that were interrupted after their manifest are finished, and their slots released.
+    Within ``grace_s``, the trainer may still request the run of a sealed image itself, and the
+    process of a commit release its slots.
+    """
+    try:
+        found = {each.key: each for each in _find_in_job(job, grace_s, clock() - grace_s)}
+        # these know how many functions to expect
+        found |= {each.key: each for each in _find_of_functions(job, clock() - grace_s)}
+    except (OSError, TrinitySyncError) as error:  # other jobs are unaffected
+        warn_once(f"cannot read the images in {job.folder}: {error}")
+        return []
+    return sorted(found.values(), key=lambda request: (request.run, request.step))
+
+
+def _find_in_job(job: JobSpool, grace_s: float, before: float) -> Iterator[SaveRequest]:
+    """Yield the saves of one job whose images were all sealed more than ``grace_s`` seconds ago.
+
+    Commits from before ``before``, in seconds since the epoch, are finished.
+    """
+    sealed, bad = job.tickets()
+    for error in bad:
+        warn_once(str(error))
+    now = time.monotonic()
+    saves: dict[SaveId, list[SealedImage]] = defaultdict(list)
+    for image in sealed:
+        saves[image.ticket.save].append(image)
+    for save, images in saves.items():
+        try:
+            refuse_other_job(save)
+        except SupersededError as error:
+            for image in images:
+                if not image.failed:
+                    mark_image_failed(image, str(error))
+            continue
+        except SaveError:
+            pass  # there is no manifest, and the flow run says what is wrong with the root
+        try:
+            manifest = read_run_manifest(save.root, save.run, save.step)
+        except FormatError as error:
+            warn_once(str(error))
+            continue
+        if manifest and manifest.has_kind(save.kind, save.roles):
+            _finish_commit(save, manifest, images, before)
+        elif all(image.ticket.age_s(now) > grace_s and not image.failed for image in images):
+            components = list_components([image.ticket for image in images])
+            keep = max(image.ticket.keep for image in images)
+            yield SaveRequest(**vars(save), components=components, keep=keep)
+
+
+def _find_of_functions(job: JobSpool, before: float) -> Iterator[SaveRequest]:
+    """Yield the requests of save functions that were written before a time and have not ended."""
+    for path in list_requests(job):
+        try:
+            if path.stat().st_mtime >= before:
+                continue
+            request = SaveRequest.model_validate_json(path.read_bytes())
+            save = request.save
+            manifest = read_run_manifest(save.root, save.run, save.step)
+            refuse_other_job(save)
+        except FileNotFoundError:
+            continue  # it has just ended
+        except SupersededError as error:
+            warn_once(str(error))
+            path.unlink(missing_ok=True)
+            continue
+        except SaveError:
+            pass  # there is no manifest, and the flow run says what is wrong with the root
+        except (ValidationError, FormatError) as error:
+            warn_once(f"cannot read the request {path}: {error}")
+            continue
+        roles = save.roles if request.components else ()  # save functions have none
+        if not (manifest and manifest.has_kind(save.kind, roles)):
+            yield request
+        elif manifest.committed_at < before:
+            finish_interrupted(save)
+            remove_statuses(job, save.run, save.step, save.kind)
+
+
+@lru_cache(maxsize=1000)
+def warn_once(message: str) -> None:
+    """Log a warning once, although every poll finds the same problem."""
+    logger.warning("%s", message)
+
+
+def compare_late_images(spool: Path, request: SaveRequest) -> None:
+    """Compare the remaining images of a completed save with its commit; drop its request.
+
+    No other run will commit them: equal images are released, and others are marked as failed.
+    """
+    save, job = request.save, JobSpool(spool / request.job)
+    try:
+        remove_request(job, save.run, save.step, save.kind)
+        for sealed in job.read_step(save.run, save.step)[0]:
+            if save.owns(sealed.ticket):
+                resolve_late_image(save, sealed)
+    except (OSError, TrinitySyncError) as error:
+        warn_once(f"cannot compare the images of {save} with its commit: {error}")
+
+
+def _finish_commit(
+    save: SaveId, manifest: Manifest, images: list[SealedImage], before: float
+) -> None:
+    """Finish an interrupted commit: release the images that it holds, and compare the others."""
+    if manifest.committed_at >= before:
+        return  # the commit task may still be releasing the slots
+    digests = {image: record.digest for record in manifest.files for image in record.images}
+    # an image that was compared and differs stays until it is evicted
+    remaining = [each for each in images if each.ticket.image in digests or not each.failed]
+    if not remaining:
+        return
+    try:
+        finish_interrupted(save)
+        for image in remaining:
+            if image.ticket.image in digests:
+                free_slot(image.slot, image.ticket.image, digests[image.ticket.image])
+            else:
+                resolve_late_image(save, image)
+    except (OSError, TrinitySyncError) as error:  # other saves are unaffected
+        warn_once(f"{save} is committed, but cannot be finished: {error}")

@@ -1,0 +1,347 @@
+"""Persist and commit a save, free its slots or mark its images as failed, and what follows."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.errors import SaveError, TrinitySyncError
+from trinity_sync.fs.rate_limit import RateLimit
+from trinity_sync.layout import FOLDERS, Component
+from trinity_sync.retention.planner import Rules
+from trinity_sync.retention.prune import Pruned, prune
+from trinity_sync.snapshot.save_id import SaveId
+from trinity_sync.snapshot.spool import get_job_spool
+from trinity_sync.storage.block_reuse import can_reuse_blocks
+from trinity_sync.storage.callable_saves import await_callable_saves, sync_callable_files
+from trinity_sync.storage.commit import commit
+from trinity_sync.storage.export_requests import (
+    ExportRequest,
+    list_export_requests,
+    write_export_request,
+)
+from trinity_sync.storage.job_settings import read_job_settings, read_set_job_settings
+from trinity_sync.storage.late_images import free_committed_slots
+from trinity_sync.storage.manifest import Manifest, read_run_manifest
+from trinity_sync.storage.persist import WriteOptions, persist
+from trinity_sync.storage.placement import NodeShards, await_node_shards
+from trinity_sync.storage.required_remote import read_required_remote
+from trinity_sync.storage.runs import refuse_other_job
+from trinity_sync.storage.save import Persisted, Written, discard, mark_failed
+from trinity_sync.storage.save_log import refuse_removed
+
+if TYPE_CHECKING:
+    from trinity_sync.remote.upload import Replicated
+
+logger = logging.getLogger(__name__)
+
+RETRY_DELAYS_S = (1, 5, 15)
+"""Seconds before each repetition of what failed with an I/O error."""
+
+
+@dataclass(frozen=True)
+class NodeWriting:
+    """How a node writes."""
+
+    max_mb_per_s: float = 0.0
+    """Speed limit of all writers of the node together; 0 for none."""
+    nice: int = 19
+    reuse_files: bool | Literal["always"] = True
+    """Whether files of removed steps are written over."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one task persists on a node."""
+
+    component: Component | None
+    """None if the node has callable saves only."""
+    awaits_callables: bool = False
+    """Whether it also waits for the callable saves of the node: one task is enough."""
+
+    @property
+    def what(self) -> str:
+        """The component, or what else it is."""
+        return self.component or "callable saves"
+
+
+def list_shares(request: SaveRequest, shards: NodeShards, *, commits: bool) -> list[Share]:
+    """Return what to persist on a node; one that ``commits`` awaits its callables then."""
+    shares = [
+        Share(component)
+        for component in request.components
+        if component != "metadata" or shards.has_rank_0
+    ]
+    if commits:
+        return shares
+    first, *others = shares or [Share(None)]
+    return [Share(first.component, awaits_callables=True), *others]
+
+
+def is_io_error(error: BaseException) -> bool:
+    """Return whether an error is an I/O error, or was caused by one.
+
+    An I/O error may be transient. A missing, corrupted or superseded image stays so.
+    """
+    return isinstance(error.__cause__ or error, OSError)
+
+
+def persist_share(
+    request: SaveRequest, share: Share, shards: NodeShards, writing: NodeWriting
+) -> Persisted:
+    """Persist a share durably and under temporary names.
+
+    A share that awaits callables syncs their files, too.
+    """
+    save = request.save
+    refuse_other_job(save)
+    spool = get_job_spool(shards.spool, save)  # refuses another job's, before anything is read
+    rate = writing.max_mb_per_s * 1e6
+    options = WriteOptions(
+        limit=RateLimit(spool.folder.parent / ".write_rate", rate) if rate else None,
+        rank_timeout_s=read_job_settings(save.root).rank_timeout_s,
+        nice=writing.nice,
+    )
+    written = persist(shards, save, share.component, options) if share.component else []
+    statuses = await_callable_saves(spool, save) if share.awaits_callables else []
+    sync_callable_files(save, statuses)
+    return Persisted(written, statuses)
+
+
+def commit_images(
+    request: SaveRequest,
+    persisted: Sequence[Persisted],
+    shards: NodeShards,
+    writing: NodeWriting,
+    started_at: float,
+    persisted_at: float,
+) -> Manifest:
+    """Commit what was persisted on all nodes, then free the slots of this one.
+
+    Times are in seconds since the epoch: when the flow run started, and when all files were
+    durable.
+    """
+    save = request.save
+    refuse_other_job(save)
+    spool = get_job_spool(shards.spool, save)
+    written = [file for result in persisted for file in result.written]
+    statuses = [status for result in persisted for status in result.statuses]
+    committed = read_run_manifest(save.root, save.run, save.step)
+    if not (written or statuses or committed):
+        refuse_removed(save)
+    images = sum(file.record.component not in FOLDERS for file in written)
+    earlier = len(committed.callables) if committed else 0  # a retry after the commit
+    statuses += await_callable_saves(
+        spool,
+        save,
+        at_least=max(0, request.expected - images - earlier) - len(statuses),
+        rank_timeout_s=read_job_settings(save.root).rank_timeout_s,
+    )
+    _write_export_requests(save, written)
+    manifest = commit(
+        save,
+        written,
+        statuses,
+        recycle=can_reuse_blocks(save.root, writing.reuse_files),
+        started_at=started_at,
+        persisted_at=persisted_at,
+    )
+    free_committed_slots(spool, save, written)
+    return manifest
+
+
+def _write_export_requests(save: SaveId, written: Sequence[Written]) -> None:
+    """Write down which models the trainer wants exported, so that a retry finds it."""
+    requested = {(file.record.role, file.export) for file in written if file.export}
+    for role, export in requested:
+        trusted = export == "hf_model with remote code"
+        write_export_request(save.root, ExportRequest(save.run, save.step, role, trusted))
+
+
+def free_slots(request: SaveRequest, persisted: Sequence[Persisted], shards: NodeShards) -> None:
+    """Free the slots of a committed save on a node that did not run the commit."""
+    written = [file for result in persisted for file in result.written]
+    free_committed_slots(get_job_spool(shards.spool, request.save), request.save, written)
+
+
+def mark_images_failed(
+    request: SaveRequest, persisted: Sequence[Persisted], shards: NodeShards, reason: str
+) -> int:
+    """Mark the images of a failed save on one node, and remove its temporary files.
+
+    Later saves evict such images first. Until then, a retry of the flow run can persist them again.
+    Return the number of images of the save that are still in memory.
+    """
+    save = request.save
+    for result in persisted:
+        discard(result.written)
+    spool = get_job_spool(shards.spool, save)
+    mark_failed(spool, save, reason)
+    return sum(save.owns(each.ticket) for each in spool.read_step(save.run, save.step)[0])
+
+
+def export_requested_models(request: SaveRequest) -> None:
+    """Export the models that the trainer requested with a committed save."""
+    for export in list_export_requests(request.root, step=request.step):
+        if export.run == request.run:
+            from trinity_sync.formats.hf_export import run_export_request  # imports torch
+
+            run_export_request(request.root, export)
+
+
+def replicate_step(
+    root: str, step: int, url: str, keep_last: int
+) -> "tuple[Replicated, list[int]]":
+    """Upload the files of a step that the remote lacks, then the manifest, and prune the remote.
+
+    ``keep_last`` newest steps stay there; 0 keeps all. If ``url`` is the job's remote, its
+    ``remote_keep`` counts as well. Also return the steps that were removed from the remote.
+    """
+    from trinity_sync.remote.required import prune_remote  # imports fsspec
+    from trinity_sync.remote.upload import replicate
+
+    job = read_job_settings(root)
+    done = replicate(root, url, step, keep_last=keep_last)
+    removed = [*done.removed]
+    if url.rstrip("/") == job.remote:
+        removed += prune_remote(Path(root), url, job.remote_keep, time.time())
+    return done, removed
+
+
+def upload_to_required_remote(root: str, step: int, url: str) -> None:
+    """Upload a committed step to the required remote of its root.
+
+    Then upload earlier steps that the remote lacks because it was away, and prune it. If that
+    fails, the next save retries it.
+    """
+    from trinity_sync.remote.required import prune_remote, replicate_missing, replicate_required
+
+    replicate_required(Path(root), url, step)
+    try:
+        replicate_missing(Path(root), url)
+        prune_remote(Path(root), url, read_job_settings(root).remote_keep, time.time())
+    except (TrinitySyncError, OSError) as error:
+        logger.error(
+            "uploaded step %d to %s; cannot upload earlier steps or prune there, the next save "
+            "will retry: %s",
+            step,
+            url,
+            error,
+        )
+
+
+def prune_after_commit(
+    request: SaveRequest,
+    writing: NodeWriting,
+    spool: Path,
+    *,
+    weights: bool = False,
+    on_removed: Callable[[Sequence[int]], object] = lambda _: None,
+) -> Pruned:
+    """Remove all checkpoints but those that ``request.keep`` or a policy of the job keeps.
+
+    The step of the request stays, also if newer steps were committed before it. With ``weights``,
+    steps of weights only are removed as well, by the job's policy.
+    """
+    policy = read_set_job_settings(request.root).get("keep")  # the default keeps all
+    kept = [f"last={request.keep}"] if request.keep else []
+    done = prune(
+        request.root,
+        Rules.of_job(
+            read_job_settings(request.root),
+            keep=",".join([*kept, *([policy] if policy else [])]),
+            keep_weights="" if weights else "all",
+        ),
+        time.time(),
+        spool=spool,
+        recycle=writing.reuse_files,
+        just_committed=request.step,
+        on_removed=on_removed,
+    )
+    for step, why in done.removal.spared if done.removal else ():
+        logger.info("keeping step %d in %s: %s", step.step, request.root, why)
+    return done
+
+
+def run_save(
+    request: SaveRequest,
+    writing: NodeWriting,
+    spool: Path,
+    *,
+    delays_s: Sequence[float] = RETRY_DELAYS_S,
+) -> None:
+    """Save a step whose images are all on this node, in this process; ``spool`` is the node's.
+
+    What fails with an I/O error is repeated after ``delays_s``.
+
+    Raises:
+        Exception: as the parts; what is not committed is marked as failed then. Copies to a remote
+            that is not required, and removals, are retried by the next save.
+    """
+    started_at, persisted = time.time(), list[Persisted]()
+    limit_s = read_job_settings(request.root).rank_timeout_s
+    nodes = await_node_shards(request.save, rank_timeout_s=limit_s)
+    try:
+        if len(nodes) > 1:
+            raise SaveError(
+                f"{request.run_name} of {request.root} is not committed: its ranks are on "
+                f"{len(nodes)} nodes, which needs the stack. See: trinity-sync up"
+            )
+        shares = list_shares(request, nodes[0], commits=False)
+        with ThreadPoolExecutor(len(shares), "persist") as threads:
+            persisting = [
+                threads.submit(_persist_persistently, request, share, nodes[0], writing, delays_s)
+                for share in shares
+            ]
+        persisted += [each.result() for each in persisting if not each.exception()]
+        for each in persisting:
+            each.result()
+        commit_images(request, persisted, nodes[0], writing, started_at, time.time())
+        is_checkpoint = request.kind == "checkpoint"
+        required = read_required_remote(request.root) if is_checkpoint else None
+        if required:
+            upload_to_required_remote(request.root, request.step, required)
+    except Exception as error:
+        for shards in nodes:
+            mark_images_failed(request, persisted, shards, str(error))
+        raise
+    try:
+        export_requested_models(request)
+    finally:
+        try:
+            job = read_job_settings(request.root)
+            if is_checkpoint and job.remote and not required:
+                replicate_step(request.root, request.step, job.remote, 0)
+            if request.keep or job.keep != "all" or not is_checkpoint:
+                prune_after_commit(request, writing, spool, weights=True)
+        except (TrinitySyncError, OSError) as error:
+            logger.error(
+                "%s is committed; cannot copy it or remove older steps, the next save will "
+                "retry: %s",
+                request.run_name,
+                error,
+            )
+
+
+def _persist_persistently(
+    request: SaveRequest,
+    share: Share,
+    shards: NodeShards,
+    writing: NodeWriting,
+    delays_s: Sequence[float],
+) -> Persisted:
+    for delay_s in delays_s:
+        try:
+            return persist_share(request, share, shards, writing)
+        except Exception as error:
+            if not is_io_error(error):
+                raise
+            logger.warning(
+                "%s, %s: again in %g s: %s", request.run_name, share.what, delay_s, error
+            )
+            time.sleep(delay_s)
+    return persist_share(request, share, shards, writing)
