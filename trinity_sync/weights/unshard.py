@@ -66,7 +66,7 @@ def plan_unshard(images: Sequence[memoryview]) -> tuple[FullTensor, ...]:
             raise WeightSyncError(
                 f"the image of rank {rank} holds a {type(outline).__name__}, not a dict of weights"
             )
-        for name, given in _map_names(outline).items():
+        for name, given in map_names(outline).items():
             value = outline[given]
             if not isinstance(value, torch.Tensor):
                 continue
@@ -287,16 +287,12 @@ def _find_problem(target: torch.Tensor) -> str | None:
     return None
 
 
-def map_targets(targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors to load into by their names in the plain model, without those of wrappers.
+def map_names(state: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names in a state by those in the plain model, without those of torch's wrappers.
 
     Raises:
         WeightSyncError: two of them have one name there.
     """
-    return {name: targets[given] for name, given in _map_names(targets).items()}
-
-
-def _map_names(state: Mapping[str, Any]) -> dict[str, str]:
     try:
         return map_plain_names(state)
     except ValueError as error:

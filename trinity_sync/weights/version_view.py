@@ -30,7 +30,7 @@ from trinity_sync.weights.unshard import (
     Slice,
     copy_full_tensors,
     iter_full_tensors,
-    map_targets,
+    map_names,
     plan_unshard,
     round_plan,
     view_full_tensor,
@@ -53,11 +53,6 @@ class VersionView:
     plan: tuple[FullTensor, ...]
     images: Sequence[torch.Tensor]
     """The image of each rank, ``uint8`` of shape ``[nbytes]``."""
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the tensors, in the order of `iter_tensors`."""
-        return [full.names[0] for full in self.plan]
 
     @property
     def rounded(self) -> set[str]:
@@ -125,7 +120,8 @@ def list_targets(target: Target) -> dict[str, torch.Tensor]:
     Raises:
         WeightSyncError: two tensors have one name.
     """
-    return map_targets(target.state_dict() if isinstance(target, nn.Module) else target)
+    state = target.state_dict() if isinstance(target, nn.Module) else target
+    return {name: state[given] for name, given in map_names(state).items()}
 
 
 class VersionOpener:
@@ -229,26 +225,23 @@ class VersionOpener:
                 raise VersionUnavailableError(
                     f"{_describe(version)}: run {manifest.run} has replaced the step"
                 )
-            records = sorted(
-                (
-                    record
-                    for record in manifest.files
-                    if record.role == version.role and record.is_weights and record.is_shard
-                ),
-                key=lambda record: record.rank,
-            )
+            records = [f for f in manifest.files if f.role == version.role]
+            records = [record for record in records if record.is_weights and record.is_shard]
+            records.sort(key=lambda record: record.rank)
             if [record.rank for record in records] != list(range(max(len(records), 1))):
                 raise WeightSyncError(f"{_describe(version)} has no shards of role {version.role}")
             try:
-                mapped = [
-                    _map_file(step_folder(root, step) / record.path, record) for record in records
-                ]
+                folder = step_folder(root, step)
+                mapped = [_map_file(folder / record.path, record) for record in records]
                 require_unreplaced(root, manifest)  # mapped files stay those of this commit
             except (CommitError, FileNotFoundError) as error:
                 raise VersionUnavailableError(f"{_describe(version)}: {error}") from error
-            if self._verify:
-                for content, record in zip(mapped, records, strict=True):
-                    _verify_digest(content, step_folder(root, step) / record.path, record)
+            for content, record in zip(mapped, records, strict=True):
+                if self._verify and digest_bytes(content) != record.digest:
+                    raise WeightSyncError(
+                        f"{folder / record.path} is corrupted: its digest is not that of the "
+                        "manifest; restore the file from a copy, or remove the step"
+                    )
             memories = [view_read_only(content) for content in mapped]
             plan = round_plan(self._plan(memories, None), self._dtype, keep_float32)
             yield VersionView(version, plan, memories)
@@ -282,14 +275,6 @@ def _map_file(path: Path, record: FileRecord) -> memoryview:
                 f"{path} is corrupted: it has {nbytes:,} bytes, the manifest says {record.nbytes:,}"
             )
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-
-
-def _verify_digest(content: memoryview, path: Path, record: FileRecord) -> None:
-    if digest_bytes(content) != record.digest:
-        raise WeightSyncError(
-            f"{path} is corrupted: its digest is not that of the manifest; restore the file from a "
-            "copy, or remove the step"
-        )
 
 
 def _describe(version: Version) -> str:
