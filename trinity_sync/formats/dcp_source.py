@@ -82,11 +82,8 @@ class DcpReader(FileSystemReader):
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
         for stored in (metadata.storage_data or {}).values():
-            if (
-                not (self.folder / stored.relative_path)
-                .resolve()
-                .is_relative_to(self.folder.resolve())
-            ):
+            stored_at = (self.folder / stored.relative_path).resolve()
+            if not stored_at.is_relative_to(self.folder.resolve()):
                 raise ConfigError(
                     f"{path} names {stored.relative_path}, which is outside of its folder; do "
                     "not trust this checkpoint"

@@ -9,8 +9,7 @@ before anything is written.
 import json
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +62,8 @@ def split_adapter(
     if architecture is None:
         _require_adapter(metas, content, config)
         return SplitModel({}, {name: name for name in metas}, _encode(content))
-    with from_extra("stack"), _quiet():
+    with from_extra("stack"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT warns of what was trained, and of the base's folder
         return _split(architecture, config, content, metas)
 
 
@@ -197,14 +197,6 @@ def _require_adapter(names: Collection[str], content: Mapping[str, Any], config:
     unknown = [name for name in names if not is_known(name)]
     if unknown and content.get("peft_type") == "LORA":
         _require_none("PEFT does not load", unknown, config)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep PEFT from warnings of what was trained, and of the folder of the base model."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _encode(content: Mapping[str, Any]) -> bytes:
