@@ -64,11 +64,6 @@ class DcpReader(FileSystemReader):
             name: (name,) for name in self.metadata.state_dict_metadata
         }
 
-    @property
-    def top_keys(self) -> list[str]:
-        """Some of the keys at the top of the saved state."""
-        return list(dict.fromkeys(str(path[0]) for path in self.paths.values()))[:8]
-
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the index, without trust; the arguments, which DCP passes, are ignored."""
         path = self.folder / ".metadata"

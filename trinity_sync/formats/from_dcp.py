@@ -82,12 +82,12 @@ def from_dcp(
         "optim": source.select_entries(optim) if optim else {},
     }
     if not parts["model"]:
+        top = dict.fromkeys(str(path[0]) for path in source.paths.values())
         raise ConfigError(
-            f"{folder} has no tensors under {model!r} (at its top: {', '.join(source.top_keys)}); "
+            f"{folder} has no tensors under {model!r} (at its top: {', '.join([*top][:8])}); "
             "pass the key of the model, '' for none (--model)"
         )
-    if optim and parts["optim"]:
-        source.require_optimizer(parts["optim"])
+    source.require_optimizer(parts["optim"])
     parts = {name: paths for name, paths in parts.items() if paths}
     if step_folder(base, step).exists():
         raise CommitError(

@@ -62,7 +62,9 @@ class Publisher:
         call = self._synchronizer.add_images.remote(version, tag.world_size, self._gather_s)
         answer: Future[None] = call.future()
         answer.add_done_callback(lambda done: _log_failure(description, done))
-        self._pending = [each for each in self._pending if not _has_succeeded(each[1])]
+        self._pending = [
+            (other, each) for other, each in self._pending if not each.done() or each.exception()
+        ]
         self._pending.append((description, answer))
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -87,10 +89,6 @@ class Publisher:
         self._pending = []
         if failures:
             raise WeightSyncError("; ".join(failures))
-
-
-def _has_succeeded(answer: "Future[None]") -> bool:
-    return answer.done() and not answer.exception()
 
 
 def _get_cause(error: BaseException) -> BaseException:

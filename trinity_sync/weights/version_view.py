@@ -7,7 +7,6 @@ version that cannot be pinned completely is not opened, so a reader never has pa
 
 import mmap
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -28,8 +27,9 @@ from trinity_sync.storage.manifest_files import FileRecord
 from trinity_sync.weights.unshard import (
     FullTensor,
     Slice,
+    combine_tensor,
     copy_full_tensors,
-    iter_full_tensors,
+    find_slices,
     map_names,
     plan_unshard,
     round_plan,
@@ -72,7 +72,8 @@ class VersionView:
         Raises:
             WeightSyncError: a slice is of an unknown tensor, or outside of it.
         """
-        return iter_full_tensors(self.plan, self.images, slices or {})
+        for full, cut in find_slices(self.plan, slices or {}):
+            yield full.names[0], combine_tensor(full, self.images, cut)
 
     def list_named(self) -> list[tuple[tuple[str, ...], tuple[int, ...], torch.dtype]]:
         """Return names, full shape and dtype of each tensor, in the order of `iter_tensors`."""
@@ -145,7 +146,7 @@ class VersionOpener:
         self._node = node
         self._verify = verify
         self._slots: dict[str, SlotReader] = {}
-        self._plans: OrderedDict[tuple[str, ...], tuple[FullTensor, ...]] = OrderedDict()
+        self._plans: dict[tuple[str, ...], tuple[FullTensor, ...]] = {}
 
     @contextmanager
     def open_images(
@@ -243,7 +244,7 @@ class VersionOpener:
                         "manifest; restore the file from a copy, or remove the step"
                     )
             memories = [view_read_only(content) for content in mapped]
-            plan = round_plan(self._plan(memories, None), self._dtype, keep_float32)
+            plan = round_plan(self._plan(memories), self._dtype, keep_float32)
             yield VersionView(version, plan, memories)
 
     def close(self) -> None:
@@ -253,18 +254,15 @@ class VersionOpener:
         self._slots.clear()
 
     def _plan(
-        self, memories: Sequence[torch.Tensor], layouts: Sequence[str] | None
+        self, memories: Sequence[torch.Tensor], layouts: Sequence[str] = ()
     ) -> tuple[FullTensor, ...]:
         """Return the plan of images; it is cached if their layouts are known."""
-        key = tuple(layouts or ())
-        if key in self._plans:
-            self._plans.move_to_end(key)
-            return self._plans[key]
-        plan = plan_unshard([memory.numpy().data for memory in memories])
+        key = tuple(layouts)
+        plan = self._plans.pop(key, ()) or plan_unshard([each.numpy().data for each in memories])
         if key:
-            self._plans[key] = plan
+            self._plans[key] = plan  # the one used last goes last
             if len(self._plans) > MAX_PLANS:
-                self._plans.popitem(last=False)
+                del self._plans[next(iter(self._plans))]
         return plan
 
 
