@@ -47,10 +47,8 @@ class OutgoingBucket:
     """Bytes of all tensors, alignment included."""
     places: list[list[int]] = field(default_factory=list)
     """Start and length of each part."""
-    _unpacked: list[tuple[str, torch.Tensor, torch.Tensor, int] | None] = field(
-        default_factory=list
-    )
-    """For each part None, or the tensor to send: name, tensor, its bytes and its change count."""
+    _unpacked: dict[int, tuple[str, torch.Tensor, torch.Tensor, int]] = field(default_factory=dict)
+    """Tensors to send by the number of their part: name, tensor, its bytes and its change count."""
 
     def add(self, name: str, tensor: torch.Tensor, flat: torch.Tensor, packed_bytes: int) -> None:
         """Add a tensor, whose bytes are ``flat``, ``uint8`` of shape ``[nbytes]``.
@@ -64,15 +62,14 @@ class OutgoingBucket:
         )
         self.nbytes = at + _align(size)
         if size > packed_bytes:
+            self._unpacked[len(self.places)] = name, tensor, flat, _count_changes(tensor)
             self.places.append([at, size])
-            self._unpacked.append((name, tensor, flat, _count_changes(tensor)))
         elif size:
             self.buffer[at : at + size].copy_(flat)
-            if self._unpacked and self._unpacked[-1] is None:  # extends the part before it
+            if self.places and len(self.places) - 1 not in self._unpacked:  # extends that part
                 self.places[-1][1] = at + size - self.places[-1][0]
             else:
                 self.places.append([at, size])
-                self._unpacked.append(None)
 
     def get_parts(self) -> list[torch.Tensor]:
         """Return the bytes to send, ``uint8`` each.
@@ -80,18 +77,14 @@ class OutgoingBucket:
         Raises:
             ConfigError: a tensor was changed since it was added.
         """
-        parts = []
-        for (start, size), unpacked in zip(self.places, self._unpacked, strict=True):
-            if unpacked is None:
-                parts.append(self.buffer[start : start + size])
-                continue
-            name, tensor, flat, changes = unpacked
+        parts = [self.buffer[start : start + size] for start, size in self.places]
+        for number, (name, tensor, flat, changes) in self._unpacked.items():
             if _count_changes(tensor) != changes:
                 raise ConfigError(
                     f"tensor {name!r} was changed before it was sent; yield tensors that do not "
                     "share memory"
                 )
-            parts.append(flat)
+            parts[number] = flat
         return parts
 
 

@@ -5,7 +5,6 @@ for its answer: no collective is needed, and no training thread is blocked.
 """
 
 import logging
-import time
 from concurrent import futures
 from concurrent.futures import Future
 from pathlib import Path
@@ -74,17 +73,12 @@ class Publisher:
             WeightSyncError: versions were not published; each of them is raised once.
             TimeoutError: the time-out has passed.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        _, waiting = futures.wait([answer for _, answer in self._pending], timeout_s)
         failures = []
         for description, answer in self._pending:
-            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            try:
-                error = answer.exception(left_s)
-            except futures.TimeoutError:  # not the builtin in Python 3.10
-                raise TimeoutError(
-                    f"{description} is not published after {timeout_s:g} s"
-                ) from None
-            if error:
+            if answer in waiting:
+                raise TimeoutError(f"{description} is not published after {timeout_s:g} s")
+            if error := answer.exception():
                 failures.append(f"{description} is not published: {_get_cause(error)}")
         self._pending = []
         if failures:
