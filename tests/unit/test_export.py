@@ -324,7 +324,7 @@ def test_memory_holds_one_file_of_the_result_at_a_time(
         model,
         {name: name for name in model.names},
         Naming(None, frozenset(), fuses=False, config=b""),
-        convert_dtype=lambda name, dtype: dtype,
+        {name: model.read_meta(name) for name in model.names},
         max_bytes=20 << 20,
     )
     assert len(seen) == 10

@@ -64,11 +64,6 @@ class DcpReader(FileSystemReader):
             name: (name,) for name in self.metadata.state_dict_metadata
         }
 
-    @property
-    def top_keys(self) -> list[str]:
-        """Some of the keys at the top of the saved state."""
-        return list(dict.fromkeys(str(path[0]) for path in self.paths.values()))[:8]
-
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the index, without trust; the arguments, which DCP passes, are ignored."""
         path = self.folder / ".metadata"
@@ -82,11 +77,8 @@ class DcpReader(FileSystemReader):
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
         for stored in (metadata.storage_data or {}).values():
-            if (
-                not (self.folder / stored.relative_path)
-                .resolve()
-                .is_relative_to(self.folder.resolve())
-            ):
+            stored_at = (self.folder / stored.relative_path).resolve()
+            if not stored_at.is_relative_to(self.folder.resolve()):
                 raise ConfigError(
                     f"{path} names {stored.relative_path}, which is outside of its folder; do "
                     "not trust this checkpoint"

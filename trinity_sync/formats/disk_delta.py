@@ -94,25 +94,22 @@ def write_delta(
     (folder / INDEX).write_text(json.dumps(index))
 
 
-def read_delta_metadata(folder: Path) -> dict[str, str] | None:
-    """Return the metadata of the delta in a folder; None if it is a complete model.
-
-    Raises:
-        DeltaError: the folder is missing, or its index cannot be read.
-    """
+def _read_metadata(folder: Path) -> dict[str, str]:
     if not folder.is_dir():
         raise DeltaError(
             f"{folder} is missing, and a later version builds on it; read the newest version again"
         )
     try:
-        metadata = json.loads((folder / INDEX).read_bytes())["metadata"]
+        metadata: dict[str, str] = json.loads((folder / INDEX).read_bytes())["metadata"]
     except FileNotFoundError:
-        return None
+        metadata = {}
     except (ValueError, KeyError) as error:
-        raise DeltaError(f"{folder / INDEX} is torn or altered; publish a complete version") from (
-            error
-        )
-    return metadata if "delta_encoding" in metadata else None
+        raise DeltaError(
+            f"{folder / INDEX} is torn or altered; publish a complete version"
+        ) from error
+    if "delta_encoding" not in metadata:
+        raise DeltaError(f"{folder} is a complete model, not a delta; read it without a base")
+    return metadata
 
 
 def apply_delta(tensors: Tensors, folder: Path, version: int) -> dict[str, torch.Tensor]:
@@ -125,9 +122,7 @@ def apply_delta(tensors: Tensors, folder: Path, version: int) -> dict[str, torch
             has another checksum.
         MissingPackageError: zstandard is not installed.
     """
-    metadata = read_delta_metadata(folder)
-    if metadata is None:
-        raise DeltaError(f"{folder} is a complete model, not a delta; read it without a base")
+    metadata = _read_metadata(folder)
     if int(metadata["base_version"]) != version:
         raise DeltaError(
             f"{folder} builds on version {int(metadata['base_version'])}, and these are the "

@@ -6,8 +6,9 @@ checkpoint it needs; it is read, written and freed. Then the step is committed l
 
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +82,12 @@ def from_dcp(
         "optim": source.select_entries(optim) if optim else {},
     }
     if not parts["model"]:
+        top = dict.fromkeys(str(path[0]) for path in source.paths.values())
         raise ConfigError(
-            f"{folder} has no tensors under {model!r} (at its top: {', '.join(source.top_keys)}); "
+            f"{folder} has no tensors under {model!r} (at its top: {', '.join([*top][:8])}); "
             "pass the key of the model, '' for none (--model)"
         )
-    if optim and parts["optim"]:
-        source.require_optimizer(parts["optim"])
+    source.require_optimizer(parts["optim"])
     parts = {name: paths for name, paths in parts.items() if paths}
     if step_folder(base, step).exists():
         raise CommitError(
@@ -139,17 +140,8 @@ def _write(save: SaveId, record: FileRecord, content: Any, components: tuple[str
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(final.parent)
-    found = FileRecord(
-        record.path,
-        temporary.stat().st_size,
-        digest_cached_file(temporary),
-        record.role,
-        record.component,
-        record.rank,
-        record.world_size,
-    )
     return Written(
-        found,
+        replace(record, nbytes=temporary.stat().st_size, digest=digest_cached_file(temporary)),
         temporary=os.fspath(temporary),
         identity=read_file_identity(temporary),
         components=components,
@@ -160,8 +152,8 @@ def _write(save: SaveId, record: FileRecord, content: Any, components: tuple[str
 def _read_metadata_files(folder: Path) -> dict[str, bytes]:
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder with fsdp_config.json and huggingface/")
-    files: Iterator[Path] = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(files)}
 
 
 def _remove_uncommitted(save: SaveId, written: Sequence[Written]) -> None:

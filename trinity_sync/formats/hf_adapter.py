@@ -9,8 +9,7 @@ before anything is written.
 import json
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +62,8 @@ def split_adapter(
     if architecture is None:
         _require_adapter(metas, content, config)
         return SplitModel({}, {name: name for name in metas}, _encode(content))
-    with from_extra("stack"), _quiet():
+    with from_extra("stack"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT warns of what was trained, and of the base's folder
         return _split(architecture, config, content, metas)
 
 
@@ -93,9 +93,7 @@ def _apply(architecture: Architecture, config: Path) -> tuple[Any, dict[str, str
     from peft import PeftConfig, get_peft_model
 
     shell = deepcopy(architecture.shell)
-    names: dict[int, list[str]] = {}
-    for name, tensor in _iter_tensors(shell):
-        names.setdefault(id(tensor), []).append(name)
+    names = _list_names(shell)
     loaded = PeftConfig.from_pretrained(config.parent)
     if isinstance(getattr(loaded, "init_lora_weights", None), str):
         loaded.init_lora_weights = True  # others compute with weights, of which there are none
@@ -107,9 +105,7 @@ def _apply(architecture: Architecture, config: Path) -> tuple[Any, dict[str, str
             f"PEFT cannot apply {config} to the model of {architecture.folder}: {error}; commit "
             "the config of the adapter that was trained"
         ) from error
-    found: dict[int, list[str]] = {}
-    for name, tensor in _iter_tensors(model):
-        found.setdefault(id(tensor), []).append(name)
+    found = _list_names(model)
     return model, {
         name: found[key][min(index, len(found[key]) - 1)]  # tied ones have several names
         for key, inside in names.items()
@@ -117,9 +113,13 @@ def _apply(architecture: Architecture, config: Path) -> tuple[Any, dict[str, str
     }
 
 
-def _iter_tensors(model: Any) -> list[tuple[str, torch.Tensor]]:
-    parameters = model.named_parameters(remove_duplicate=False)
-    return [*parameters, *model.named_buffers(remove_duplicate=False)]
+def _list_names(model: Any) -> dict[int, list[str]]:
+    """Return the names of each parameter and buffer, several if it is tied, by its ``id``."""
+    names: dict[int, list[str]] = {}
+    for method in (model.named_parameters, model.named_buffers):
+        for name, tensor in method(remove_duplicate=False):
+            names.setdefault(id(tensor), []).append(name)
+    return names
 
 
 def _list_saved(model: Any, *, embeddings: bool) -> dict[str, str]:
@@ -197,14 +197,6 @@ def _require_adapter(names: Collection[str], content: Mapping[str, Any], config:
     unknown = [name for name in names if not is_known(name)]
     if unknown and content.get("peft_type") == "LORA":
         _require_none("PEFT does not load", unknown, config)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep PEFT from warnings of what was trained, and of the folder of the base model."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _encode(content: Mapping[str, Any]) -> bytes:

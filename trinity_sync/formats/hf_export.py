@@ -81,6 +81,7 @@ def export_step(
     root = Path(root).resolve()
     check_name("role", role)
     manifest = require_committed(root, step)
+    records = _list_shards(root, manifest, role)
     source = {
         "root": str(root),
         "step": step,
@@ -88,7 +89,7 @@ def export_step(
         "role": role,
         "dtype": dtype,
         "max_shard_bytes": max_shard_bytes,
-        "digests": [record.digest for record in _list_shards(root, manifest, role)],
+        "digests": [record.digest for record in records],
     }
     folder = step_folder(root, step)
     target = folder / role / HUGGINGFACE if to is None else check_target(to, root)
@@ -110,7 +111,6 @@ def export_step(
                 for name, known in done.files.items()
             ):
                 return _make_result(target, done)
-        records = _list_shards(root, manifest, role)
         compared = sum(record.nbytes for record in records) if check else 0
         if check:
             _check_digests(folder, records, lambda n: on_progress(n, 2 * compared))

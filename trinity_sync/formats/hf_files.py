@@ -6,14 +6,13 @@ import torch
 
 from trinity_sync.errors import ExportError
 from trinity_sync.formats.hf_adapter import ADAPTER_CONFIG, ADAPTER_FILE, SplitModel, split_adapter
-from trinity_sync.formats.hf_naming import Architecture, set_in_config
+from trinity_sync.formats.hf_naming import Architecture, find_kept, set_in_config
 from trinity_sync.formats.safetensors import (
     ExportProgress,
-    read_metas,
     save_compared,
     write_model,
 )
-from trinity_sync.formats.shard_reader import ShardedModel
+from trinity_sync.formats.shard_reader import Meta, ShardedModel
 from trinity_sync.fs.progress import OnProgress
 from trinity_sync.snapshot.stager import ATTACHMENTS
 from trinity_sync.storage.manifest import Manifest
@@ -50,7 +49,7 @@ def write_files(
         ExportError: the tensors are not those of a model or adapter that can be loaded.
     """
     huggingface, names = role_folder / HUGGINGFACE, model.names
-    metas = read_metas(model, {name: name for name in names})
+    metas = {name: model.read_meta(name) for name in names}
     base: Architecture | None = None
     if adapter_config is None or (huggingface / "config.json").is_file():
         base = Architecture(huggingface, trust_remote_code=trust_remote_code)
@@ -64,12 +63,6 @@ def write_files(
         )
     else:
         split = SplitModel({name: name for name in names}, {}, b"")
-    wanted = DTYPES.get(progress.source["dtype"])
-
-    def convert_dtype(name: str, trained: torch.dtype) -> torch.dtype:
-        kept = wanted and naming and naming.keeps_float32(name, wanted)
-        return wanted if wanted and trained.is_floating_point and not kept else trained
-
     naming = None
     if split.base:
         if base is None:
@@ -83,12 +76,21 @@ def write_files(
                 f"the config of the step ties weights of {role_folder} that are not equal, and an "
                 "export into the step does not change it; export to a FOLDER"
             )
+    wanted = DTYPES.get(progress.source["dtype"])
+    saved_by_name = {**split.base, **split.adapter}
+    kept = find_kept(saved_by_name, naming.shell, wanted) if naming else []
+    written: dict[str, Meta] = {}
+    for name, saved in saved_by_name.items():
+        shape, trained = metas[saved]
+        converts = trained.is_floating_point and name not in kept
+        written[name] = shape, wanted if wanted and converts else trained
+    if naming:
         write_model(
             progress,
             model,
             split.base,
             naming,
-            convert_dtype=convert_dtype,
+            {name: written[name] for name in split.base},
             max_bytes=max_bytes,
             on_progress=on_progress,
         )
@@ -98,7 +100,7 @@ def write_files(
             lambda path: save_compared(
                 path,
                 {
-                    name: model.read_tensor(saved, convert_dtype(name, metas[saved][1]))
+                    name: model.read_tensor(saved, written[name][1])
                     for name, saved in split.adapter.items()
                 },
             ),
@@ -106,11 +108,8 @@ def write_files(
         progress.write_file(
             f"{ADAPTER}/{ADAPTER_CONFIG}", lambda path: path.write_bytes(split.config)
         )
-    kinds = [
-        convert_dtype(name, metas[saved][1])
-        for name, saved in (split.base or split.adapter).items()
-        if metas[saved][1].is_floating_point
-    ]
+    dtypes = [written[name][1] for name in split.base or split.adapter]
+    kinds = [dtype for dtype in dtypes if dtype.is_floating_point]
     for name in small:
         content = (huggingface / name).read_bytes()
         if name == "config.json" and kinds:

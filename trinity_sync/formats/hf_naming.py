@@ -54,9 +54,14 @@ class Naming:
 
         return dict(revert_weight_conversion(self.shell, group))
 
-    def keeps_float32(self, name: str, dtype: torch.dtype) -> bool:
-        """Return whether transformers keeps a tensor in ``float32`` in a model of another dtype."""
-        return find_kept([name], self.shell, dtype) != []
+    def plan_groups(self, metas: Mapping[str, Meta]) -> dict[str, tuple[list[str], Tensors]]:
+        """Return for each group the names of its tensors, and as meta tensors what is written."""
+        groups: dict[str, Tensors] = {}
+        for name, (shape, dtype) in metas.items():
+            if name not in self.dropped:
+                group = groups.setdefault(self.find_group(name), {})
+                group[name] = torch.empty(shape, dtype=dtype, device="meta")
+        return {key: ([*group], self.revert_fusion(group)) for key, group in groups.items()}
 
 
 def find_kept(names: Iterable[str], shell: Any, dtype: torch.dtype | None) -> list[str]:
@@ -260,13 +265,8 @@ def _is_untied(config: bytes) -> bool:
 
 def _list_written(naming: Naming, metas: Mapping[str, Meta], folder: Path) -> Tensors:
     """Return what is written, on the meta device."""
-    groups: dict[str, Tensors] = {}
-    for name, (shape, dtype) in metas.items():
-        if name not in naming.dropped:
-            group = groups.setdefault(naming.find_group(name), {})
-            group[name] = torch.empty(shape, dtype=dtype, device="meta")
     try:
-        return {n: t for group in groups.values() for n, t in naming.revert_fusion(group).items()}
+        return {n: t for _, group in naming.plan_groups(metas).values() for n, t in group.items()}
     except Exception as error:  # a group that is not complete, or of other shapes
         raise ExportError(
             f"the weights are not those of the {type(naming.shell).__name__} of {folder}, which "

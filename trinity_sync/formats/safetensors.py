@@ -7,12 +7,11 @@ the finished files and digests. It stays in the finished folder, to recognize it
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from trinity_sync.errors import ExportError
 from trinity_sync.formats.hf_naming import Naming, Tensors
@@ -97,35 +96,25 @@ def write_model(
     model: ShardedModel,
     names: dict[str, str],
     naming: Naming,
+    metas: Mapping[str, Meta],
     *,
-    convert_dtype: Callable[[str, torch.dtype], torch.dtype],
     max_bytes: int,
     on_progress: OnProgress = no_progress,
 ) -> None:
     """Write the weights to one file, or to several with an index, as ``save_pretrained`` does.
 
-    ``names`` has the name in ``model`` by name in the exported model. ``convert_dtype`` returns the
-    dtype to write, given a name in the exported model and the saved dtype. A tensor larger than
-    ``max_bytes`` gets a file of its own. ``on_progress`` is called with bytes written and their
-    total.
+    By name in the exported model, ``names`` has the name in ``model``, and ``metas`` the shape and
+    the dtype to write. A tensor larger than ``max_bytes`` gets a file of its own. ``on_progress``
+    is called with bytes written and their total.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        if name not in naming.dropped:
-            groups.setdefault(naming.find_group(name), []).append(name)
-
-    def make_empty(name: str) -> torch.Tensor:
-        shape, dtype = model.read_meta(names[name])
-        return torch.empty(shape, dtype=convert_dtype(name, dtype), device="meta")
-
-    planned: dict[str, tuple[str, int]] = {}  # group and bytes by name
-    for group, members in groups.items():
-        for name, shape in naming.revert_fusion(
-            {name: make_empty(name) for name in members}
-        ).items():
-            planned[name] = group, shape.nbytes
+    groups = naming.plan_groups(metas)
+    planned = {  # group and bytes by name
+        name: (group, empty.nbytes)
+        for group, (_, written) in groups.items()
+        for name, empty in written.items()
+    }
     shards = split_state_dict_into_shards_factory(
         {name: nbytes for name, (_, nbytes) in planned.items()},
         get_storage_size=lambda nbytes: nbytes,
@@ -133,24 +122,17 @@ def write_model(
         max_shard_size=max_bytes,
     )
     total = shards.metadata["total_size"]
-    loaded: tuple[str, Tensors] = "", {}
 
     def read_tensors(wanted: list[str]) -> Tensors:
-        nonlocal loaded
         found = {}
-        for name in wanted:
-            group = planned[name][0]
-            if loaded[0] != group:
-                loaded = "", {}
-                trained = {
-                    member: model.read_tensor(
-                        names[member], convert_dtype(member, model.read_meta(names[member])[1])
-                    )
-                    for member in groups[group]
-                }
-                loaded = group, naming.revert_fusion(trained)
-            found[name] = loaded[1].pop(name).contiguous()
-            on_progress(planned[name][1], total)
+        for group, inside in groupby(wanted, key=lambda name: planned[name][0]):
+            members = groups[group][0]
+            read = {each: model.read_tensor(names[each], metas[each][1]) for each in members}
+            read = naming.revert_fusion(read)
+            for name in inside:
+                found[name] = read.pop(name).contiguous()
+                on_progress(planned[name][1], total)
+            read.clear()  # what is in another file, before the next group is read
         return found
 
     for file, wanted in shards.filename_to_tensors.items():
@@ -160,7 +142,6 @@ def write_model(
         )
         if not written:
             on_progress(sum(planned[name][1] for name in wanted), total)
-        loaded = "", {}
     if shards.is_sharded:
         index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
         progress.write_file(INDEX, lambda path: path.write_text(json.dumps(index, indent=2) + "\n"))
@@ -190,8 +171,3 @@ def save_compared(path: Path, tensors: Tensors) -> None:
                     f"{path} does not hold {name} as it was written; check the disk, and export "
                     "again"
                 )
-
-
-def read_metas(model: ShardedModel, names: dict[str, str]) -> dict[str, Meta]:
-    """Return shape and dtype by new name, given the name in ``model`` by new name."""
-    return {new: model.read_meta(old) for new, old in names.items()}

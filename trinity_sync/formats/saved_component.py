@@ -7,7 +7,7 @@ requested chunks are read, so no memory is needed besides the target tensors.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from trinity_sync.errors import CommitError, ConfigError
-from trinity_sync.formats.saved_shard import Keys, get_leaf, iter_leaves, open_shard
+from trinity_sync.formats.saved_shard import Keys, get_leaf, iter_leaves, narrow, open_shard
 from trinity_sync.snapshot.dtensor_shards import (
     ShardBox,
     compute_chunk,
@@ -98,7 +98,7 @@ class SavedComponent(StorageReader):
                 f"{self.folder} is inconsistent: rank {rank} should have saved {list(sizes)} of "
                 f"{self.component} {index.fqn}, and did not; choose another step"
             )
-        return _narrow(local, [0] * local.ndim, sizes)
+        return narrow(local, [0] * local.ndim, sizes)
 
     def find_rank(self, index: MetadataIndex) -> int:
         """Return the rank whose file contains a chunk."""
@@ -173,7 +173,7 @@ class SavedComponent(StorageReader):
             state = self.open_shard(rank)
             parts = [(self.get_chunk(state, item.storage_index), item) for item in items]
             for part, item in sorted(parts, key=lambda pair: pair[0].data_ptr()):
-                saved = _narrow(part, item.storage_offsets, item.lengths)
+                saved = narrow(part, item.storage_offsets, item.lengths)
                 target = planner.resolve_tensor(item).detach()
                 target.copy_(saved)
                 planner.commit_tensor(item, target)
@@ -248,9 +248,3 @@ class SavedComponent(StorageReader):
             )
         chunks = (compute_chunk(length, self.world_size, rank) for rank in range(self.world_size))
         return {rank: ShardBox((start,), (size,)) for rank, (start, size) in enumerate(chunks)}
-
-
-def _narrow(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-        tensor = tensor.narrow(dim, offset, length)
-    return tensor

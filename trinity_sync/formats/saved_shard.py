@@ -1,7 +1,7 @@
 """The state of a component that one rank saved, with its tensors mapped from the file."""
 
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +51,10 @@ def get_leaf(state: Any, keys: Keys) -> Any:
     for key in keys:
         state = state.get(key) if isinstance(state, Mapping) else None
     return state
+
+
+def narrow(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    """Return a box of a tensor, given its first index and its length in each dimension."""
+    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        tensor = tensor.narrow(dim, offset, length)
+    return tensor

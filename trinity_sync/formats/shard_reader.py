@@ -14,8 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from trinity_sync.errors import ExportError
+from trinity_sync.formats.saved_shard import narrow
 from trinity_sync.snapshot.dtensor_shards import (
-    ShardBox,
     compute_own_box,
     compute_shard_boxes,
     have_equal_bits,
@@ -103,7 +103,7 @@ class ShardedModel:
                 raise self._make_error(
                     name, f"has {list(shard.shape)} of rank {rank}, not {[*box.sizes]}"
                 )
-            _narrow(full, box).copy_(shard)
+            narrow(full, *box).copy_(shard)
         for rank in range(len(self.files)):
             if is_outside_mesh(first, 0, rank) and not self._is_copy(name, rank, full):
                 raise self._make_error(
@@ -117,7 +117,7 @@ class ShardedModel:
         if not isinstance(part, DTensor) or part.shape != full.shape:
             return False
         box = compute_own_box(part)
-        return box is None or torch.equal(_narrow(full, box), get_shard(part).to(full.dtype))
+        return box is None or torch.equal(narrow(full, *box), get_shard(part).to(full.dtype))
 
     def _get_part(self, name: str, rank: int) -> Any:
         try:
@@ -139,12 +139,6 @@ class ShardedModel:
         if rank not in self._states:
             self._states[rank] = _load(self.files[rank])
         return self._states[rank]
-
-
-def _narrow(tensor: torch.Tensor, box: ShardBox) -> torch.Tensor:
-    for dim, (offset, size) in enumerate(zip(*box, strict=True)):
-        tensor = tensor.narrow(dim, offset, size)
-    return tensor
 
 
 def _load(path: Path) -> dict[str, Any]:

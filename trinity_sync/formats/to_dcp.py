@@ -10,8 +10,8 @@ import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import (
@@ -110,7 +110,11 @@ def to_dcp(
         require_unreplaced(base, manifest)  # repeated below for files that are opened later
         try:
             make_folder(partial)
-            _save(partial, _Planner(saved, lambda n: on_progress(n, total)))
+            planner = _Planner(saved, lambda n: on_progress(n, total))
+            writer = FileSystemWriter(partial)
+            with run_dcp_alone():
+                save(planner.first, storage_writer=writer, planner=planner, no_dist=True)
+            sync_folder(partial)
             require_unreplaced(base, manifest)
             if target.exists():
                 target.rmdir()
@@ -137,7 +141,7 @@ class _Planner(DefaultSavePlanner):
         super().__init__()
         self._saved, self._on_read = saved, on_read
         self.first = {name: dict(component.open_shard(0)) for name, component in saved.items()}
-        self._opened: dict[tuple[str, int], Mapping[Any, Any]] = {}
+        self._open = cache(SavedComponent.open_shard)
         self._parts: dict[MetadataIndex, tuple[SavedComponent, MetadataIndex]] = {}
 
     def create_local_plan(self) -> SavePlan:
@@ -175,12 +179,6 @@ class _Planner(DefaultSavePlanner):
         self._on_read(part.nbytes)
         return part
 
-    def _open(self, saved: SavedComponent, rank: int) -> Mapping[Any, Any]:
-        key = saved.component, rank
-        if key not in self._opened:
-            self._opened[key] = saved.open_shard(rank)
-        return self._opened[key]
-
 
 def _trim_storage(part: torch.Tensor) -> torch.Tensor:
     """Return a view with a storage of its own size, because the writer copies larger storages."""
@@ -191,12 +189,6 @@ def _trim_storage(part: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=part.dtype, device="cpu").set_(
         storage, 0, part.shape, part.stride()
     )
-
-
-def _save(folder: Path, planner: _Planner) -> None:
-    with run_dcp_alone():
-        save(planner.first, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
-    sync_folder(folder)
 
 
 def _require_convertible(saved: Mapping[str, SavedComponent]) -> None:

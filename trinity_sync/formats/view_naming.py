@@ -5,6 +5,7 @@ They are compared with the model, or with the adapter, before anything is writte
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,7 +45,11 @@ class ViewNaming:
     def __init__(self, model: Path, *, trust_remote_code: bool) -> None:
         self._model, self._trust_remote_code = model, trust_remote_code
         self._is_adapter = is_adapter(model)
-        self._architecture: Architecture | None = None
+
+    @cached_property
+    def _architecture(self) -> Architecture:
+        with from_extra("hf"):
+            return Architecture(self._model, trust_remote_code=self._trust_remote_code)
 
     def name_tensors(self, view: View) -> tuple[Iterator[tuple[str, torch.Tensor]], bytes | None]:
         """Return the tensors of a view as the model's published files have them, and their config.
@@ -66,7 +71,7 @@ class ViewNaming:
                 )
             names = {saved: name for name, saved in split.adapter.items()}
             return ((names[name], tensor) for name, tensor in view.iter_tensors()), None
-        architecture = self._load_architecture()
+        architecture = self._architecture
         rounded: set[str] = getattr(view, "rounded", set())
         for dtype in {metas[name][1] for name in rounded}:
             if lost := find_kept(rounded, architecture.shell, dtype):
@@ -85,19 +90,11 @@ class ViewNaming:
         config = naming.config if naming.config != architecture.config else None
         return _iter_model(view, naming), config
 
-    def _load_architecture(self) -> Architecture:
-        if self._architecture is None:
-            with from_extra("hf"):
-                self._architecture = Architecture(
-                    self._model, trust_remote_code=self._trust_remote_code
-                )
-        return self._architecture
-
     def list_kept(self, dtype: torch.dtype | None) -> list[str]:
         """Return the names of the tensors that a reader with this dtype must not round."""
         if dtype is None or self._is_adapter:
             return []
-        shell = self._load_architecture().shell
+        shell = self._architecture.shell
         return find_kept(shell.state_dict(), shell, dtype)
 
 

@@ -10,10 +10,9 @@ import ray
 
 from trinity_sync.errors import WeightSyncError
 from trinity_sync.weights.delta import Array
-from trinity_sync.weights.object_store import fetch_deltas, fetch_images
 from trinity_sync.weights.rounding import Spans
 from trinity_sync.weights.state_files import read_address
-from trinity_sync.weights.version import ImageCopy, Version
+from trinity_sync.weights.version import ImageCopy, Version, VersionUnavailableError
 
 ANSWER_S = 60.0
 """Seconds to wait for an answer of the Synchronizer, which Ray may be restarting."""
@@ -69,14 +68,26 @@ class ActorRegistry:
     def fetch_images(
         self, version: Version, ranks: Sequence[int], timeout_s: float
     ) -> Sequence[ImageCopy]:
-        """As `object_store.fetch_images`."""
-        return fetch_images(self._actor, version, ranks, timeout_s)
+        """As `Registry.fetch_images`, to the object store of this node.
+
+        Raises:
+            VersionUnavailableError: an image was overwritten, its node is dead, the version is no
+                longer the newest in memory, or the time-out has passed.
+        """
+        answer = self._actor.get_image_refs.remote(version.run, version.step, list(ranks))
+        found = _get_objects(answer, f"copy of version {version.step} from its node", timeout_s)
+        return list(zip(found[::2], found[1::2], strict=True))
 
     def fetch_deltas(
         self, base: Version, version: Version, spans: Sequence[Spans], timeout_s: float
     ) -> Sequence[Array]:
-        """As `object_store.fetch_deltas`."""
-        return fetch_deltas(self._actor, base, version, spans, timeout_s)
+        """As `Registry.fetch_deltas`, to the object store of this node.
+
+        Raises:
+            VersionUnavailableError: as `fetch_images`, for either version.
+        """
+        answer = self._actor.get_delta_refs.remote(base, version.run, version.step, spans)
+        return _get_objects(answer, f"delta from version {base.step} to {version.step}", timeout_s)
 
     def _note_root(self, version: Version | None) -> Version | None:
         self._root = version.root if version else self._root
@@ -98,3 +109,17 @@ class ActorRegistry:
             f"the Synchronizer does not answer ({type(error).__name__}); was it stopped, or its "
             "node lost?"
         ) from error
+
+
+def _get_objects(answer: Any, what: str, timeout_s: float) -> list[Any]:
+    """Return the objects behind the references that the Synchronizer answers with."""
+    deadline = time.monotonic() + timeout_s
+    try:
+        refs = ray.get(answer, timeout=timeout_s)
+        left_s = max(0.0, deadline - time.monotonic())
+        found: list[Any] = ray.get([ref for of_rank in refs for ref in of_rank], timeout=left_s)
+    except ray.exceptions.RayError as error:
+        cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+        reason = str(cause).strip().partition("\n")[0]
+        raise VersionUnavailableError(f"no {what}: {reason}") from error
+    return found

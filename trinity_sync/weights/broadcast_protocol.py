@@ -37,23 +37,6 @@ BEGIN, BUCKET, END, ABORT = 0x7269_6E39, 0x7269_6E3A, 0x7269_6E3B, 0x7269_6E3C
 Named = tuple[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class ReceivedBucket:
-    """Tensors that were received, in one buffer."""
-
-    records: list[Any]
-    """Name, dtype, shape and bytes of each tensor."""
-    payload: torch.Tensor
-
-    def iter_tensors(self) -> Iterator[Named]:
-        """Yield names and tensors, which are views of the buffer."""
-        at = 0
-        for name, dtype, shape, size in self.records:
-            flat = self.payload[at : at + size] if size else self.payload.new_empty(0)
-            yield name, flat.view(getattr(torch, dtype)).reshape(shape)
-            at += _align(size)
-
-
 @dataclass
 class OutgoingBucket:
     """A bucket to send; ``buffer`` has the small tensors at their places."""
@@ -64,10 +47,8 @@ class OutgoingBucket:
     """Bytes of all tensors, alignment included."""
     places: list[list[int]] = field(default_factory=list)
     """Start and length of each part."""
-    _unpacked: list[tuple[str, torch.Tensor, torch.Tensor, int] | None] = field(
-        default_factory=list
-    )
-    """For each part None, or the tensor to send: name, tensor, its bytes and its change count."""
+    _unpacked: dict[int, tuple[str, torch.Tensor, torch.Tensor, int]] = field(default_factory=dict)
+    """Tensors to send by the number of their part: name, tensor, its bytes and its change count."""
 
     def add(self, name: str, tensor: torch.Tensor, flat: torch.Tensor, packed_bytes: int) -> None:
         """Add a tensor, whose bytes are ``flat``, ``uint8`` of shape ``[nbytes]``.
@@ -81,15 +62,14 @@ class OutgoingBucket:
         )
         self.nbytes = at + _align(size)
         if size > packed_bytes:
+            self._unpacked[len(self.places)] = name, tensor, flat, _count_changes(tensor)
             self.places.append([at, size])
-            self._unpacked.append((name, tensor, flat, _count_changes(tensor)))
         elif size:
             self.buffer[at : at + size].copy_(flat)
-            if self._unpacked and self._unpacked[-1] is None:  # extends the part before it
+            if self.places and len(self.places) - 1 not in self._unpacked:  # extends that part
                 self.places[-1][1] = at + size - self.places[-1][0]
             else:
                 self.places.append([at, size])
-                self._unpacked.append(None)
 
     def get_parts(self) -> list[torch.Tensor]:
         """Return the bytes to send, ``uint8`` each.
@@ -97,18 +77,14 @@ class OutgoingBucket:
         Raises:
             ConfigError: a tensor was changed since it was added.
         """
-        parts = []
-        for (start, size), unpacked in zip(self.places, self._unpacked, strict=True):
-            if unpacked is None:
-                parts.append(self.buffer[start : start + size])
-                continue
-            name, tensor, flat, changes = unpacked
+        parts = [self.buffer[start : start + size] for start, size in self.places]
+        for number, (name, tensor, flat, changes) in self._unpacked.items():
             if _count_changes(tensor) != changes:
                 raise ConfigError(
                     f"tensor {name!r} was changed before it was sent; yield tensors that do not "
                     "share memory"
                 )
-            parts.append(flat)
+            parts[number] = flat
         return parts
 
 
@@ -139,34 +115,47 @@ def iter_outgoing(
         yield bucket
 
 
-def iter_received(
-    group: WeightGroup, checksum: bool
-) -> "Iterator[ReceivedBucket | tuple[int, int]]":
-    """Yield received buckets, and after the last one the numbers of tensors and bytes sent.
+def iter_received(group: WeightGroup, checksum: bool) -> Iterator[Named]:
+    """Yield names and tensors as they arrive, which are views of buffers.
 
     A bucket is yielded once the receives of the next one are posted, in the other of two buffers.
 
     Raises:
-        WeightSyncError: a member died, failed or did not send in time, or a checksum differs.
+        WeightSyncError: a member died, failed or did not send in time, a checksum differs, or not
+            all that was sent has arrived.
     """
-    index, previous = 0, None
+    index = count = total = 0
+    previous: Iterable[Named] = ()
     kind, body = read_message(group, post_receive(group), BUCKET, END)
     while kind == BUCKET:
         payload = group.get_buffer(index, body["nbytes"])[: body["nbytes"]]
         parts = [payload[start : start + size] for start, size in body["parts"]]
         works = [*map(group.broadcast, parts)]
         posted = post_receive(group)
-        if previous:
-            yield previous
+        yield from previous
         group.wait(works)
         sums = [*map(compute_checksum, parts)] if checksum else []
-        index, previous = 1 - index, ReceivedBucket(body["tensors"], payload)
+        index, previous = 1 - index, _iter_tensors(body["tensors"], payload)
+        count += len(body["tensors"])
+        total += sum(size for *_, size in body["tensors"])
         kind, body = read_message(group, posted, BUCKET, END)
         if body["sum"] != fold_checksums(sums):
             raise WeightSyncError("a bucket was altered in transit; send the weights again")
-    if previous:
-        yield previous
-    yield body["count"], body["total"]
+    yield from previous
+    if (count, total) != (body["count"], body["total"]):
+        raise WeightSyncError(
+            f"received {(count, total)} tensors and bytes of {(body['count'], body['total'])} that "
+            "were sent; send the weights again"
+        )
+
+
+def _iter_tensors(records: Iterable[Any], payload: torch.Tensor) -> Iterator[Named]:
+    """Yield tensors in a buffer, given name, dtype, shape and bytes of each."""
+    at = 0
+    for name, dtype, shape, size in records:
+        flat = payload[at : at + size] if size else payload.new_empty(0)
+        yield name, flat.view(getattr(torch, dtype)).reshape(shape)
+        at += _align(size)
 
 
 def start_message(group: WeightGroup, kind: int, **body: Any) -> list[Any]:

@@ -27,9 +27,7 @@ def iter_committed_weights(root: str | Path, role: str) -> Iterator[Manifest]:
 
     Manifests decide; latest pointers are not read, so an empty pointer does no harm.
     """
-    found = [
-        m for m in iter_committed_steps(root) if "state_dict" in m.kinds and _has_model(m, role)
-    ]
+    found = [manifest for manifest in iter_committed_steps(root) if _has_weights(manifest, role)]
     for manifest in sorted(found, key=lambda m: (m.run, m.step), reverse=True):
         try:
             refuse_superseded(root, manifest.run, "", manifest.step)
@@ -63,7 +61,7 @@ def find_committed_version(root: str | Path, role: str, step: int) -> Version | 
         refuse_superseded(root, manifest.run, "", step)
     except (SupersededError, CommitError, FormatError):
         return None
-    if "state_dict" not in manifest.kinds or not _has_model(manifest, role):
+    if not _has_weights(manifest, role):
         return None
     return Version(step, manifest.run, "checkpoint", str(root), role, identity=identity)
 
@@ -110,8 +108,9 @@ def _require_weights(root: str | Path, step: int, role: str) -> Manifest:
     return read_manifest_state(root, manifest, runs=(), paths=paths).require_loadable()
 
 
-def _has_model(manifest: Manifest, role: str) -> bool:
-    return any(file.role == role and file.is_weights for file in manifest.files)
+def _has_weights(manifest: Manifest, role: str) -> bool:
+    is_of_role = any(file.role == role and file.is_weights for file in manifest.files)
+    return is_of_role and "state_dict" in manifest.kinds
 
 
 def _find_stale_file(folder: Path, committed: set[Path], committed_at: float) -> Path | None:

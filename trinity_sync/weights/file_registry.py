@@ -15,9 +15,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
+from trinity_sync.fs.changes import FileSignature, read_signature
 from trinity_sync.layout import job_id_of
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import read_identity
@@ -41,8 +41,8 @@ TICK_S = 0.1
 """Seconds after which a change to a folder gives it another time. Kernels take file times from a
 clock that ticks every 1 to 10 ms."""
 
-Signature = tuple[tuple[int, int] | None, CommitSignature]
-"""Of the spool's folder, and of the commits."""
+Signature = tuple[FileSignature, CommitSignature]
+"""Of the spool's folder, which changes with its version tags, and of the commits."""
 
 
 class FileRegistry:
@@ -83,7 +83,11 @@ class FileRegistry:
         Raises:
             CommitError, SpoolError: as `latest`.
         """
-        find = partial(self._find_newer, than, run, identity)
+
+        def find(scan: bool = False) -> Version | None:
+            found = self._read_versions(scan)
+            return found.newer(than, run, readable=True, identity=identity)
+
         found = await asyncio.to_thread(find)
         if found is None:
             with suppress(asyncio.TimeoutError):
@@ -120,16 +124,11 @@ class FileRegistry:
             for image, each in zip(version.images, spans, strict=True)
         ]
 
-    def _find_newer(
-        self, than: int, run: int | None, identity: str, scan: bool = False
-    ) -> Version | None:
-        return self._read_versions(scan).newer(than, run, readable=True, identity=identity)
-
     async def _wait_next(self, find: Callable[..., Version | None]) -> Version:
         seen: Signature | None = None
         scan = False
         while True:
-            signature = self._read_spool_signature(), await self._commits.poll()
+            signature = read_signature(self._spool.folder), await self._commits.poll()
             try:
                 if found := await asyncio.to_thread(find, scan=scan):
                     return found
@@ -152,21 +151,13 @@ class FileRegistry:
             pause_s = max(MIN_POLL_S, (now - began) / 20)
             await asyncio.sleep(min(pause_s, MAX_POLL_S))
             now = time.monotonic()
-            if self._read_spool_signature() != images:
+            if read_signature(self._spool.folder) != images:
                 return True
             if now - polled >= self._commits.poll_s:
                 polled = now
                 if await self._commits.poll() != commits:
                     return True
         return False
-
-    def _read_spool_signature(self) -> tuple[int, int] | None:
-        """Return inode and time (ns) of the spool's folder, which change with its version tags."""
-        try:
-            found = self._spool.folder.stat()
-        except FileNotFoundError:
-            return None
-        return found.st_ino, found.st_mtime_ns
 
     def _read_versions(self, scan: bool = False) -> VersionRegistry:
         identity = read_identity(self._root)

@@ -7,7 +7,8 @@ and ``teardown_weight_sync_group`` are called here only. All calls are bounded i
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from trinity_sync.errors import WeightSyncError
@@ -32,31 +33,22 @@ async def form_group(
         WeightSyncError: a member failed, died or did not answer in time. Members that had joined
             leave again.
     """
-    from ray.exceptions import RayError
-
-    calls: dict[str, Callable[[], Awaitable[Any]]] = {}
+    names = ", ".join(sorted(explorers))
     try:
-        address, port, meta = await asyncio.wait_for(
-            _awaited(trainer.get_weight_sync_info.remote()), timeout_s
-        )
-        world = 1 + workers * len(explorers)
-        join = (address, port, world, group, timeout_s)
-        calls["trainer"] = lambda: trainer.setup_weight_sync_group.remote(*join)
-        for index, name in enumerate(sorted(explorers)):
-            own = {"rank_offset": 1 + index * workers} if len(explorers) > 1 else {}
-            calls[name] = _call(explorers[name].setup_weight_sync_group, *join, **own)
-        await _all(calls, timeout_s)
-        await _all(
-            {name: _call(each.set_state_dict_meta, meta) for name, each in explorers.items()},
-            timeout_s,
-        )
-    except (RayError, asyncio.TimeoutError) as error:
+        with _name_failure(f"the group {group!r} of trainer and {names} was not formed", timeout_s):
+            info = trainer.get_weight_sync_info.remote()
+            address, port, meta = await asyncio.wait_for(info, timeout_s)
+            join = (address, port, 1 + workers * len(explorers), group, timeout_s)
+            calls = []
+            for index, name in enumerate(sorted(explorers)):
+                own = {"rank_offset": 1 + index * workers} if len(explorers) > 1 else {}
+                calls.append(explorers[name].setup_weight_sync_group.remote(*join, **own))
+            calls.append(trainer.setup_weight_sync_group.remote(*join))
+            await _wait_all(calls, timeout_s)
+            await _send_meta(explorers, meta, timeout_s)
+    except WeightSyncError:
         await leave_group(trainer, explorers, timeout_s=min(timeout_s, 10.0))
-        reason = str(error) or f"no answer within {timeout_s:g} s"
-        raise WeightSyncError(
-            f"the group {group!r} of trainer and {', '.join(sorted(explorers))} was not formed: "
-            f"{reason}. See the logs of these actors, and set it up again."
-        ) from error
+        raise
 
 
 async def send_group_address(
@@ -70,24 +62,13 @@ async def send_group_address(
     Raises:
         WeightSyncError: an explorer failed, died or did not answer in time.
     """
-    from ray.exceptions import RayError
-
-    try:
-        await _all(
-            {n: _call(e.setup_weight_sync_group, address, port) for n, e in explorers.items()},
-            timeout_s,
-        )
+    names = ", ".join(sorted(explorers))
+    failure = f"the address of the group at {address}:{port} was not sent to {names}"
+    with _name_failure(failure, timeout_s):
+        calls = [each.setup_weight_sync_group.remote(address, port) for each in explorers.values()]
+        await _wait_all(calls, timeout_s)
         if meta is not None:
-            await _all(
-                {n: _call(e.set_state_dict_meta, meta) for n, e in explorers.items()}, timeout_s
-            )
-    except (RayError, asyncio.TimeoutError) as error:
-        reason = str(error) or f"no answer within {timeout_s:g} s"
-        raise WeightSyncError(
-            f"the address of the group at {address}:{port} was not sent to "
-            f"{', '.join(sorted(explorers))}: "
-            f"{reason}. See the logs of these actors, and set it up again."
-        ) from error
+            await _send_meta(explorers, meta, timeout_s)
 
 
 async def leave_group(trainer: Any, explorers: Mapping[str, Any], *, timeout_s: float) -> None:
@@ -105,19 +86,29 @@ async def _leave(name: str, actor: Any, timeout_s: float) -> None:
     if actor is None:
         return
     try:
-        await asyncio.wait_for(_awaited(actor.teardown_weight_sync_group.remote()), timeout_s)
+        await asyncio.wait_for(actor.teardown_weight_sync_group.remote(), timeout_s)
     except (RayError, asyncio.TimeoutError) as error:
         logger.warning("%s did not leave the group of a broadcast: %r", name, error)
 
 
-async def _all(calls: Mapping[str, Callable[[], Awaitable[Any]]], timeout_s: float) -> None:
-    answers = (_awaited(call()) for call in calls.values())
-    await asyncio.wait_for(asyncio.gather(*answers), timeout_s)
+async def _send_meta(explorers: Mapping[str, Any], meta: Any, timeout_s: float) -> None:
+    calls = [each.set_state_dict_meta.remote(meta) for each in explorers.values()]
+    await _wait_all(calls, timeout_s)
 
 
-def _call(method: Any, *args: Any, **named: Any) -> Callable[[], Awaitable[Any]]:
-    return lambda: method.remote(*args, **named)
+async def _wait_all(calls: Iterable[Awaitable[Any]], timeout_s: float) -> None:
+    await asyncio.wait_for(asyncio.gather(*calls), timeout_s)
 
 
-async def _awaited(reference: Awaitable[Any]) -> Any:
-    return await reference
+@contextmanager
+def _name_failure(failure: str, timeout_s: float) -> Iterator[None]:
+    """Raise a failed, dead or silent actor's error as a WeightSyncError that begins so."""
+    from ray.exceptions import RayError
+
+    try:
+        yield
+    except (RayError, asyncio.TimeoutError) as error:
+        reason = str(error) or f"no answer within {timeout_s:g} s"
+        raise WeightSyncError(
+            f"{failure}: {reason}. See the logs of these actors, and set it up again."
+        ) from error

@@ -10,7 +10,6 @@ images of one node are computed without Ray as well.
 """
 
 import mmap
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
@@ -24,7 +23,7 @@ from trinity_sync.snapshot.version_tag import VersionTag, read_version_tag
 from trinity_sync.storage.persist import lower_thread_priority
 from trinity_sync.weights.delta import Array, encode_delta
 from trinity_sync.weights.rounding import Spans
-from trinity_sync.weights.version import ImageCopy, ImageRef, Version, VersionUnavailableError
+from trinity_sync.weights.version import ImageRef, Version, VersionUnavailableError
 
 THREADS = 4
 """Threads that compare two images; as many as persist an image."""
@@ -73,42 +72,15 @@ class ObjectRefs:
         keys = [(old.image, each) for old, each in zip(base.images, spans, strict=True)]
         for new, key in zip(version.images, keys, strict=True):
             if key not in self._deltas:
-                ref = _start_on_node(
-                    _compute_delta, new, base, version, new.rank, key[1], returns=1
-                )
-                self._deltas[key] = [ref]
+                self._deltas[key] = [
+                    _start_on_node(compute_delta, new, base, version, new.rank, key[1], returns=1)
+                ]
         return [self._deltas[key] for key in keys]
 
     def keep_only(self, version: Version | None) -> None:
         """Drop the references of other versions; Ray keeps the objects that are still read."""
         if version != self._version:
             self._version, self._images, self._deltas = version, {}, {}
-
-
-def fetch_images(
-    synchronizer: Any, version: Version, ranks: Sequence[int], timeout_s: float
-) -> list[ImageCopy]:
-    """Transfer images of a version to the object store of this node, in the order of ``ranks``.
-
-    Raises:
-        VersionUnavailableError: an image was overwritten, its node is dead, the version is no
-            longer the newest in memory, or the time-out has passed.
-    """
-    answer = synchronizer.get_image_refs.remote(version.run, version.step, list(ranks))
-    found = _get_objects(answer, f"copy of version {version.step} from its node", timeout_s)
-    return list(zip(found[::2], found[1::2], strict=True))
-
-
-def fetch_deltas(
-    synchronizer: Any, base: Version, version: Version, spans: Sequence[Spans], timeout_s: float
-) -> list[Array]:
-    """Transfer the delta of each rank's image to the object store of this node.
-
-    Raises:
-        VersionUnavailableError: as `fetch_images`, for either version.
-    """
-    answer = synchronizer.get_delta_refs.remote(base, version.run, version.step, spans)
-    return _get_objects(answer, f"delta from version {base.step} to {version.step}", timeout_s)
 
 
 def compute_delta(base: Version, version: Version, rank: int, spans: Spans = ()) -> Array:
@@ -156,23 +128,6 @@ def name_delta_images(base: Version, version: Version, rank: int, spans: Spans) 
     }
 
 
-def _get_objects(answer: Any, what: str, timeout_s: float) -> list[Any]:
-    """Return the objects behind the references that the Synchronizer answers with."""
-    import ray
-    from ray.exceptions import RayError, RayTaskError
-
-    deadline = time.monotonic() + timeout_s
-    try:
-        refs = ray.get(answer, timeout=timeout_s)
-        left_s = max(0.0, deadline - time.monotonic())
-        found: list[Any] = ray.get([ref for of_rank in refs for ref in of_rank], timeout=left_s)
-    except RayError as error:
-        cause = error.cause if isinstance(error, RayTaskError) else error
-        reason = str(cause).strip().partition("\n")[0]
-        raise VersionUnavailableError(f"no {what}: {reason}") from error
-    return found
-
-
 def _start_on_node(task: Any, image: ImageRef, *arguments: Any, returns: int) -> Any:
     """Start a task on the node of an image; return its object references."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -199,10 +154,6 @@ def _copy_image(ref: ImageRef) -> Iterator[Any]:
         raise VersionUnavailableError(
             f"the image in {ref.slot} was removed with its trainer"
         ) from error
-
-
-def _compute_delta(base: Version, version: Version, rank: int, spans: Spans) -> Array:
-    return compute_delta(base, version, rank, spans)
 
 
 def _require_tag(ref: ImageRef) -> VersionTag:

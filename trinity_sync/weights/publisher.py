@@ -5,7 +5,6 @@ for its answer: no collective is needed, and no training thread is blocked.
 """
 
 import logging
-import time
 from concurrent import futures
 from concurrent.futures import Future
 from pathlib import Path
@@ -62,7 +61,9 @@ class Publisher:
         call = self._synchronizer.add_images.remote(version, tag.world_size, self._gather_s)
         answer: Future[None] = call.future()
         answer.add_done_callback(lambda done: _log_failure(description, done))
-        self._pending = [each for each in self._pending if not _has_succeeded(each[1])]
+        self._pending = [
+            (other, each) for other, each in self._pending if not each.done() or each.exception()
+        ]
         self._pending.append((description, answer))
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -72,25 +73,16 @@ class Publisher:
             WeightSyncError: versions were not published; each of them is raised once.
             TimeoutError: the time-out has passed.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        _, waiting = futures.wait([answer for _, answer in self._pending], timeout_s)
         failures = []
         for description, answer in self._pending:
-            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            try:
-                error = answer.exception(left_s)
-            except futures.TimeoutError:  # not the builtin in Python 3.10
-                raise TimeoutError(
-                    f"{description} is not published after {timeout_s:g} s"
-                ) from None
-            if error:
+            if answer in waiting:
+                raise TimeoutError(f"{description} is not published after {timeout_s:g} s")
+            if error := answer.exception():
                 failures.append(f"{description} is not published: {_get_cause(error)}")
         self._pending = []
         if failures:
             raise WeightSyncError("; ".join(failures))
-
-
-def _has_succeeded(answer: "Future[None]") -> bool:
-    return answer.done() and not answer.exception()
 
 
 def _get_cause(error: BaseException) -> BaseException:

@@ -231,11 +231,8 @@ class WeightReader:
             WeightSyncError: no version could be opened, see `open`; or names, shapes or dtypes
                 differ, or a target is a DTensor or on the meta device: nothing was loaded.
         """
-        kept = (
-            [name for name, tensor in list_targets(target).items() if tensor.dtype is torch.float32]
-            if self.dtype
-            else []
-        )
+        targets = list_targets(target) if self.dtype else {}
+        kept = [name for name, tensor in targets.items() if tensor.dtype is torch.float32]
         with self.open(version, keep_float32=kept) as view:
             view.load_into(target, slices)
         self._registry.set_serving(self._name, view.version.step, view.version.run)

@@ -73,11 +73,6 @@ def explorer_needs_sync(
     return bool(trainer_requires) if (style, method) == ("trainer_driven", "nccl") else True
 
 
-def version_lag(newest: int, served: int) -> int:
-    """Return the steps by which ``served`` is behind; 0 if it is ahead, as after a rewind."""
-    return max(0, newest - served)
-
-
 @dataclass(frozen=True)
 class RolloutGate:
     """Accepts rollouts of weights that are at most ``max_lag`` trainer steps old.
@@ -106,7 +101,7 @@ class RolloutGate:
                 count as being of that step.
         """
         shared = made_by if resumed_at is None else min(made_by, resumed_at)
-        return version_lag(trainer_step, shared) <= self.max_lag
+        return trainer_step - shared <= self.max_lag
 
 
 def _check(style: str, interval: int) -> None:

@@ -51,10 +51,6 @@ class Rendezvous:
     over: bool = False
     version: int | None = None
 
-    def end(self, version: int | None) -> None:
-        """Release all waiting members with the version, or with None."""
-        self.over, self.version = True, version
-
 
 class SyncBarrier:
     """Members of the weight sync: one trainer and any number of explorers; see the module."""
@@ -149,7 +145,7 @@ class SyncBarrier:
 
     def _end(self, version: int | None) -> None:
         rendezvous, self._rendezvous = self._rendezvous, Rendezvous()
-        rendezvous.end(version)
+        rendezvous.over, rendezvous.version = True, version
         if rendezvous.step is not None and self.trainer is Status.REQUIRE_SYNC:
             self.set_trainer(Status.RUNNING)
         self.set_running(rendezvous.arrived)

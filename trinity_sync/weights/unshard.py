@@ -66,7 +66,7 @@ def plan_unshard(images: Sequence[memoryview]) -> tuple[FullTensor, ...]:
             raise WeightSyncError(
                 f"the image of rank {rank} holds a {type(outline).__name__}, not a dict of weights"
             )
-        for name, given in _map_names(outline).items():
+        for name, given in map_names(outline).items():
             value = outline[given]
             if not isinstance(value, torch.Tensor):
                 continue
@@ -117,22 +117,17 @@ def round_plan(
     )
 
 
-def iter_full_tensors(
-    plan: Sequence[FullTensor],
-    images: Sequence[torch.Tensor],
-    slices: Mapping[str, Slice],
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and tensor of each entry of the plan; tied tensors once, under their first name.
-
-    Each tensor, or the part of it in ``slices``, is on the CPU, in memory of its own. The images of
-    all ranks are ``uint8`` of shape ``[nbytes]``.
+def combine_tensor(
+    full: FullTensor, images: Sequence[torch.Tensor], cut: Slice | None = None
+) -> torch.Tensor:
+    """Return a full tensor, or a slice of it, on the CPU, in memory of its own.
 
     Raises:
-        WeightSyncError: a slice is of an unknown tensor, or outside of it.
+        WeightSyncError: the slice is outside of the tensor.
     """
-    _require_known(slices, plan)
-    for full in plan:
-        yield full.names[0], _combine(full, images, _find_slice(full, slices))
+    tensor = torch.empty(_sliced_shape(full, cut), dtype=full.read_dtype, device="cpu")
+    copy_pieces(list(_copy_chunks(full, images, tensor, cut)))
+    return tensor
 
 
 def view_full_tensor(full: FullTensor, images: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -142,7 +137,25 @@ def view_full_tensor(full: FullTensor, images: Sequence[torch.Tensor]) -> torch.
     """
     if len(full.chunks) == 1 and full.read_dtype == full.dtype:
         return _view_chunk(full.dtype, full.chunks[0], images)
-    return _combine(full, images, None)
+    return combine_tensor(full, images)
+
+
+def find_slices(
+    plan: Sequence[FullTensor], slices: Mapping[str, Slice]
+) -> list[tuple[FullTensor, Slice | None]]:
+    """Return each tensor of the plan with its slice, or None.
+
+    Raises:
+        WeightSyncError: a slice is of an unknown tensor.
+    """
+    if unknown := set(slices) - {name for full in plan for name in full.names}:
+        raise WeightSyncError(
+            f"slices name {sorted(unknown)}, which the version does not have; pass names of its "
+            "tensors"
+        )
+    return [
+        (full, next((slices[name] for name in full.names if name in slices), None)) for full in plan
+    ]
 
 
 def copy_full_tensors(
@@ -160,22 +173,20 @@ def copy_full_tensors(
         WeightSyncError: names, shapes or dtypes differ, or a target is a DTensor, has no memory, or
             shares one place between elements. Nothing was copied.
     """
-    _require_known(slices, plan)
     problems: list[str] = []
     filled: set[int] = set()
     jobs: list[tuple[FullTensor, torch.Tensor, Slice | None]] = []
-    for full in plan:
+    for full, cut in find_slices(plan, slices):
         named = [name for name in full.names if name in targets]
         if not named:
             problems.append(f"{full.names[0]} is not in what it is loaded into")
-        cut = _find_slice(full, slices)
+        wanted, shape = full.read_dtype, _sliced_shape(full, cut)
         for name in named:
             target = targets[name]
-            wanted = full.read_dtype
-            if target.dtype != wanted or tuple(target.shape) != _sliced_shape(full, cut):
+            if (target.dtype, tuple(target.shape)) != (wanted, shape):
                 problems.append(
-                    f"{name} is {wanted} of shape {list(_sliced_shape(full, cut))}, to be loaded "
-                    f"into {target.dtype} of {list(target.shape)}"
+                    f"{name} is {wanted} of shape {list(shape)}, to be loaded into {target.dtype} "
+                    f"of {list(target.shape)}"
                 )
             elif problem := _find_problem(target):
                 problems.append(f"{name} {problem}")
@@ -235,12 +246,6 @@ def _are_copies(
     return have_equal_bits(first, second)
 
 
-def _combine(full: FullTensor, images: Sequence[torch.Tensor], cut: Slice | None) -> torch.Tensor:
-    tensor = torch.empty(_sliced_shape(full, cut), dtype=full.read_dtype, device="cpu")
-    copy_pieces(list(_copy_chunks(full, images, tensor, cut)))
-    return tensor
-
-
 def _view_chunk(
     dtype: torch.dtype, chunk: TensorChunk, images: Sequence[torch.Tensor]
 ) -> torch.Tensor:
@@ -287,24 +292,16 @@ def _find_problem(target: torch.Tensor) -> str | None:
     return None
 
 
-def map_targets(targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors to load into by their names in the plain model, without those of wrappers.
+def map_names(state: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names in a state by those in the plain model, without those of torch's wrappers.
 
     Raises:
         WeightSyncError: two of them have one name there.
     """
-    return {name: targets[given] for name, given in _map_names(targets).items()}
-
-
-def _map_names(state: Mapping[str, Any]) -> dict[str, str]:
     try:
         return map_plain_names(state)
     except ValueError as error:
         raise WeightSyncError(f"{error}; save and load the state of the plain model") from error
-
-
-def _find_slice(full: FullTensor, slices: Mapping[str, Slice]) -> Slice | None:
-    return next((slices[name] for name in full.names if name in slices), None)
 
 
 def _sliced_shape(full: FullTensor, cut: Slice | None) -> tuple[int, ...]:
@@ -317,11 +314,3 @@ def _sliced_shape(full: FullTensor, cut: Slice | None) -> tuple[int, ...]:
             "(dimension, start, stop)"
         )
     return (*full.shape[:dim], stop - start, *full.shape[dim + 1 :])
-
-
-def _require_known(slices: Mapping[str, Slice], plan: Sequence[FullTensor]) -> None:
-    if unknown := set(slices) - {name for full in plan for name in full.names}:
-        raise WeightSyncError(
-            f"slices name {sorted(unknown)}, which the version does not have; pass names of its "
-            "tensors"
-        )

@@ -7,7 +7,6 @@ version that cannot be pinned completely is not opened, so a reader never has pa
 
 import mmap
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -28,9 +27,10 @@ from trinity_sync.storage.manifest_files import FileRecord
 from trinity_sync.weights.unshard import (
     FullTensor,
     Slice,
+    combine_tensor,
     copy_full_tensors,
-    iter_full_tensors,
-    map_targets,
+    find_slices,
+    map_names,
     plan_unshard,
     round_plan,
     view_full_tensor,
@@ -55,11 +55,6 @@ class VersionView:
     """The image of each rank, ``uint8`` of shape ``[nbytes]``."""
 
     @property
-    def names(self) -> list[str]:
-        """Names of the tensors, in the order of `iter_tensors`."""
-        return [full.names[0] for full in self.plan]
-
-    @property
     def rounded(self) -> set[str]:
         """Names of the tensors that are rounded as they are read."""
         return {n for full in self.plan if full.read_dtype != full.dtype for n in full.names}
@@ -77,7 +72,8 @@ class VersionView:
         Raises:
             WeightSyncError: a slice is of an unknown tensor, or outside of it.
         """
-        return iter_full_tensors(self.plan, self.images, slices or {})
+        for full, cut in find_slices(self.plan, slices or {}):
+            yield full.names[0], combine_tensor(full, self.images, cut)
 
     def list_named(self) -> list[tuple[tuple[str, ...], tuple[int, ...], torch.dtype]]:
         """Return names, full shape and dtype of each tensor, in the order of `iter_tensors`."""
@@ -125,7 +121,8 @@ def list_targets(target: Target) -> dict[str, torch.Tensor]:
     Raises:
         WeightSyncError: two tensors have one name.
     """
-    return map_targets(target.state_dict() if isinstance(target, nn.Module) else target)
+    state = target.state_dict() if isinstance(target, nn.Module) else target
+    return {name: state[given] for name, given in map_names(state).items()}
 
 
 class VersionOpener:
@@ -149,7 +146,7 @@ class VersionOpener:
         self._node = node
         self._verify = verify
         self._slots: dict[str, SlotReader] = {}
-        self._plans: OrderedDict[tuple[str, ...], tuple[FullTensor, ...]] = OrderedDict()
+        self._plans: dict[tuple[str, ...], tuple[FullTensor, ...]] = {}
 
     @contextmanager
     def open_images(
@@ -229,28 +226,25 @@ class VersionOpener:
                 raise VersionUnavailableError(
                     f"{_describe(version)}: run {manifest.run} has replaced the step"
                 )
-            records = sorted(
-                (
-                    record
-                    for record in manifest.files
-                    if record.role == version.role and record.is_weights and record.is_shard
-                ),
-                key=lambda record: record.rank,
-            )
+            records = [f for f in manifest.files if f.role == version.role]
+            records = [record for record in records if record.is_weights and record.is_shard]
+            records.sort(key=lambda record: record.rank)
             if [record.rank for record in records] != list(range(max(len(records), 1))):
                 raise WeightSyncError(f"{_describe(version)} has no shards of role {version.role}")
             try:
-                mapped = [
-                    _map_file(step_folder(root, step) / record.path, record) for record in records
-                ]
+                folder = step_folder(root, step)
+                mapped = [_map_file(folder / record.path, record) for record in records]
                 require_unreplaced(root, manifest)  # mapped files stay those of this commit
             except (CommitError, FileNotFoundError) as error:
                 raise VersionUnavailableError(f"{_describe(version)}: {error}") from error
-            if self._verify:
-                for content, record in zip(mapped, records, strict=True):
-                    _verify_digest(content, step_folder(root, step) / record.path, record)
+            for content, record in zip(mapped, records, strict=True):
+                if self._verify and digest_bytes(content) != record.digest:
+                    raise WeightSyncError(
+                        f"{folder / record.path} is corrupted: its digest is not that of the "
+                        "manifest; restore the file from a copy, or remove the step"
+                    )
             memories = [view_read_only(content) for content in mapped]
-            plan = round_plan(self._plan(memories, None), self._dtype, keep_float32)
+            plan = round_plan(self._plan(memories), self._dtype, keep_float32)
             yield VersionView(version, plan, memories)
 
     def close(self) -> None:
@@ -260,18 +254,15 @@ class VersionOpener:
         self._slots.clear()
 
     def _plan(
-        self, memories: Sequence[torch.Tensor], layouts: Sequence[str] | None
+        self, memories: Sequence[torch.Tensor], layouts: Sequence[str] = ()
     ) -> tuple[FullTensor, ...]:
         """Return the plan of images; it is cached if their layouts are known."""
-        key = tuple(layouts or ())
-        if key in self._plans:
-            self._plans.move_to_end(key)
-            return self._plans[key]
-        plan = plan_unshard([memory.numpy().data for memory in memories])
+        key = tuple(layouts)
+        plan = self._plans.pop(key, ()) or plan_unshard([each.numpy().data for each in memories])
         if key:
-            self._plans[key] = plan
+            self._plans[key] = plan  # the one used last goes last
             if len(self._plans) > MAX_PLANS:
-                self._plans.popitem(last=False)
+                del self._plans[next(iter(self._plans))]
         return plan
 
 
@@ -282,14 +273,6 @@ def _map_file(path: Path, record: FileRecord) -> memoryview:
                 f"{path} is corrupted: it has {nbytes:,} bytes, the manifest says {record.nbytes:,}"
             )
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-
-
-def _verify_digest(content: memoryview, path: Path, record: FileRecord) -> None:
-    if digest_bytes(content) != record.digest:
-        raise WeightSyncError(
-            f"{path} is corrupted: its digest is not that of the manifest; restore the file from a "
-            "copy, or remove the step"
-        )
 
 
 def _describe(version: Version) -> str:

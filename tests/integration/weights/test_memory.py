@@ -16,7 +16,7 @@ from trinity_sync import Synchronizer, WeightReader, WeightSyncError
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.version_tag import VersionTag
 from trinity_sync.storage.runs import open_run
-from trinity_sync.weights.object_store import fetch_deltas
+from trinity_sync.weights.actor_registry import ActorRegistry
 from trinity_sync.weights.publisher import Publisher
 from trinity_sync.weights.state_files import write_address
 from trinity_sync.weights.version import VersionUnavailableError
@@ -188,4 +188,4 @@ def test_there_is_no_delta_between_images_of_different_nodes(job: Job, synchroni
     with pytest.raises(
         VersionUnavailableError, match="no delta from version 1 to 2: version 2 has other nodes"
     ):
-        fetch_deltas(synchronizer, old, new, [(), ()], 30)
+        ActorRegistry(synchronizer).fetch_deltas(old, new, [(), ()], 30)

@@ -38,7 +38,7 @@ class AsyncVersionRegistry:
     """
 
     def __init__(self, root: str, role: str, clock: Callable[[], float] = time.time) -> None:
-        self.root, self._clock = root, clock
+        self.root, self.now = root, clock
         self._notification = CommitNotification(root, role)
         self._changed = asyncio.Condition()
         self._disk = asyncio.Lock()
@@ -64,10 +64,6 @@ class AsyncVersionRegistry:
         logger.warning("%s was recreated: dropping the versions of the old root", self.root)
         self.versions, self._written = VersionRegistry(), (-1, -1)
         self._images = {}
-
-    def now(self) -> float:
-        """Return seconds since the epoch."""
-        return self._clock()
 
     async def refresh(self, *, read_commits: bool = False, scan: bool = False) -> bool:
         """Read the runs that began since the last call; return whether there is a newer commit.

@@ -12,8 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import msgspec
+
 from trinity_sync.storage.runs import Run, find_superseding_run
-from trinity_sync.weights.version import ImageRef, Source, Version
+from trinity_sync.weights.version import Source, Version
 
 HISTORY = 8
 """Versions that are kept for readers to fall back to, besides the newest of each source."""
@@ -206,11 +208,8 @@ class VersionRegistry:
         registry = cls()
         registry.add_runs(Run(**run) for run in body["runs"])
         for saved in body["versions"]:
-            fields = dict(saved)
-            now = float(fields.pop("known_at"))
-            fields["images"] = tuple(ImageRef(**image) for image in fields["images"])
-            registry.record(Version(**fields), now)
-        registry._serving = {name: _Serving(**serving) for name, serving in body["readers"].items()}
+            registry.record(msgspec.convert(saved, Version), float(saved["known_at"]))
+        registry._serving = msgspec.convert(body["readers"], dict[str, _Serving])
         return registry
 
     def _remove_old(self) -> None:
