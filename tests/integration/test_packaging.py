@@ -30,7 +30,7 @@ from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import require_committed
 
 CHECKOUT = Path(__file__).parents[2]
-PIPELINE = "trinity_sync/pipeline/"
+PACKAGES = "trinity_sync/packages/"
 PIP = [sys.executable, "-m", "pip"]
 
 
@@ -85,11 +85,11 @@ def test_the_wheel_holds_every_room_and_the_deployments(wheel: Path) -> None:
     names = set(content.namelist())
     rooms = {
         f"{below}{path.relative_to(CHECKOUT).as_posix()}"
-        for room, below in (("flows", PIPELINE), ("tasks", PIPELINE), ("trinity_sync", ""))
+        for room, below in (("flows", PACKAGES), ("tasks", PACKAGES), ("trinity_sync", ""))
         for path in (CHECKOUT / room).rglob("*.py")
     }
     assert {*rooms, "trinity_sync/py.typed", "trinity_sync/cli/report.html.j2"} <= names
-    deployments = content.read(f"{PIPELINE}flows/prefect.yaml")
+    deployments = content.read(f"{PACKAGES}flows/prefect.yaml")
     assert deployments == (CHECKOUT / "prefect.yaml").read_bytes()
 
 
