@@ -105,8 +105,9 @@ def get_byte_offset(tensor: torch.Tensor) -> int:
     return int(start + tensor.storage_offset() * tensor.element_size())
 
 
-def _load(image: memoryview, **how: Any) -> Any:
-    return torch.load(_File(image), map_location="cpu", mmap=False, **how)  # type: ignore[arg-type]
+def _load(image: memoryview, *, weights_only: bool, **how: Any) -> Any:
+    file: Any = _File(image)
+    return torch.load(file, map_location="cpu", mmap=False, weights_only=weights_only, **how)
 
 
 def _no_warning(record: logging.LogRecord) -> bool:
