@@ -191,8 +191,10 @@ def test_a_script_that_starts_the_stack_keeps_its_own_flows(
     script = project / "start.py"
     script.write_text(
         "import sys\n"
+        "from trinity_sync import Settings\n"
         "from trinity_sync.stack import embedded\n"
-        "state = embedded.up(worker=False)\n"  # server and Ray are given, so it only deploys
+        # server and Ray are given, so it only deploys
+        "state = embedded.up(Settings(), worker=False)\n"
         "print(state.api_url, 'flows' in sys.modules, 'ray' in sys.modules)\n"
     )
     home = str(project / "home")

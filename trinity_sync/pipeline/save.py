@@ -14,6 +14,7 @@ from trinity_sync.fs.rate_limit import RateLimit
 from trinity_sync.layout import FOLDERS, Component
 from trinity_sync.retention.planner import Rules
 from trinity_sync.retention.prune import Pruned, prune
+from trinity_sync.settings import StackSettings
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import get_job_spool
 from trinity_sync.storage.block_reuse import can_reuse_blocks
@@ -52,6 +53,11 @@ class NodeWriting:
     nice: int = 19
     reuse_files: bool | Literal["always"] = True
     """Whether files of removed steps are written over."""
+
+    @classmethod
+    def of(cls, stack: StackSettings) -> "NodeWriting":
+        """Return how the settings of a node have it write."""
+        return cls(stack.io.max_mb_per_s, stack.worker.nice, stack.io.reuse_files)
 
 
 @dataclass(frozen=True)

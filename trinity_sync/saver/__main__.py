@@ -20,8 +20,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(message)s")
     stack = StackSettings()
     os.nice(stack.worker.nice)
-    writing = NodeWriting(stack.io.max_mb_per_s, stack.worker.nice, stack.io.reuse_files)
-    Saver(Path(sys.argv[1]), writing).run()
+    Saver(Path(sys.argv[1]), NodeWriting.of(stack)).run()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from trinity_sync.client.outcome_log import Outcome
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.pipeline.save import NodeWriting, run_save
+from trinity_sync.settings import StackSettings
 from trinity_sync.storage.placement import await_node_shards
 
 
@@ -68,4 +69,4 @@ class CommitsWhenTold(CommitsHere):
 
 def _save_step(request: SaveRequest) -> None:
     (first, *_) = await_node_shards(request.save, rank_timeout_s=60)
-    run_save(request, NodeWriting(), Path(first.spool).parent, delays_s=())
+    run_save(request, NodeWriting.of(StackSettings()), Path(first.spool).parent, delays_s=())

@@ -17,8 +17,7 @@ def read_settings() -> tuple[Settings, StackSettings]:
 
 def read_writing() -> NodeWriting:
     """Return how this node writes."""
-    stack = read_settings()[1]
-    return NodeWriting(stack.io.max_mb_per_s, stack.worker.nice, stack.io.reuse_files)
+    return NodeWriting.of(read_settings()[1])
 
 
 @lru_cache(maxsize=2)
