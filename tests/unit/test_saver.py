@@ -1,9 +1,11 @@
 """Without a stack, a process of the client's environment commits what trainers save."""
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,21 +14,27 @@ import psutil
 import pytest
 import torch
 
+from tests.unit.answers import server
 from tests.unit.job import Job
 from trinity_sync import CheckpointCoordinator, Settings
-from trinity_sync.client.saver_control import LOCK, LOG, WAKE
+from trinity_sync.client.saver_control import LOCK, LOG, SERVED, WAKE, SaverControl
 from trinity_sync.errors import SaveError, SaveFailedError
 from trinity_sync.fs.changes import lengthen_pauses
 from trinity_sync.fs.locks import is_locked
+from trinity_sync.pipeline.save import NodeWriting
+from trinity_sync.saver import saver as saver_module
+from trinity_sync.saver.saver import Saver
+from trinity_sync.snapshot.job_identity import IDENTITY_FILE
 from trinity_sync.storage.job_settings import write_job_settings
 from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.placement import NodeRanks
 from trinity_sync.storage.restore import load_states
 
 Make = Callable[..., CheckpointCoordinator]
 
 TRAINER = """
 import os, signal, sys
-import torch
+import psutil, torch
 from trinity_sync import CheckpointCoordinator
 
 saves = CheckpointCoordinator(sys.argv[1])
@@ -34,6 +42,12 @@ start = saves.latest_step(settle_s=60) or 0
 if start:
     print(start, saves.load(start)["model"]["w"].unique().item(), flush=True)
 for step in (start + 1, start + 2):
+    if step > 1 and "saver dies" in sys.argv:
+        saves.wait_all(60)
+        for saver in psutil.process_iter(["cmdline"]):
+            if (saver.info["cmdline"] or [""])[-1] == str(saves.settings.spool):
+                saver.kill()
+                saver.wait()
     saves.save(step, {"model": {"w": torch.full((9,), float(step))}, "optim": {"step": step}})
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -44,6 +58,11 @@ def await_that(holds: Callable[[], object], what: str) -> None:
     while not holds():
         assert time.monotonic() < until, what
         time.sleep(next(pauses))
+
+
+def is_announced(job: Job, step: int) -> bool:
+    outcomes = (job.root / ".trinity_sync/outcomes").glob("*.jsonl")
+    return any(f"/step{step}/" in each.read_text() for each in outcomes)
 
 
 def savers_of(spool: Path) -> list[psutil.Process]:
@@ -75,13 +94,13 @@ def coordinator(job: Job, settings: Settings) -> Iterator[Make]:
         each.close(timeout=0)
 
 
-def train(root: Path, settings: Settings, folder: Path) -> str:
+def train(root: Path, settings: Settings, folder: Path, *arguments: str) -> str:
     """Run a trainer that resumes, saves two steps and dies of SIGKILL; return what it prints."""
     program = folder / "train.py"
     program.write_text(TRAINER)
     variables = {**os.environ, **settings.to_variables(), "PYTHONPATH": str(Path.cwd())}
     done = subprocess.run(
-        [sys.executable, program, root],
+        [sys.executable, program, root, *arguments],
         cwd=folder,
         env=variables,
         capture_output=True,
@@ -158,6 +177,10 @@ def test_a_saver_that_cannot_be_started_fails_the_save_by_name(
         patch.setattr(sys, "executable", "/nowhere/python")
         with pytest.raises(SaveError, match="the saver cannot be started"):
             saves.save(1, {"model": {"w": torch.ones(3)}})
+        for embedded in ("", None):
+            patch.setattr(sys, "executable", embedded)
+            with pytest.raises(SaveError, match=r"sys\.executable names no Python"):
+                saves.save(1, {"model": {"w": torch.ones(3)}})
         patch.setattr(sys, "executable", "/bin/false")
         saves.save(2, {"model": {"w": torch.ones(3)}})
         with pytest.raises(SaveFailedError, match=rf"exit code 1; its log is .*{LOG}"):
@@ -188,8 +211,6 @@ def test_older_steps_are_removed(coordinator: Make, job: Job, keep: str) -> None
 
 
 def test_functions_are_awaited(coordinator: Make, job: Job) -> None:
-    import asyncio
-
     saves = coordinator()
     target = job.root / "global_step_3/actor/other.bin"
 
@@ -212,3 +233,158 @@ def test_a_known_stack_is_asked_instead(
     saves.save(1, {"model": {"w": torch.ones(3)}})
     saves.close(timeout=0)
     assert savers_of(settings.spool) == []
+
+
+def test_a_save_after_the_end_of_its_saver_outlives_the_trainer(
+    tmp_path: Path, settings: Settings
+) -> None:
+    train(tmp_path / "ckpts", settings, tmp_path, "saver dies")
+    await_that(
+        lambda: read_latest_pointer(tmp_path / "ckpts", "checkpoint") == 2, "step 2 is committed"
+    )
+
+
+def test_a_trainer_that_comes_as_the_saver_ends_keeps_it(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver_module, "LINGER_S", 0)
+    control, left = SaverControl(settings.spool, settings.home), []
+
+    class Late(Saver):
+        def _pause(self, pipe: int) -> bool:
+            left.append(super()._pause(pipe))
+            if len(left) == 1:
+                self._idle_until = 0
+                control.wake()
+            else:
+                control.release("none")
+            return left[-1]
+
+    Late(settings.spool, NodeWriting()).run()
+    assert left[:2] == [False, True]
+    assert savers_of(settings.spool) == []
+    control.wake()
+    await_that(lambda: savers_of(settings.spool), "the next one is started")
+
+
+def test_a_saver_whose_root_does_not_answer_stays(
+    coordinator: Make, job: Job, monkeypatch: pytest.MonkeyPatch, settings: Settings
+) -> None:
+    monkeypatch.setattr(saver_module, "START_S", 0.1)  # below ANSWER_S
+    monkeypatch.setattr(saver_module, "LINGER_S", 0)
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    saves = coordinator()
+    saves.save(1, {"model": {"w": torch.ones(3)}})
+    saves.close(timeout=0)
+    (job.spool.folder / SERVED).touch()
+    identity = job.root / IDENTITY_FILE
+    known = identity.read_bytes()
+    identity.unlink()
+    os.mkfifo(identity)  # who reads it waits for a writer
+    looked = threading.Event()
+
+    class Observed(Saver):
+        def _pause(self, pipe: int) -> bool:
+            looked.set()
+            return super()._pause(pipe)
+
+    thread = threading.Thread(target=Observed(settings.spool, NodeWriting()).run, daemon=True)
+    thread.start()
+    assert looked.wait(60)
+    thread.join(1)
+    stays = thread.is_alive()
+    with identity.open("wb", buffering=0) as pipe:
+        identity.with_suffix(".new").write_bytes(known)
+        identity.with_suffix(".new").rename(identity)
+        pipe.write(known)
+    assert stays
+    thread.join(60)
+    assert read_latest_pointer(job.root, "checkpoint") == 1
+
+
+def test_roles_may_save_other_components_than_the_first_one(coordinator: Make, job: Job) -> None:
+    saves = coordinator(roles=("actor", "critic"))
+    for step in (1, 2):  # the saver finds the second one's first role alone
+        saves.save(step, {"model": {"w": torch.ones(3)}}, role="actor")
+        if step == 2:
+            await_that(lambda: is_announced(job, 2), "it is being committed")
+        saves.save(step, {"model": {"w": torch.ones(3)}, "optim": {"a": step}}, role="critic")
+        saves.wait_all(60)
+    assert load_states(job.root, 2, "critic")["optim"] == {"a": 2}
+
+
+def test_the_saver_leaves_the_saves_of_a_stack_alone(
+    coordinator: Make, tmp_path: Path, job: Job, settings: Settings, spool_folder: Path
+) -> None:
+    places = [NodeRanks("a", str(job.spool.folder), (0,)), NodeRanks("b", "/none", (1,))]
+    of_stack = settings.model_copy(update={"saver": "stack"})
+    on_two_nodes = CheckpointCoordinator(
+        job.root, world_size=2, places=places, run_key="run", settings=of_stack
+    )
+    on_two_nodes.save(1, {"model": {"w": torch.ones(3)}})
+    with CheckpointCoordinator(tmp_path / "other", settings=settings) as other:
+        for step in (1, 2):
+            other.save(step, {"model": {"w": torch.ones(3)}})
+            other.wait_all(60)
+    (image,) = job.spool.tickets()[0]
+    assert not image.failed
+    on_two_nodes.close(timeout=0)
+
+
+def test_a_failure_is_told_although_a_stack_has_come_up_since(
+    coordinator: Make, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves = coordinator(job={"rank_timeout_s": 2.0}, roles=("actor", "critic"))
+    saves.save(4, {"model": {"w": torch.ones(3)}}, role="actor")
+    await_that(lambda: is_announced(job, 4), "the saver has it")
+    answers = {"/admin/version": (200, '"3.8.8"'), "/flow_runs/filter": (200, "[]")}
+    with server(answers) as url:
+        monkeypatch.setenv("PREFECT_API_URL", url)
+        with pytest.raises(SaveFailedError, match="role critic has submitted nothing"):
+            saves.wait_all(60)
+
+
+SIGPIPE_ENDS = """
+import os, signal, sys
+from pathlib import Path
+from trinity_sync.client.saver_control import WAKE, SaverControl
+
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as programs do whose output goes to head
+spool = Path(sys.argv[1])
+os.mkfifo(spool / WAKE)
+pipe = os.open(spool / WAKE, os.O_RDONLY | os.O_NONBLOCK)
+control = SaverControl(spool, spool)
+control.wake()
+os.close(pipe)
+control.wake()
+"""
+
+
+def test_the_end_of_a_saver_does_not_end_a_trainer_without_a_handler_of_sigpipe(
+    settings: Settings,
+) -> None:
+    subprocess.run([sys.executable, "-c", SIGPIPE_ENDS, settings.spool], check=True)
+
+
+def test_a_saver_without_a_home_logs_to_the_spool(
+    job: Job, settings: Settings, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    homeless = settings.model_copy(update={"home": tmp_path / "file" / "home"})
+    with CheckpointCoordinator(job.root, settings=homeless) as saves:
+        saves.save(1, {"model": {"w": torch.ones(3)}})
+    await_that(lambda: "save actor step 1" in (settings.spool / LOG).read_text(), "it is logged")
+
+
+def test_a_saver_of_many_runs_keeps_few_files_open(
+    settings: Settings, tmp_path: Path, job: Job
+) -> None:
+    open_files = []
+    with CheckpointCoordinator(job.root, settings=settings) as first:
+        first.save(1, {"model": {"w": torch.ones(3)}})
+        first.wait_all(60)
+        for number in range(saver_module.LOGS + 4):
+            with CheckpointCoordinator(tmp_path / f"{number}", settings=settings) as saves:
+                saves.save(1, {"model": {"w": torch.ones(3)}})
+            open_files.append(savers_of(settings.spool)[0].num_fds())
+    assert max(open_files[-4:]) < min(open_files[:4]) + saver_module.LOGS

@@ -132,7 +132,7 @@ class CommitWatcher:
         Raises:
             SaveError: the saver cannot be started.
         """
-        self._trigger.begin()
+        self._trigger.begin(self._spool.folder.name)
 
     def has_failed(self, key: str) -> bool:
         """Return whether this process knows that a save has failed."""

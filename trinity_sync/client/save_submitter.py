@@ -96,12 +96,12 @@ class SaveSubmitter:
         )
 
     def write_placement(self, role: str) -> None:
-        """Write the placement of a role's ranks into the root, once a run and before it saves."""
+        """Write the placement of a role's ranks into the root, once a run; before each save."""
         if role not in self._placed:
             run = self._run.get()
             write_placement(self._root, run.number, run.key, role, self._places)
             self._placed.add(role)
-            self._watcher.begin()
+        self._watcher.begin()
 
     def check_components(
         self, step: int, components: Mapping[str, Any], role: str, kind: Kind

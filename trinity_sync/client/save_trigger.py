@@ -8,6 +8,7 @@ requests one flow run. A save whose images were evicted meanwhile gets no flow r
 import asyncio
 import itertools
 import logging
+import os
 import time
 import uuid
 from collections import deque
@@ -59,6 +60,10 @@ class SaveTrigger:
         self._api_url = api_url
         self._api = PrefectApi(self._settings, api_url)
         self._saver = SaverControl(self._settings.spool, self._settings.home)
+        self._uses_saver: bool | None = None
+        """What `has_saver` was when it was asked last; None before."""
+        self._had_saver = False
+        """Whether it was True once."""
         self._logs: dict[tuple[str, str], OutcomeLogs] = {}
         """What savers have written, by root and run."""
         self._unsent: deque[tuple[SaveRequest, float]] = deque()
@@ -83,7 +88,7 @@ class SaveTrigger:
     @property
     def has_saver(self) -> bool:
         """Whether the saver of this node commits saves, rather than flow runs of a stack."""
-        if self._settings.saver != "auto" or self._api_url:
+        if self._settings.saver != "auto" or self._api_url or os.environ.get("PREFECT_API_URL"):
             return self._settings.saver == "built-in"
         try:
             self._api.find_server()
@@ -91,10 +96,26 @@ class SaveTrigger:
             return True
         return False
 
-    def begin(self) -> None:
-        """Start the saver, if it is needed: a save that follows outlives this process."""
-        if self.has_saver:
-            self._saver.wake()
+    def begin(self, job: str) -> None:
+        """Start the saver, if it is needed: a save of a job that follows outlives this process."""
+        if self._uses_saver is None:  # later, `send` reads the stack's file
+            self._choose(job)
+        elif self._uses_saver:
+            self._saver.wake(job)
+
+    def _choose(self, job: str) -> bool:
+        """Have the saver serve a job, or the stack; return whether it is the saver.
+
+        Raises:
+            SaveError: the saver cannot be started.
+        """
+        self._uses_saver = self.has_saver
+        self._had_saver |= self._uses_saver
+        if self._uses_saver:
+            self._saver.wake(job)
+        else:
+            self._saver.release(job)
+        return self._uses_saver
 
     def require_stack(self) -> None:
         """Require that the server can take saves; query it once, for at most `CHECK_S` seconds.
@@ -131,9 +152,7 @@ class SaveTrigger:
                 if time.monotonic() - since > BACK_OFF_S[0] and self._evicted([request]):
                     break
                 try:
-                    if self.has_saver:
-                        await asyncio.to_thread(self._saver.wake)
-                    else:
+                    if not await asyncio.to_thread(self._choose, request.job):
                         await self._api.create_flow_run(request.flow_run)
                 except (RequestRefusedError, SaveError) as error:
                     self._refused[request.key] = str(error)
@@ -159,6 +178,9 @@ class SaveTrigger:
         try:
             runs = await self._api.flow_runs(wanted)
             found |= {key: self._outcome(runs.get(key)) for key in wanted}
+            for each in requests if self._had_saver else ():  # before a stack came up
+                if found[each.key] == NOT_REQUESTED:
+                    found[each.key] = self._read_saver(each) or NOT_REQUESTED
             found |= self._evicted([each for each in requests if found[each.key] == NOT_REQUESTED])
         except Exception as error:
             unknown = Outcome("unknown", f"the Prefect server cannot be asked: {error}")
@@ -168,19 +190,22 @@ class SaveTrigger:
     def _ask_saver(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
         """Return what the saver has written of saves, by request key."""
         try:
-            self._saver.wake()  # starts another in the place of one that was killed
+            # starts another in the place of one that was killed
+            self._saver.wake(*{each.job for each in requests})
             otherwise = NOT_REQUESTED
         except SaveError as error:
             otherwise = Outcome("failed", str(error))
-        found = {}
-        for request in requests:
-            run = request.root, request.save.run_label
-            logs = self._logs.setdefault(run, OutcomeLogs(request))
-            with suppress(OSError):
-                logs.read()
-            found[request.key] = logs.outcome(request.key) or otherwise
+        found = {each.key: self._read_saver(each) or otherwise for each in requests}
         waiting = [each for each in requests if found[each.key] == NOT_REQUESTED]
         return found | self._evicted(waiting)
+
+    def _read_saver(self, request: SaveRequest) -> Outcome | None:
+        """Return how the saver has ended a save, None if it has not."""
+        run = request.root, request.save.run_label
+        logs = self._logs.setdefault(run, OutcomeLogs(request))
+        with suppress(OSError):
+            logs.read()
+        return logs.outcome(request.key)
 
     async def disconnect(self) -> None:
         """Close the connections to the server, before the event loop ends."""

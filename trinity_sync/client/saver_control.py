@@ -4,25 +4,33 @@
 
     spool/saver.lock    locked by the saver of this spool
     spool/saver.wake    a pipe that the saver reads; a process that saves keeps it open for writing
+    spool/JOB/saver     in the folder of each job that the saver serves; a stack serves the others
 
 So a write tells at once whether a saver lives, and the saver notices when the last process that
 saves has ended, however it ended.
 """
 
 import errno
+import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from trinity_sync.errors import SaveError
 from trinity_sync.fs.atomic import make_folder
 from trinity_sync.snapshot.spool import make_own_folder
 
+logger = logging.getLogger(__name__)
+
 LOCK = "saver.lock"
 WAKE = "saver.wake"
 LOG = "saver.log"
+SERVED = "saver"
 STARTS = 3
 """Savers in a row that end before they serve, after which saves fail."""
 _DEAD = {errno.ENXIO, errno.EPIPE, errno.ENOENT}
@@ -34,7 +42,7 @@ class SaverControl:
 
     Args:
         spool: the node's spool, with one folder per job.
-        home: folder of the saver's log.
+        home: folder of the saver's log; the spool, if it cannot be written.
     """
 
     def __init__(self, spool: Path, home: Path) -> None:
@@ -46,18 +54,21 @@ class SaverControl:
         """Starts since a saver was reached."""
         self._lock = threading.Lock()
 
-    def wake(self) -> None:
-        """Have the saver look for images now.
+    def wake(self, *jobs: str) -> None:
+        """Have the saver serve some jobs, and look for images now.
 
         Raises:
             SaveError: none lives, and none can be started.
         """
         with self._lock:
             try:
+                for job in jobs:
+                    with suppress(FileNotFoundError):  # it has no images
+                        (self._spool / job / SERVED).touch()
                 if self._pipe < 0:
                     flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
                     self._pipe = os.open(self._spool / WAKE, flags)
-                os.write(self._pipe, b"\n")
+                _write(self._pipe)
                 self._starts = 0
             except BlockingIOError:
                 return  # it has been told often enough
@@ -66,6 +77,13 @@ class SaverControl:
                 if error.errno not in _DEAD:
                     raise SaveError(f"the saver cannot be reached: {error}") from error
                 self._start()
+
+    def release(self, job: str) -> None:
+        """Have the saver no longer serve a job, whose saves a stack commits from now on."""
+        with self._lock:
+            self._close()
+            with suppress(OSError):  # it serves it as long as it lives
+                (self._spool / job / SERVED).unlink(missing_ok=True)
 
     def __del__(self) -> None:  # the saver may end, once it has committed what was submitted
         self._close()
@@ -88,13 +106,17 @@ class SaverControl:
                     f"{self._log}. Images of saves stay in {self._spool}; the next start of a "
                     "training on this node, or trinity-sync up, commits them"
                 )
+        if not sys.executable:  # Python is embedded in another program
+            raise SaveError(
+                "the saver cannot be started: sys.executable names no Python. Set it to the "
+                "interpreter of this environment, or run: trinity-sync up"
+            )
         self._starts += 1
         try:
             make_own_folder(self._spool)
-            make_folder(self._log.parent)
-            with self._log.open("ab") as log:
+            with self._open_log() as log:
                 self._started = subprocess.Popen(
-                    [sys.executable, "-m", "trinity_sync.saver", str(self._spool)],
+                    [sys.executable, "-m", "trinity_sync.saver", str(self._spool.absolute())],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -104,3 +126,24 @@ class SaverControl:
                 )
         except OSError as error:
             raise SaveError(f"the saver cannot be started: {error}") from error
+
+    def _open_log(self) -> BinaryIO:
+        try:
+            make_folder(self._log.parent)
+            return self._log.open("ab")
+        except OSError as error:
+            logger.warning("Cannot write %s (%s); the saver logs to the spool", self._log, error)
+            self._log = self._spool / LOG
+            return self._log.open("ab")
+
+
+def _write(pipe: int) -> None:
+    """Wake the reader of a pipe; without one, raise also in a program that SIGPIPE would end."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
+    try:
+        os.write(pipe, b"\n")
+    except BrokenPipeError:
+        signal.sigtimedwait({signal.SIGPIPE}, 0)
+        raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -5,8 +5,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import SaveError, TrinitySyncError
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from trinity_sync.remote.upload import Replicated
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 RETRY_DELAYS_S = (1, 5, 15)
 """Seconds before each repetition of what failed with an I/O error."""
@@ -300,13 +303,19 @@ def run_save(
         shares = list_shares(request, nodes[0], commits=False)
         with ThreadPoolExecutor(len(shares), "persist") as threads:
             persisting = [
-                threads.submit(_persist_persistently, request, share, nodes[0], writing, delays_s)
+                threads.submit(
+                    _repeat,
+                    f"{request.run_name}, {share.what}",
+                    delays_s,
+                    partial(persist_share, request, share, nodes[0], writing),
+                )
                 for share in shares
             ]
         persisted += [each.result() for each in persisting if not each.exception()]
         for each in persisting:
             each.result()
-        commit_images(request, persisted, nodes[0], writing, started_at, time.time())
+        arguments = (request, persisted, nodes[0], writing, started_at, time.time())
+        _repeat(f"{request.run_name}, commit", delays_s, partial(commit_images, *arguments))
         is_checkpoint = request.kind == "checkpoint"
         required = read_required_remote(request.root) if is_checkpoint else None
         if required:
@@ -333,21 +342,13 @@ def run_save(
             )
 
 
-def _persist_persistently(
-    request: SaveRequest,
-    share: Share,
-    shards: NodeShards,
-    writing: NodeWriting,
-    delays_s: Sequence[float],
-) -> Persisted:
+def _repeat(what: str, delays_s: Sequence[float], call: Callable[[], T]) -> T:
     for delay_s in delays_s:
         try:
-            return persist_share(request, share, shards, writing)
+            return call()
         except Exception as error:
             if not is_io_error(error):
                 raise
-            logger.warning(
-                "%s, %s: again in %g s: %s", request.run_name, share.what, delay_s, error
-            )
+            logger.warning("%s: again in %g s: %s", what, delay_s, error)
             time.sleep(delay_s)
-    return persist_share(request, share, shards, writing)
+    return call()

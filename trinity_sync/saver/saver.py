@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trinity_sync.client.outcome_log import Outcome, OutcomeLog
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.client.saver_control import LOCK, WAKE
+from trinity_sync.client.saver_control import LOCK, SERVED, WAKE
 from trinity_sync.errors import LockTimeoutError, TrinitySyncError
 from trinity_sync.fs.lock_file import LockFile
 from trinity_sync.pipeline.pending import compare_late_images, find_pending_saves
@@ -23,8 +23,13 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 5.0
 """Seconds between two looks for images, if no trainer wakes the saver."""
+START_S = 60.0
+"""Seconds for which a saver waits for the first save: the trainer that has started it copies its
+state."""
 LINGER_S = 5.0
 """Seconds for which a saver without work outlives the last process that saves."""
+LOGS = 16
+"""Runs whose outcome log stays open."""
 ANSWER_S = 1.0
 """Seconds for which the look at one job may delay those at others: its file system may hang."""
 SETTLE_S = 2.0
@@ -45,6 +50,7 @@ class Saver:
         """Saves that have failed here, by request key; requests of save functions stay."""
         self._logs: dict[tuple[str, str], OutcomeLog] = {}
         self._log_locks: dict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
+        self._idle_until = time.monotonic() + START_S
         self._ended, self._end = os.pipe()
         """Pipe to which a thread writes as it ends."""
 
@@ -63,23 +69,35 @@ class Saver:
             lock.close()
 
     def _serve(self) -> None:
-        """Commit what is submitted, until no process that saves is left."""
+        """Commit what is submitted, until no process saves there any more."""
         with suppress(FileExistsError):
             os.mkfifo(self._spool / WAKE, 0o600)
         pipe = os.open(self._spool / WAKE, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             # a pipe tells that it has no writer only once it has had one
             os.close(os.open(self._spool / WAKE, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
-            idle_since = time.monotonic()
-            while time.monotonic() - idle_since < LINGER_S:
+            while not self._ends(pipe):
                 works = self._look()
                 if self._pause(pipe) or works:
-                    idle_since = time.monotonic()
+                    self._idle_until = time.monotonic() + LINGER_S
         finally:
-            os.close(pipe)  # from here on, a trainer that wakes this saver starts another
+            os.close(pipe)
+
+    def _ends(self, pipe: int) -> bool:
+        """Return whether this saver is idle: a trainer that wakes it now starts another."""
+        if time.monotonic() < self._idle_until:
+            return False
+        wake, away = self._spool / WAKE, self._spool / f"{WAKE}.ended"
+        with suppress(FileNotFoundError):
+            wake.rename(away)
+            if _has_writer(pipe):  # since the last look
+                away.rename(wake)
+                return False
+            away.unlink()
+        return True
 
     def _pause(self, pipe: int) -> bool:
-        """Wait until there may be work; return whether a process that saves is left."""
+        """Wait until there may be work; return whether a process saves, or a save has ended."""
         poll = select.poll()
         for fd in (pipe, self._ended):
             poll.register(fd, select.POLLIN)
@@ -87,14 +105,16 @@ class Saver:
         for fd, events in ready.items():
             if events & select.POLLIN:
                 os.read(fd, 1 << 16)
-        is_left = not ready.get(pipe, 0) & select.POLLHUP
-        if not is_left and self._ended not in ready:
-            time.sleep(0.1)  # the pipe would end each poll at once
-        return is_left
+        if not ready.get(pipe, 0) & select.POLLHUP or self._ended in ready:
+            return True
+        time.sleep(0.1)  # the pipe would end each poll at once
+        return False
 
     def _look(self) -> bool:
-        """Begin to commit the saves that wait; return whether any is being committed."""
+        """Begin to commit the saves that wait; return whether any is, or a root does not answer."""
         for job in list_job_spools(self._spool):
+            if not (job.folder / SERVED).exists():
+                continue
             look = self._looks.get(job.folder)
             if look is None or not look.is_alive():
                 look = threading.Thread(target=self._look_at, args=(job,), daemon=True)
@@ -102,7 +122,7 @@ class Saver:
                 look.start()
                 look.join(ANSWER_S)
         with self._lock:
-            return bool(self._saves)
+            return bool(self._saves) or any(look.is_alive() for look in self._looks.values())
 
     def _look_at(self, job: JobSpool) -> None:
         requests = find_pending_saves(job, grace_s=0, clock=lambda: time.time() - SETTLE_S)
@@ -150,5 +170,16 @@ class Saver:
         """Write for the ranks how a save ended, or that it is being committed."""
         run = request.root, request.save.run_label
         with self._log_locks[run]:
-            log = self._logs.setdefault(run, OutcomeLog(request))
+            with self._lock:
+                known = self._logs.pop(run) if run in self._logs else OutcomeLog(request)
+                log = self._logs[run] = known
+                oldest = self._logs.pop(next(iter(self._logs))) if len(self._logs) > LOGS else None
+            if oldest:
+                oldest.close()
             log.append({request.key: outcome})
+
+
+def _has_writer(pipe: int) -> bool:
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    return not dict(poll.poll(0)).get(pipe, 0) & select.POLLHUP

@@ -12,6 +12,7 @@
         receipts/...                            statuses of save functions: ``callable_status``
         evictions.jsonl                         images that were lost: ``evictions``
         root                                    path of the job's root
+        saver                                   the saver serves the job: ``saver_control``
 """
 
 import contextlib

@@ -83,8 +83,11 @@ def list_components(tickets: Collection[Ticket]) -> tuple[Component, ...]:
 
     Only the tickets of rank 0 are sure to name the components of small files. If rank 0 is on
     another node, they are included in any case, and the tasks that look for them find some or none.
+    So are all components if there are several roles, of which some may have submitted nothing yet.
     """
     named = {name for ticket in tickets for name in ticket.components}
+    if any(len(ticket.roles) > 1 for ticket in tickets):
+        named |= {*COMPONENTS} - {"dcp"}
     if tickets and all(ticket.rank for ticket in tickets):
         named |= {*FOLDERS}
     return tuple(name for name in COMPONENTS if name in named)
