@@ -225,6 +225,16 @@ def test_functions_are_awaited(coordinator: Make, job: Job) -> None:
     assert target.read_bytes() == b"mine"
 
 
+def test_ranks_on_several_nodes_need_the_stack_and_are_told_so(
+    coordinator: Make, settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    here, there = (NodeRanks(node, "/dev/shm/x", (rank,)) for rank, node in enumerate("ab"))
+    saves = coordinator(places=[here, there], world_size=2)
+    assert "no Prefect server is known" in caplog.text
+    saves.save(1, {"model": {"w": torch.ones(3)}})
+    assert savers_of(settings.spool) == []
+
+
 def test_a_known_stack_is_asked_instead(
     coordinator: Make, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

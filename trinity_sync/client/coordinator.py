@@ -139,6 +139,7 @@ class CheckpointCoordinator:
         self.root = open_root(root, job) if opens else resolve_root(root)
         identity = open_identity(self.root)
         self.spool: JobSpool = open_job_spool(self.settings.spool, self.root)
+        requests.has_several_nodes = len({place.node for place in places}) > 1
         if rank == 0 and trigger is None and not require_stack:
             requests.warn_without_stack(self.root, self.spool.folder)
         # of the caller: rank 0 may not have written it yet

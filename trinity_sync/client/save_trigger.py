@@ -60,6 +60,8 @@ class SaveTrigger:
         self._api_url = api_url
         self._api = PrefectApi(self._settings, api_url)
         self._saver = SaverControl(self._settings.spool, self._settings.home)
+        self.has_several_nodes = False
+        """Whether the ranks are on several nodes, whose saves need the stack."""
         self._uses_saver: bool | None = None
         """What `has_saver` was when it was asked last; None before."""
         self._had_saver = False
@@ -90,6 +92,8 @@ class SaveTrigger:
         """Whether the saver of this node commits saves, rather than flow runs of a stack."""
         if self._settings.saver != "auto" or self._api_url or os.environ.get("PREFECT_API_URL"):
             return self._settings.saver == "built-in"
+        if self.has_several_nodes:
+            return False
         try:
             self._api.find_server()
         except PrefectApiError:
