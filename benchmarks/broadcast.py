@@ -23,8 +23,7 @@ from typing import Any
 import torch
 
 from trinity_sync.weights.broadcast import receive_weights, send_weights
-from trinity_sync.weights.process_group import WeightGroupHost, join_weight_group
-from trinity_sync.weights.weight_group import WeightGroup
+from trinity_sync.weights.weight_group import WeightGroup, WeightGroupHost, join_weight_group
 
 TURNS = 7
 LAYER = {"mlp": (3 * 4864, 896), "attention": (1152, 896), "out": (896, 896), "norm": (896,)}

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from trinity_sync.snapshot.memcpy import copy_pieces
+from trinity_sync.tensors.memcpy import copy_pieces
 from trinity_sync.weights.delta import PIECE, MapPieces, apply_delta, encode_delta
 
 SHARES = (0.0, 0.001, 0.01, 0.05, 0.3, 1.0)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.measure import Samples
 from benchmarks.training import Size, Training
-from trinity_sync.fsdp.state_dict import get_model_state_to_stage
+from trinity_sync.integrations.verl.fsdp.state_dict import get_model_state_to_stage
 from trinity_sync.snapshot.image import Layout, lay_out
 
 

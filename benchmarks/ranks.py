@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trinity_sync.stack.ports import free_port
+from trinity_sync.stack.daemon import free_port
 
 PRELOADED = ["benchmarks.training"]
 

@@ -144,8 +144,7 @@ def commit_step(root: Path, ranks: int, step: int = 1) -> None:
     from benchmarks.simulated import make_image
     from trinity_sync.fs.direct_io import digest_bytes
     from trinity_sync.layout import SERVES_AS, shard_file, step_folder
-    from trinity_sync.storage.manifest import Manifest, write_manifest
-    from trinity_sync.storage.manifest_files import FileRecord
+    from trinity_sync.storage.manifest import FileRecord, Manifest, write_manifest
     from trinity_sync.storage.runs import open_run
 
     image = make_image()

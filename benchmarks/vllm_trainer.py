@@ -160,7 +160,7 @@ class Trainer:
 
     def copy_once(self) -> float:
         """Return the seconds that a warm copy of the model takes, on all cores."""
-        from trinity_sync.snapshot.memcpy import copy_pieces
+        from trinity_sync.tensors.memcpy import copy_pieces
 
         pairs = zip(self._spare, self._model.parameters(), strict=True)
         pieces = [(to.data_ptr(), of.data_ptr(), to.nbytes) for to, of in pairs]

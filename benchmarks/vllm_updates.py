@@ -219,7 +219,7 @@ class Engine:
 
     def _update_from_commit(self, step: int) -> None:
         from trinity_sync.settings import Settings
-        from trinity_sync.snapshot.version_tag import PUBLISHED_SUFFIX
+        from trinity_sync.snapshot.ticket import PUBLISHED_SUFFIX
 
         self._ask("wait_committed")
         for tag in Settings().spool.rglob(f"*{PUBLISHED_SUFFIX}"):

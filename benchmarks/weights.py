@@ -127,11 +127,11 @@ def measure(root: Path, spool: Path) -> Samples:
     from trinity_sync.client.coordinator import CheckpointCoordinator
     from trinity_sync.client.save_trigger import SaveTrigger
     from trinity_sync.settings import Settings
-    from trinity_sync.snapshot.memcpy import copy_pieces
-    from trinity_sync.snapshot.slot_lock import free_slot
+    from trinity_sync.snapshot.ticket import free_slot
+    from trinity_sync.tensors.memcpy import copy_pieces
     from trinity_sync.weights.publisher import Publisher
     from trinity_sync.weights.synchronizer import Synchronizer
-    from trinity_sync.weights.version import ImageRef, Version
+    from trinity_sync.weights.versions import ImageRef, Version
 
     class AsksNobody(SaveTrigger):
         """A trigger that requests no flow run: saves are staged only."""

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.storage.commit import commit
-from trinity_sync.storage.late_images import free_committed_slots
+from trinity_sync.storage.commit import commit, free_committed_slots
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.placement import NodeShards
 

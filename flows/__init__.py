@@ -1,1 +1,1 @@
-"""Prefect flows, one per file. A flow orders tasks; the work is in ``tasks`` and below."""
+"""Prefect flows: `save`, and `maintenance` of what is saved. A flow orders tasks."""

@@ -1,37 +1,208 @@
 """``save-step``: persist the images of a step on their nodes, then commit the step.
 
-Images are persisted on the nodes whose shared memory holds them, see `flows.persist`. The commit
+Images are persisted on the nodes whose shared memory holds them. The commit
 task starts after the results of all nodes are known: a Prefect flow can be Completed although a
 task died. What follows the commit (export, replication, pruning) can fail and be retried without
 affecting the committed step.
+
+On few nodes, each component of each node has a Prefect task, which the Prefect UI shows. On many,
+so many task runs would cost the server more than anything else in the save. There, one Prefect task
+serves a group of nodes: it runs in the worker, has one plain Ray task on each node persist all of
+the node's components, and repeats alone what failed with an I/O error.
 """
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
-from prefect import flow, get_run_logger
+from prefect import flow, get_run_logger, task
 from prefect.client.schemas.objects import State
 from prefect.states import Failed
+from ray.exceptions import RayError, RayTaskError
 
-from flows.persist import NodeSave, persist_images
-from flows.replicate import request_replication
-from tasks.commit import commit_step
-from tasks.export import export_requested_models
-from tasks.failure import create_failure_artifact
+from flows.maintenance import request_replication
+from tasks.maintenance import export_requested_models, prune_after_commit, upload_to_required_remote
 from tasks.on_ray import list_living_nodes, run_on_node
-from tasks.prune import prune_after_commit
-from tasks.replicate import upload_to_required_remote
+from tasks.save import PERSIST_TASKS, commit_step, create_failure_artifact
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.orchestration import metrics
-from trinity_sync.orchestration.on_node import save as on_node
+from trinity_sync.errors import SaveError, TrinitySyncError
+from trinity_sync.orchestration import metrics, on_node
+from trinity_sync.orchestration.on_node import Outcome, persist_node
+from trinity_sync.orchestration.prefect_queries import emit_step_event
 from trinity_sync.orchestration.root_threads import run_in_thread
-from trinity_sync.orchestration.run_page import StepOutcome
-from trinity_sync.orchestration.step_events import emit_step_event
-from trinity_sync.storage.job_settings import read_job_settings
-from trinity_sync.storage.placement import await_node_shards
-from trinity_sync.storage.required_remote import read_required_remote
+from trinity_sync.orchestration.run_page import FailedTask, StepOutcome, make_failed_task
+from trinity_sync.pipeline.save import RETRY_DELAYS_S, Share, is_io_error, list_shares
+from trinity_sync.storage.job_settings import read_job_settings, read_required_remote
+from trinity_sync.storage.placement import NodeShards, await_node_shards
+from trinity_sync.storage.save import Persisted
+
+MOST_SINGLE_NODES = 8
+"""Nodes up to which each component of each node has a task run of its own."""
+NODES_PER_GROUP = 64
+_MOST_REASONS = 10
+"""Errors that the state of a group's task run quotes; it names all nodes that failed."""
+
+
+class NodeSave:
+    """The shards of a save that one node holds, and what has become of them so far.
+
+    Not a dataclass, because Prefect walks through dataclasses value by value in task arguments.
+    """
+
+    def __init__(self, shards: NodeShards) -> None:
+        self.name = shards.node
+        self.shards = shards
+        self.persisted: list[Persisted] = []
+        self.errors: dict[str, BaseException] = {}
+        """By component, or what else was not persisted."""
+
+    @property
+    def failed(self) -> list[FailedTask]:
+        """What was not persisted, for the page of the save."""
+        return [make_failed_task(self.name, what, error) for what, error in self.errors.items()]
+
+    def add_outcome(self, request: SaveRequest, share: Share, outcome: object) -> None:
+        """Add the result of a share's task, or the error of the task or of Ray."""
+        if isinstance(outcome, Persisted):
+            self.persisted.append(outcome)
+            return
+        assert isinstance(outcome, BaseException)
+        error = outcome
+        if isinstance(outcome, RayError) and not isinstance(outcome, RayTaskError):
+            why = f"or a process of it, died before they were written ({type(outcome).__name__})"
+            error = self.make_lost_error(request, why)
+            error.__cause__ = outcome
+        self.errors[share.what] = error
+
+    def make_lost_error(self, request: SaveRequest, why: str) -> SaveError:
+        """Return the error of a node whose images cannot be reached."""
+        return SaveError(
+            f"{request.run_name} of {request.root} is not committed: node {self.name}, which holds "
+            f"{self.shards}, {why}. If its memory is intact, start Ray there, by that name, and "
+            "retry the flow run. Later saves are unaffected."
+        )
+
+
+async def persist_images(request: SaveRequest, nodes: Sequence[NodeSave]) -> None:
+    """Persist every component on every node in parallel, and add the results to ``nodes``.
+
+    The first node is that of rank 0.
+
+    Raises:
+        SaveError: A node is not in the Ray cluster, or died before its images were persisted.
+        Exception: The first error of the first node that failed, once all nodes have ended.
+    """
+    alive = list_living_nodes()
+    for node in nodes:
+        if node.name not in alive:
+            raise node.make_lost_error(request, "is not in this Ray cluster")
+    shares = {
+        node: list_shares(request, node.shards, commits=number == 0)
+        for number, node in enumerate(nodes)
+    }
+    if len(nodes) <= MOST_SINGLE_NODES:
+        await _persist_one_by_one(request, shares)
+    else:
+        await _persist_in_groups(request, shares)
+    for node in nodes:
+        for error in node.errors.values():
+            raise error
+
+
+async def _persist_one_by_one(
+    request: SaveRequest, nodes: Mapping[NodeSave, Sequence[Share]]
+) -> None:
+    owners: list[tuple[NodeSave, Share]] = []
+    persisting: list[Awaitable[Persisted]] = []
+    for node, shares in nodes.items():
+        for share in shares:
+            run = PERSIST_TASKS[share.component]
+            if len(nodes) > 1:  # otherwise all nodes' tasks have the same name in the UI
+                run = run.with_options(task_run_name=f"{run.name} @ {node.name}")
+            persisting.append(run(request, share.component, node.shards, share.awaits_callables))
+            owners.append((node, share))
+    outcomes = await asyncio.gather(*persisting, return_exceptions=True)
+    for (node, share), outcome in zip(owners, outcomes, strict=True):
+        node.add_outcome(request, share, outcome)
+
+
+async def _persist_in_groups(
+    request: SaveRequest, nodes: Mapping[NodeSave, Sequence[Share]]
+) -> None:
+    everyone, persisting = list(nodes), []
+    for first in range(0, len(nodes), NODES_PER_GROUP):
+        members = everyone[first : first + NODES_PER_GROUP]
+        group = NodeGroup(request, {node: nodes[node] for node in members})
+        named = persist_group.with_options(task_run_name=f"{persist_group.name} @ {group}")
+        persisting.append(named(group))
+    for outcome in await asyncio.gather(*persisting, return_exceptions=True):
+        if isinstance(outcome, BaseException) and not any(node.errors for node in nodes):
+            raise outcome  # an error of Prefect's
+
+
+class NodeGroup:
+    """The nodes that one task run serves. Not a dataclass, as `NodeSave`."""
+
+    def __init__(
+        self,
+        request: SaveRequest,
+        nodes: Mapping[NodeSave, Sequence[Share]],
+    ) -> None:
+        self.request, self.nodes = request, nodes
+
+    def __str__(self) -> str:
+        names = [node.name for node in self.nodes]
+        return " .. ".join(dict.fromkeys((names[0], names[-1])))
+
+    async def persist(self, node: NodeSave) -> None:
+        """Persist the shares of one node, and repeat those that failed with an I/O error."""
+        logger, shares, delays_s = get_run_logger(), self.nodes[node], [*RETRY_DELAYS_S]
+        while shares:
+            again: dict[Share, Exception] = {}
+            for share, outcome in zip(shares, await self._attempt(node, shares), strict=True):
+                error = outcome.get_error()
+                if error and delays_s and is_io_error(error):
+                    again[share] = error
+                    continue
+                node.add_outcome(self.request, share, error or outcome.unwrap())
+                if error:
+                    seen = node.errors[share.what]
+                    why = seen if isinstance(seen, TrinitySyncError) else outcome.traceback or seen
+                    logger.error("node %s, %s: %s", node.name, share.what, why)
+            if again:
+                what, (first, *_) = ", ".join(share.what for share in again), again.values()
+                pause_s = delays_s.pop(0)
+                logger.warning("node %s: repeating %s in %g s: %s", node.name, what, pause_s, first)
+                await asyncio.sleep(pause_s)
+            shares = [*again]
+
+    async def _attempt(
+        self, node: NodeSave, shares: Sequence[Share]
+    ) -> Sequence[Outcome[Persisted]]:
+        try:
+            arguments = self.request, tuple(shares), node.shards
+            return await run_on_node(node.name, persist_node, *arguments)
+        except Exception as error:  # of Ray: the node or its process died
+            return [Outcome(error=error)] * len(shares)
+
+
+@task(name="persist", persist_result=False)
+async def persist_group(group: NodeGroup) -> None:
+    """Persist the images of a group of nodes, on all of them in parallel.
+
+    Raises:
+        SaveError: Nodes failed; it names them.
+    """
+    await asyncio.gather(*map(group.persist, group.nodes))
+    failed = [each for node in group.nodes for each in node.failed]
+    if failed:
+        names = dict.fromkeys(each.node for each in failed)
+        reasons = [f"{each.node}, {each.what}: {each.reason}" for each in failed[:_MOST_REASONS]]
+        raise SaveError(
+            f"{len(names)} of {len(group.nodes)} nodes failed: {', '.join(names)}\n"
+            + "\n".join(reasons)
+        )
 
 
 @flow(name="save-step", persist_result=False, retries=0)

@@ -17,7 +17,7 @@ from prefect.runtime import task_run
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trinity_sync.errors import StackError
-from trinity_sync.orchestration.on_node.outcome import Outcome, call
+from trinity_sync.orchestration.on_node import Outcome, call
 from trinity_sync.settings import Settings
 
 P = ParamSpec("P")

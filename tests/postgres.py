@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from trinity_sync.stack.ports import free_port
+from trinity_sync.stack.daemon import free_port
 
 PASSWORD = "neither-is-this"
 

@@ -31,24 +31,24 @@ from trinity_sync.errors import (
 if TYPE_CHECKING:
     from trinity_sync.client.checkpoints import Checkpoints
     from trinity_sync.client.coordinator import CheckpointCoordinator
-    from trinity_sync.client.emergency_save import EmergencySave
     from trinity_sync.client.job_settings import set_job_settings
+    from trinity_sync.client.preemption import EmergencySave
     from trinity_sync.client.save_trigger import SaveTrigger
-    from trinity_sync.formats.folder_reader import FolderReader, PublishedView
-    from trinity_sync.formats.published import PublishedVersion
-    from trinity_sync.formats.weight_folder import WeightFolder
     from trinity_sync.layout import Kind
     from trinity_sync.settings import Settings
     from trinity_sync.snapshot.stager import Staged
-    from trinity_sync.snapshot.version_tag import VersionTag
+    from trinity_sync.snapshot.ticket import VersionTag
     from trinity_sync.storage.job_settings import JobSettings
     from trinity_sync.storage.placement import NodeRanks
+    from trinity_sync.weights.folder.published import PublishedVersion
+    from trinity_sync.weights.folder.reader import FolderReader, PublishedView
+    from trinity_sync.weights.folder.writer import WeightFolder
     from trinity_sync.weights.reader import WeightReader
     from trinity_sync.weights.staleness import RolloutGate
-    from trinity_sync.weights.sync_settings import SyncSettings
+    from trinity_sync.weights.sync_barrier import SyncSettings
     from trinity_sync.weights.synchronizer import Synchronizer
-    from trinity_sync.weights.version import Version
     from trinity_sync.weights.version_view import VersionView
+    from trinity_sync.weights.versions import Version
 
     __version__: str
 
@@ -95,23 +95,23 @@ __all__ = [
 _MODULES = {
     "CheckpointCoordinator": "trinity_sync.client.coordinator",
     "Checkpoints": "trinity_sync.client.checkpoints",
-    "EmergencySave": "trinity_sync.client.emergency_save",
-    "FolderReader": "trinity_sync.formats.folder_reader",
+    "EmergencySave": "trinity_sync.client.preemption",
+    "FolderReader": "trinity_sync.weights.folder.reader",
     "JobSettings": "trinity_sync.storage.job_settings",
     "Kind": "trinity_sync.layout",
     "NodeRanks": "trinity_sync.storage.placement",
-    "PublishedVersion": "trinity_sync.formats.published",
-    "PublishedView": "trinity_sync.formats.folder_reader",
+    "PublishedVersion": "trinity_sync.weights.folder.published",
+    "PublishedView": "trinity_sync.weights.folder.reader",
     "RolloutGate": "trinity_sync.weights.staleness",
     "SaveTrigger": "trinity_sync.client.save_trigger",
     "Settings": "trinity_sync.settings",
     "Staged": "trinity_sync.snapshot.stager",
-    "SyncSettings": "trinity_sync.weights.sync_settings",
+    "SyncSettings": "trinity_sync.weights.sync_barrier",
     "Synchronizer": "trinity_sync.weights.synchronizer",
-    "Version": "trinity_sync.weights.version",
-    "VersionTag": "trinity_sync.snapshot.version_tag",
+    "Version": "trinity_sync.weights.versions",
+    "VersionTag": "trinity_sync.snapshot.ticket",
     "VersionView": "trinity_sync.weights.version_view",
-    "WeightFolder": "trinity_sync.formats.weight_folder",
+    "WeightFolder": "trinity_sync.weights.folder.writer",
     "WeightReader": "trinity_sync.weights.reader",
     "set_job_settings": "trinity_sync.client.job_settings",
 }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from benchmarks.systems.trinity import Committed
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.fsdp.state_dict import get_model_state_to_stage
+from trinity_sync.integrations.verl.fsdp.state_dict import get_model_state_to_stage
 from trinity_sync.settings import Settings
 from trinity_sync.stack.embedded import find
 

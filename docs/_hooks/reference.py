@@ -316,8 +316,7 @@ def _docstring(statement: ast.stmt | None) -> str:
 
 def metrics() -> str:
     """Describe the Prometheus metrics of a worker, those of its node and of its jobs."""
-    from trinity_sync.orchestration.metrics import METRICS
-    from trinity_sync.orchestration.node_metrics import RootObserver, SpoolCollector
+    from trinity_sync.orchestration.metrics import METRICS, RootObserver, SpoolCollector
     from trinity_sync.settings import Settings, StackSettings
 
     counted = [

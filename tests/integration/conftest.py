@@ -12,8 +12,7 @@ from tests.unit.job import Job
 from trinity_sync.layout import Kind, step_folder
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.latest_pointer import advance_latest_pointer
-from trinity_sync.storage.manifest import CallableRecord, Manifest, write_manifest
-from trinity_sync.storage.manifest_files import FileRecord
+from trinity_sync.storage.manifest import CallableRecord, FileRecord, Manifest, write_manifest
 
 CommitStep = Callable[..., Path]
 

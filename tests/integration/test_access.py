@@ -9,7 +9,7 @@ from tests.conftest import STACK_VARIABLES, environment, left_of, processes_of
 from tests.integration.test_packaging import ray_of_another_environment
 from trinity_sync import Settings, StackError
 from trinity_sync.settings import LOCAL_HOST, StackSettings
-from trinity_sync.stack import access, embedded
+from trinity_sync.stack import embedded, services
 from trinity_sync.stack.doctor import run_checks
 from trinity_sync.stack.services import StackState
 
@@ -29,8 +29,8 @@ def access_found(settings: Settings) -> list[tuple[str, str]]:
 def test_a_stack_refuses_connections_without_credentials(
     stack: StackState, stack_settings: Settings
 ) -> None:
-    assert not access.accepts_requests(stack.api_url)
-    assert not access.accepts_calls(stack.ray_address)
+    assert not services.accepts_requests(stack.api_url)
+    assert not services.accepts_calls(stack.ray_address)
     found = [("ok", "refused without credentials by server and Ray")]
     assert access_found(stack_settings) == found
 
@@ -68,7 +68,7 @@ def test_a_stack_whose_ray_ignores_the_token_does_not_run(tmp_path: Path) -> Non
 def test_a_cluster_of_others_without_a_token_is_a_warning_of_doctor(tmp_path: Path) -> None:
     with ray_of_another_environment(tmp_path / "theirs") as address:
         with pytest.raises(StackError, match=f"{address} accepts connections without its token"):
-            access.require_refusals(
+            services.require_refusals(
                 StackSettings(), StackState(ray_address=address, ray_auth=TOKEN)
             )
         with environment({"TRINITY_SYNC_STACK__RAY__ADDRESS": address}):
@@ -82,4 +82,4 @@ def test_the_oldest_supported_ray_takes_the_token_that_an_older_one_ignores(
     tmp_path: Path, ray: str, accepts: bool
 ) -> None:
     with ray_of_another_environment(tmp_path / "theirs", ray=ray, auth=TOKEN) as address:
-        assert access.accepts_calls(address) == accepts
+        assert services.accepts_calls(address) == accepts

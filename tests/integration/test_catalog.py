@@ -21,10 +21,16 @@ from tests.integration.test_cli import is_one_sentence, run
 from tests.unit.steps import MODEL, commit_files
 from tests.waiting import until
 from trinity_sync import CheckpointCoordinator, Settings
-from trinity_sync.catalog.database import SCHEMA, get_catalog_url, open_catalog
+from trinity_sync.catalog.database import (
+    SCHEMA,
+    Base,
+    Job,
+    Step,
+    get_catalog_url,
+    list_jobs,
+    open_catalog,
+)
 from trinity_sync.catalog.mirror import add_versions, find_differences, mirror, rebuild
-from trinity_sync.catalog.models import Base, Job, Step
-from trinity_sync.catalog.queries import list_jobs
 from trinity_sync.orchestration.job_registry import register_job
 from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.stack.services import StackState
@@ -33,9 +39,8 @@ from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.pins import pin
 from trinity_sync.storage.runs import open_run
-from trinity_sync.weights.registry.versions import VersionRegistry
 from trinity_sync.weights.state_files import write_address, write_state
-from trinity_sync.weights.version import Version
+from trinity_sync.weights.versions import Version, VersionRegistry
 
 
 @pytest.fixture(scope="module")

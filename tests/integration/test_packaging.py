@@ -25,7 +25,7 @@ from tests.waiting import until
 from trinity_sync import Settings
 from trinity_sync.settings import StackSettings
 from trinity_sync.stack import daemon, embedded
-from trinity_sync.stack.ports import free_port
+from trinity_sync.stack.daemon import free_port
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import require_committed
 

@@ -28,7 +28,7 @@ from trinity_sync.client import prefect_api
 from trinity_sync.client.prefect_api import ANSWER_S, PrefectApi
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import PrefectApiError, RequestRefusedError
-from trinity_sync.stack.ports import free_port
+from trinity_sync.stack.daemon import free_port
 from trinity_sync.stack.services import StackState
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.replicate import request_replication
+from flows.maintenance import request_replication
 from tests.integration.prefect_api import Api, key_of, kind_of
 from tests.unit.job import Job
 from tests.waiting import until

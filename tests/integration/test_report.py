@@ -8,10 +8,9 @@ import torch
 from tests.integration.prefect_api import Api
 from tests.waiting import until
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
-from trinity_sync.orchestration.prefect_queries import open_client, read_job_runs
+from trinity_sync.orchestration.prefect_queries import JOB_RESOURCE, open_client, read_job_runs
 from trinity_sync.orchestration.report.collect import collect_report
 from trinity_sync.orchestration.report.facts import JobReport
-from trinity_sync.orchestration.step_events import JOB_RESOURCE
 from trinity_sync.stack.services import StackState
 
 

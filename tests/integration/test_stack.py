@@ -16,15 +16,15 @@ from tests.integration.test_cli import run
 from tests.unit.test_documents import check_document
 from trinity_sync import Settings, StackError
 from trinity_sync.orchestration import deploy
-from trinity_sync.orchestration.automations import (
+from trinity_sync.orchestration.deploy import (
     CORRUPTED_AUTOMATION,
     HEARTBEAT_AUTOMATION,
     NO_COMMIT_AUTOMATION,
     RECONCILE_AUTOMATION,
     SAVE_FAILED_AUTOMATION,
 )
-from trinity_sync.orchestration.flow_loader import HEARTBEAT_S
 from trinity_sync.orchestration.prefect_queries import open_client
+from trinity_sync.orchestration.worker import HEARTBEAT_S
 from trinity_sync.settings import StackSettings
 from trinity_sync.stack import embedded, services
 from trinity_sync.stack.services import StackState

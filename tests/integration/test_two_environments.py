@@ -89,7 +89,7 @@ def test_two_ranks_save_through_a_stack_of_another_environment(
 @pytest.mark.parametrize(
     ("module", "package", "extra"),
     [
-        ("trinity_sync.fsdp.manager", "verl", "verl"),
+        ("trinity_sync.integrations.verl.fsdp.manager", "verl", "verl"),
         ("trinity_sync.integrations.verl.switch", "packaging", "verl"),
         ("trinity_sync.integrations.huggingface", "transformers", "hf"),
         ("trinity_sync.integrations.lightning", "lightning", "lightning"),

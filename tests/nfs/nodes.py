@@ -23,13 +23,13 @@ from tests.nfs.conftest import Node
 from tests.unit.job import Job
 from tests.unit.steps import MODEL, commit_files
 from trinity_sync.client import init_root
-from trinity_sync.client.callable_saver import CallableSaver
-from trinity_sync.client.outcome_log import Outcome, OutcomeLog, OutcomeLogs
+from trinity_sync.client.outcomes import Outcome, OutcomeLog, OutcomeLogs
 from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.client.savers import CallableSaver
 from trinity_sync.errors import CommitError, ConfigError, RootError, SupersededError
 from trinity_sync.fs.capabilities import require_capabilities
 from trinity_sync.fs.locks import acquire_commit_lock, acquire_file_lock
-from trinity_sync.fsdp.validate import check_loadable
+from trinity_sync.integrations.verl.fsdp.state_dict import check_loadable
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.upload import replicate
 from trinity_sync.retention.planner import Rules, plan_removals
@@ -37,13 +37,12 @@ from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import remove_steps
 from trinity_sync.retention.step_infos import list_step_infos
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.callable_status import CallableStatus, read_statuses, write_status
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.gc import empty_trash, remove_replaced
-from trinity_sync.storage.job_settings import write_job_settings
+from trinity_sync.storage.job_settings import is_replicated, record_replicated, write_job_settings
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.leases import acquire_lease, acquire_removal_lock, list_leases
 from trinity_sync.storage.manifest import read_run_manifest
@@ -52,16 +51,13 @@ from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.pins import pin, resolve_step, tag
 from trinity_sync.storage.placement import NodeRanks, NodeShards, read_placement, write_placement
 from trinity_sync.storage.quarantine import quarantine_folder, replacing_folder
-from trinity_sync.storage.required_remote import (
-    is_replicated,
-    record_replicated,
-)
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import list_runs, open_run
 from trinity_sync.storage.save import Written
+from trinity_sync.storage.save_functions import CallableStatus, read_statuses, write_status
 from trinity_sync.storage.verify import check_files, choose_files, judge_steps
-from trinity_sync.weights.commit_notification import CommitNotification
-from trinity_sync.weights.version import Version
+from trinity_sync.weights.committed import CommitNotification
+from trinity_sync.weights.versions import Version
 
 SHARE = "/mnt/nfs"
 N = 1_000_000

@@ -16,8 +16,7 @@ from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.save_id import Origin, SaveId
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.stager import Staged, Stager, pack_folder
-from trinity_sync.storage.commit import commit
-from trinity_sync.storage.late_images import free_committed_slots
+from trinity_sync.storage.commit import commit, free_committed_slots
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.placement import NodeShards, group_by_node, write_placement

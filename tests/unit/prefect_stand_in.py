@@ -12,23 +12,22 @@ from pathlib import Path
 
 import pytest
 
-from trinity_sync.client.outcome_log import Outcome
+from trinity_sync.client.outcomes import Outcome
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.orchestration import on_node
-from trinity_sync.orchestration.on_node.prune import prune_after_commit
-from trinity_sync.orchestration.on_node.replicate import upload_to_required_remote
-from trinity_sync.orchestration.on_node.save import (
+from trinity_sync.orchestration.on_node import (
     commit_step,
     mark_images_failed,
     persist_component,
+    prune_after_commit,
+    upload_to_required_remote,
 )
-from trinity_sync.orchestration.recovery.images import allow_eviction, find_orphaned_saves
+from trinity_sync.orchestration.recovery.flow_runs import allow_eviction, find_orphaned_saves
 from trinity_sync.pipeline import save as pipeline
 from trinity_sync.pipeline.pending import compare_late_images
-from trinity_sync.storage.job_settings import JobSettings
+from trinity_sync.storage.job_settings import JobSettings, read_required_remote
 from trinity_sync.storage.placement import NodeShards, await_node_shards
-from trinity_sync.storage.required_remote import read_required_remote
 from trinity_sync.storage.save import Persisted
 
 RANK_TIMEOUT_S = 0.03
@@ -36,10 +35,10 @@ RANK_TIMEOUT_S = 0.03
 
 def without_catalog_and_pages(patch: pytest.MonkeyPatch) -> None:
     """Leave out the SQL index and the pages of the Prefect UI, which no save or load reads."""
-    for module in (on_node.prune, on_node.save):
+    for module in (on_node, on_node):
         patch.setattr(module, "try_mirror", lambda *_, **__: None)
     for name in ("describe_commit", "summarize_commit"):
-        patch.setattr(on_node.save, name, lambda *_: "")
+        patch.setattr(on_node, name, lambda *_: "")
     # also of a root that is gone, with its settings
     hasty = JobSettings(rank_timeout_s=RANK_TIMEOUT_S)
     patch.setattr(pipeline, "read_job_settings", lambda _: hasty)

@@ -25,10 +25,10 @@ from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.job_settings import set_job_settings
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import CommitError, ConfigError, RootInUseError, WeightSyncError
-from trinity_sync.formats.folder_reader import FolderReader
-from trinity_sync.formats.weight_folder import WeightFolder
+from trinity_sync.storage.job_settings import read_required_remote
 from trinity_sync.storage.leases import Lease
-from trinity_sync.storage.required_remote import read_required_remote
+from trinity_sync.weights.folder.reader import FolderReader
+from trinity_sync.weights.folder.writer import WeightFolder
 from trinity_sync.weights.reader import WeightReader
 
 

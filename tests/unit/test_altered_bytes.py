@@ -15,15 +15,17 @@ import pytest
 import torch
 
 from tests.unit.job import Job
-from trinity_sync.catalog.database import open_catalog
+from trinity_sync.catalog.database import list_jobs, open_catalog
 from trinity_sync.catalog.mirror import find_differences, mirror
-from trinity_sync.catalog.queries import list_jobs
 from trinity_sync.errors import CatalogError, CommitError, SupersededError, TrinitySyncError
 from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.layout import ITERATION_FILES, KINDS, step_folder
-from trinity_sync.snapshot.callable_status import CallableStatus, read_statuses, write_status
-from trinity_sync.storage.corruption import Corruption, mark_corrupted
-from trinity_sync.storage.discovery import find_newest, require_committed
+from trinity_sync.storage.discovery import (
+    Corruption,
+    find_newest,
+    mark_corrupted,
+    require_committed,
+)
 from trinity_sync.storage.export_requests import (
     ExportRequest,
     list_steps_awaiting_export,
@@ -34,6 +36,7 @@ from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.pins import list_steps_in_use, pin, tag
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import find_newest_run, open_run, refuse_superseded
+from trinity_sync.storage.save_functions import CallableStatus, read_statuses, write_status
 from trinity_sync.storage.verify import check_files, choose_files
 
 SHARD = "actor/model_world_size_1_rank_0.pt"

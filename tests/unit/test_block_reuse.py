@@ -246,7 +246,7 @@ def test_opening_a_leased_file_sends_no_signal_to_its_process(
     look = """
         import signal, subprocess, sys, threading
         from pathlib import Path
-        from trinity_sync.fs.file_lease import has_no_other_users
+        from trinity_sync.fs.locks import has_no_other_users
         seen = []
         if sys.argv[3] == "True":
             signal.signal(signal.SIGIO, lambda *_: seen.append(1))

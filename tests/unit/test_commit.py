@@ -31,16 +31,14 @@ from trinity_sync.errors import (
 )
 from trinity_sync.fs.direct_io import digest_cached_file
 from trinity_sync.layout import KINDS, Kind
-from trinity_sync.orchestration.on_node.save import commit_step
+from trinity_sync.orchestration.on_node import commit_step
 from trinity_sync.retention.step_infos import list_step_infos
-from trinity_sync.snapshot.callable_status import CallableStatus
 from trinity_sync.snapshot.job_identity import open_identity
 from trinity_sync.snapshot.ticket import ticket_path
-from trinity_sync.storage.commit import commit
+from trinity_sync.storage.commit import commit, free_committed_slots
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.gc import remove_replaced
 from trinity_sync.storage.job_settings import write_job_settings
-from trinity_sync.storage.late_images import free_committed_slots
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import is_committed, read_manifest
 from trinity_sync.storage.metrics import write_metrics
@@ -48,6 +46,7 @@ from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.pins import pin, tag
 from trinity_sync.storage.runs import find_newest_run, open_run
 from trinity_sync.storage.save import discard
+from trinity_sync.storage.save_functions import CallableStatus
 
 
 def state(value: float, size: int = 5000) -> dict[str, Any]:

@@ -29,8 +29,7 @@ from tests.unit.job import Job
 from tests.unit.prefect_stand_in import Server, Trigger, without_catalog_and_pages
 from trinity_sync.client.commit_watcher import ASK_S, CommitWatcher
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.client.outcome_log import Outcome, OutcomeLogs
-from trinity_sync.client.pending_save import PendingSave, SaveResult
+from trinity_sync.client.outcomes import Outcome, OutcomeLogs, PendingSave, SaveResult
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import SaveFailedError, SaveTimeoutError
@@ -42,14 +41,14 @@ from trinity_sync.retention.policies import All, LastN
 from trinity_sync.retention.prune import remove_steps
 from trinity_sync.retention.step_infos import list_step_infos
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.callable_status import CallableStatus, write_status
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.manifest import Manifest, is_committed, read_manifest
 from trinity_sync.storage.placement import group_by_node, write_placement
+from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.restore import load_states
-from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import open_run
+from trinity_sync.storage.save_functions import CallableStatus, write_status
 
 
 def test_an_error_of_the_file_system_ends_no_watcher(
@@ -238,7 +237,7 @@ def test_the_root_is_looked_at_less_often_for_an_old_save_and_at_once_for_a_new_
             enough.set()
         revalidate_folder(folder)
 
-    monkeypatch.setattr("trinity_sync.fs.changes.revalidate_folder", noted)
+    monkeypatch.setattr("trinity_sync.fs.atomic.revalidate_folder", noted)
     job.stage(4, {"model": {"w": torch.zeros(3)}})
     watcher = CommitWatcher(Away(), job.spool)
     old, young = requests_in(job.root, (9, 4))
@@ -269,8 +268,8 @@ def test_a_manifest_is_read_again_only_when_it_has_changed(
         reads.append(step)
         return read_manifest(root, step, **of)
 
-    monkeypatch.setattr("trinity_sync.fs.changes.revalidate_folder", noted)
-    monkeypatch.setattr("trinity_sync.client.pending_save.read_manifest", read)
+    monkeypatch.setattr("trinity_sync.fs.atomic.revalidate_folder", noted)
+    monkeypatch.setattr("trinity_sync.client.outcomes.read_manifest", read)
     job.stage(4, {"model": {"w": torch.zeros(3)}}, kind="state_dict")
     job.commit(4, kind="state_dict")
     os.utime(step_folder(job.root, 4) / MANIFEST, (1, 1))  # a new one may change unseen

@@ -9,12 +9,11 @@ import pytest
 from benchmarks.path_calls import watch_path_calls
 from benchmarks.restarts import commit_step
 from trinity_sync.layout import Kind, shard_file, step_folder
-from trinity_sync.storage.manifest import Manifest, write_manifest
-from trinity_sync.storage.manifest_files import FileRecord
+from trinity_sync.storage.manifest import FileRecord, Manifest, write_manifest
 from trinity_sync.storage.runs import open_run
 from trinity_sync.weights.committed import find_model_path, find_newest_version
-from trinity_sync.weights.version import Version, VersionUnavailableError
 from trinity_sync.weights.version_view import VersionOpener
+from trinity_sync.weights.versions import Version, VersionUnavailableError
 
 NOW = 1.7e9
 Commit = Callable[..., Path]

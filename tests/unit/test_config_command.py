@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 
 from tests.conftest import environment
 from trinity_sync.cli.commands import app
-from trinity_sync.configuration.file import CONFIG
 from trinity_sync.fs.process import read_process_identity
-from trinity_sync.settings import Settings, StackSettings
+from trinity_sync.settings import CONFIG, Settings, StackSettings
 from trinity_sync.stack import embedded
 from trinity_sync.stack.daemon import Daemon
 from trinity_sync.stack.doctor import run_checks

@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 from tests.unit.job import Job
 from trinity_sync.cli.commands import app
 from trinity_sync.errors import CommitError, ConfigError, SaveError
-from trinity_sync.formats.from_dcp import from_dcp
+from trinity_sync.formats.dcp import from_dcp, to_dcp
 from trinity_sync.formats.saved_component import SavedComponent
-from trinity_sync.formats.to_dcp import to_dcp
 from trinity_sync.layout import shard_file, step_folder
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.latest_pointer import read_latest_pointer

@@ -24,7 +24,7 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import CommitError, ConfigError, ImageError, SaveFailedError
 from trinity_sync.formats.dcp_source import parse_index
 from trinity_sync.integrations.dcp import DcpSaver, StepReader
-from trinity_sync.integrations.dcp.structure import describe_structure
+from trinity_sync.integrations.dcp.planned_file import describe_structure
 from trinity_sync.layout import step_folder, steps_on_disk
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.leases import list_leases

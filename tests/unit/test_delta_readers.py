@@ -15,7 +15,7 @@ from trinity_sync.errors import WeightSyncError
 from trinity_sync.weights.delta import Array
 from trinity_sync.weights.object_store import compute_delta
 from trinity_sync.weights.reader import WeightReader
-from trinity_sync.weights.version import Version, VersionUnavailableError
+from trinity_sync.weights.versions import Version, VersionUnavailableError
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from trinity_sync.fs.direct_io import CHUNK, IN_FLIGHT, digest_cached_file, write_file
-from trinity_sync.fs.rate_limit import RateLimit
+from trinity_sync.fs.direct_io import CHUNK, IN_FLIGHT, RateLimit, digest_cached_file, write_file
 from trinity_sync.storage.persist import lower_thread_priority
 
 

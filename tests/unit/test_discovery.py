@@ -6,8 +6,12 @@ import torch
 from tests.unit.job import Job
 from trinity_sync.errors import CommitError, SupersededError
 from trinity_sync.layout import MANIFEST, step_folder
-from trinity_sync.storage.corruption import Corruption, mark_corrupted
-from trinity_sync.storage.discovery import read_step_state, require_committed
+from trinity_sync.storage.discovery import (
+    Corruption,
+    mark_corrupted,
+    read_step_state,
+    require_committed,
+)
 from trinity_sync.storage.runs import open_run
 
 SHARD = "actor/model_world_size_1_rank_0.pt"

@@ -37,7 +37,7 @@ from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.fs.records import add_digest
 from trinity_sync.layout import ITERATION_FILES, step_folder
 from trinity_sync.orchestration.job_registry import register_job
-from trinity_sync.orchestration.recovery.images import allow_eviction, find_orphaned_saves
+from trinity_sync.orchestration.recovery.flow_runs import allow_eviction, find_orphaned_saves
 from trinity_sync.orchestration.recovery.reconcile import (
     find_busy_steps,
     reconcile,
@@ -54,17 +54,20 @@ from trinity_sync.remote.required import (
 )
 from trinity_sync.remote.upload import replicate
 from trinity_sync.retention.policies import parse_policy
-from trinity_sync.retention.quarantine import prune_quarantine
+from trinity_sync.retention.prune import prune_quarantine
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.callable_status import CallableStatus, write_status
-from trinity_sync.snapshot.slot_reader import SlotReader
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.stager import Stager
-from trinity_sync.snapshot.ticket import failure_path, ticket_path
-from trinity_sync.snapshot.version_tag import version_tag_path
+from trinity_sync.snapshot.ticket import failure_path, ticket_path, version_tag_path
 from trinity_sync.stack.doctor import run_checks
-from trinity_sync.storage.corruption import Corruption, mark_corrupted, read_corruption
-from trinity_sync.storage.discovery import find_newest, iter_committed_steps, require_committed
+from trinity_sync.storage.discovery import (
+    Corruption,
+    find_newest,
+    iter_committed_steps,
+    mark_corrupted,
+    read_corruption,
+    require_committed,
+)
 from trinity_sync.storage.export_requests import (
     ExportRequest,
     list_export_requests,
@@ -72,7 +75,7 @@ from trinity_sync.storage.export_requests import (
     write_export_request,
 )
 from trinity_sync.storage.gc import remove_dead_spool
-from trinity_sync.storage.job_settings import write_job_settings
+from trinity_sync.storage.job_settings import record_replicated, write_job_settings
 from trinity_sync.storage.latest_pointer import (
     advance_latest_pointer,
     read_latest_pointer,
@@ -82,20 +85,20 @@ from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.metrics import MetricsLog, read_metrics, write_metrics
 from trinity_sync.storage.pins import list_steps_in_use, pin, tag, unpin
-from trinity_sync.storage.quarantine import quarantine_folder
-from trinity_sync.storage.required_remote import record_replicated
+from trinity_sync.storage.quarantine import quarantine_folder, rewind
 from trinity_sync.storage.restore import load_states
-from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import open_run
+from trinity_sync.storage.save_functions import CallableStatus, write_status
 from trinity_sync.storage.verify import check_files, choose_files, judge_steps
-from trinity_sync.weights.commit_notification import CommitNotification
-from trinity_sync.weights.registry.versions import VersionRegistry
+from trinity_sync.weights.committed import CommitNotification
 from trinity_sync.weights.state_files import (
     read_address,
     read_state,
     write_address,
     write_state,
 )
+from trinity_sync.weights.version_view import SlotReader
+from trinity_sync.weights.versions import VersionRegistry
 
 STATE = {"model": {"w": torch.ones(10)}}
 BEHIND, AHEAD = -1, 1

@@ -13,7 +13,7 @@ from benchmarks.path_calls import watch_path_calls
 from tests.unit.job import Job
 from tests.unit.steps import commit_files
 from trinity_sync.errors import MissingShardsError
-from trinity_sync.fs.changes import ReadOnChange
+from trinity_sync.fs.atomic import ReadOnChange
 from trinity_sync.layout import MANIFEST, step_folder
 from trinity_sync.storage.gather import gather_images
 

@@ -19,26 +19,26 @@ from flows.save import find_nodes
 from tests.hanging import hanging
 from tests.unit.answers import server
 from tests.unit.job import Job
+from trinity_sync.catalog.database import Job as JobRow
 from trinity_sync.catalog.database import get_catalog_url, open_catalog
 from trinity_sync.catalog.mirror import mirror
-from trinity_sync.catalog.models import Job as JobRow
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.layout import MANIFEST, step_folder
-from trinity_sync.orchestration import job_registry, node_metrics, step_events
+from trinity_sync.orchestration import job_registry, metrics, prefect_queries
+from trinity_sync.orchestration import on_node as retention
 from trinity_sync.orchestration.job_registry import list_known_roots, register_job
-from trinity_sync.orchestration.node_metrics import RootObserver
-from trinity_sync.orchestration.on_node import prune as retention
+from trinity_sync.orchestration.metrics import RootObserver
+from trinity_sync.orchestration.prefect_queries import emit_step_event
 from trinity_sync.orchestration.quantities import make_artifact_key
-from trinity_sync.orchestration.recovery import images, node
+from trinity_sync.orchestration.recovery import flow_runs, node
 from trinity_sync.orchestration.recovery import reconcile as recovery
-from trinity_sync.orchestration.recovery.images import find_orphaned_saves, try_allow_eviction
+from trinity_sync.orchestration.recovery.flow_runs import find_orphaned_saves, try_allow_eviction
 from trinity_sync.orchestration.recovery.node import NodeRecovery
 from trinity_sync.orchestration.recovery.reconcile import repair_known_roots
 from trinity_sync.orchestration.root_threads import RootVisits, run_in_thread
-from trinity_sync.orchestration.step_events import emit_step_event
 from trinity_sync.settings import Settings, StackSettings
-from trinity_sync.snapshot.slot_lock import lock_image
 from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.snapshot.ticket import lock_image
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 
 MODEL = {"model": {"w": torch.zeros(3)}}
@@ -49,7 +49,7 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (images, node, job_registry, node_metrics):
+    for module in (flow_runs, node, job_registry, metrics):
         monkeypatch.setattr(module, "ANSWER_S", 0.5)
 
 
@@ -260,7 +260,7 @@ def test_a_request_and_its_events_need_no_file_system(
     """They are made in the event loop of the worker, which serves all jobs."""
     save = job.request(2)
     sent: list[str] = []
-    monkeypatch.setattr(step_events, "emit_event", lambda event, **_: sent.append(event))
+    monkeypatch.setattr(prefect_queries, "emit_event", lambda event, **_: sent.append(event))
 
     def make() -> tuple[str, str]:
         request = SaveRequest.model_validate(save.model_dump(mode="json"))
@@ -277,7 +277,7 @@ def test_a_request_and_its_events_need_no_file_system(
 def test_a_cancelled_run_whose_task_hangs_with_its_image_holds_up_no_event_loop(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(images, "MARK_S", 0.2)
+    monkeypatch.setattr(flow_runs, "MARK_S", 0.2)
     staged = job.stage(2, MODEL)
     request = job.request(2, components=("model",))
     slot = job.spool.read_step(1, 2)[0][0].slot

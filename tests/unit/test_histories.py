@@ -32,8 +32,8 @@ from trinity_sync.storage.gc import FILE_REPAIRS
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.leases import Lease, acquire_lease
 from trinity_sync.storage.pins import pin, unpin
+from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.restore import load_states
-from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import find_newest_run, open_run
 from trinity_sync.storage.save import mark_failed
 

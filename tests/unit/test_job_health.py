@@ -6,18 +6,17 @@ import pytest
 
 from tests.unit.steps import info
 from trinity_sync.orchestration.prefect_queries import FlowRunSummary
+from trinity_sync.orchestration.report.collect import measure_growth, preview_policies
 from trinity_sync.orchestration.report.facts import InFlight, StepRow
 from trinity_sync.orchestration.report.health import (
     group_failures,
     judge_health,
     measure_interval,
 )
-from trinity_sync.orchestration.report.retention import measure_growth, preview_policies
 from trinity_sync.retention.planner import Rules
 from trinity_sync.retention.policies import parse_policy
-from trinity_sync.snapshot.evictions import Eviction
-from trinity_sync.storage.save_log import LoggedSave
-from trinity_sync.storage.save_timing import SaveTiming
+from trinity_sync.snapshot.spool import Eviction
+from trinity_sync.storage.save_timing import LoggedSave, SaveTiming
 
 NOW = 1.7e9
 

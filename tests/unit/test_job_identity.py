@@ -14,12 +14,11 @@ from tests.unit import prefect_stand_in
 from tests.unit.job import Job
 from tests.unit.prefect_stand_in import Server, Trigger
 from tests.unit.steps import commit_files
-from trinity_sync.catalog.database import open_catalog
+from trinity_sync.catalog.database import list_jobs_at, open_catalog
 from trinity_sync.catalog.mirror import rebuild, remove_job
-from trinity_sync.catalog.queries import list_jobs_at
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import CommitError
-from trinity_sync.orchestration.recovery.images import find_orphaned_saves
+from trinity_sync.orchestration.recovery.flow_runs import find_orphaned_saves
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import (
     IDENTITY_FILE,
@@ -28,8 +27,8 @@ from trinity_sync.snapshot.job_identity import (
     read_identity,
 )
 from trinity_sync.snapshot.spool import list_job_spools, open_job_spool
+from trinity_sync.storage.commit import resolve_late_image
 from trinity_sync.storage.discovery import find_newest
-from trinity_sync.storage.late_images import resolve_late_image
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.save import mark_failed
 

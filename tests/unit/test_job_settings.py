@@ -17,13 +17,13 @@ from trinity_sync import CheckpointCoordinator, ConfigError, FormatError, Settin
 from trinity_sync.client.job_settings import set_job_settings
 from trinity_sync.fs.records import encode_body
 from trinity_sync.layout import ROOT_FORMAT, job_id_of
-from trinity_sync.snapshot.safe_load import TRUSTED
 from trinity_sync.storage.job_settings import (
     JobSettings,
     read_job_settings,
     read_set_job_settings,
     write_job_settings,
 )
+from trinity_sync.tensors.safe_load import TRUSTED
 
 
 def file_of(root: Path) -> Path:

@@ -18,8 +18,8 @@ from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.gc import FILE_REPAIRS, remove_temporaries
 from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.pins import pin
+from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.restore import load_states
-from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.verify import check_files, choose_files, judge_steps
 

@@ -17,9 +17,9 @@ from tests.waiting import until
 from trinity_sync import CheckpointCoordinator
 from trinity_sync.client import commit_watcher
 from trinity_sync.errors import RootInUseError, SupersededError
-from trinity_sync.storage import living_run
+from trinity_sync.storage import runs
 from trinity_sync.storage.metrics import read_metrics
-from trinity_sync.storage.rewind import rewind
+from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.runs import list_runs
 
 MODEL = {"model": {"w": torch.ones(3)}}
@@ -29,7 +29,7 @@ TRAINING = textwrap.dedent(
     import sys, torch
     from trinity_sync import CheckpointCoordinator, Settings
     from trinity_sync.errors import TrinitySyncError
-    from trinity_sync.storage import living_run
+    from trinity_sync.storage import runs as living_run
 
     root, spool, key, wait_s, take_over = sys.argv[1:]
     living_run.WAIT_S = float(wait_s)
@@ -207,7 +207,7 @@ RANK = """
 import sys
 import torch.distributed as dist
 from trinity_sync import CheckpointCoordinator, RootInUseError, Settings
-from trinity_sync.storage import living_run
+from trinity_sync.storage import runs as living_run
 living_run.WAIT_S = 0.0
 rank, rendezvous, spool, root = sys.argv[1:]
 dist.init_process_group("gloo", f"file://{rendezvous}", rank=int(rank), world_size=2)
@@ -292,7 +292,7 @@ def test_the_setting_takes_over_where_a_switch_makes_the_coordinator(
 ) -> None:
     first = start("first")
     assert first.do("saves.begin()") == "done"
-    monkeypatch.setattr(living_run, "WAIT_S", 0.0)
+    monkeypatch.setattr(runs, "WAIT_S", 0.0)
     monkeypatch.setenv("TRINITY_SYNC_SPOOL", str(spool_folder))
     with CheckpointCoordinator(job.root) as saves, pytest.raises(RootInUseError) as refused:
         saves.begin()

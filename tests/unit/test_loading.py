@@ -20,7 +20,7 @@ from tests.unit.test_image import (
 )
 from trinity_sync.errors import ImageError
 from trinity_sync.fs.direct_io import open_direct, read_fd
-from trinity_sync.snapshot.deserialize import deserialize
+from trinity_sync.tensors.deserialize import deserialize
 
 
 def saved(state: Any) -> bytes:

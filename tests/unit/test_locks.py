@@ -20,9 +20,13 @@ from tests.unit.job import Job
 from tests.unit.restricted import restricted
 from tests.unit.steps import commit_files
 from trinity_sync.errors import CommitError, LockTimeoutError
-from trinity_sync.fs import lock_file
-from trinity_sync.fs.lock_file import LockFile
-from trinity_sync.fs.locks import acquire_commit_lock, acquire_file_lock, try_acquire_file_lock
+from trinity_sync.fs import locks as lock_file
+from trinity_sync.fs.locks import (
+    LockFile,
+    acquire_commit_lock,
+    acquire_file_lock,
+    try_acquire_file_lock,
+)
 from trinity_sync.layout import step_folder
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import All, LastN
@@ -94,7 +98,7 @@ def test_a_lock_is_free_when_its_block_ends_although_a_child_was_forked_in_it(
 HANGING = """
     import os, sys, threading
     from pathlib import Path
-    from trinity_sync.fs.lock_file import LockFile
+    from trinity_sync.fs.locks import LockFile
 
     opening = threading.Event()
 
@@ -179,7 +183,7 @@ def test_a_child_of_a_killed_process_keeps_none_of_its_locks(
         import os, signal, subprocess, sys
         from contextlib import ExitStack
         from pathlib import Path
-        from trinity_sync.snapshot.slot_lock import hold_slot, lock_slot
+        from trinity_sync.snapshot.ticket import hold_slot, lock_slot
         from trinity_sync.snapshot.slot import Slot
         from trinity_sync.fs.locks import acquire_file_lock
         from trinity_sync.fs.direct_io import map_fd

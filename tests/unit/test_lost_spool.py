@@ -18,8 +18,8 @@ from tests.unit.conftest import Open
 from tests.unit.job import Job, held
 from tests.unit.weights import upload
 from trinity_sync.errors import SpoolError
-from trinity_sync.snapshot.slot_reader import SlotReader
 from trinity_sync.snapshot.spool import get_job_spool
+from trinity_sync.weights.version_view import SlotReader
 
 
 def state(step: int) -> dict[str, dict[str, torch.Tensor]]:

@@ -16,18 +16,17 @@ import torch
 from tests.unit.dying import in_a_process
 from tests.unit.job import Job
 from tests.unit.meanwhile import when_opened
-from trinity_sync.client.callable_saver import CallableSaver
-from trinity_sync.client.pending_save import PendingSave
+from trinity_sync.client.outcomes import PendingSave
 from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.client.savers import CallableSaver
 from trinity_sync.errors import ManifestError, SaveError
 from trinity_sync.fs.process import read_process_identity
 from trinity_sync.layout import step_folder
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.remote_root import Remote
 from trinity_sync.remote.upload import replicate
-from trinity_sync.snapshot.callable_status import CallableStatus, read_statuses
 from trinity_sync.snapshot.spool import open_job_spool
-from trinity_sync.storage import manifest_files
+from trinity_sync.storage import manifest as manifest_files
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.manifest import (
@@ -38,6 +37,7 @@ from trinity_sync.storage.manifest import (
 )
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import open_run
+from trinity_sync.storage.save_functions import CallableStatus, read_statuses
 
 RANKS = 4
 

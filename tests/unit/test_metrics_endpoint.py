@@ -20,19 +20,17 @@ from tests.unit.test_formats import of_another_release
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import StackError
 from trinity_sync.layout import ITERATION_FILES
-from trinity_sync.orchestration import node_metrics
+from trinity_sync.orchestration import metrics as node_metrics
 from trinity_sync.orchestration.job_registry import register_job
-from trinity_sync.orchestration.metrics import WorkerMetrics
-from trinity_sync.orchestration.node_metrics import RootObserver
+from trinity_sync.orchestration.metrics import RootObserver, WorkerMetrics
 from trinity_sync.settings import Settings, StackSettings
-from trinity_sync.stack.ports import free_port
+from trinity_sync.stack.daemon import free_port
 from trinity_sync.storage import manifest as manifests
-from trinity_sync.storage.corruption import Corruption, mark_corrupted
+from trinity_sync.storage.discovery import Corruption, mark_corrupted
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.save import Persisted
-from trinity_sync.weights.registry.versions import VersionRegistry
 from trinity_sync.weights.state_files import write_address, write_state
-from trinity_sync.weights.version import Version
+from trinity_sync.weights.versions import Version, VersionRegistry
 
 TIMES = {"started_at": 1.7e9, "persisted_at": 1.7e9 + 1, "committed_at": 1.7e9 + 1.25}
 

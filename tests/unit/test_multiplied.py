@@ -14,8 +14,7 @@ from benchmarks.multiplied import ROWS, Saves, multiply_steps
 from tests.postgres import Postgres
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.discovery import iter_committed_steps, require_committed
-from trinity_sync.storage.manifest import Manifest, read_manifest, write_manifest
-from trinity_sync.storage.manifest_files import FileRecord
+from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest, write_manifest
 
 RUN, STATE, EVENT = "0198c1d0-0000-7000-8000-000000000001", str(uuid.uuid4()), str(uuid.uuid4())
 ALL_SAVES = str(uuid.uuid4())

@@ -9,8 +9,8 @@ import pytest
 from tasks.on_ray import gather_results
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import RemoteError, SaveError
-from trinity_sync.orchestration.on_node import save
-from trinity_sync.orchestration.on_node.outcome import RemoteTracebackError, call
+from trinity_sync.orchestration import on_node
+from trinity_sync.orchestration.on_node import RemoteTracebackError, call
 from trinity_sync.pipeline.save import Share, is_io_error
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted
@@ -102,10 +102,10 @@ def test_an_error_of_one_component_that_cannot_be_pickled_leaves_those_of_the_no
             raise UnpicklableError("503", request=None)
         return Persisted([], [])
 
-    monkeypatch.setattr(save, "persist_component", persist_component)
+    monkeypatch.setattr(on_node, "persist_component", persist_component)
     request = SaveRequest(root=str(tmp_path), run=1, step=1)
     shards = NodeShards("a", str(tmp_path), {"actor": (0,)})
-    outcomes = save.persist_node(request, [Share("model"), Share("optim")], shards)
+    outcomes = on_node.persist_node(request, [Share("model"), Share("optim")], shards)
     model, optim = pickle.loads(pickle.dumps(outcomes))
     assert "503" in str(model.get_error())
     assert optim.unwrap().written == ()

@@ -13,13 +13,12 @@ import torch
 from tests.unit.conftest import Open
 from tests.unit.job import Job
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.orchestration.on_node.save import persist_component
-from trinity_sync.orchestration.recovery.images import allow_eviction, find_orphaned_saves
+from trinity_sync.orchestration.on_node import persist_component
+from trinity_sync.orchestration.recovery.flow_runs import allow_eviction, find_orphaned_saves
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.ticket import failure_path
-from trinity_sync.storage.commit import commit
+from trinity_sync.storage.commit import commit, free_committed_slots
 from trinity_sync.storage.discovery import require_committed
-from trinity_sync.storage.late_images import free_committed_slots
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.placement import await_node_shards

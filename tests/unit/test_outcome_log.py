@@ -20,7 +20,7 @@ from tests.unit.answers import server
 from tests.unit.conftest import Open
 from tests.unit.job import Job
 from trinity_sync.client.commit_watcher import MANY, CommitWatcher
-from trinity_sync.client.outcome_log import UNANNOUNCED_S, Outcome, OutcomeLog, OutcomeLogs
+from trinity_sync.client.outcomes import UNANNOUNCED_S, Outcome, OutcomeLog, OutcomeLogs
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import SaveTimeoutError

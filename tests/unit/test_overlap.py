@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.unit.test_image import SPECIAL, records_in, saved
-from trinity_sync.client.state_saver import StateSaver
+from trinity_sync.client.savers import StateSaver
 from trinity_sync.errors import ImageError
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.mutation_guard import (
@@ -255,7 +255,7 @@ def test_memory_that_is_freed_while_it_is_copied_costs_the_save_and_not_the_trai
         import mmap, os, sys, torch
         from pathlib import Path
         from trinity_sync.errors import ImageError
-        from trinity_sync.snapshot.memcpy import copy_into
+        from trinity_sync.tensors.memcpy import copy_into
 
         BYTES = 64 << 20  # malloc gives so much back to the system when it is freed
         storage = torch.ones(BYTES, dtype=torch.uint8).untyped_storage()

@@ -14,21 +14,19 @@ from hypothesis import strategies as st
 from tests.unit.conftest import Open
 from tests.unit.job import Job
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.client.outcome_log import Outcome
+from trinity_sync.client.outcomes import Outcome
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import CommitError, MissingShardsError, SaveError
 from trinity_sync.layout import FOLDERS
-from trinity_sync.orchestration.on_node.save import persist_component
-from trinity_sync.orchestration.recovery.images import find_orphaned_saves
+from trinity_sync.orchestration.on_node import persist_component
+from trinity_sync.orchestration.recovery.flow_runs import find_orphaned_saves
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.callable_status import read_statuses
 from trinity_sync.snapshot.save_id import SaveId
-from trinity_sync.snapshot.slot_cache import read_cached_file
 from trinity_sync.snapshot.spool import open_job_spool
-from trinity_sync.storage.commit import commit
+from trinity_sync.snapshot.ticket import read_cached_file
+from trinity_sync.storage.commit import commit, free_committed_slots
 from trinity_sync.storage.discovery import require_committed
-from trinity_sync.storage.late_images import free_committed_slots
 from trinity_sync.storage.manifest import read_run_manifest
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.placement import (
@@ -42,6 +40,7 @@ from trinity_sync.storage.placement import (
     write_placement,
 )
 from trinity_sync.storage.runs import open_run
+from trinity_sync.storage.save_functions import read_statuses
 
 MODEL = {"model": {"w": torch.arange(100.0)}}
 

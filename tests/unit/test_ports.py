@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from trinity_sync.errors import StackError
-from trinity_sync.stack import ports
-from trinity_sync.stack.ports import free_port
+from trinity_sync.stack import daemon
+from trinity_sync.stack.daemon import free_port
 
 
 def test_a_port_is_free_and_not_one_that_outgoing_connections_get() -> None:
-    first = int(ports.RANGE.read_text().split()[0])
+    first = int(daemon.RANGE.read_text().split()[0])
     assert 1024 <= free_port() < first
 
 
@@ -40,10 +40,10 @@ def test_a_port_that_is_wanted_is_taken_or_the_next_one_that_is_free() -> None:
         other.listen()
         taken = other.getsockname()[1]
         found = free_port(first=taken)
-        assert taken < found < taken + ports.FOLLOWING
+        assert taken < found < taken + daemon.FOLLOWING
         assert free_port(f"http://127.0.0.1:{found}/api", first=taken) == found
     assert free_port(first=taken) == taken
-    elsewhere = f"http://127.0.0.1:{taken + 2 * ports.FOLLOWING}/api"
+    elsewhere = f"http://127.0.0.1:{taken + 2 * daemon.FOLLOWING}/api"
     assert free_port(elsewhere, first=taken) == taken
 
 
@@ -52,7 +52,7 @@ def test_where_all_ports_are_for_outgoing_connections_it_is_one_of_those(
 ) -> None:
     everything = tmp_path / "ip_local_port_range"
     everything.write_text("1024\t65535\n")
-    monkeypatch.setattr(ports, "RANGE", everything)
+    monkeypatch.setattr(daemon, "RANGE", everything)
     assert free_port() >= 1024
 
 
@@ -60,6 +60,6 @@ def test_where_no_port_is_free_it_says_so_and_what_to_do(monkeypatch: pytest.Mon
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        monkeypatch.setattr(ports, "_candidates", lambda *_: [other.getsockname()[1]])
+        monkeypatch.setattr(daemon, "_candidates", lambda *_: [other.getsockname()[1]])
         with pytest.raises(StackError, match=r"no port of 127\.0\.0\.1 is free .* end some"):
             free_port()

@@ -26,7 +26,7 @@ from tests.unit.job import Job
 from tests.unit.powercut import Disk, Recording, after, cuts
 from tests.unit.steps import commit_files
 from trinity_sync.errors import CommitError
-from trinity_sync.fs import atomic, create, direct_io
+from trinity_sync.fs import atomic, direct_io, locks
 from trinity_sync.fs.atomic import replace_file
 from trinity_sync.fs.direct_io import digest_cached_file
 from trinity_sync.fs.locks import acquire_commit_lock
@@ -39,14 +39,21 @@ from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import remove_steps
 from trinity_sync.retention.step_infos import list_step_infos
 from trinity_sync.snapshot.spool import open_job_spool
-from trinity_sync.storage import block_reuse, manifest_files, pins, replace
-from trinity_sync.storage.corruption import Corruption, mark_corrupted, remove_mark
-from trinity_sync.storage.discovery import find_newest, iter_committed_steps, require_committed
+from trinity_sync.storage import block_reuse, pins, replace
+from trinity_sync.storage import manifest as manifest_files
+from trinity_sync.storage.discovery import (
+    Corruption,
+    find_newest,
+    iter_committed_steps,
+    mark_corrupted,
+    remove_mark,
+    require_committed,
+)
 from trinity_sync.storage.gc import FILE_REPAIRS
 from trinity_sync.storage.latest_pointer import read_latest_pointer, repair_latest_pointer
 from trinity_sync.storage.pins import list_pins, pin, tag, unpin
+from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.restore import load_states
-from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import find_newest_run, open_run
 
 OTHERS = float(os.environ.get("POWER_CUTS", "0.34"))
@@ -371,7 +378,7 @@ REPLACE_UNSYNCED = partial(replace_file, sync=False)
     [
         (a_save, direct_io, "os", UNSYNCED, "read as good: .*model_world_size_1_rank_0.pt"),
         (a_save, replace, "sync_folder", lambda folder: None, "lost: .*1, 1"),
-        (a_save, create, "sync_folder", lambda folder: None, "the newest run is 0"),
+        (a_save, locks, "sync_folder", lambda folder: None, "the newest run is 0"),
         (a_pin, pins, "sync_folder", lambda folder: None, r"pinned: \[\(1, ''\)\]"),
         (steps_in_parts, manifest_files, "replace_file", REPLACE_UNSYNCED, "lost: .*1, 1"),
         (an_upload, remote_root, "sync_file", lambda path: None, "read as good: .*model_world"),

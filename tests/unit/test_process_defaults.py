@@ -12,9 +12,8 @@ from tests.unit.test_export import shards
 from tests.unit.weights import VersionFile, upload
 from trinity_sync import WeightReader
 from trinity_sync.errors import CommitError
-from trinity_sync.formats.from_dcp import from_dcp
+from trinity_sync.formats.dcp import from_dcp, to_dcp
 from trinity_sync.formats.shard_reader import ShardedModel
-from trinity_sync.formats.to_dcp import to_dcp
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.restore import load_states
 

@@ -70,11 +70,12 @@ from trinity_sync.retention.planner import Rules
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import prune
 from trinity_sync.settings import Settings
-from trinity_sync.storage import living_run, manifest_files
+from trinity_sync.storage import manifest
+from trinity_sync.storage import runs as living_run
 from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.pins import pin, tag, unpin
+from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.restore import load_states
-from trinity_sync.storage.rewind import rewind
 
 POINTERS = {
     "checkpoint": "latest_checkpointed_iteration.txt",
@@ -140,7 +141,7 @@ class Promises(World, RuleBasedStateMachine):
         self.small_spool = small_spool and self.mount_small(self.spool)
         if parts:  # the manifests of steps with thousands of files have some
             patch = self.open.enter_context(pytest.MonkeyPatch.context())
-            patch.setattr(manifest_files, "PART_FILES", 2)
+            patch.setattr(manifest, "PART_FILES", 2)
         self.world_size = 1 + two_ranks
         self.roles = ("actor", "critic") if two_roles else ("actor",)
         self.begin_job(self.folder / "ckpts")

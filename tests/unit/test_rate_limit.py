@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_sync.fs.rate_limit import LARGEST, RateLimit
+from trinity_sync.fs.direct_io import LARGEST, RateLimit
 
 
 class Clock:
@@ -53,7 +53,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from trinity_sync.fs.rate_limit import RateLimit
+from trinity_sync.fs.direct_io import RateLimit
 waits = []
 RateLimit(Path(sys.argv[1]), 1.0, clock=lambda: 100.0, sleep=waits.append).admit(1)
 print(waits)

@@ -19,9 +19,7 @@ from trinity_sync import WeightReader
 from trinity_sync.cli.commands import app
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import RootError
-from trinity_sync.formats.folder_reader import FolderReader
 from trinity_sync.formats.hf_export import export_step
-from trinity_sync.formats.weight_folder import WeightFolder
 from trinity_sync.integrations.dcp import DcpSaver, StepReader
 from trinity_sync.layout import step_folder
 from trinity_sync.remote.download import fetch
@@ -30,6 +28,8 @@ from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import IDENTITY_FILE, read_identity
 from trinity_sync.storage.leases import acquire_lease, list_leases
 from trinity_sync.storage.restore import load_states
+from trinity_sync.weights.folder.reader import FolderReader
+from trinity_sync.weights.folder.writer import WeightFolder
 
 Make = Callable[[Path], Callable[[], None]]
 CONFIG = LlamaConfig(

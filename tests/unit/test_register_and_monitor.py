@@ -19,16 +19,16 @@ from tests.unit.steps import MODEL, commit_files
 from tests.unit.test_overlap import BIG
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError, SaveError, SaveFailedError, SupersededError
-from trinity_sync.snapshot.callable_status import CallableStatus, read_statuses
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.discovery import find_newest, require_committed
-from trinity_sync.storage.displace import displace_step
 from trinity_sync.storage.gc import remove_replaced
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.manifest import write_manifest
 from trinity_sync.storage.pins import pin
+from trinity_sync.storage.replace import displace_step
 from trinity_sync.storage.runs import open_run
+from trinity_sync.storage.save_functions import CallableStatus, read_statuses
 
 
 def test_other_coroutines_run_while_it_waits_for_staging(coordinator_of: Open, job: Job) -> None:

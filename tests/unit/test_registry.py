@@ -8,8 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trinity_sync.storage.runs import Run
-from trinity_sync.weights.registry.versions import HISTORY, MOST_READERS, VersionRegistry
-from trinity_sync.weights.version import ImageRef, Source, Version
+from trinity_sync.weights.versions import (
+    HISTORY,
+    MOST_READERS,
+    ImageRef,
+    Source,
+    Version,
+    VersionRegistry,
+)
 
 
 def version(run: int, step: int, source: Source = "memory") -> Version:

@@ -16,9 +16,8 @@ from typer.testing import CliRunner
 
 from tests.conftest import environment
 from tests.unit.job import Job
-from trinity_sync.cli.charts import Bar, draw_bars
 from trinity_sync.cli.commands import app
-from trinity_sync.cli.report_html import render_report
+from trinity_sync.cli.report_html import Bar, draw_bars, render_report
 from trinity_sync.orchestration.report.collect import collect_report
 from trinity_sync.orchestration.report.facts import (
     FailureGroup,
@@ -32,10 +31,9 @@ from trinity_sync.settings import Settings
 from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.pins import pin
-from trinity_sync.storage.rewind import rewind
-from trinity_sync.weights.registry.versions import VersionRegistry
+from trinity_sync.storage.quarantine import rewind
 from trinity_sync.weights.state_files import write_state
-from trinity_sync.weights.version import Version
+from trinity_sync.weights.versions import Version, VersionRegistry
 
 
 @pytest.fixture

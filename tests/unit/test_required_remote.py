@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from tests.unit.job import Job
 from trinity_sync.cli.commands import app
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.client.outcome_log import Outcome
+from trinity_sync.client.outcomes import Outcome
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import (
@@ -36,13 +36,12 @@ from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.stack.doctor_job import check_root
-from trinity_sync.storage.commit import commit
+from trinity_sync.storage.commit import commit, free_committed_slots
 from trinity_sync.storage.discovery import find_newest
-from trinity_sync.storage.late_images import free_committed_slots
+from trinity_sync.storage.job_settings import is_replicated, read_required_remote
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.pins import pin
-from trinity_sync.storage.required_remote import is_replicated, read_required_remote
-from trinity_sync.storage.rewind import rewind
+from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.runs import find_newest_run, open_run
 
 SHARD = "actor/model_world_size_1_rank_0.pt"

@@ -18,8 +18,8 @@ from tests.unit.job import Job
 from trinity_sync.errors import CommitError
 from trinity_sync.fs.direct_io import PIECE, digest_cached_file, open_direct, read_fd
 from trinity_sync.snapshot.slot import Slot
-from trinity_sync.snapshot.slot_cache import cached_file_path, read_cached_file, write_cached_file
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
+from trinity_sync.snapshot.ticket import cached_file_path, read_cached_file, write_cached_file
 from trinity_sync.storage.restore import RestoredShard, load_shards, load_states
 
 SHARD = "actor/model_world_size_1_rank_0.pt"

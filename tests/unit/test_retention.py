@@ -16,14 +16,13 @@ from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import steps_on_disk
-from trinity_sync.orchestration.on_node.prune import prune_after_commit
+from trinity_sync.orchestration.on_node import prune_after_commit
 from trinity_sync.retention.planner import Removal, RemovalPlan, Rules, plan_removals
 from trinity_sync.retention.policies import All, StepInfo, parse_policy
 from trinity_sync.retention.prune import prune as drive
 from trinity_sync.retention.prune import remove_steps
 from trinity_sync.retention.step_infos import list_step_infos
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.callable_status import CallableStatus, write_status
 from trinity_sync.snapshot.ticket import ticket_path
 from trinity_sync.storage.block_reuse import WORTHWHILE, acquire_spare
 from trinity_sync.storage.discovery import find_newest, require_committed
@@ -39,9 +38,9 @@ from trinity_sync.storage.latest_pointer import advance_latest_pointer, read_lat
 from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.metrics import read_metrics, write_metrics
 from trinity_sync.storage.pins import pin
-from trinity_sync.storage.quarantine import quarantine_folder
-from trinity_sync.storage.rewind import rewind
+from trinity_sync.storage.quarantine import quarantine_folder, rewind
 from trinity_sync.storage.runs import open_run
+from trinity_sync.storage.save_functions import CallableStatus, write_status
 
 SPARE_PATTERN = ".trinity_sync/spare/*"
 

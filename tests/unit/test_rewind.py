@@ -13,14 +13,13 @@ from trinity_sync.errors import CommitError, StepInUseError, SupersededError
 from trinity_sync.layout import Kind
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import All, parse_policy
-from trinity_sync.retention.prune import remove_steps
-from trinity_sync.retention.quarantine import prune_quarantine
+from trinity_sync.retention.prune import prune_quarantine, remove_steps
 from trinity_sync.retention.step_infos import list_step_infos
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.latest_pointer import read_latest_pointer, repair_latest_pointer
 from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.pins import list_pins, list_tags, pin, tag
-from trinity_sync.storage.rewind import rewind
+from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.runs import find_newest_run, open_run
 from trinity_sync.weights.committed import find_newest_version
 
@@ -203,7 +202,7 @@ def count(event, arguments):
             os.kill(os.getpid(), signal.SIGKILL)
         left -= 1
 sys.addaudithook(count)
-from trinity_sync.storage.rewind import rewind
+from trinity_sync.storage.quarantine import rewind
 rewind(root, 10)
 """
 

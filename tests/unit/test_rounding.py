@@ -6,8 +6,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_sync.weights.delta import PIECE, apply_delta, encode_delta
-from trinity_sync.weights.rounding import Array, merge_spans, read_rounded, round_in_place
+from trinity_sync.weights.delta import (
+    PIECE,
+    Array,
+    apply_delta,
+    encode_delta,
+    merge_spans,
+    read_rounded,
+    round_in_place,
+)
 
 EVERY_BFLOAT16 = np.arange(1 << 16, dtype=np.uint32) << 16
 

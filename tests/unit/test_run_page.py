@@ -15,14 +15,14 @@ from tests.unit.job import Job
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import SaveError
 from trinity_sync.layout import KINDS
-from trinity_sync.orchestration import step_events
+from trinity_sync.orchestration import prefect_queries
 from trinity_sync.orchestration.quantities import (
     format_bytes,
     format_duration,
     format_rate,
     make_artifact_key,
 )
-from trinity_sync.orchestration.recovery.evictions import EvictionReporter
+from trinity_sync.orchestration.recovery.node import EvictionReporter
 from trinity_sync.orchestration.run_page import (
     FailedTask,
     NodeResources,
@@ -31,8 +31,8 @@ from trinity_sync.orchestration.run_page import (
     describe_failure,
     make_failed_task,
 )
-from trinity_sync.snapshot import evictions
-from trinity_sync.snapshot.evictions import (
+from trinity_sync.snapshot import spool
+from trinity_sync.snapshot.spool import (
     EVICTIONS,
     Eviction,
     count_evictions,
@@ -179,7 +179,7 @@ def test_an_image_that_is_lost_is_written_down_and_reported_once(
 def test_the_file_of_evictions_does_not_grow_without_end_and_counts_what_it_drops(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evictions, "MAX_BYTES", 2000)
+    monkeypatch.setattr(spool, "MAX_BYTES", 2000)
     job.spool.make()
     folder = job.spool.folder
     per_rank = 40
@@ -204,7 +204,7 @@ def test_a_file_of_evictions_that_has_not_changed_is_not_parsed_again(
     folder = job.spool.folder
     parsed = []
     loads = json.loads
-    monkeypatch.setattr(evictions.json, "loads", lambda line: parsed.append(line) or loads(line))
+    monkeypatch.setattr(spool.json, "loads", lambda line: parsed.append(line) or loads(line))
     record_eviction(folder, eviction_of(1))
     for _ in range(3):
         assert len(read_evictions(folder)) == count_evictions(folder).total() == 1
@@ -223,11 +223,11 @@ def test_an_eviction_is_an_event_of_a_checkpoint_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = []
-    monkeypatch.setattr(step_events, "emit_event", lambda **event: sent.append(event))
+    monkeypatch.setattr(prefect_queries, "emit_event", lambda **event: sent.append(event))
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
         for outcome in ("evicted", "failed"):
             for kind in KINDS:
-                step_events.emit_step_event(outcome, tmp_path, 1, job="ckpts", run=1, kind=kind)
+                prefect_queries.emit_step_event(outcome, tmp_path, 1, job="ckpts", run=1, kind=kind)
     found = [(each["event"].rpartition(".")[2], each["payload"]["kind"]) for each in sent]
     assert ("evicted", "checkpoint") in found
     assert ("evicted", "state_dict") not in found

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import flows.save
-import tasks.failure
+import tasks.save
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import EvictedError, ExportError, MissingShardsError, SupersededError
 
@@ -74,7 +74,7 @@ def test_a_save_that_is_not_committed_is_counted_reported_and_explained(
     monkeypatch.setattr(flows.save, "find_nodes", find_nodes)
     monkeypatch.setattr(flows.save, "list_living_nodes", dict)
     monkeypatch.setattr(flows.save, "get_run_logger", lambda: logging.getLogger())
-    monkeypatch.setattr(tasks.failure, "acreate_markdown_artifact", create)
+    monkeypatch.setattr(tasks.save, "acreate_markdown_artifact", create)
     monkeypatch.setattr(
         flows.save, "emit_step_event", lambda outcome, *_, **__: events.append(outcome)
     )

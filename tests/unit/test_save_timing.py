@@ -14,11 +14,10 @@ from tests.unit.job import Job, held
 from tests.waiting import until
 from trinity_sync.cli.commands import app
 from trinity_sync.snapshot.ticket import Ticket
-from trinity_sync.storage import save_log
+from trinity_sync.storage import save_timing
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.manifest import read_manifest
-from trinity_sync.storage.save_log import read_saves
-from trinity_sync.storage.save_timing import Stall
+from trinity_sync.storage.save_timing import Stall, read_saves
 
 STATE: Mapping[str, Any] = {"model": {"w": torch.zeros(9)}, "optim": {"w": torch.ones(9)}}
 
@@ -118,7 +117,7 @@ def test_the_log_of_saves_outlives_a_step_and_survives_torn_lines(job: Job) -> N
 def test_the_log_of_saves_does_not_grow_without_end(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(save_log, "MAX_BYTES", 2000)
+    monkeypatch.setattr(save_timing, "MAX_BYTES", 2000)
     for step in range(1, 21):
         job.stage(step, {"model": STATE["model"]})
         job.commit(step)

@@ -17,13 +17,13 @@ import torch
 from tests.unit.answers import server
 from tests.unit.job import Job
 from trinity_sync import CheckpointCoordinator, Settings
+from trinity_sync import saver as saver_module
 from trinity_sync.client.saver_control import LOCK, LOG, SERVED, WAKE, SaverControl
 from trinity_sync.errors import SaveError, SaveFailedError
-from trinity_sync.fs.changes import lengthen_pauses
+from trinity_sync.fs.atomic import lengthen_pauses
 from trinity_sync.fs.locks import is_locked
 from trinity_sync.pipeline.save import NodeWriting
-from trinity_sync.saver import saver as saver_module
-from trinity_sync.saver.saver import Saver
+from trinity_sync.saver import Saver
 from trinity_sync.snapshot.job_identity import IDENTITY_FILE
 from trinity_sync.storage.job_settings import write_job_settings
 from trinity_sync.storage.latest_pointer import read_latest_pointer

@@ -41,19 +41,17 @@ from trinity_sync.orchestration.job_registry import (
     require_allowed_store,
     select_roots,
 )
-from trinity_sync.orchestration.on_node.replicate import (
+from trinity_sync.orchestration.on_node import (
+    persist_component,
     replicate_to_remote,
     upload_to_required_remote,
 )
-from trinity_sync.orchestration.on_node.save import persist_component
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.remote_root import Remote, refuse_credentials
 from trinity_sync.remote.upload import replicate
 from trinity_sync.settings import Settings, StackSettings
-from trinity_sync.snapshot.callable_status import CallableStatus
-from trinity_sync.snapshot.safe_load import TRUSTED, load_file
 from trinity_sync.snapshot.spool import get_job_spool
-from trinity_sync.stack import access, daemon, embedded, services, state_file
+from trinity_sync.stack import daemon, embedded, services, state_file
 from trinity_sync.stack.daemon import Daemon
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.commit import commit
@@ -67,7 +65,9 @@ from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.quarantine import fetching_folder
 from trinity_sync.storage.restore import load_states
+from trinity_sync.storage.save_functions import CallableStatus
 from trinity_sync.storage.verify_load import load_newest
+from trinity_sync.tensors.safe_load import TRUSTED, load_file
 
 
 class Runs:
@@ -499,14 +499,14 @@ def test_a_server_that_answers_without_its_password_is_refused() -> None:
     version = {"/admin/version": (200, '"3.8.8"')}
     own = StackState(server=Daemon("1/1", "server.log"))
     with server(version, login="trinity-sync:secret") as url:
-        access.require_refusals(StackSettings(), replace(own, api_url=url))
+        services.require_refusals(StackSettings(), replace(own, api_url=url))
     with server(version) as url:
         with pytest.raises(StackError, match=f"{url} accepts requests without its password"):
-            access.require_refusals(StackSettings(), replace(own, api_url=url))
+            services.require_refusals(StackSettings(), replace(own, api_url=url))
         none = StackSettings(server={"password": "none"})
-        access.require_refusals(none, replace(own, api_url=url))
+        services.require_refusals(none, replace(own, api_url=url))
     with pytest.raises(StackError, match=r"cannot check that the Prefect server .* requires"):
-        access.require_refusals(StackSettings(), replace(own, api_url=url))
+        services.require_refusals(StackSettings(), replace(own, api_url=url))
 
 
 def test_what_answers_a_call_to_ray_neither_way_is_not_taken_for_a_refusal() -> None:
@@ -514,7 +514,7 @@ def test_what_answers_a_call_to_ray_neither_way_is_not_taken_for_a_refusal() -> 
         server({}) as url,
         pytest.raises(StackError, match=r"cannot check that the Ray cluster .* requires"),
     ):
-        access.accepts_calls(url.removeprefix("http://").removesuffix("/api"))
+        services.accepts_calls(url.removeprefix("http://").removesuffix("/api"))
 
 
 def test_what_the_parts_of_a_stack_write_is_for_nobody_else_to_read(

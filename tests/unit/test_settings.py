@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.configuration.file import CONFIG
 from trinity_sync.errors import ConfigError
 from trinity_sync.retention.policies import format_duration, parse_duration
-from trinity_sync.settings import Settings, StackSettings, default_home
-from trinity_sync.snapshot.safe_load import TRUSTED
+from trinity_sync.settings import CONFIG, Settings, StackSettings, default_home
+from trinity_sync.tensors.safe_load import TRUSTED
 
 
 @pytest.fixture

@@ -13,10 +13,9 @@ import torch
 from tests.unit.job import Job
 from tests.unit.weights import upload
 from trinity_sync.snapshot.slot import Slot
-from trinity_sync.snapshot.slot_lock import lock_image, lock_slot
-from trinity_sync.snapshot.slot_reader import SlotReader
-from trinity_sync.snapshot.version_tag import read_version_tag
-from trinity_sync.weights.version import Version
+from trinity_sync.snapshot.ticket import lock_image, lock_slot, read_version_tag
+from trinity_sync.weights.version_view import SlotReader
+from trinity_sync.weights.versions import Version
 
 
 def weights(step: int) -> dict[str, torch.Tensor]:
@@ -79,7 +78,7 @@ def test_a_child_of_a_killed_reader_holds_nothing(job: Job) -> None:
         """
         import os, signal, sys
         from pathlib import Path
-        from trinity_sync.snapshot.slot_reader import SlotReader
+        from trinity_sync.weights.version_view import SlotReader
         slot = SlotReader(Path(sys.argv[1]))
         assert slot.try_lock(sys.argv[2])
         if os.fork():

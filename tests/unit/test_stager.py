@@ -26,10 +26,9 @@ from trinity_sync.fs.records import encode_body
 from trinity_sync.layout import SPOOL_FORMAT
 from trinity_sync.snapshot import slot_pool
 from trinity_sync.snapshot.slot import Slot
-from trinity_sync.snapshot.slot_lock import lock_slot
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.stager import Stager
-from trinity_sync.snapshot.ticket import failure_path, seal, ticket_path
+from trinity_sync.snapshot.ticket import failure_path, lock_slot, seal, ticket_path
 from trinity_sync.storage.save import mark_failed
 
 

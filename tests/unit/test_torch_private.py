@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 import trinity_sync
-from trinity_sync.snapshot import torch_private
+from trinity_sync.tensors import torch_private
 
 PROJECT = Path(trinity_sync.__file__).parents[1]
 MODULE = Path(torch_private.__file__)

@@ -17,9 +17,9 @@ import torch
 
 from tests.unit.job import Job, held
 from trinity_sync.errors import ImageError
-from trinity_sync.snapshot.slot_reader import SlotReader
 from trinity_sync.snapshot.stager import Stager
-from trinity_sync.snapshot.version_tag import VersionTag
+from trinity_sync.snapshot.ticket import VersionTag
+from trinity_sync.weights.version_view import SlotReader
 
 State = dict[str, dict[str, Any]]
 

@@ -9,9 +9,9 @@ import torch
 from tests.unit.job import Job
 from trinity_sync.errors import CommitError
 from trinity_sync.layout import step_folder
-from trinity_sync.snapshot.callable_status import CallableStatus
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.leases import LONG_LEASE_S, list_leases
+from trinity_sync.storage.save_functions import CallableStatus
 from trinity_sync.storage.verify_load import load_newest
 
 

@@ -17,8 +17,8 @@ import torch
 from tests.unit.answers import serving
 from tests.unit.test_weight_folder import StateView
 from trinity_sync import WeightFolder, WeightSyncError
-from trinity_sync.formats.published import PublishedVersion
 from trinity_sync.integrations.vllm.adapter import VLLMAdapter
+from trinity_sync.weights.folder.published import PublishedVersion
 
 
 @pytest.fixture

@@ -23,8 +23,13 @@ import torch
 from tests.unit.answers import serving
 from trinity_sync import CheckpointCoordinator, ConfigError, WeightReader, WeightSyncError
 from trinity_sync.integrations.vllm import VLLMUpdater
-from trinity_sync.integrations.vllm.claim import make_claim, require_free
-from trinity_sync.integrations.vllm.pinned_version import Wanted, pin_version, select_version
+from trinity_sync.integrations.vllm.pinned_version import (
+    Wanted,
+    make_claim,
+    pin_version,
+    require_free,
+    select_version,
+)
 
 
 class Engine:

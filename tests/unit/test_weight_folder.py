@@ -29,10 +29,14 @@ from tests.unit.powercut import Recording, after, cuts
 from tests.unit.weights import VersionFile, upload
 from trinity_sync import FolderReader, WeightFolder, WeightReader
 from trinity_sync.errors import ConfigError, DeltaError, ExportError, WeightSyncError
-from trinity_sync.formats import weight_folder
-from trinity_sync.formats.disk_delta import apply_delta
-from trinity_sync.formats.published import PublishedVersion, iter_version_folders, read_latest
 from trinity_sync.fs.locks import try_acquire_file_lock
+from trinity_sync.weights.folder import writer
+from trinity_sync.weights.folder.delta import apply_delta
+from trinity_sync.weights.folder.published import (
+    PublishedVersion,
+    iter_version_folders,
+    read_latest,
+)
 
 State = dict[str, torch.Tensor]
 Read = tuple[PublishedVersion, State]
@@ -597,7 +601,7 @@ def test_whenever_the_power_goes_the_marker_names_a_whole_version(
 def test_a_sync_that_is_left_out_is_noticed(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(weight_folder, name, lambda folder: None)
+    monkeypatch.setattr(writer, name, lambda folder: None)
     assert list(problems(tmp_path, record(tmp_path, model, 0)))
 
 

@@ -32,7 +32,7 @@ from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.manifest import read_manifest, write_manifest
 from trinity_sync.storage.runs import open_run
 from trinity_sync.weights.reader import WeightReader
-from trinity_sync.weights.version import ImageRef, Version
+from trinity_sync.weights.versions import ImageRef, Version
 
 
 def weights(step: float) -> dict[str, torch.Tensor]:

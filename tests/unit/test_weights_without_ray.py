@@ -22,11 +22,10 @@ from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import open_identity
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.runs import open_run
-from trinity_sync.weights.commit_notification import CommitNotification
+from trinity_sync.weights.committed import CommitNotification
 from trinity_sync.weights.file_registry import FileRegistry
 from trinity_sync.weights.reader import WeightReader
-from trinity_sync.weights.registry.versions import VersionRegistry
-from trinity_sync.weights.version import Version
+from trinity_sync.weights.versions import Version, VersionRegistry
 
 State = dict[str, torch.Tensor]
 

@@ -17,8 +17,8 @@ from trinity_sync.errors import SaveError
 from trinity_sync.layout import WriteConcurrency
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.discovery import find_newest
+from trinity_sync.storage.persist import acquire_write_permit, write_permit_path
 from trinity_sync.storage.save import mark_failed
-from trinity_sync.storage.write_permits import acquire_write_permit, write_permit_path
 
 SINGLE: tuple[WriteConcurrency, ...] = ("one", "per_node", "per_rank")
 

@@ -22,7 +22,7 @@ from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.orchestration.recovery.flow_runs import ACQUIRED_BY, recover_zombie, retry_crashed
 from trinity_sync.orchestration.worker import TrinitySyncWorker
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.run_lock import try_run_lock
+from trinity_sync.snapshot.spool import try_run_lock
 
 NODE = "this-node"
 DEAD = f"{ACQUIRED_BY}{NODE}/1/1"
@@ -36,7 +36,7 @@ def at_work(spool: Path, run: str = RUN) -> Iterator[subprocess.Popen[str]]:
     """Another process of this node that executes a run, as a worker does."""
     script = (
         "import sys; from pathlib import Path; from uuid import UUID\n"
-        "from trinity_sync.snapshot.run_lock import try_run_lock\n"
+        "from trinity_sync.snapshot.spool import try_run_lock\n"
         f"with try_run_lock(Path({str(spool)!r}), UUID({run!r})) as free:\n"
         "    print(free, flush=True); sys.stdin.read()\n"
     )

@@ -13,9 +13,9 @@ import torch
 import xxhash
 
 from tests.unit.job import Job
+from trinity_sync.weights.delta import Spans
 from trinity_sync.weights.object_store import compute_delta
-from trinity_sync.weights.rounding import Spans
-from trinity_sync.weights.version import ImageRef, Version
+from trinity_sync.weights.versions import ImageRef, Version
 
 NUMEL = 300_000
 

@@ -89,7 +89,7 @@ def save(model: Path, root: Path, mesh: str) -> bool:
     """Train and save; tensors change right after the call. Return whether the manager is ours."""
     import torch.distributed as dist
 
-    from trinity_sync.fsdp.manager import FSDPCheckpointManager
+    from trinity_sync.integrations.verl.fsdp.manager import FSDPCheckpointManager
 
     engine = make_engine(model, mesh)
     manager = engine.checkpoint_manager

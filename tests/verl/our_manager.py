@@ -16,7 +16,7 @@ import verl.utils.checkpoint.fsdp_checkpoint_manager as theirs
 import trinity_sync.integrations.verl.switch  # noqa: F401, the switch
 from tests.integration.fsdp.commits import CommitsHere
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.integrations.verl.manager import TrainerCheckpointManager
+from trinity_sync.integrations.verl.fsdp.manager import TrainerCheckpointManager
 from trinity_sync.layout import step_folder
 from trinity_sync.settings import Settings
 

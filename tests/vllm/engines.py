@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from trinity_sync.stack.ports import free_port
+from trinity_sync.stack.daemon import free_port
 
 pytest.importorskip("vllm", reason="these tests run in vLLM's environment")
 

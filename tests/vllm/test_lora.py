@@ -13,8 +13,8 @@ from torch import nn
 
 from tests.vllm.engines import Server, expect, generate, make_model, running_engine, running_server
 from trinity_sync import CheckpointCoordinator, WeightFolder, WeightReader, WeightSyncError
-from trinity_sync.formats.published import PublishedVersion
 from trinity_sync.integrations.vllm.adapter import VLLMAdapter
+from trinity_sync.weights.folder.published import PublishedVersion
 
 RANK, ALPHA = 8, 16
 TARGETS = ("q_proj", "v_proj", "down_proj")

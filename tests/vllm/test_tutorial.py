@@ -13,7 +13,7 @@ import pytest
 import tests.vllm.engines  # noqa: F401  # sets the variables of a vLLM on the CPU
 from tests.conftest import STACK
 from tests.integration.test_tutorials import BLOCK, REPOSITORY, VLLM
-from trinity_sync.stack.ports import free_port
+from trinity_sync.stack.daemon import free_port
 from trinity_sync.stack.services import StackState
 
 FILE = re.compile(r"^<!-- file: (\S+) -->$", re.MULTILINE)

@@ -14,9 +14,9 @@ from tests.vllm.engines import expect, generate, make_model, randomize, running_
 from trinity_sync import CheckpointCoordinator, WeightSyncError
 from trinity_sync.integrations.vllm import VLLMUpdater
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.version_tag import PUBLISHED_SUFFIX
+from trinity_sync.snapshot.ticket import PUBLISHED_SUFFIX
 from trinity_sync.weights.broadcast import send_weights
-from trinity_sync.weights.process_group import WeightGroupHost
+from trinity_sync.weights.weight_group import WeightGroupHost
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -1,24 +1,35 @@
-"""Open the catalog's database, and migrate its schema.
+"""The catalog's database: its tables, how it is opened and migrated, and queries of all jobs.
 
 The database is SQLite in ``TRINITY_SYNC_HOME``, or the one that ``catalog.url`` names, such
 as PostgreSQL for a cluster. Opening it creates or migrates the schema, one process at a time.
+
+All rows can be rebuilt from the files, except the flow run that committed a step, and the versions
+of the weights that the Synchronizer's file no longer lists. Values that no query selects by are
+JSON columns.
 """
 
 import re
 import sqlite3
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
+from sqlalchemy import JSON, BigInteger, Double, ForeignKey, Text
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from trinity_sync.catalog.models import VALUES
 from trinity_sync.errors import CatalogError
 from trinity_sync.fs.locks import acquire_file_lock
+from trinity_sync.layout import KINDS
+from trinity_sync.retention.policies import StepInfo
 from trinity_sync.settings import Settings, StackSettings
+from trinity_sync.snapshot.job_identity import job_id
+from trinity_sync.storage.runs import Run, build_lineage
 
 SCHEMA = 1
 """Number of the newest migration."""
@@ -184,3 +195,161 @@ def _migration_lock(engine: sa.Engine) -> Iterator[None]:
     with engine.connect() as held:
         held.execute(sa.select(sa.func.pg_advisory_xact_lock(_MIGRATION_LOCK)))
         yield  # the lock ends with the transaction
+
+
+VALUES = "values"
+"""Key of a JSON column's ``info``: the type of the values of the object, see `read_rows`."""
+
+
+class Base(DeclarativeBase):
+    """Base class of all tables."""
+
+
+class Job(Base):
+    """A job, identified by its root."""
+
+    __tablename__ = "jobs"
+
+    id: Mapped[str] = mapped_column(Text, primary_key=True)
+    """See `layout.job_id`."""
+    root: Mapped[str] = mapped_column(Text)
+    mirrored_at: Mapped[float] = mapped_column(Double)
+    """When its files were last read, in seconds since the epoch."""
+    runs: Mapped[dict[str, int]] = mapped_column(JSON, info={VALUES: int})
+    """The step that each run resumed from, by the run's number."""
+    claims: Mapped[dict[str, str]] = mapped_column(JSON, info={VALUES: str})
+    """Pins, tags and leases at that time, such as ``leased by explorer``, by ``step/file name``."""
+
+
+class Step(Base):
+    """A committed step."""
+
+    __tablename__ = "steps"
+
+    job: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+    step: Mapped[int] = mapped_column(BigInteger, primary_key=True)
+    run: Mapped[int] = mapped_column(BigInteger)
+    kinds: Mapped[str] = mapped_column(Text)
+    """Comma-separated."""
+    nbytes: Mapped[int] = mapped_column(BigInteger)
+    committed_at: Mapped[float] = mapped_column(Double)
+    corruption: Mapped[str] = mapped_column(Text)
+    """Why the step is corrupted; empty for a valid step."""
+    flow_run: Mapped[str | None] = mapped_column(Text)
+    """Prefect's id of the flow run that committed the step, if it is known."""
+    metrics: Mapped[dict[str, float]] = mapped_column(JSON, info={VALUES: (float, int)})
+    """Metrics of the step, by name."""
+    files: Mapped[dict[str, str]] = mapped_column(JSON, info={VALUES: str})
+    """Digest of each file of its manifest, by path."""
+
+
+class WeightVersion(Base):
+    """A version of the weights in the state file of a job's Synchronizer when it was read.
+
+    The file lists the last eight versions and the newest of each source, so versions that are
+    published between two reads may be missing. Rows are removed only with the job's.
+    """
+
+    __tablename__ = "weight_versions"
+
+    job: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+    run: Mapped[int] = mapped_column(BigInteger, primary_key=True)
+    step: Mapped[int] = mapped_column(BigInteger, primary_key=True)
+    source: Mapped[str] = mapped_column(Text, primary_key=True)
+    """``memory``, ``checkpoint`` or ``nccl``."""
+    published_at: Mapped[float] = mapped_column(Double)
+    """When the Synchronizer registered it, in seconds since the epoch."""
+
+
+STEP_COLUMNS = [column for column in Step.__table__.columns if column.name != "files"]
+
+
+@dataclass(frozen=True)
+class JobSteps:
+    """A job and its committed steps, oldest first."""
+
+    job: str
+    root: str
+    mirrored_at: float
+    steps: tuple[StepInfo, ...]
+    flow_runs: dict[int, str]
+    """Prefect's id of the flow run that committed a step, if it is known."""
+    versions: tuple[sa.Row[Any], ...]
+    """Rows of `WeightVersion`, oldest first."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all steps."""
+        return sum(each.nbytes for each in self.steps)
+
+
+def list_jobs_at(engine: sa.Engine, root: str | Path) -> list[JobSteps]:
+    """Read the jobs at a root, which may be gone: the one that is there now comes first."""
+    real, now = str(Path(root).resolve()), job_id(root)
+    found = [each for each in list_jobs(engine) if each.root == real]
+    return sorted(found, key=lambda each: each.job != now)
+
+
+def list_jobs(engine: sa.Engine) -> list[JobSteps]:
+    """Read all jobs with their steps, by three statements in all.
+
+    They are sorted by root. Pins, tags and leases are those of the last update of the job.
+    """
+    steps: dict[str, list[sa.Row[Any]]] = defaultdict(list)
+    versions: dict[str, list[sa.Row[Any]]] = defaultdict(list)
+    with read_consistently(engine) as connection:
+        wanted = sa.select(*STEP_COLUMNS).order_by(Step.run, Step.step)
+        for row in read_rows(connection, wanted):
+            steps[row.job].append(row)
+        order = WeightVersion.run, WeightVersion.step, WeightVersion.source
+        versioned = sa.select(WeightVersion.__table__).order_by(*order)
+        for row in read_rows(connection, versioned):
+            versions[row.job].append(row)
+        found = []
+        for row in read_rows(connection, sa.select(Job.__table__).order_by(Job.root)):
+            try:
+                held = _group_claims(row.claims)
+                runs = [Run(int(number), "", step) for number, step in row.runs.items()]
+            except ValueError as error:
+                raise make_corruption_error(
+                    connection, f"{error} in the row of {row.root}"
+                ) from error
+            found.append(
+                JobSteps(
+                    row.id,
+                    row.root,
+                    row.mirrored_at,
+                    tuple(_mark_superseded([_read_step(s, held) for s in steps[row.id]], runs)),
+                    {each.step: each.flow_run for each in steps[row.id] if each.flow_run},
+                    tuple(versions[row.id]),
+                )
+            )
+        return found
+
+
+def _group_claims(claims: Mapping[str, str]) -> dict[int, list[str]]:
+    """Return the pins, tags and leases of each step."""
+    held: dict[int, list[str]] = defaultdict(list)
+    for key in sorted(claims):
+        held[int(key.partition("/")[0])].append(claims[key])
+    return held
+
+
+def _read_step(row: sa.Row[Any], held: Mapping[int, list[str]]) -> StepInfo:
+    return StepInfo(
+        row.step,
+        row.run,
+        tuple(kind for kind in KINDS if kind in row.kinds.split(",")),
+        row.committed_at,
+        row.nbytes,
+        row.metrics,
+        tuple(held.get(row.step, ())),
+        row.corruption,
+    )
+
+
+def _mark_superseded(steps: Collection[StepInfo], runs: Iterable[Run]) -> list[StepInfo]:
+    """Return the steps, each with the run that superseded it."""
+    run_of_step = {each.step: each.run for each in steps}
+    line = build_lineage(runs, lambda step: run_of_step.get(step, 0))
+    return [replace(each, superseded_by=line.supersedes(each.run)) for each in steps]

@@ -17,14 +17,16 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from trinity_sync.catalog.database import (
+    Job,
+    Step,
+    WeightVersion,
     get_catalog_url,
     open_catalog,
     read_consistently,
     read_rows,
 )
-from trinity_sync.catalog.models import Job, Step, WeightVersion
 from trinity_sync.errors import FormatError, ManifestError
-from trinity_sync.fs.progress import OnProgress, no_progress
+from trinity_sync.fs.direct_io import OnProgress, no_progress
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.job_identity import job_id

@@ -2,10 +2,10 @@
 
 # help shows the groups in this order
 # isort: off
-from trinity_sync.cli import stack, config, doctor, version  # noqa: F401
-from trinity_sync.cli import steps, diff, runs, readers, report, jobs  # noqa: F401
-from trinity_sync.cli import retention, tags, metrics, rewind  # noqa: F401
-from trinity_sync.cli import maintenance, remote, convert  # noqa: F401
+from trinity_sync.cli import stack, config, doctor  # noqa: F401
+from trinity_sync.cli import steps, runs, jobs  # noqa: F401
+from trinity_sync.cli import retention  # noqa: F401
+from trinity_sync.cli import maintenance, copies  # noqa: F401
 # isort: on
 
 from trinity_sync.cli.app import app

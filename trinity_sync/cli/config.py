@@ -58,8 +58,7 @@ def check(
     ] = None,
 ) -> None:
     """Check the file and the environment; an error names each problem and a valid value."""
-    from trinity_sync.configuration.file import CONFIG_FILE, find_config_file
-    from trinity_sync.settings import StackSettings
+    from trinity_sync.settings import CONFIG_FILE, StackSettings, find_config_file
 
     _ = read_settings(), StackSettings()
     found = find_config_file()
@@ -92,8 +91,14 @@ def list_settings() -> list[SettingRow]:
     Raises:
         ConfigError: A setting is invalid.
     """
-    from trinity_sync.configuration.file import find_config_file, read_config_file
-    from trinity_sync.settings import PREFIX, StackSettings, iter_stack_fields, stack_variable
+    from trinity_sync.settings import (
+        PREFIX,
+        StackSettings,
+        find_config_file,
+        iter_stack_fields,
+        read_config_file,
+        stack_variable,
+    )
 
     settings, stack = read_settings(), StackSettings()
     path, in_file = find_config_file(), read_config_file()
@@ -122,8 +127,7 @@ def list_settings() -> list[SettingRow]:
 
 def format_new_file() -> str:
     """Return a file with all settings of the stack as comments, which sets none of them."""
-    from trinity_sync.configuration.file import CONFIG_FILE
-    from trinity_sync.settings import StackSettings, stack_variable
+    from trinity_sync.settings import CONFIG_FILE, StackSettings, stack_variable
 
     defaults = StackSettings.model_construct()
     example = stack_variable("server", "port")
@@ -160,6 +164,6 @@ def _dump(settings: Any) -> Any:
 
 
 def _show(value: Any) -> str:
-    from trinity_sync.configuration.values import show_value
+    from trinity_sync.settings.values import show_value
 
     return show_value(value)

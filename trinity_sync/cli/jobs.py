@@ -1,4 +1,4 @@
-"""Commands for jobs: jobs ls, show, reindex, check, forget."""
+"""Commands for jobs: jobs ls, show, reindex, check, forget; readers; report."""
 
 import time
 from dataclasses import fields
@@ -21,8 +21,16 @@ from trinity_sync.cli.app import (
     with_hint,
 )
 from trinity_sync.cli.completion import complete_root, complete_setting
-from trinity_sync.cli.output import Output, format_time, print_object, print_rows, print_table, utc
-from trinity_sync.cli.progress import progress_bar
+from trinity_sync.cli.output import (
+    Output,
+    format_age,
+    format_time,
+    print_object,
+    print_rows,
+    print_table,
+    progress_bar,
+    utc,
+)
 from trinity_sync.cli.schema import (
     CatalogStep,
     CheckedJob,
@@ -30,14 +38,17 @@ from trinity_sync.cli.schema import (
     JobDetails,
     JobRow,
     JobSettingRow,
+    ReaderRow,
+    ReadersReport,
     ReindexedJob,
     WeightVersionRow,
 )
 from trinity_sync.errors import ConfigError
+from trinity_sync.fs.atomic import replace_file
 from trinity_sync.orchestration.quantities import format_bytes
 
 if TYPE_CHECKING:
-    from trinity_sync.catalog.queries import JobSteps
+    from trinity_sync.catalog.database import JobSteps
 
 jobs = App(
     no_args_is_help=True,
@@ -58,8 +69,7 @@ Keep = Annotated[
 @jobs.command("jobs ls", "jobs ls --keep last=3 -o wide", "jobs ls -o name", name="ls")
 def list_jobs(keep: Keep = "", output: Output = "table") -> None:
     """List the jobs in the catalog, without reading their files."""
-    from trinity_sync.catalog.database import get_catalog_url, open_catalog
-    from trinity_sync.catalog.queries import list_jobs
+    from trinity_sync.catalog.database import get_catalog_url, list_jobs, open_catalog
 
     with open_catalog(get_catalog_url(read_settings())) as engine:
         found = list_jobs(engine)
@@ -85,8 +95,7 @@ def list_jobs(keep: Keep = "", output: Output = "table") -> None:
 @jobs.command("jobs show ckpts", "jobs show ckpts -o json", name="show")
 def show_job(root: RootToRead, keep: Keep = "", output: Output = "table") -> None:
     """Show a job in the catalog: its steps and versions of the weights."""
-    from trinity_sync.catalog.database import get_catalog_url, open_catalog
-    from trinity_sync.catalog.queries import list_jobs_at
+    from trinity_sync.catalog.database import get_catalog_url, list_jobs_at, open_catalog
 
     with open_catalog(get_catalog_url(read_settings())) as engine:
         found = list_jobs_at(engine, root)
@@ -250,9 +259,8 @@ def forget(
     output: Output = "table",
 ) -> None:
     """Remove a finished job from the catalog and from the scheduled flows of this node."""
-    from trinity_sync.catalog.database import get_catalog_url, open_catalog
+    from trinity_sync.catalog.database import get_catalog_url, list_jobs_at, open_catalog
     from trinity_sync.catalog.mirror import remove_job
-    from trinity_sync.catalog.queries import list_jobs_at
     from trinity_sync.orchestration.job_registry import list_registered_roots, unregister_job
 
     settings = read_settings()
@@ -294,3 +302,99 @@ def _describe_outdated(root: Path, known: set[int]) -> str:
         f"the catalog lacks {len(on_disk - known)} steps of {root} and has "
         f"{len(known - on_disk)} that were removed; run: trinity-sync jobs reindex {root}"
     )
+
+
+@app.command("readers ckpts", "readers -o json", panel="Look at a job")
+def readers(root: RootToRead, output: Output = "table") -> None:
+    """Show which reader serves which version of the weights, and how stale it is."""
+    report = _read_report(root)
+    print_object("readers", report, output, lambda: _print_report(report, str(root), output))
+
+
+def _read_report(root: Path) -> ReadersReport | None:
+    from trinity_sync.weights.state_files import read_sync_report
+
+    now = time.time()
+    found = read_sync_report(require_existing(root), now)
+    if found and found.lives is False:  # what it knew then says nothing about now
+        now = found.written_at
+        found = read_sync_report(root, now)
+    if found is None:
+        return None
+    newest = found.newest
+    return ReadersReport(
+        version=newest.step if newest else None,
+        run=newest.run if newest else None,
+        source=newest.source if newest else None,
+        running=found.lives,
+        as_of=utc(now),
+        trainer=found.trainer,
+        explorers=found.explorers,
+        readers=[
+            ReaderRow(each.name, each.step, each.run, each.behind, utc(each.since), each.stale_s)
+            for each in found.readers
+        ],
+    )
+
+
+def _print_report(report: ReadersReport | None, root: str, output: Output) -> None:
+    if report is None:
+        typer.echo(
+            f"no Synchronizer has worked in {root}; readers without one do not report which "
+            "version they serve",
+            err=True,
+        )
+        return
+    version = "none"
+    if report.version is not None:
+        version = f"{report.version} of run {report.run}, from {report.source}"
+    age = format_age(time.time() - report.as_of.timestamp())
+    state = {
+        True: "running",
+        False: f"not running, as of {age} ago",
+        None: "on another host",
+    }[report.running]
+    typer.echo(f"newest version: {version}")
+    typer.echo(f"trainer: {report.trainer}; Synchronizer: {state}")
+    for name, status in report.explorers.items():
+        typer.echo(f"explorer {name}: {status}")
+    if report.running is False:
+        typer.echo("hint: trainer and explorers start it again by Synchronizer.get_actor", err=True)
+    if report.readers:
+        typer.echo("")
+        print_table(ReaderRow, report.readers, output)
+
+
+@app.command(
+    "report ckpts", "report ckpts --html /tmp/ckpts.html", "report ckpts -o json",
+    panel="Look at a job",
+    note="Failures, flow runs and verifications come from the Prefect server, if one answers.",
+)  # fmt: skip
+def report(
+    root: RootToRead,
+    html: Annotated[Path, typer.Option("--html", help="File to write.")] = Path("report.html"),
+    output: Output = "table",
+) -> None:
+    """Write an HTML page about a job: its health, failures with what to type, cost of saves.
+
+    With -o json no page is written.
+    """
+    from trinity_sync.cli.report_html import render_report
+    from trinity_sync.orchestration.report.collect import collect_report
+    from trinity_sync.orchestration.report.facts import to_json
+
+    if html.is_dir():
+        raise ConfigError(f"{html} is a folder; pass a file as --html")
+    found = collect_report(read_settings(), require_existing(root))
+    if output in ("json", "jsonl"):
+        print_object("report", to_json(found), output)
+        return
+    try:
+        replace_file(html, render_report(found), sync=False)
+    except OSError as error:
+        raise ConfigError(f"cannot write {html}: {error.strerror}; pass another --html") from error
+    if output == "name":
+        typer.echo(html)
+        return
+    typer.echo(f"{found.health.status}: {found.health.sentence}")
+    typer.echo(f"wrote {html}; open it in a browser")

@@ -19,8 +19,7 @@ from trinity_sync.cli.app import (
     with_hint,
 )
 from trinity_sync.cli.completion import complete_step
-from trinity_sync.cli.output import Output, format_duration, print_object, print_rows
-from trinity_sync.cli.progress import progress_bar
+from trinity_sync.cli.output import Output, format_duration, print_object, print_rows, progress_bar
 from trinity_sync.cli.schema import FindingRow, LoadedRow, VerifiedRow
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.layout import parse_number

@@ -11,7 +11,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
+from trinity_sync.fs.direct_io import OnProgress, no_progress
 from trinity_sync.orchestration.quantities import format_bytes
 
 SCHEMA = 1
@@ -312,3 +314,29 @@ def _name(value: Any) -> str:
 
 def _print_document(noun: str, value: Any) -> None:
     typer.echo(json.dumps({"schema": SCHEMA, noun: to_json(value)}, indent=2))
+
+
+@contextmanager
+def progress_bar(what: str, *, of_steps: bool = False) -> Iterator[OnProgress]:
+    """Show a progress bar of bytes or steps, and yield the callback that updates it.
+
+    ``what`` describes the work, such as ``reading``.
+    """
+    if not sys.stderr.isatty():
+        yield no_progress
+        return
+    from rich import progress
+    from rich.console import Console
+
+    bytes_columns = [progress.DownloadColumn(), progress.TransferSpeedColumn()]
+    with progress.Progress(
+        progress.TextColumn("{task.description}", markup=False),
+        progress.BarColumn(),
+        *([progress.MofNCompleteColumn()] if of_steps else bytes_columns),
+        progress.TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        redirect_stdout=False,  # stdout may be a file
+    ) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, advance=done, total=total)

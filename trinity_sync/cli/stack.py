@@ -82,8 +82,7 @@ def restart(
     The file with the settings is that of up, unless another is named. Saves go on: images wait in
     shared memory meanwhile.
     """
-    from trinity_sync.configuration.file import use_config_file
-    from trinity_sync.settings import StackSettings
+    from trinity_sync.settings import StackSettings, use_config_file
     from trinity_sync.stack import embedded
 
     state = embedded.find(read_settings())

@@ -1,13 +1,17 @@
-"""Commands that show steps: ls, show."""
+"""Commands that show and compare steps: ls, show, diff."""
 
+import math
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
 from trinity_sync.cli.app import (
+    DONE,
+    PROBLEM_FOUND,
+    Role,
     RootOrUrlToRead,
     RootToRead,
     Step,
@@ -16,6 +20,7 @@ from trinity_sync.cli.app import (
     resolve_step_argument,
     with_hint,
 )
+from trinity_sync.cli.completion import complete_step
 from trinity_sync.cli.output import (
     Output,
     format_time,
@@ -24,6 +29,7 @@ from trinity_sync.cli.output import (
     print_object,
     print_rows,
     print_table,
+    progress_bar,
     utc,
 )
 from trinity_sync.cli.schema import (
@@ -32,6 +38,7 @@ from trinity_sync.cli.schema import (
     StallRow,
     StepDetails,
     StepRow,
+    TensorRow,
     TimingRow,
 )
 from trinity_sync.errors import ConfigError, FormatError
@@ -39,6 +46,7 @@ from trinity_sync.orchestration.quantities import format_bytes
 
 if TYPE_CHECKING:
     from trinity_sync.client.prefect_api import SaveRun
+    from trinity_sync.storage.diff import TensorChange
     from trinity_sync.storage.manifest import Manifest
 
 T = TypeVar("T")
@@ -118,8 +126,7 @@ def show(
 ) -> None:
     """Show a committed step: its files with sizes and digests, and its save functions."""
     from trinity_sync.layout import step_folder
-    from trinity_sync.storage.corruption import read_corruption
-    from trinity_sync.storage.discovery import read_step_state
+    from trinity_sync.storage.discovery import read_corruption, read_step_state
     from trinity_sync.storage.pins import list_steps_in_use, list_tags
 
     number = resolve_step_argument(root, step)
@@ -215,9 +222,9 @@ def _summarize_steps(root: Path, steps: list[int], saves: dict[int, "SaveRun"]) 
     from trinity_sync.cli.saves import describe_status
     from trinity_sync.layout import KINDS
     from trinity_sync.storage.discovery import list_known_runs, read_step_state
+    from trinity_sync.storage.job_settings import is_replicated, read_required_remote
     from trinity_sync.storage.latest_pointer import read_latest_pointer
     from trinity_sync.storage.pins import list_steps_in_use, list_tags
-    from trinity_sync.storage.required_remote import is_replicated, read_required_remote
 
     try:
         has_remote = bool(read_required_remote(root))
@@ -300,3 +307,62 @@ def _summarize_manifest(manifest: "Manifest | None") -> dict[str, Any]:
 
 def _size_on_disk(path: Path) -> int | None:
     return path.stat().st_size if path.is_file() else None
+
+
+@app.command(
+    "diff ckpts 40 50", "diff ckpts latest~1 latest --component optim -o json",
+    panel="Look at a job",
+    note="Files are unpickled, so compare steps of your own jobs only.",
+)  # fmt: skip
+def diff(
+    root: RootToRead,
+    before: Annotated[
+        str,
+        typer.Argument(metavar="A", autocompletion=complete_step, help="The earlier step."),
+    ],
+    after: Annotated[
+        str, typer.Argument(metavar="B", autocompletion=complete_step, help="The later step.")
+    ],
+    role: Role = "actor",
+    component: Annotated[
+        Literal["model", "optim", "extra_state"], typer.Option(help="Component to compare.")
+    ] = "model",
+    exit_code: Annotated[
+        bool, typer.Option("--exit-code", help="Exit with 3 if a tensor differs.")
+    ] = False,
+    output: Output = "table",
+) -> None:
+    """Show which tensors changed between two steps, and by how much; largest change first."""
+    from trinity_sync.storage import diff as diffs
+
+    a, b = resolve_step_argument(root, before), resolve_step_argument(root, after)
+    with progress_bar("comparing") as on_progress:
+        changes = diffs.diff(root, a, b, role=role, component=component, on_progress=on_progress)
+    rows = [_row(change) for change in changes]
+    if is_text(output):
+        rows = [row for row in rows if row.status != "same" or row.nonfinite]
+    print_rows("tensors", rows, output)
+    same = sum(change.state == "same" for change in changes)
+    if is_text(output):
+        typer.echo(f"{same} of {len(changes)} tensors are the same", err=True)
+    raise typer.Exit(PROBLEM_FOUND if exit_code and same < len(changes) else DONE)
+
+
+def _row(change: "TensorChange") -> TensorRow:
+    compared = bool(change.elements) and change.state not in ("new", "missing", "reshaped")
+    return TensorRow(
+        name=change.name,
+        status=change.state,
+        shape=change.shape,
+        elements=change.elements,
+        changed=change.changed,
+        changed_percent=change.changed_percent if compared else None,
+        max_abs=_finite(change.max_abs) if compared else None,
+        relative_l2=_finite(change.relative_l2) if compared else None,
+        nonfinite=change.nonfinite,
+    )
+
+
+def _finite(value: float) -> float | None:
+    """Return None for a value that JSON cannot represent."""
+    return value if math.isfinite(value) else None

@@ -23,8 +23,8 @@ from trinity_sync.storage.metrics import (
     write_metrics,
 )
 from trinity_sync.storage.restore import load_states
-from trinity_sync.weights.version import Version
 from trinity_sync.weights.version_view import Target, VersionOpener
+from trinity_sync.weights.versions import Version
 
 READER = "Checkpoints"
 """Name of the reader, for its leases."""

@@ -16,9 +16,8 @@ from trinity_sync.fs.atomic import revalidate_folder
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.discovery import require_unreplaced
 from trinity_sync.storage.leases import lease_to_read
-from trinity_sync.storage.manifest import Manifest
-from trinity_sync.storage.manifest_files import FileRecord
-from trinity_sync.storage.open_files import OpenFiles
+from trinity_sync.storage.manifest import FileRecord, Manifest
+from trinity_sync.storage.restore import OpenFiles
 
 T = TypeVar("T")
 

@@ -2,7 +2,7 @@
 
 The manifest in the root tells that a save is committed, the flow run's state that it failed. Rank 0
 has a thread that requests the flow runs, reads the root and queries the server, so a failure is in
-its log seconds later. It writes what it learns into the root (`outcome_log`). The other ranks have
+its log seconds later. It writes what it learns into the root (`outcomes`). The other ranks have
 no standing thread and query no server: they read the root and that file while `wait_all` waits, or
 once many saves are pending.
 
@@ -21,8 +21,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from trinity_sync.client.outcome_log import Outcome, OutcomeLog, OutcomeLogs
-from trinity_sync.client.pending_save import PendingSave, SaveResult
+from trinity_sync.client.outcomes import Outcome, OutcomeLog, OutcomeLogs, PendingSave, SaveResult
 from trinity_sync.client.prefect_api import KEYS_PER_CALL
 from trinity_sync.client.run_context import RunContext
 from trinity_sync.client.save_request import SaveRequest

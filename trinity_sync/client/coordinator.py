@@ -17,19 +17,21 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from trinity_sync.client.attachments import Attachments
-from trinity_sync.client.callable_saver import CallableSaver
 from trinity_sync.client.commit_watcher import CommitWatcher
-from trinity_sync.client.emergency_save import EmergencySave, run_emergency_save
 from trinity_sync.client.init_root import open_root, open_together, resolve_root
-from trinity_sync.client.preemption import Preemption, noticed_by_any
+from trinity_sync.client.preemption import (
+    EmergencySave,
+    Preemption,
+    noticed_by_any,
+    run_emergency_save,
+)
 from trinity_sync.client.run_context import RunContext, make_run_key
 from trinity_sync.client.save_submitter import SaveSubmitter
 from trinity_sync.client.save_trigger import SaveTrigger
-from trinity_sync.client.state_saver import DcpFolders, StateSaver
+from trinity_sync.client.savers import CallableSaver, DcpFolders, StateSaver
 from trinity_sync.client.step_loader import StepLoader
 from trinity_sync.errors import ConfigError, SaveFailedError
-from trinity_sync.fs.process import read_process_identity
-from trinity_sync.fs.signals import hold_handlers
+from trinity_sync.fs.process import hold_handlers, read_process_identity
 from trinity_sync.layout import (
     KINDS,
     Kind,
@@ -38,16 +40,16 @@ from trinity_sync.layout import (
     step_folder,
 )
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.callable_status import CallableStatus
 from trinity_sync.snapshot.job_identity import open_identity
 from trinity_sync.snapshot.save_id import Export
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool, remove_replaced_spools
 from trinity_sync.snapshot.stager import Staged, Stager
-from trinity_sync.snapshot.version_tag import VersionTag
+from trinity_sync.snapshot.ticket import VersionTag
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.manifest import is_committed
 from trinity_sync.storage.metrics import MetricsLog
 from trinity_sync.storage.placement import NodeRanks, group_by_node
+from trinity_sync.storage.save_functions import CallableStatus
 
 
 class CheckpointCoordinator:

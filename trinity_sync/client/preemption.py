@@ -1,25 +1,40 @@
-"""Handle the signal by which a scheduler announces the end of a trainer's process.
+"""Preemption: the signal that announces the end of a trainer's process, and the save before it.
 
 The handler only records the time; the training loop checks it between two steps. Where the signal
 reaches the workers of a DataLoader as well, they stay alive, and the death of others that PyTorch's
 handler of SIGCHLD would raise is logged.
+
+Slurm, shells and launchers signal whole groups of processes. A worker that ends takes the batches
+that it has prepared with it, and the loader raises an error before the trainer can save. So workers
+that start after `keep_workers_alive` end at the signal only if the trainer sends it, as
+``Process.terminate`` does.
+
+The signal is blocked in such a worker, and in the programs that it starts: these need SIGKILL.
+
+An emergency save has the seconds that are left. The weights are saved first, as a sync of the step,
+and the other components after them. Together they are one checkpoint; if time runs out in between,
+the weights are saved.
 """
 
 import logging
+import multiprocessing
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
-from trinity_sync.client.worker_signals import keep_workers_alive
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import ConfigError, SaveTimeoutError, TrinitySyncError
+from trinity_sync.fs.process import hold_handlers
+from trinity_sync.layout import Kind
 
 logger = logging.getLogger(__name__)
 
@@ -189,3 +204,135 @@ def noticed_by_any(noticed: bool) -> bool:
     flag = torch.tensor(int(noticed), device=device)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag.item())
+
+
+_signals: list[int] = []
+"""Signals to outlive, once for each call of `keep_workers_alive`."""
+_start_process = BaseProcess.start
+
+
+def keep_workers_alive(signum: int) -> Callable[[], None]:
+    """Have workers of DataLoaders that start from now on outlive a signal.
+
+    The returned function ends this for workers that start after its call.
+    """
+    _signals.append(signum)
+    BaseProcess.start = _start  # type: ignore[method-assign,assignment]
+    return lambda: _signals.remove(signum)
+
+
+def _start(process: Any) -> None:
+    """Start a process; torch's and torchdata's loaders have no other name than this in common."""
+    loop = process._target
+    if not _signals or getattr(loop, "__name__", "") != "_worker_loop":
+        _start_process(process)
+        return
+    process._target = _Worker(loop, frozenset(_signals), os.getpid())
+    method = process._start_method or multiprocessing.get_start_method()
+    # inherited, so that none comes before the worker can look at it; a fork server would keep it
+    inherited = () if method == "forkserver" else _signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, inherited)
+    try:
+        _start_process(process)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """The main function of a worker.
+
+    A Python handler would not know the sender of a signal, and torch replaces that of SIGTERM.
+    """
+
+    loop: Callable[..., None]
+    signals: frozenset[int]
+    trainer: int
+
+    def __call__(self, *arguments: Any, **options: Any) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
+        threading.Thread(target=self._wait, name="preemption-notice", daemon=True).start()
+        self.loop(*arguments, **options)
+
+    def _wait(self) -> None:
+        while signal.sigwaitinfo(self.signals).si_pid != self.trainer:
+            pass
+        os._exit(0)  # as torch's handler of SIGTERM
+
+
+@dataclass(frozen=True)
+class EmergencySave:
+    """The result of an emergency save."""
+
+    step: int
+    submitted: tuple[str, ...]
+    """Components that are sealed in the spool; they survive the process, but not the machine."""
+    committed: tuple[Kind, ...]
+    """Kinds that are committed: none, the weights (``state_dict``), or ``checkpoint`` as well."""
+    undone: tuple[str, ...]
+    """A sentence for each component that was not saved and each earlier save that failed."""
+
+
+def run_emergency_save(
+    step: int,
+    components: Mapping[str, Any],
+    deadline_s: float,
+    *,
+    kinds: Sequence[Kind] = ("state_dict", "checkpoint"),
+    save: Callable[[Kind, Mapping[str, Any]], Sequence[str]],
+    wait: Callable[[float], None],
+    failures: Callable[[], Sequence[str]],
+    committed: Callable[[], tuple[Kind, ...]],
+) -> EmergencySave:
+    """Submit what fits into the time that is left, then wait for the commit until the deadline.
+
+    ``deadline_s`` is for staging and commit together; ``kinds`` are saved in their order. ``save``
+    stages and submits, and returns the sealed components, or raises. ``wait`` waits at most the
+    given seconds for all saves, and raises as `wait_all`; ``failures`` returns those of earlier
+    saves that it has not raised.
+    """
+    deadline = time.monotonic() + deadline_s
+    weights = {name: state for name, state in components.items() if name == "model"}
+    saves: list[tuple[Kind, Mapping[str, Any]]] = [
+        (kind, weights if kind == "state_dict" else components)
+        for kind in kinds
+        if kind == "checkpoint" or (weights and len(components) > 1)
+    ]
+    sealed: list[str] = []
+    undone: list[str] = []
+    try:
+        with hold_handlers():
+            for kind, states in saves:
+                new = [name for name in states if name not in sealed]
+                if time.monotonic() >= deadline:
+                    undone.append(
+                        f"{', '.join(new)}: not submitted, the {deadline_s:g} s were over"
+                    )
+                    break
+                try:
+                    found = save(kind, states)
+                except Exception as error:
+                    undone.append(f"{', '.join(new)}: not submitted, {_text_of(error)}")
+                    break
+                sealed += [name for name in found if name not in sealed]
+    except Exception as error:
+        logger.warning("A signal's handler raised an error in an emergency save: %s", error)
+    try:
+        wait(max(0.0, deadline - time.monotonic()))
+    except SaveTimeoutError as error:
+        undone += [f"{error} Until then the images wait in the spool of this node.", *failures()]
+    except Exception as error:
+        undone.append(_text_of(error))
+    done = EmergencySave(step, tuple(sealed), committed(), tuple(undone))
+    logger.warning(
+        "Emergency save of step %s: %s submitted, committed as %s%s",
+        step,
+        ", ".join(sealed) or "nothing",
+        " and ".join(done.committed) or "nothing",
+        "".join(f"; {sentence}" for sentence in undone),
+    )
+    return done
+
+
+def _text_of(error: Exception) -> str:
+    return str(error) if isinstance(error, TrinitySyncError) else f"{type(error).__name__}: {error}"

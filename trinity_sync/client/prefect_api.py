@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from trinity_sync.client.save_request import SAVE_DEPLOYMENT
 from trinity_sync.errors import PrefectApiError, RequestRefusedError
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.safe_load import is_own
+from trinity_sync.tensors.safe_load import is_own
 
 if TYPE_CHECKING:
     import httpx

@@ -23,18 +23,20 @@ from trinity_sync.fs.atomic import UNWRITABLE
 from trinity_sync.layout import Kind, steps_on_disk
 from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.latest_pointer import read_latest_pointer
-from trinity_sync.storage.living_run import find_living_run, hold_run, wait_for_living_run
 from trinity_sync.storage.manifest import is_committed, read_run_number
 from trinity_sync.storage.metrics import find_run_of_step
 from trinity_sync.storage.quarantine import quarantine_folder
 from trinity_sync.storage.runs import (
     Run,
     explain_superseded,
+    find_living_run,
     find_newest_run,
     find_superseding_run,
+    hold_run,
     join_run,
     list_runs,
     record_resume,
+    wait_for_living_run,
 )
 
 logger = logging.getLogger(__name__)

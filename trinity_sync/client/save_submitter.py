@@ -18,13 +18,13 @@ from trinity_sync.layout import (
     WriteConcurrency,
     check_name,
 )
-from trinity_sync.snapshot.callable_status import write_request
 from trinity_sync.snapshot.image import LaidOut
 from trinity_sync.snapshot.save_id import Export, Origin, SaveId
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.stager import Staged
 from trinity_sync.snapshot.ticket import list_components
 from trinity_sync.storage.placement import NodeRanks, read_placement, write_placement
+from trinity_sync.storage.save_functions import write_request
 
 
 class SaveSubmitter:

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from trinity_sync.client.outcome_log import Outcome, OutcomeLogs
+from trinity_sync.client.outcomes import Outcome, OutcomeLogs
 from trinity_sync.client.prefect_api import FlowRun, PrefectApi
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.saver_control import SaverControl
@@ -30,8 +30,7 @@ from trinity_sync.errors import (
     TrinitySyncError,
 )
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.run_lock import try_run_lock
-from trinity_sync.snapshot.spool import JobSpool, SealedImage
+from trinity_sync.snapshot.spool import JobSpool, SealedImage, try_run_lock
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.placement import read_placement
 

@@ -14,7 +14,7 @@ from trinity_sync.client.collective import (
     run_on_all_ranks,
 )
 from trinity_sync.client.run_context import RunContext
-from trinity_sync.fs.changes import ReadOnChange, lengthen_pauses
+from trinity_sync.fs.atomic import ReadOnChange, lengthen_pauses
 from trinity_sync.layout import Kind, step_folder
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.discovery import find_newest

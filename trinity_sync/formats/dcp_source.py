@@ -6,12 +6,15 @@ values with ``weights_only``, and the files that it names must be below its fold
 
 import io
 import pickle
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
@@ -20,9 +23,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import DeviceMesh
 
 from trinity_sync.errors import CommitError, ConfigError
-from trinity_sync.formats.dcp_local import run_dcp_alone
-from trinity_sync.snapshot.dtensor_shards import compute_chunk
-from trinity_sync.snapshot.torch_private import (
+from trinity_sync.tensors.dtensor_shards import compute_chunk
+from trinity_sync.tensors.torch_private import (
     DCP_INDEX_CLASSES,
     make_dtensor,
     make_mesh,
@@ -225,3 +227,27 @@ def _number_parameters(optimizer: dict[str, Any]) -> dict[str, Any]:
 
 def _join_path(path: Sequence[Any]) -> str:
     return ".".join(map(str, path))
+
+
+@contextmanager
+def run_dcp_alone() -> Iterator[None]:
+    """Run DCP within the block without a process group, and raise the original errors.
+
+    DCP warns that there is no process group, wraps the errors of ranks, and finishes a file after
+    the disk refused a write, which hides the cause.
+    """
+    with warnings.catch_warnings(), torch.device("cpu"):  # DCP computes on the default device
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            yield
+        except (CheckpointException, RuntimeError) as error:
+            first: BaseException = error
+            if isinstance(error, CheckpointException):
+                first = next(iter(error.failures.values()))[0]
+            raise _find_os_error(first) or first from error
+
+
+def _find_os_error(error: BaseException | None) -> OSError | None:
+    while error is not None and not isinstance(error, OSError):
+        error = error.__context__
+    return error

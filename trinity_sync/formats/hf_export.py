@@ -5,24 +5,26 @@ Into the step, the weights are written next to it, renamed into
 complete folder appears by one rename, which ``from_pretrained`` loads.
 """
 
-from collections.abc import Callable
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trinity_sync.errors import CommitError, ConfigError, ExportError
 from trinity_sync.formats.hf_files import DTYPES, HUGGINGFACE, find_adapter_config, write_files
-from trinity_sync.formats.hf_target import check_target, lock_export, replace_target
 from trinity_sync.formats.safetensors import (
     ExportProgress,
     open_progress,
     read_progress,
 )
 from trinity_sync.formats.shard_reader import ShardedModel
-from trinity_sync.fs.atomic import make_folder, sync_folder
-from trinity_sync.fs.direct_io import digest_file
-from trinity_sync.fs.locks import acquire_commit_lock
-from trinity_sync.fs.progress import OnProgress, no_progress
-from trinity_sync.layout import check_name, shard_file, step_folder
+from trinity_sync.fs.atomic import UNWRITABLE, make_folder, sync_folder
+from trinity_sync.fs.direct_io import OnProgress, digest_file, no_progress
+from trinity_sync.fs.locks import acquire_commit_lock, try_acquire_file_lock
+from trinity_sync.layout import PRIVATE_FOLDER, check_name, shard_file, step_folder
 from trinity_sync.storage.discovery import require_committed, require_unreplaced
 from trinity_sync.storage.export_requests import (
     COMPONENT,
@@ -32,8 +34,7 @@ from trinity_sync.storage.export_requests import (
     remove_export_request,
 )
 from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
-from trinity_sync.storage.manifest import Manifest, read_manifest, write_manifest
-from trinity_sync.storage.manifest_files import FileRecord
+from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest, write_manifest
 
 
 @dataclass(frozen=True)
@@ -241,3 +242,62 @@ def _check_digests(
                 f"{folder / record.path} is corrupted: its digest is not that of the manifest. "
                 "Export another step, or restore the file from a copy."
             )
+
+
+def check_target(to: Path, root: Path) -> Path:
+    """Return the absolute path of the folder to export to, given as the user passed it.
+
+    Raises:
+        ConfigError: it contains other files, or is part of the job.
+    """
+    target = to.absolute().resolve()
+    if target == root or target in root.parents or target.is_relative_to(root / PRIVATE_FOLDER):
+        raise ConfigError(f"{to} is or contains the job itself; export to another folder")
+    inside = target.relative_to(root).parts[0] if target.is_relative_to(root) else ""
+    if inside.startswith("global_step_"):
+        raise ConfigError(
+            f"{to} is part of a step; omit --to to export into the step, or choose another folder"
+        )
+    if target.exists():
+        ours = target.is_dir() and read_progress(target) is not None
+        if not target.is_dir() or (any(target.iterdir()) and not ours):
+            raise ConfigError(
+                f"{to} is not empty and not an earlier export; nothing was changed. Choose another "
+                "folder, or remove it."
+            )
+    return target
+
+
+@contextmanager
+def lock_export(root: Path, scratch: Path) -> Iterator[None]:
+    """Hold the lock of an export target within the block; a root that cannot be written has none.
+
+    Raises:
+        ExportError: another export holds it.
+    """
+    exports = exports_folder(root)
+    name = hashlib.sha256(os.fsencode(scratch)).hexdigest()[:16]
+    lock = exports / f"{scratch.name if scratch.parent == exports else name}.lock"
+    with ExitStack() as held:
+        try:
+            acquired = held.enter_context(try_acquire_file_lock(lock))
+        except OSError as error:
+            if error.errno not in UNWRITABLE:
+                raise
+            acquired = True
+        if not acquired:
+            raise ExportError(
+                f"another export to the same folder is in flight ({scratch}); wait until it ends"
+            )
+        yield
+
+
+def replace_target(scratch: Path, target: Path) -> None:
+    """Rename a finished export to its target, and remove an earlier export there."""
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    scratch.rename(target)
+    sync_folder(target.parent)
+    shutil.rmtree(old, ignore_errors=True)

@@ -17,9 +17,8 @@ from trinity_sync.errors import ExportError
 from trinity_sync.formats.hf_naming import Naming, Tensors
 from trinity_sync.formats.shard_reader import Meta, ShardedModel
 from trinity_sync.fs.atomic import make_folder, replace_file, sync_folder
-from trinity_sync.fs.direct_io import digest_cached_file
-from trinity_sync.fs.progress import OnProgress, no_progress
-from trinity_sync.snapshot.dtensor_shards import have_equal_bits
+from trinity_sync.fs.direct_io import OnProgress, digest_cached_file, no_progress
+from trinity_sync.tensors.dtensor_shards import have_equal_bits
 
 PROGRESS = "trinity_export.json"
 INDEX = "model.safetensors.index.json"

@@ -6,8 +6,9 @@ for the location of each chunk, and to read some of them. The locations follow f
 requested chunks are read, so no memory is needed besides the target tensors.
 """
 
+import pickle
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,8 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from trinity_sync.errors import CommitError, ConfigError
-from trinity_sync.formats.saved_shard import Keys, get_leaf, iter_leaves, narrow, open_shard
-from trinity_sync.snapshot.dtensor_shards import (
+from trinity_sync.layout import shard_file
+from trinity_sync.tensors.dtensor_shards import (
     ShardBox,
     compute_chunk,
     compute_own_box,
@@ -35,7 +36,56 @@ from trinity_sync.snapshot.dtensor_shards import (
     have_equal_bits,
     is_outside_mesh,
 )
-from trinity_sync.snapshot.torch_private import get_shard
+from trinity_sync.tensors.torch_private import get_shard
+
+Keys = tuple[Any, ...]
+"""Path of a leaf in a state: ``("state", 0, "exp_avg")``."""
+
+
+def open_shard(folder: Path, component: str, world_size: int, rank: int) -> Mapping[Any, Any]:
+    """Return a rank's state from the folder of a role; its tensors are mapped from the file.
+
+    Raises:
+        CommitError: the file is missing, or ``weights_only`` cannot read it.
+        ConfigError: it does not contain a dict.
+    """
+    path = folder / shard_file(component, world_size, rank)
+    try:
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise CommitError(
+            f"{path} cannot be read with weights_only, so it cannot be resharded: {error}\n"
+            f"Load it with {world_size} ranks, or choose another step."
+        ) from error
+    if not isinstance(state, Mapping):
+        raise ConfigError(
+            f"{path} has a {type(state).__name__}, and only dicts can be resharded; load it "
+            f"with {world_size} ranks"
+        )
+    return state
+
+
+def iter_leaves(state: Mapping[Any, Any], above: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    """Yield the values in nested dicts, each with its path."""
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            yield from iter_leaves(value, (*above, key))
+        else:
+            yield (*above, key), value
+
+
+def get_leaf(state: Any, keys: Keys) -> Any:
+    """Return the value at a path; None if there is none."""
+    for key in keys:
+        state = state.get(key) if isinstance(state, Mapping) else None
+    return state
+
+
+def narrow(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    """Return a box of a tensor, given its first index and its length in each dimension."""
+    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        tensor = tensor.narrow(dim, offset, length)
+    return tensor
 
 
 class SavedComponent(StorageReader):
@@ -80,7 +130,7 @@ class SavedComponent(StorageReader):
                 self.values[keys] = leaf
 
     def open_shard(self, rank: int) -> Mapping[Any, Any]:
-        """As `saved_shard.open_shard`."""
+        """As `saved_component.open_shard`."""
         return open_shard(self.folder, self.component, self.world_size, rank)
 
     def get_chunk(self, state: Mapping[Any, Any], index: MetadataIndex) -> torch.Tensor:

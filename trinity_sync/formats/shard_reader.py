@@ -14,15 +14,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from trinity_sync.errors import ExportError
-from trinity_sync.formats.saved_shard import narrow
-from trinity_sync.snapshot.dtensor_shards import (
+from trinity_sync.formats.saved_component import narrow
+from trinity_sync.tensors.dtensor_shards import (
     compute_own_box,
     compute_shard_boxes,
     have_equal_bits,
     is_outside_mesh,
 )
-from trinity_sync.snapshot.safe_load import load_file
-from trinity_sync.snapshot.torch_private import get_shard, map_plain_names
+from trinity_sync.tensors.safe_load import load_file
+from trinity_sync.tensors.torch_private import get_shard, map_plain_names
 
 Meta = tuple[torch.Size, torch.dtype]
 """Shape and dtype of a complete tensor."""
@@ -32,7 +32,7 @@ class ShardedModel:
     """A model that ranks saved, each in a file of its own; ``files`` are in the order of ranks.
 
     Files are unpickled with ``weights_only`` if possible, otherwise, if they are trusted
-    (``snapshot.safe_load``), completely as in veRL, which runs their code.
+    (``tensors.safe_load``), completely as in veRL, which runs their code.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:

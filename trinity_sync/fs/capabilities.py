@@ -22,8 +22,7 @@ from pathlib import Path
 from trinity_sync.errors import RootError
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, exchange_names, open_fd, sync_folder
 from trinity_sync.fs.direct_io import ALIGNMENT
-from trinity_sync.fs.file_lease import has_no_other_users
-from trinity_sync.fs.locks import acquire_file_lock, try_acquire_file_lock
+from trinity_sync.fs.locks import acquire_file_lock, has_no_other_users, try_acquire_file_lock
 from trinity_sync.fs.mounts import Mount, find_mount
 
 PROBES = ("probe", "meeting", "doctor")

@@ -1,13 +1,19 @@
-"""File system of a path, as the kernel reports it in ``/proc/self/mountinfo``.
+"""The file system of a path: its type and its clock.
 
-``psutil.disk_partitions`` is not enough: if ``/etc/mtab`` is a regular file, psutil reads that, and
-the kernel does not update it.
+The kernel reports the type in ``/proc/self/mountinfo``. ``psutil.disk_partitions`` is not enough:
+if ``/etc/mtab`` is a regular file, psutil reads that, and the kernel does not update it.
+
+The clock may be that of a file server. Leases begin at the mtime of their files, so the clock of a
+node that is ahead must not end them.
 """
 
 import os
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from trinity_sync.layout import PRIVATE_FOLDER
 
 LOCAL_TYPES = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs"}
 LOCAL_TYPES |= {"xfs", "zfs"}
@@ -77,3 +83,16 @@ def find_mount(path: str | Path, mountinfo: str | None = None) -> Mount:
         if real.is_relative_to(point) and len(point.parts) >= len(best.point.parts):
             best = Mount(point, kind, source, (*fields[5].split(","), *options.split(",")))
     return best
+
+
+def read_file_system_time(root: str | Path) -> float:
+    """Return the current time of a root's file system, in seconds since the epoch.
+
+    If the root cannot be written, it is the time of this node.
+    """
+    path = Path(root) / PRIVATE_FOLDER / ".now"
+    try:
+        path.touch()
+        return path.stat().st_mtime
+    except OSError:
+        return time.time()

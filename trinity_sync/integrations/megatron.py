@@ -31,7 +31,7 @@ from trinity_sync.client.collective import (
     open_on_all_ranks,
 )
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.client.state_saver import DcpFolders
+from trinity_sync.client.savers import DcpFolders
 from trinity_sync.errors import ConfigError, ImageError, from_extra
 from trinity_sync.integrations.dcp.planned_file import (
     PlannedFile,

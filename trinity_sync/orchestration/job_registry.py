@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.fs.atomic import make_folder
-from trinity_sync.fs.create import create_file
+from trinity_sync.fs.locks import create_file
 from trinity_sync.layout import job_id_of
 from trinity_sync.orchestration.root_threads import RootVisits
 from trinity_sync.settings import Settings, StackSettings

@@ -1,4 +1,4 @@
-"""Queries of the stack to a Prefect server, with Prefect's own client.
+"""Queries and events of the stack at a Prefect server, with Prefect's own client.
 
 Trainers use `client.prefect_api`. `request_run` creates every flow run. A save is requested by its
 `SaveRequest.flow_run`, whose idempotency key gives all requesters the same run.
@@ -6,9 +6,14 @@ Trainers use `client.prefect_api`. `request_run` creates every flow run. A save 
 Scheduled states follow the server's clock. Prefect's client writes its own time into a state that
 is due now: a server whose clock is behind delays the run, and a worker whose clock is behind does
 not see it. The states made here have no time, and the server adds it.
+
+Events about the steps of a job are for automations such as "no commit within 30 minutes". The
+resource of an event is the job, ``trinity-sync.job.<job id>``. Prefect sends events from a thread;
+an event that cannot be sent is dropped and never fails a save.
 """
 
 import json
+import logging
 import os
 import time
 from collections import defaultdict
@@ -19,7 +24,7 @@ from datetime import datetime, timedelta, timezone
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
-from uuid import UUID
+from uuid import NAMESPACE_URL, UUID, uuid4, uuid5
 
 import httpx
 from prefect.client.orchestration import PrefectClient, SyncPrefectClient, get_client
@@ -40,6 +45,7 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, State, StateType, TaskRun
 from prefect.client.schemas.responses import WorkerFlowRunResponse
 from prefect.client.schemas.sorting import ArtifactSort, FlowRunSort
+from prefect.events import emit_event
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import (
     PREFECT_API_AUTH_STRING,
@@ -52,9 +58,13 @@ from prefect.states import Scheduled
 
 from trinity_sync.client.prefect_api import hide_password, read_local_stack
 from trinity_sync.errors import PrefectApiError, RequestRefusedError, TrinitySyncError
+from trinity_sync.layout import Kind
 from trinity_sync.orchestration.quantities import make_artifact_key
+from trinity_sync.orchestration.run_page import StepOutcome
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import job_id
+
+logger = logging.getLogger(__name__)
 
 RETENTION = "retention"
 VERIFIED = "verified"
@@ -385,3 +395,45 @@ def get_task_name(task: TaskRun) -> str:
     """Return the name of a task run without its node and its number, such as ``persist-model``."""
     name, _, node = task.name.partition(" @ ")
     return name if node else name.rpartition("-")[0] or name
+
+
+PREFIX = "trinity_sync.step."
+JOB_RESOURCE = "trinity-sync.job."
+
+
+def emit_step_event(
+    outcome: StepOutcome,
+    root: str | Path,
+    step: int,
+    *,
+    job: str,
+    run: int | None = None,
+    kind: Kind | None = None,
+    **payload: Any,
+) -> None:
+    """Send the event ``trinity_sync.step.<outcome>``; never raises.
+
+    None is sent for weights that were evicted: newer weights supersede them, so nothing is lost.
+    ``root`` is a real path; ``run`` is None if it is unknown, ``kind`` for the whole step. JSON can
+    represent the values of ``payload``.
+    """
+    if not PREFECT_API_URL.value():  # Prefect would start a server of its own
+        return
+    if outcome == "evicted" and kind != "checkpoint":
+        return
+    # the worker that sees an eviction and the flow run that fails for it report it once
+    name = f"trinity-sync/{job}/{run}/{step}/{kind}"
+    event_id = uuid5(NAMESPACE_URL, name) if outcome == "evicted" else uuid4()
+    try:
+        emit_event(
+            event=PREFIX + outcome,
+            resource={
+                "prefect.resource.id": JOB_RESOURCE + job,
+                "prefect.resource.name": job,
+                "trinity-sync.root": str(root),
+            },
+            payload={"step": step, "run": run, "kind": kind, **payload},
+            id=event_id,
+        )
+    except Exception as error:
+        logger.warning("cannot send the event that step %d is %s: %r", step, outcome, error)

@@ -9,9 +9,11 @@ Start it with ``trinity-sync worker``, or ``prefect worker start --type trinity-
 """
 
 import asyncio
+import importlib
 import logging
 import math
 import os
+import sys
 import threading
 import time
 from collections import Counter
@@ -47,7 +49,7 @@ from websockets.exceptions import ConnectionClosed
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.fs.process import read_process_identity
-from trinity_sync.orchestration.flow_loader import HEARTBEAT_S, load_flow
+from trinity_sync.orchestration.pipeline import PACKAGES
 from trinity_sync.orchestration.prefect_compat import (
     InProcessWorker,
     propose_state,
@@ -55,13 +57,12 @@ from trinity_sync.orchestration.prefect_compat import (
     spare_calls_of_runs,
 )
 from trinity_sync.orchestration.prefect_queries import PAGE, measure_clock_skew, read_due_runs
-from trinity_sync.orchestration.recovery.flow_runs import ACQUIRED_BY
-from trinity_sync.orchestration.recovery.images import try_allow_eviction
+from trinity_sync.orchestration.recovery.flow_runs import ACQUIRED_BY, try_allow_eviction
 from trinity_sync.orchestration.recovery.node import NodeRecovery
 from trinity_sync.orchestration.recovery.reconcile import repair_known_roots
 from trinity_sync.pipeline.pending import warn_once
 from trinity_sync.settings import Settings, StackSettings
-from trinity_sync.snapshot.run_lock import try_run_lock
+from trinity_sync.snapshot.spool import try_run_lock
 
 logger = logging.getLogger(__name__)
 
@@ -366,3 +367,27 @@ class TrinitySyncWorker(
         while True:
             await work()
             await anyio.sleep(POLL_S)
+
+
+HEARTBEAT_S = 30
+"""Seconds between two heartbeats of a flow run, Prefect's minimum. ``worker.heartbeat_timeout``
+must be several times as long."""
+
+
+def load_flow(entrypoint: str | None) -> Flow[..., Any]:
+    """Return the flow of an entrypoint, ``package.module.flow`` or ``package.module:flow``.
+
+    Raises:
+        ConfigError: The flow cannot be imported here.
+    """
+    if sys.path[0] != PACKAGES:  # a user's own flows and tasks must not be found first
+        sys.path.insert(0, PACKAGES)
+    module, _, name = str(entrypoint).replace(":", ".").rpartition(".")
+    try:
+        flow: Flow[..., Any] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"cannot import the deployment's entrypoint {entrypoint!r} in this worker: "
+            f"{error}. Is the package installed where the worker runs?"
+        ) from error
+    return flow

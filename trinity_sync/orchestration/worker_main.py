@@ -20,10 +20,9 @@ from prefect.settings import (
 
 from trinity_sync.errors import StackError, TrinitySyncError
 from trinity_sync.layout import COMPONENTS
-from trinity_sync.orchestration.flow_loader import load_flow
 from trinity_sync.orchestration.metrics import METRICS
 from trinity_sync.orchestration.pipeline import PACKAGES
-from trinity_sync.orchestration.worker import POLL_S, TrinitySyncWorker
+from trinity_sync.orchestration.worker import POLL_S, TrinitySyncWorker, load_flow
 from trinity_sync.settings import Settings, StackSettings
 
 logger = logging.getLogger(__name__)
@@ -72,7 +71,7 @@ def serve(settings: Settings, stack: StackSettings) -> None:
 
 def _import_work() -> None:
     """Import what tasks do in a Ray worker process, so that the first save finds it imported."""
-    importlib.import_module("trinity_sync.orchestration.on_node.save")
+    importlib.import_module("trinity_sync.orchestration.on_node")
 
 
 async def _until_stopped(stack: StackSettings) -> None:

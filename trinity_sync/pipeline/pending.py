@@ -15,16 +15,14 @@ from pydantic import ValidationError
 
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import FormatError, SaveError, SupersededError, TrinitySyncError
-from trinity_sync.snapshot.callable_status import list_requests, remove_request, remove_statuses
 from trinity_sync.snapshot.save_id import SaveId
-from trinity_sync.snapshot.slot_lock import free_slot
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
-from trinity_sync.snapshot.ticket import list_components
-from trinity_sync.storage.commit import finish_interrupted
-from trinity_sync.storage.late_images import resolve_late_image
+from trinity_sync.snapshot.ticket import free_slot, list_components
+from trinity_sync.storage.commit import finish_interrupted, resolve_late_image
 from trinity_sync.storage.manifest import Manifest, read_run_manifest
 from trinity_sync.storage.runs import refuse_other_job
 from trinity_sync.storage.save import mark_image_failed
+from trinity_sync.storage.save_functions import list_requests, remove_request, remove_statuses
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import SaveError, TrinitySyncError
-from trinity_sync.fs.rate_limit import RateLimit
+from trinity_sync.fs.direct_io import RateLimit
 from trinity_sync.layout import FOLDERS, Component
 from trinity_sync.retention.planner import Rules
 from trinity_sync.retention.prune import Pruned, prune
@@ -19,22 +19,24 @@ from trinity_sync.settings import StackSettings
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import get_job_spool
 from trinity_sync.storage.block_reuse import can_reuse_blocks
-from trinity_sync.storage.callable_saves import await_callable_saves, sync_callable_files
-from trinity_sync.storage.commit import commit
+from trinity_sync.storage.commit import commit, free_committed_slots
 from trinity_sync.storage.export_requests import (
     ExportRequest,
     list_export_requests,
     write_export_request,
 )
-from trinity_sync.storage.job_settings import read_job_settings, read_set_job_settings
-from trinity_sync.storage.late_images import free_committed_slots
+from trinity_sync.storage.job_settings import (
+    read_job_settings,
+    read_required_remote,
+    read_set_job_settings,
+)
 from trinity_sync.storage.manifest import Manifest, read_run_manifest
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.placement import NodeShards, await_node_shards
-from trinity_sync.storage.required_remote import read_required_remote
 from trinity_sync.storage.runs import refuse_other_job
 from trinity_sync.storage.save import Persisted, Written, discard, mark_failed
-from trinity_sync.storage.save_log import refuse_removed
+from trinity_sync.storage.save_functions import await_callable_saves, sync_callable_files
+from trinity_sync.storage.save_timing import refuse_removed
 
 if TYPE_CHECKING:
     from trinity_sync.remote.upload import Replicated

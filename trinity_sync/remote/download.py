@@ -15,22 +15,20 @@ import xxhash
 
 from trinity_sync.errors import CommitError, CorruptedCopyError
 from trinity_sync.fs.atomic import make_folder, revalidate_folder, sync_folder
-from trinity_sync.fs.direct_io import DIGEST, digest_cached_file
+from trinity_sync.fs.direct_io import DIGEST, OnProgress, digest_cached_file, no_progress
 from trinity_sync.fs.locks import acquire_commit_lock, acquire_file_lock
-from trinity_sync.fs.progress import OnProgress, no_progress
 from trinity_sync.layout import PRIVATE_FOLDER, step_folder
 from trinity_sync.remote.remote_root import Remote
-from trinity_sync.remote.same_job import join_remote
-from trinity_sync.remote.upload import PARALLEL
+from trinity_sync.remote.upload import PARALLEL, join_remote
 from trinity_sync.storage.commit import update_latest_pointers
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.manifest import (
+    FileRecord,
     Manifest,
     read_manifest,
     read_run_number,
     write_manifest_into,
 )
-from trinity_sync.storage.manifest_files import FileRecord
 from trinity_sync.storage.quarantine import fetching_folder
 from trinity_sync.storage.replace import swap_folders
 from trinity_sync.storage.runs import Run, add_run

@@ -5,7 +5,7 @@
     url/global_step_40/manifest.json        its appearance commits the copy
     url/global_step_40/actor/...            the files in the manifest
     url/global_step_40/.uploaded/...        during an upload: records of the complete files
-    url/.trinity_sync/identity.json         whose steps these are: see ``same_job``
+    url/.trinity_sync/identity.json         whose steps these are: see ``upload``
     url/.trinity_sync/runs/3.json           for a required remote: see ``required``
 
 Bytes are streamed in chunks, whatever the size of a file. Credentials and the address of the
@@ -36,14 +36,13 @@ from trinity_sync.errors import (
     TrinitySyncError,
 )
 from trinity_sync.fs.atomic import make_folder, replace_file, sync_file, sync_folder
-from trinity_sync.fs.create import create_file
 from trinity_sync.fs.direct_io import DIGEST
+from trinity_sync.fs.locks import create_file
 from trinity_sync.fs.records import Count, Record, decode_record, encode_record
 from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER, ROOT_FORMAT, parse_number, step_of_folder
 from trinity_sync.snapshot.job_identity import IDENTITY_FILE, JobIdentity
 from trinity_sync.storage.discovery import State
-from trinity_sync.storage.manifest import Manifest, parse_manifest
-from trinity_sync.storage.manifest_files import FileRecord
+from trinity_sync.storage.manifest import FileRecord, Manifest, parse_manifest
 from trinity_sync.storage.runs import Run
 
 LOCAL = ("file", "local")

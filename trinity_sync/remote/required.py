@@ -27,19 +27,14 @@ from trinity_sync.fs.locks import try_acquire_file_lock
 from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.remote_root import Remote
-from trinity_sync.remote.same_job import claim_remote, join_remote
-from trinity_sync.remote.upload import Replicated, replicate
+from trinity_sync.remote.upload import Replicated, claim_remote, join_remote, replicate
 from trinity_sync.retention.planner import Rules, make_step_info, plan_removals
 from trinity_sync.retention.policies import All, parse_policy
 from trinity_sync.snapshot.job_identity import open_identity
 from trinity_sync.storage.discovery import find_newest, iter_committed_steps, require_committed
+from trinity_sync.storage.job_settings import is_replicated, needs_replication, record_replicated
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.pins import list_steps_in_use
-from trinity_sync.storage.required_remote import (
-    is_replicated,
-    needs_replication,
-    record_replicated,
-)
 from trinity_sync.storage.runs import Run, add_run, build_lineage, find_superseding_run, list_runs
 
 logger = logging.getLogger(__name__)

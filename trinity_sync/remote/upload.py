@@ -4,6 +4,14 @@ Files are digested as they are read, so a corrupted file is never copied under a
 sizes of uploaded files are compared; the remote's protocol vouches for their bytes (S3 compares a
 checksum of each part), unless ``read_back`` reads them again. `fetch` compares every digest. The
 step is leased while it is read.
+
+A remote holds the steps of one job, whose identity is in a small file there.
+
+::
+
+    url/.trinity_sync/identity.json     as in the root, see `snapshot.job_identity`
+
+Steps are numbered alike in all jobs, so two jobs in one remote would take and remove each other's.
 """
 
 import time
@@ -14,16 +22,15 @@ from pathlib import Path
 
 import xxhash
 
-from trinity_sync.errors import CommitError, ManifestError, RemoteError
-from trinity_sync.fs.direct_io import DIGEST
-from trinity_sync.fs.progress import OnProgress, no_progress
-from trinity_sync.layout import MANIFEST, step_folder
+from trinity_sync.errors import CommitError, ConfigError, ManifestError, RemoteError
+from trinity_sync.fs.direct_io import DIGEST, OnProgress, no_progress
+from trinity_sync.layout import MANIFEST, step_folder, steps_on_disk
 from trinity_sync.remote.remote_root import CHUNK, Remote
-from trinity_sync.remote.same_job import claim_remote
+from trinity_sync.snapshot.job_identity import JobIdentity, open_identity, read_identity
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.leases import Lease, acquire_lease
-from trinity_sync.storage.manifest import Manifest, encode_manifest
-from trinity_sync.storage.manifest_files import FileRecord
+from trinity_sync.storage.manifest import FileRecord, Manifest, encode_manifest
+from trinity_sync.storage.runs import list_runs
 
 PARALLEL = 4
 """Number of files that are in flight at a time."""
@@ -181,3 +188,42 @@ def _remove_oldest(remote: Remote, last: int, latest: Manifest) -> tuple[int, ..
     for step in superfluous:
         remote.remove_step(step)
     return tuple(superfluous)
+
+
+def claim_remote(root: Path, remote: Remote) -> None:
+    """Require that a remote is the job's, before it is changed; the first job claims it.
+
+    Raises:
+        ConfigError: it has the steps of another job.
+        RemoteError: it cannot be read or written.
+    """
+    mine = read_identity(root)
+    theirs = remote.read_identity()
+    if theirs is None and mine:
+        theirs = remote.create_identity(JobIdentity(mine, str(root)))
+    if theirs and theirs.identity != mine:
+        raise _make_error(root, remote, theirs)
+
+
+def join_remote(root: Path, remote: Remote) -> None:
+    """Require that a remote is the job's, before steps are fetched; a new root continues its job.
+
+    Raises:
+        ConfigError: it has the steps of another job.
+        RemoteError: it cannot be read.
+    """
+    theirs = remote.read_identity()
+    if theirs is None or theirs.identity == read_identity(root):
+        return
+    if steps_on_disk(root) or list_runs(root):
+        raise _make_error(root, remote, theirs)
+    open_identity(root, adopted=theirs.identity)
+
+
+def _make_error(root: Path, remote: Remote, theirs: JobIdentity) -> ConfigError:
+    return ConfigError(
+        f"{remote.url} has the steps of another job, whose root is {theirs.root}; that of {root} "
+        "began anew or is a copy. Use another remote for it: trinity-sync jobs set "
+        f"{root} remote=URL. To continue the other job, fetch its steps into a new root: "
+        f"trinity-sync remote pull NEW-ROOT latest {remote.url}"
+    )

@@ -7,11 +7,15 @@ without a lock. So a crash leaves a step as it was committed, or no step. The ne
 what a crash left in the trash.
 
 A record of another release keeps every step that it may be about.
+
+Steps in quarantine have a policy of their own.
 """
 
+import calendar
 import logging
+import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -19,7 +23,7 @@ from typing import Literal
 from trinity_sync.errors import FormatError
 from trinity_sync.fs.atomic import make_folder, sync_folder
 from trinity_sync.fs.locks import LONG_S, TRASH_LOCK, acquire_commit_lock, acquire_file_lock
-from trinity_sync.layout import PRIVATE_FOLDER, step_folder
+from trinity_sync.layout import KINDS, PRIVATE_FOLDER, step_folder, steps_on_disk
 from trinity_sync.retention.planner import (
     Removal,
     RemovalPlan,
@@ -28,7 +32,7 @@ from trinity_sync.retention.planner import (
     list_outcomes,
     plan_removals,
 )
-from trinity_sync.retention.quarantine import prune_quarantine
+from trinity_sync.retention.policies import Policy, StepInfo
 from trinity_sync.retention.step_infos import find_reason_to_keep, list_step_infos
 from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.snapshot.spool import JobSpool
@@ -36,6 +40,7 @@ from trinity_sync.storage.block_reuse import can_reuse_blocks, remove_folder
 from trinity_sync.storage.export_requests import remove_export_files
 from trinity_sync.storage.leases import acquire_removal_lock
 from trinity_sync.storage.metrics import remove_metrics
+from trinity_sync.storage.quarantine import TIME_FORMAT, quarantine_folder, require_readable_step
 
 logger = logging.getLogger(__name__)
 
@@ -168,3 +173,60 @@ def _empty_trash(root: Path, *, keep: int) -> None:
     with acquire_file_lock(trash.parent / TRASH_LOCK, limit_s=LONG_S):
         for folder in trash.iterdir():
             remove_folder(root, folder, keep=keep)
+
+
+def prune_quarantine(
+    root: str | Path,
+    policy: Policy,
+    now: float,
+    *,
+    dry_run: bool = False,
+    only: Sequence[str] | None = None,
+) -> list[str]:
+    """Remove the folders in quarantine that a policy does not keep; return their sorted names.
+
+    Each is renamed into ``.trinity_sync/trash``; the next `prune.remove_steps` removes its files. A
+    folder with a step of another release is kept. For the policy, such as ``newer=30d`` or
+    ``last=2``, a folder counts as a step of its time; ``now`` is in seconds since the epoch. With
+    ``only``, folders of other names are kept.
+    """
+    quarantine, trash = quarantine_folder(root), Path(root) / PRIVATE_FOLDER / "trash"
+    if not quarantine.is_dir():
+        return []
+    with acquire_commit_lock(root) as lock:  # no rewind adds steps meanwhile
+        folders = sorted(quarantine.iterdir(), key=lambda folder: folder.name)
+        ages = [
+            StepInfo(number, 0, KINDS, at, 0)
+            for number, folder in enumerate(folders)
+            if (at := _parse_time(folder)) is not None and _is_own_release(folder)
+        ]
+        kept = policy.keeps(ages, now)
+        gone = [folders[each.step] for each in ages if each.step not in kept]
+        gone = [folder for folder in gone if only is None or folder.name in only]
+        if gone and not dry_run:
+            make_folder(trash)
+            for folder in gone:
+                lock.require_held()
+                folder.rename(trash / f"quarantine-{folder.name}.{uuid.uuid4().hex}")
+            sync_folder(trash)
+            sync_folder(quarantine)
+    return [folder.name for folder in gone]
+
+
+def _is_own_release(folder: Path) -> bool:
+    """Return whether this release can read all steps in a folder."""
+    try:
+        for step in steps_on_disk(folder):
+            require_readable_step(folder, step)
+    except FormatError as error:
+        logger.warning("keeping %s in quarantine: %s", folder, error)
+        return False
+    return True
+
+
+def _parse_time(folder: Path) -> float | None:
+    """Return the creation time in a folder's name; None if a user created the folder."""
+    try:
+        return calendar.timegm(time.strptime(folder.name.rstrip("_"), TIME_FORMAT))
+    except ValueError:
+        return None

@@ -15,11 +15,10 @@ from trinity_sync.errors import (
     SupersededError,
 )
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX
-from trinity_sync.fs.clock import read_file_system_time
+from trinity_sync.fs.mounts import read_file_system_time
 from trinity_sync.layout import KINDS, step_folder, steps_on_disk
 from trinity_sync.retention.planner import RemovalPlan, make_step_info
 from trinity_sync.retention.policies import StepInfo
-from trinity_sync.snapshot.callable_status import read_statuses
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.discovery import (
     iter_committed_steps,
@@ -27,11 +26,11 @@ from trinity_sync.storage.discovery import (
     require_committed,
 )
 from trinity_sync.storage.export_requests import list_steps_awaiting_export
+from trinity_sync.storage.job_settings import needs_replication
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import read_manifest, read_run_number
 from trinity_sync.storage.metrics import read_metrics
 from trinity_sync.storage.pins import list_steps_in_use
-from trinity_sync.storage.required_remote import needs_replication
 from trinity_sync.storage.runs import (
     Lineage,
     build_lineage,
@@ -39,6 +38,7 @@ from trinity_sync.storage.runs import (
     list_runs,
     refuse_superseded,
 )
+from trinity_sync.storage.save_functions import read_statuses
 
 IN_FLIGHT_S = 3600.0
 """Maximum age in seconds of a temporary file that shows a save in flight."""

@@ -25,8 +25,7 @@ from trinity_sync.fs.atomic import (
     read_uncached,
     replace_file,
 )
-from trinity_sync.fs.create import create_file
-from trinity_sync.fs.locks import acquire_file_lock
+from trinity_sync.fs.locks import acquire_file_lock, create_file
 from trinity_sync.fs.records import TRAINER, Record, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, job_id_of
 

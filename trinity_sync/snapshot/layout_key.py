@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from trinity_sync.snapshot.torch_private import (
+from trinity_sync.tensors.torch_private import (
     disable_subclasses,
     get_spec_and_shard,
     get_storage_id,

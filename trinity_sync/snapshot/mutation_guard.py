@@ -23,8 +23,8 @@ import xxhash
 
 from trinity_sync.errors import ImageError
 from trinity_sync.snapshot.image import Layout, Storages, fill
-from trinity_sync.snapshot.memcpy import get_staging_stream, view_bytes, view_memory
-from trinity_sync.snapshot.torch_private import get_change_count, get_shard, get_storage_id
+from trinity_sync.tensors.memcpy import get_staging_stream, view_bytes, view_memory
+from trinity_sync.tensors.torch_private import get_change_count, get_shard, get_storage_id
 
 SMALL = 64 << 10
 """Bytes up to which a storage is copied at the call."""

@@ -27,11 +27,15 @@ from pathlib import Path
 import torch
 
 from trinity_sync.errors import SpoolFullError
-from trinity_sync.fs.lock_file import LockFile
+from trinity_sync.fs.locks import LockFile
 from trinity_sync.snapshot.image import Layout
-from trinity_sync.snapshot.slot_cache import cached_file_path
-from trinity_sync.snapshot.ticket import Ticket, failure_path, ticket_path
-from trinity_sync.snapshot.version_tag import version_tag_path
+from trinity_sync.snapshot.ticket import (
+    Ticket,
+    cached_file_path,
+    failure_path,
+    ticket_path,
+    version_tag_path,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -24,14 +24,18 @@ from trinity_sync.errors import (
     SpoolFullError,
     TicketError,
 )
-from trinity_sync.fs.signals import call_held_handlers
-from trinity_sync.snapshot.evictions import Eviction, record_eviction
+from trinity_sync.fs.process import call_held_handlers
 from trinity_sync.snapshot.save_id import Origin
 from trinity_sync.snapshot.slot import Slot
-from trinity_sync.snapshot.slot_lock import free_slot
-from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.snapshot.ticket import Ticket, failure_path, read_ticket, ticket_path
-from trinity_sync.snapshot.version_tag import read_version_tag
+from trinity_sync.snapshot.spool import Eviction, JobSpool, record_eviction
+from trinity_sync.snapshot.ticket import (
+    Ticket,
+    failure_path,
+    free_slot,
+    read_ticket,
+    read_version_tag,
+    ticket_path,
+)
 
 logger = logging.getLogger(__name__)
 

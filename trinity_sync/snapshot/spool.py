@@ -7,37 +7,54 @@
         actor.model.rank0.0.slot                memory, reused
         actor.model.rank0.0.slot.ticket         sealed: a save that is not committed yet
         actor.model.rank0.1.slot                free: has no ticket
-        actor.model.rank0.1.slot.kept           committed file that it still holds: ``slot_cache``
-        actor.model.rank0.1.slot.published      version of the weights: ``version_tag``
-        receipts/...                            statuses of save functions: ``callable_status``
-        evictions.jsonl                         images that were lost: ``evictions``
+        actor.model.rank0.1.slot.kept           committed file that it still holds: ``ticket``
+        actor.model.rank0.1.slot.published      version of the weights: ``ticket``
+        receipts/...                            statuses of save functions: `save_functions`
+        evictions.jsonl                         images that were lost
         root                                    path of the job's root
         saver                                   the saver serves the job: ``saver_control``
+
+An eviction is the one way in which a submitted save is lost, written down where it happens. A
+trainer that needs a slot appends a line to ``evictions.jsonl`` in the job's folder of the spool.
+The flow worker of the node reports it: metrics, log and event. The file goes with the folder. It is
+in memory, so its size is limited: beyond it, the older lines are replaced by one with their number.
 """
 
 import contextlib
+import fcntl
+import json
 import logging
 import os
 import shutil
 import stat
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
+from uuid import UUID
+
+import msgspec
 
 from trinity_sync.errors import FormatError, SpoolError, SpoolFullError, TicketError
 from trinity_sync.fs.atomic import replace_file
-from trinity_sync.fs.file_lease import has_no_other_users
-from trinity_sync.layout import check_name, job_id_of
+from trinity_sync.fs.locks import LockFile, has_no_other_users, open_lock_file
+from trinity_sync.fs.records import Count, Seconds
+from trinity_sync.layout import Kind, check_name, job_id_of
 from trinity_sync.snapshot.job_identity import job_id, read_identity
 from trinity_sync.snapshot.save_id import SaveId
-from trinity_sync.snapshot.slot_cache import KEPT_SUFFIX, read_cached_file
 from trinity_sync.snapshot.ticket import (
+    KEPT_SUFFIX,
+    PUBLISHED_SUFFIX,
     TICKET_SUFFIX,
     Ticket,
+    VersionTag,
     failure_path,
+    read_cached_file,
     read_ticket,
+    read_version_tag,
 )
-from trinity_sync.snapshot.version_tag import PUBLISHED_SUFFIX, VersionTag, read_version_tag
 
 logger = logging.getLogger(__name__)
 
@@ -333,3 +350,125 @@ def require_own_folder(folder: Path) -> None:
             f"spool folder {folder} is open to other users, who could replace images in it; "
             f"run: chmod 700 {folder}"
         )
+
+
+@contextmanager
+def try_run_lock(spool: Path, run_id: UUID) -> Iterator[bool]:
+    """Acquire the lock of a flow run on this node without waiting; yield whether it was free.
+
+    The worker that executes a run holds its lock from before it takes the run until the run's end
+    is reported, so a lock that is free means that no process of this node executes the run, and
+    that none begins to within the block.
+
+    Raises:
+        SpoolError: the spool is not a folder of this user alone, or cannot be made.
+    """
+    make_own_folder(spool)
+    with open_lock_file(spool / ".runs.lock") as lock:
+        # one byte of one file for each run: unlike a file for each, a process that is killed
+        # leaves nothing behind
+        yield lock.try_acquire_range(fcntl.F_WRLCK, run_id.int % 2**62, 1)
+
+
+EVICTIONS = "evictions.jsonl"
+MAX_BYTES = 256 << 10
+"""Size in bytes beyond which the older half of the file is dropped."""
+_DROPPED = "dropped"
+_LOCK_S = 1.0
+"""Seconds that a trainer waits for another rank of the node that appends a line."""
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """An image that was removed from its slot although its save was not committed."""
+
+    image: str
+    """Random name of the image, as in its ticket."""
+    run: Count
+    step: Count
+    kind: Kind
+    role: str
+    component: str
+    rank: Count
+    for_step: Count
+    """The step that needed the slot."""
+    evicted_at: Seconds
+    """Seconds since the epoch."""
+    why: str
+
+
+def record_eviction(folder: Path, eviction: Eviction) -> None:
+    """Append an eviction to the file in a job's folder of the spool.
+
+    Raises:
+        OSError: the file cannot be written.
+        LockTimeoutError: another process has locked the file for a second.
+    """
+    path = folder / EVICTIONS
+    line = json.dumps(asdict(eviction)) + "\n"
+    while True:
+        with closing(LockFile(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)) as file:
+            file.acquire(limit_s=_LOCK_S)
+            found = os.fstat(file.fd)
+            if found.st_nlink and found.st_size <= MAX_BYTES:
+                os.write(file.fd, line.encode())
+                return
+            if found.st_nlink:  # otherwise another rank has replaced the file
+                _drop_older_half(path)
+
+
+def read_evictions(folder: Path) -> Sequence[Eviction]:
+    """Return the last evictions of a job on this node, oldest first, without lines that are torn.
+
+    The file is parsed only if it has changed.
+    """
+    return list(_read(folder)[0])
+
+
+def count_evictions(folder: Path) -> Counter[Kind]:
+    """Return the number of images of a job that were evicted on this node, by kind.
+
+    It includes those that `read_evictions` no longer returns.
+    """
+    evictions, dropped = _read(folder)
+    return dropped + Counter(each.kind for each in evictions)
+
+
+def _drop_older_half(path: Path) -> None:
+    lines = path.read_bytes().splitlines(keepends=True)
+    middle = (len(lines) + 1) // 2
+    evictions, dropped = _parse(b"".join(lines[:middle]))
+    dropped += Counter(each.kind for each in evictions)
+    first = json.dumps({_DROPPED: dropped}) + "\n"
+    content = first.encode() + b"".join(lines[middle:])
+    replace_file(path, content, mode=0o600, sync=False, own_name=False)  # under the file's lock
+
+
+def _read(folder: Path) -> tuple[tuple[Eviction, ...], Counter[Kind]]:
+    path = folder / EVICTIONS
+    try:
+        found = path.stat()
+        return _read_version(path, (found.st_ino, found.st_size, found.st_mtime_ns))
+    except FileNotFoundError:
+        return (), Counter()
+
+
+@lru_cache(maxsize=16)
+def _read_version(
+    path: Path, _version: tuple[int, ...]
+) -> tuple[tuple[Eviction, ...], Counter[Kind]]:
+    return _parse(path.read_bytes())
+
+
+def _parse(content: bytes) -> tuple[tuple[Eviction, ...], Counter[Kind]]:
+    """Return the evictions in lines of the file, and the number of those that were dropped."""
+    found: list[Eviction] = []
+    dropped: Counter[Kind] = Counter()
+    for line in content.splitlines():
+        with suppress(ValueError):
+            entry = json.loads(line)
+            if isinstance(entry, dict) and _DROPPED in entry:
+                dropped.update(msgspec.convert(entry[_DROPPED], dict[Kind, Count]))
+            else:
+                found.append(msgspec.convert(entry, Eviction))
+    return tuple(found), dropped

@@ -20,17 +20,23 @@ from typing import Any, Literal
 import torch
 
 from trinity_sync.errors import ImageError, SpoolError
-from trinity_sync.fs.signals import call_held_handlers
+from trinity_sync.fs.process import call_held_handlers
 from trinity_sync.layout import Component, shard_file
 from trinity_sync.snapshot.image import LaidOut, Layout, Storages, fill, lay_out
-from trinity_sync.snapshot.memcpy import ComputedEvents, equal_bytes, record_computed, use_device
 from trinity_sync.snapshot.mutation_guard import SAMPLE, MutationGuard
 from trinity_sync.snapshot.save_id import Origin
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.slot_pool import SlotPool
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.snapshot.ticket import Ticket, failure_path, seal, ticket_path
-from trinity_sync.snapshot.version_tag import VersionTag, write_version_tag
+from trinity_sync.snapshot.ticket import (
+    Ticket,
+    VersionTag,
+    failure_path,
+    seal,
+    ticket_path,
+    write_version_tag,
+)
+from trinity_sync.tensors.memcpy import ComputedEvents, equal_bytes, record_computed, use_device
 
 logger = logging.getLogger(__name__)
 

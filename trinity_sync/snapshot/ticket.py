@@ -1,20 +1,42 @@
-"""The small JSON beside a slot that seals the image in it.
+"""The small files beside a slot, and the lock under which it is read and freed.
 
-A ticket appears by an atomic rename after the last byte of the image is in place, so an image with
-a ticket is complete. A digest of its text distinguishes a torn or edited ticket from a valid one,
-and from one that another release of trinity-sync has sealed. Removing the ticket frees the slot.
+The ticket, a small JSON, seals the image in a slot. A ticket appears by an atomic rename after the
+last byte of the image is in place, so an image with a ticket is complete. A digest of its text
+distinguishes a torn or edited ticket from a valid one, and from one that another release of
+trinity-sync has sealed. Removing the ticket frees the slot.
+
+The cache record names the committed file that the bytes of a free slot still are. A commit frees a
+slot, and the image stays in it until the slot is filled again. The commit leaves a record beside
+the slot, by which a restarted trainer finds the image; the next filling removes the record before
+it writes the first byte. The record only says where to look: a reader holds the slot's lock and
+compares the digest of the bytes with the one in the step's manifest.
+
+The version tag names the version of the weights in a slot, for readers on this node. A slot with a
+sealed image and a free slot may both have a tag. The stager removes it, under the slot's exclusive
+lock, before it writes the first byte of the next image. So a reader that finds the tag under the
+slot's shared lock has the version's bytes until it releases the lock.
+
+Readers share a slot's lock: the task that persists the image, a restore, a weight reader. Only the
+stager takes it exclusively. Persisting and freeing an image are exclusive among themselves by the
+lock of its ticket, so a slow reader delays neither.
+
+The module does not import torch, which saves the processes that persist images seconds of import.
 """
 
 import math
+import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from trinity_sync.errors import TicketError
 from trinity_sync.fs.atomic import replace_file
+from trinity_sync.fs.locks import LockFile
 from trinity_sync.fs.records import (
+    STACK,
     TRAINER,
     Count,
     Record,
@@ -22,6 +44,7 @@ from trinity_sync.fs.records import (
     decode_record,
     encode_record,
     parse_run_and_step,
+    read_record,
 )
 from trinity_sync.layout import (
     COMPONENTS,
@@ -143,3 +166,138 @@ def _invalid(path: Path, why: str, content: bytes) -> TicketError:
         run=run,
         step=step,
     )
+
+
+KEPT_SUFFIX = ".kept"
+
+
+@dataclass(frozen=True)
+class CachedFile(Record, format=SPOOL_FORMAT, writer=STACK):
+    """A committed file that a free slot still holds."""
+
+    step: Count
+    path: str
+    """File below the step's folder."""
+    nbytes: Count
+    file_digest: str
+    """Digest of the file, as in the step's manifest."""
+
+
+def cached_file_path(slot: Path) -> Path:
+    """Return the path of the record of ``slot``, which may not exist."""
+    return slot.with_name(slot.name + KEPT_SUFFIX)
+
+
+def write_cached_file(slot: Path, kept: CachedFile) -> None:
+    """Write the record of a slot; call it under the slot's lock."""
+    replace_file(cached_file_path(slot), encode_record(kept), sync=False, own_name=False)
+
+
+def read_cached_file(slot: Path) -> CachedFile | None:
+    """Return the record of a slot; None if it is missing, torn or altered.
+
+    Raises:
+        FormatError: another release has written it.
+    """
+    return read_record(CachedFile, cached_file_path(slot))
+
+
+PUBLISHED_SUFFIX = ".published"
+
+
+@dataclass(frozen=True)
+class VersionTag(Record, format=SPOOL_FORMAT, writer=TRAINER):
+    """A version of the weights that a slot holds, of one rank."""
+
+    image: str
+    """Random name of the image, as in its ticket, if it has one."""
+    run: Count
+    step: Count
+    role: str
+    rank: Count
+    world_size: Count
+    nbytes: Count
+    layout: str
+    """Digest of all bytes but the tensors' data: images of one layout have the same tensors at the
+    same offsets."""
+
+
+def version_tag_path(slot: Path) -> Path:
+    """Return the path of the tag of ``slot``, which may not exist."""
+    return slot.with_name(slot.name + PUBLISHED_SUFFIX)
+
+
+def write_version_tag(slot: Path, published: VersionTag) -> None:
+    """Write the tag of a slot; call it while the bytes cannot change."""
+    replace_file(version_tag_path(slot), encode_record(published), sync=False, own_name=False)
+
+
+def read_version_tag(slot: Path) -> VersionTag | None:
+    """Return the tag of a slot; None if it is missing, torn or altered.
+
+    Raises:
+        FormatError: another release has written it, so this one cannot read the image either.
+    """
+    return read_record(VersionTag, version_tag_path(slot))
+
+
+FILL_S = 600.0
+"""Seconds within which a trainer has filled a slot."""
+
+
+@contextmanager
+def hold_slot(path: Path, *, limit_s: float = FILL_S) -> Iterator[int]:
+    """Yield a descriptor of a slot's file, whose bytes cannot change within the block.
+
+    Raises:
+        FileNotFoundError: there is no such slot.
+        LockTimeoutError: the trainer that fills it hangs.
+    """
+    with _under_lock(path, shared=True, limit_s=limit_s) as lock:
+        yield lock.fd
+
+
+@contextmanager
+def lock_slot(path: Path) -> Iterator[memoryview]:
+    """Yield the bytes of a slot, read-only; waits and raises as `hold_slot`."""
+    with _under_lock(path, shared=True, limit_s=FILL_S) as lock:
+        size = os.fstat(lock.fd).st_size
+        # unmapped with the last view of it: a slice may outlive the block, the lock does not
+        yield memoryview(lock.map(size) if size else b"")
+
+
+def lock_image(path: Path) -> AbstractContextManager[object]:
+    """Hold the ticket's lock of the sealed image in the slot at ``path``, to persist or to free it.
+
+    Waits for another holder without a limit. The image may have been evicted meanwhile: read its
+    ticket again, under the slot's lock as well, which is acquired after this one.
+
+    Raises:
+        FileNotFoundError: no image is sealed there.
+    """
+    return _under_lock(ticket_path(path), shared=False, limit_s=math.inf)
+
+
+@contextmanager
+def _under_lock(path: Path, *, shared: bool, limit_s: float) -> Iterator[LockFile]:
+    with closing(LockFile(path, os.O_RDWR)) as lock:
+        lock.acquire(shared=shared, limit_s=limit_s)
+        yield lock
+
+
+def free_slot(path: Path, image: str, digest: str = "") -> None:
+    """Free the slot at ``path`` if it still holds ``image``, as named in its ticket.
+
+    The ``digest`` of the committed file is recorded beside the slot, so that the file can be read
+    from the slot until another image fills it.
+    """
+    # a file that is missing was freed before, or removed with the trainer
+    with suppress(FileNotFoundError), lock_image(path), hold_slot(path):
+        ticket = read_ticket(path)
+        if ticket and ticket.image == image:
+            if digest and ticket.form == "file":
+                kept = CachedFile(ticket.step, ticket.path, ticket.nbytes, digest)
+                with suppress(OSError):  # without the record, the file is read from disk
+                    write_cached_file(path, kept)
+            ticket_path(path).unlink(missing_ok=True)
+            failure_path(path).unlink(missing_ok=True)

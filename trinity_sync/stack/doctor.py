@@ -23,7 +23,7 @@ from trinity_sync.errors import StackError, TicketError
 from trinity_sync.fs.mounts import find_mount
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.spool import JobSpool, list_job_spools
-from trinity_sync.stack import access, embedded, services
+from trinity_sync.stack import embedded, services
 from trinity_sync.stack.doctor_job import Check, check_root
 from trinity_sync.stack.services import StackState
 
@@ -249,14 +249,14 @@ def _check_ray(settings: Settings, stack: StackSettings) -> Iterator[Check]:
 def _check_access(stack: StackSettings, state: StackState | None) -> Iterator[Check]:
     """Check that server and Ray cluster refuse connections without credentials."""
     try:
-        if state and state.lives and (refused := access.require_refusals(stack, state)):
+        if state and state.lives and (refused := services.require_refusals(stack, state)):
             found = f"refused without credentials by {' and '.join(refused)}"
             yield Check("access", "ok", found)
     except StackError as error:
         found, _, todo = str(error).partition(". ")
         yield Check("access", "fail", found, todo)
     address = stack.ray.address
-    if ":" in address and services.accepts_connections(address) and access.accepts_calls(address):
+    if ":" in address and services.accepts_connections(address) and services.accepts_calls(address):
         yield Check(
             "access",
             "warn",

@@ -28,10 +28,13 @@ from trinity_sync.storage.discovery import (
     list_unreadable_records,
     read_step_state,
 )
-from trinity_sync.storage.job_settings import find_settings_problem
+from trinity_sync.storage.job_settings import (
+    find_settings_problem,
+    needs_replication,
+    read_required_remote,
+)
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.placement import read_placement
-from trinity_sync.storage.required_remote import needs_replication, read_required_remote
 from trinity_sync.storage.runs import find_newest_run
 
 PROBE_BYTES = 64 << 20

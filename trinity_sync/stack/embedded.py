@@ -16,14 +16,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trinity_sync.client.prefect_api import hide_password
-from trinity_sync.configuration.file import CONFIG, use_config_file
 from trinity_sync.errors import ConfigError, StackError
-from trinity_sync.settings import LOCAL_HOST, Settings, StackSettings
+from trinity_sync.settings import CONFIG, LOCAL_HOST, Settings, StackSettings, use_config_file
 from trinity_sync.stack import daemon, services
-from trinity_sync.stack.access import require_refusals
-from trinity_sync.stack.daemon import Daemon, StartupDeadline
-from trinity_sync.stack.ports import is_own_address
-from trinity_sync.stack.services import StackState
+from trinity_sync.stack.daemon import Daemon, StartupDeadline, is_own_address
+from trinity_sync.stack.services import StackState, require_refusals
 from trinity_sync.stack.state_file import (
     INVITATION,
     lock_home,

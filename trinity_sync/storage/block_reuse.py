@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from trinity_sync.fs.atomic import REMOVED_PREFIX, make_folder, sync_folder
-from trinity_sync.fs.file_lease import has_no_other_users
+from trinity_sync.fs.locks import has_no_other_users
 from trinity_sync.fs.mounts import find_mount
 from trinity_sync.layout import PRIVATE_FOLDER
 

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 
 from trinity_sync.errors import CommitError, ConfigError
-from trinity_sync.fs.progress import OnProgress, no_progress
+from trinity_sync.fs.direct_io import OnProgress, no_progress
 from trinity_sync.layout import step_folder
-from trinity_sync.snapshot.safe_load import load_file
-from trinity_sync.snapshot.torch_private import get_shard
 from trinity_sync.storage.discovery import require_committed, require_unreplaced
 from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
-from trinity_sync.storage.manifest import Manifest
-from trinity_sync.storage.manifest_files import FileRecord
+from trinity_sync.storage.manifest import FileRecord, Manifest
+from trinity_sync.tensors.safe_load import load_file
+from trinity_sync.tensors.torch_private import get_shard
 
 PIECE = 1 << 20
 """Number of elements compared at a time."""
@@ -69,7 +68,7 @@ def diff(
 ) -> list[TensorChange]:
     """Compare a component of two committed steps of a job; return changes, the greatest first.
 
-    Files of other users are unpickled only as far as they are plain, see ``snapshot.safe_load``.
+    Files of other users are unpickled only as far as they are plain, see ``tensors.safe_load``.
 
     Raises:
         CommitError: a step is not committed or corrupted, or has no such component.

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from trinity_sync.errors import FormatError
 from trinity_sync.fs.atomic import list_uncached, make_folder, replace_file
-from trinity_sync.fs.clock import read_file_system_time
+from trinity_sync.fs.mounts import read_file_system_time
 from trinity_sync.fs.records import STACK, Count, Record, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, step_folder, step_of_folder
-from trinity_sync.snapshot.safe_load import is_own, open_no_follow
 from trinity_sync.storage.manifest import Manifest
+from trinity_sync.tensors.safe_load import is_own, open_no_follow
 
 logger = logging.getLogger(__name__)
 

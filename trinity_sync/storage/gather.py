@@ -10,16 +10,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from trinity_sync.errors import EvictedError, FormatError, MissingShardsError, TicketError
-from trinity_sync.fs.changes import ReadOnChange, lengthen_pauses
+from trinity_sync.fs.atomic import ReadOnChange, lengthen_pauses
 from trinity_sync.layout import MANIFEST
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import Ticket
-from trinity_sync.storage.manifest import Manifest, read_manifest, read_run_manifest
-from trinity_sync.storage.manifest_files import FileRecord
+from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest, read_run_manifest
 from trinity_sync.storage.placement import NodeShards, describe_ranks
 from trinity_sync.storage.save import Written
-from trinity_sync.storage.save_log import refuse_removed
+from trinity_sync.storage.save_timing import refuse_removed
 
 
 def gather_images(

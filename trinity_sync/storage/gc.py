@@ -17,8 +17,12 @@ from typing import Literal
 
 from trinity_sync.errors import CommitError, FormatError
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, revalidate_folder, sync_folder
-from trinity_sync.fs.file_lease import has_no_other_users
-from trinity_sync.fs.locks import TRASH_LOCK, acquire_commit_lock, try_acquire_file_lock
+from trinity_sync.fs.locks import (
+    TRASH_LOCK,
+    acquire_commit_lock,
+    has_no_other_users,
+    try_acquire_file_lock,
+)
 from trinity_sync.layout import (
     ITERATION_FILES,
     KINDS,
@@ -27,9 +31,8 @@ from trinity_sync.layout import (
     step_of_folder,
     steps_on_disk,
 )
-from trinity_sync.snapshot.slot_lock import hold_slot
 from trinity_sync.snapshot.spool import SLOT_SUFFIX, JobSpool
-from trinity_sync.snapshot.ticket import ticket_path
+from trinity_sync.snapshot.ticket import hold_slot, ticket_path
 from trinity_sync.storage.block_reuse import remove_tree
 from trinity_sync.storage.discovery import is_foreign, require_committed
 from trinity_sync.storage.export_requests import (

@@ -9,6 +9,15 @@ So the trainer, the scheduled flows, the flow of a save and the command line agr
 Other users may be able to write into the root. What acts outside of it counts only from a file that
 this user or root owns and nobody else may write (or in a folder of ``TRINITY_SYNC_TRUSTED_PATHS``).
 A torn file fails no save: then all steps are kept, and nothing is copied.
+
+Records tell which steps the required remote has.
+
+::
+
+    root/.trinity_sync/stored/40.json       the remote has the checkpoint of step 40, of this run
+
+Its URL is a setting of the job, so commits, waits and removals on every node use
+the same remote.
 """
 
 import difflib
@@ -24,11 +33,20 @@ import msgspec
 
 from trinity_sync.attribute_docs import describe_attributes
 from trinity_sync.errors import ConfigError
-from trinity_sync.fs.atomic import make_folder, replace_file, revalidate_folder
+from trinity_sync.fs.atomic import make_folder, read_uncached, replace_file, revalidate_folder
 from trinity_sync.fs.locks import acquire_file_lock
-from trinity_sync.fs.records import Record, decode_body, encode_body
-from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, WriteConcurrency, job_id_of
-from trinity_sync.snapshot.safe_load import TRUSTED, is_trusted, open_no_follow
+from trinity_sync.fs.records import (
+    Count,
+    Record,
+    decode_body,
+    encode_body,
+    encode_record,
+    read_record,
+)
+from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, Kind, WriteConcurrency, job_id_of
+from trinity_sync.storage.manifest import Manifest
+from trinity_sync.storage.runs import find_superseding_run, list_runs
+from trinity_sync.tensors.safe_load import TRUSTED, is_trusted, open_no_follow
 
 logger = logging.getLogger(__name__)
 
@@ -187,3 +205,52 @@ def _write(root: str | Path, changes: Mapping[str, Any]) -> JobSettings:
 
 def _path(root: str | Path) -> Path:
     return Path(root) / PRIVATE_FOLDER / "job.json"
+
+
+@dataclass(frozen=True)
+class _Stored(Record, format=ROOT_FORMAT):
+    url: str
+    run: Count
+    kinds: tuple[Kind, ...]
+
+
+def read_required_remote(root: str | Path) -> str:
+    """Return the URL of the remote that a root requires; empty if it requires none.
+
+    Raises:
+        FormatError: another release has written the file with the job's settings.
+    """
+    return read_job_settings(root).required_remote
+
+
+def record_replicated(root: str | Path, url: str, manifest: Manifest) -> None:
+    """Record that the remote at ``url`` has a step."""
+    path = _record_path(root, manifest.step)
+    make_folder(path.parent)
+    replace_file(path, encode_record(_Stored(url, manifest.run, manifest.kinds)))
+
+
+def is_replicated(root: str | Path, manifest: Manifest) -> bool:
+    """Return whether the required remote has a step; True for a sync, or if no remote is required.
+
+    Raises:
+        FormatError: another release has written the URL or the record of the step.
+    """
+    url = read_required_remote(root)
+    if not url or "checkpoint" not in manifest.kinds:
+        return True
+    record = read_record(_Stored, _record_path(root, manifest.step), read_uncached)
+    if record is None or (record.url, record.run) != (url, manifest.run):
+        return False
+    return "checkpoint" in record.kinds
+
+
+def needs_replication(root: str | Path, manifest: Manifest) -> bool:
+    """Return whether the required remote lacks a checkpoint that is not superseded."""
+    if is_replicated(root, manifest):
+        return False
+    return find_superseding_run(list_runs(root), manifest.run, manifest.step) is None
+
+
+def _record_path(root: str | Path, step: int) -> Path:
+    return Path(root) / PRIVATE_FOLDER / "stored" / f"{step}.json"

@@ -13,8 +13,12 @@ from pathlib import Path
 from trinity_sync.errors import CommitError, FormatError, SupersededError
 from trinity_sync.fs.atomic import read_uncached, replace_file
 from trinity_sync.layout import ITERATION_FILES, Kind, parse_number, step_folder
-from trinity_sync.storage.corruption import read_corruption
-from trinity_sync.storage.discovery import is_foreign, iter_newest_first, require_committed
+from trinity_sync.storage.discovery import (
+    is_foreign,
+    iter_newest_first,
+    read_corruption,
+    require_committed,
+)
 from trinity_sync.storage.manifest import Manifest, read_run_number
 from trinity_sync.storage.runs import refuse_superseded, run_began_after
 

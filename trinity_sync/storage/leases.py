@@ -27,9 +27,8 @@ import msgspec
 
 from trinity_sync.errors import CommitError, ConfigError, FormatError
 from trinity_sync.fs.atomic import UNWRITABLE, list_uncached, make_folder, replace_file
-from trinity_sync.fs.clock import read_file_system_time
-from trinity_sync.fs.lock_file import LockFile
-from trinity_sync.fs.locks import acquire_file_lock, try_acquire_file_lock
+from trinity_sync.fs.locks import LockFile, acquire_file_lock, try_acquire_file_lock
+from trinity_sync.fs.mounts import read_file_system_time
 from trinity_sync.fs.process import is_process_alive, read_process_identity, read_process_namespace
 from trinity_sync.fs.records import Count, Record, Seconds, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, parse_number

@@ -2,10 +2,24 @@
 
 The commit gives files their final names. Writing the same images again, after a crash or a retry,
 gives the same bytes.
+
+Write permits decide which shards may be written at the same time (``write_concurrency`` of the
+job). A permit is a kernel lock on an empty file. It ends with the block or with the process, so a
+failed save never blocks later ones, and no server is needed. Writers are not ordered: the kernel
+decides which of them acquires a free permit.
+
+::
+
+    root/.trinity_sync/writing.lock       one: one shard of the job, on any node
+    spool/writing.lock                    per_node: one shard on this node, of any job of a user
+    spool/{job}/writing.rank{R}.lock      per_rank: one shard of each rank
+
+The first needs a shared file system whose locks reach other nodes, as commits do.
 """
 
 import errno
 import io
+import math
 import os
 import tarfile
 import threading
@@ -13,26 +27,24 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 
 from trinity_sync.errors import EvictedError, ImageError, SaveError
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, sync_folder
-from trinity_sync.fs.direct_io import write_file
-from trinity_sync.fs.rate_limit import RateLimit
+from trinity_sync.fs.direct_io import RateLimit, write_file
+from trinity_sync.fs.locks import acquire_file_lock
+from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.snapshot.save_id import SaveId
-from trinity_sync.snapshot.slot_lock import lock_image, lock_slot
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
-from trinity_sync.snapshot.ticket import Ticket, failure_path, read_ticket
+from trinity_sync.snapshot.ticket import Ticket, failure_path, lock_image, lock_slot, read_ticket
 from trinity_sync.storage.block_reuse import acquire_spare, remove_spares
 from trinity_sync.storage.gather import gather_images
-from trinity_sync.storage.manifest import read_run_manifest
-from trinity_sync.storage.manifest_files import FileRecord
+from trinity_sync.storage.manifest import FileRecord, read_run_manifest
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Written, remove_files
-from trinity_sync.storage.write_permits import acquire_write_permit
 
 WRITERS = 4
 """Shards that one task writes at a time."""
@@ -259,3 +271,28 @@ def unpack_image(ticket: Ticket, image: memoryview) -> Iterator[tuple[str, memor
                 yield f"{ticket.path}/{entry.name}", memoryview(content.read())
     except tarfile.TarError as error:
         raise ImageError(f"the image of {ticket.what} is no archive of files: {error}") from error
+
+
+@contextmanager
+def acquire_write_permit(spool: JobSpool, ticket: Ticket) -> Iterator[None]:
+    """Hold the write permit of an image within the block; wait for it without a limit.
+
+    A warning names the process that holds it from time to time.
+    """
+    path = write_permit_path(spool, ticket)
+    with acquire_file_lock(path, limit_s=math.inf) if path else nullcontext():
+        yield
+
+
+def write_permit_path(spool: JobSpool, ticket: Ticket) -> Path | None:
+    """Return the path of the lock file of an image's write permit; None if it needs no permit."""
+    name = "writing.lock"
+    match ticket.write_concurrency:
+        case "one":
+            return Path(ticket.root) / PRIVATE_FOLDER / name
+        case "per_node":
+            return spool.folder.parent / name
+        case "per_rank":
+            return spool.folder / f"writing.rank{ticket.rank}.lock"
+        case _:
+            return None

@@ -16,8 +16,7 @@ from itertools import groupby
 from pathlib import Path
 
 from trinity_sync.errors import CommitError, MissingShardsError, SaveError
-from trinity_sync.fs.atomic import make_folder, read_uncached, replace_file
-from trinity_sync.fs.changes import lengthen_pauses
+from trinity_sync.fs.atomic import lengthen_pauses, make_folder, read_uncached, replace_file
 from trinity_sync.fs.records import TRAINER, Record, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, is_path
 from trinity_sync.snapshot.save_id import SaveId

@@ -9,19 +9,47 @@ A rewind quarantines the steps newer than its target, in a folder of its own. A 
 step 0 although the root had steps quarantines each step that its commits replace, in a folder
 named after the time at which it began, because its user may have forgotten to load or named the
 root of another training. Steps replaced by a run that loaded a step are removed.
+
+A rewind makes an earlier committed step the newest again; nothing is deleted. Steps that are newer
+than the target (a later number, or any step of a later run) are quarantined, under the commit lock
+and the removal lock, in an order that keeps the root valid after a crash:
+
+1. Write a run record that resumed from the target. After a crash here, saves of earlier runs beyond
+   the target are refused, and every step can still be loaded.
+2. Update the latest pointers to the target. After a crash here, readers of the pointers resume from
+   the target, and readers of manifests (``coordinator.latest``) from the newest step.
+3. Rename the newest step, sync both folders; then the next step. After a crash here, ``latest`` is
+   the newest of the steps that are left. After the last rename it is the target.
+
+The same call finishes an interrupted rewind: it finds its own run record, and quarantines the steps
+that are left.
 """
 
 import logging
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.errors import ManifestError
-from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, sync_folder
-from trinity_sync.layout import PRIVATE_FOLDER, step_folder
+from trinity_sync.errors import ConfigError, ManifestError, StepInUseError
+from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, replace_file, sync_folder
+from trinity_sync.fs.locks import acquire_commit_lock
+from trinity_sync.layout import (
+    ITERATION_FILES,
+    KINDS,
+    PRIVATE_FOLDER,
+    Kind,
+    step_folder,
+    steps_on_disk,
+)
 from trinity_sync.storage.block_reuse import remove_folder
-from trinity_sync.storage.manifest import read_manifest, read_run_number
-from trinity_sync.storage.runs import read_fresh_start_time
+from trinity_sync.storage.discovery import iter_committed_steps, require_committed
+from trinity_sync.storage.job_settings import read_required_remote
+from trinity_sync.storage.leases import acquire_removal_lock, list_leases
+from trinity_sync.storage.manifest import Manifest, read_manifest, read_run_number
+from trinity_sync.storage.pins import Pin, list_pins, unpin
+from trinity_sync.storage.runs import open_run, read_fresh_start_time
 
 logger = logging.getLogger(__name__)
 
@@ -105,3 +133,128 @@ def require_readable_step(root: Path, step: int) -> None:
 
 def _timed_folder(root: str | Path, at: float) -> Path:
     return quarantine_folder(root) / time.strftime(TIME_FORMAT, time.gmtime(at))
+
+
+@dataclass(frozen=True)
+class RewindResult:
+    """Result of a rewind."""
+
+    step: int
+    run: int
+    """Number of the run record that resumes from the step."""
+    quarantined: tuple[int, ...]
+    folder: Path | None
+    """Folder that contains them; None if there were none."""
+
+
+def list_newer_steps(root: str | Path, step: int) -> list[int]:
+    """Return the steps that a rewind quarantines, in that order: the newest first.
+
+    Raises:
+        CommitError: the target is not committed, or corrupted.
+        FormatError: another release has committed the target or a newer step.
+    """
+    target = require_committed(root, step)
+    runs = {other: read_run_number(root, other) for other in steps_on_disk(root)}
+    newer = [other for other, run in runs.items() if other > step or run > target.run]
+    for other in newer:
+        require_readable_step(Path(root), other)
+    return sorted(newer, key=lambda other: (runs[other], other), reverse=True)
+
+
+def rewind(
+    root: str | Path,
+    step: int,
+    *,
+    force: bool = False,
+    clock: Callable[[], float] = time.time,
+) -> RewindResult:
+    """Make ``step`` the newest step; wait for a commit in flight.
+
+    Stop the training first: if it still runs, its saves beyond the step are refused
+    (`SupersededError`). ``force`` also quarantines pinned and tagged steps, and removes their pins
+    and tags.
+
+    Raises:
+        ConfigError: the root requires a remote, in which nothing can be quarantined.
+        CommitError: the step is not committed, or corrupted, and nothing was changed; or this node
+            lost a lock to another node, and the same call finishes the rewind.
+        StepInUseError: a newer step is leased, or pinned or tagged without ``force``; nothing was
+            changed.
+        FormatError: another release has committed the step or a newer step, or has begun a run;
+            nothing was changed.
+    """
+    base = Path(root)
+    if url := read_required_remote(base):
+        raise ConfigError(
+            f"cannot rewind {root}: it requires the remote {url}, where newer steps would be found "
+            f"again. Load step {step} in the training, coordinator.load({step}): its next commit "
+            "is then the newest."
+        )
+    target = require_committed(base, step)  # before any lock file is made
+    with acquire_commit_lock(base) as changes, acquire_removal_lock(base) as removal:
+        newer = list_newer_steps(base, step)
+        pinned = _refuse_in_use(base, step, newer, force=force)
+        key = f"rewind-to-step-{step}-of-run-{target.run}"
+        run = open_run(base, key, step, resumed_run=target.run)
+        for lock in (changes, removal):
+            lock.require_held()
+        _update_latest_pointers(base, target, newer)
+        folder = make_quarantine_folder(base, clock()) if newer else None
+        for other in newer:
+            assert folder is not None  # there are newer steps
+            for lock in (changes, removal):
+                lock.require_held()
+            step_folder(base, other).rename(step_folder(folder, other))
+            sync_folder(folder)
+            sync_folder(base)
+        for pin in pinned:
+            unpin(base, pin.name or pin.step)
+    return RewindResult(step, run.number, tuple(newer), folder)
+
+
+def _refuse_in_use(root: Path, step: int, newer: list[int], *, force: bool) -> list[Pin]:
+    """Return the pins and tags of the newer steps, if they may be quarantined."""
+    readers: dict[int, list[str]] = {}
+    for lease in list_leases(root):
+        if lease.step in newer:
+            readers.setdefault(lease.step, []).append(lease.holder)
+    if readers:
+        raise StepInUseError(
+            f"cannot rewind {root} to step {step}: newer steps are being read "
+            f"({_in_words(readers)}). Wait for the readers or the end of their leases, and retry.",
+            holders=readers,
+        )
+    pinned = [pin for pin in list_pins(root) if pin.step in newer]
+    if pinned and not force:
+        kept: dict[int, list[str]] = {}
+        for pin in pinned:
+            kept.setdefault(pin.step, []).append(pin.why)
+        raise StepInUseError(
+            f"cannot rewind {root} to step {step}: newer steps are pinned or tagged "
+            f"({_in_words(kept)}). Unpin or untag them, or pass --force to quarantine them and "
+            "remove their pins and tags.",
+            holders=kept,
+        )
+    return pinned
+
+
+def _in_words(holders: dict[int, list[str]]) -> str:
+    return "; ".join(f"step {step}: {', '.join(names)}" for step, names in holders.items())
+
+
+def _update_latest_pointers(root: Path, target: Manifest, newer: list[int]) -> None:
+    """Update each latest pointer to the newest remaining step that serves as its kind."""
+    for kind in KINDS:
+        wanted = target.step if kind in target.kinds else _find_newest_kept(root, kind, newer)
+        path = root / ITERATION_FILES[kind]
+        if wanted is not None:
+            replace_file(path, str(wanted))
+        elif path.exists():
+            path.unlink()
+            sync_folder(root)
+
+
+def _find_newest_kept(root: Path, kind: Kind, newer: list[int]) -> int | None:
+    kept = [m for m in iter_committed_steps(root) if m.step not in newer and kind in m.kinds]
+    return max(((m.run, m.step) for m in kept), default=(0, None))[1]

@@ -5,12 +5,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.snapshot.callable_status import CallableStatus, remove_request
 from trinity_sync.snapshot.save_id import Export, SaveId
-from trinity_sync.snapshot.slot_lock import hold_slot, lock_image
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
-from trinity_sync.snapshot.ticket import failure_path, read_ticket
-from trinity_sync.storage.manifest_files import FileRecord
+from trinity_sync.snapshot.ticket import failure_path, hold_slot, lock_image, read_ticket
+from trinity_sync.storage.manifest import FileRecord
+from trinity_sync.storage.save_functions import CallableStatus, remove_request
+from trinity_sync.storage.save_timing import SaveTiming, Stall
 
 
 @dataclass(frozen=True)
@@ -79,3 +79,50 @@ def mark_image_failed(sealed: SealedImage, reason: str) -> None:
         now = read_ticket(sealed.slot)
         if now and now.image == sealed.ticket.image:
             failure_path(sealed.slot).write_text(reason)
+
+
+def find_stalls(written: Iterable[Written]) -> tuple[Stall, ...]:
+    """Return the longest stall of each role, sorted by role."""
+    longest: dict[str, Stall] = {}
+    for file in written:
+        if not file.submitted_at:  # of another save of the step
+            continue
+        stall = Stall(file.record.role, file.record.rank, file.stall_s)
+        known = longest.get(stall.role)
+        if known is None or stall.seconds > known.seconds:
+            longest[stall.role] = stall
+    return tuple(stall for _, stall in sorted(longest.items()))
+
+
+def find_submission(written: Iterable[Written]) -> float:
+    """Return when the last rank submitted its images, in seconds since the epoch; 0 for none."""
+    return max((file.submitted_at for file in written), default=0.0)
+
+
+def measure_save(
+    save: SaveId,
+    written: Sequence[Written],
+    started_at: float,
+    persisted_at: float,
+    committed_at: float,
+) -> SaveTiming:
+    """Return how long a save took. All times are seconds since the epoch.
+
+    ``started_at`` is when its flow run started, ``persisted_at`` when all files were durable; 0 if
+    that is unknown. ``committed_at`` is when the manifest is written.
+    """
+    submitted_at = find_submission(written)
+    own = [file for file in written if file.submitted_at]
+    return SaveTiming(
+        kind=save.kind,
+        roles=save.roles,
+        stalls=find_stalls(written),
+        submitted_at=submitted_at or started_at or committed_at,
+        # the clocks of two nodes may disagree
+        queue_s=max(started_at - submitted_at, 0.0) if started_at and submitted_at else 0.0,
+        write_s=max(persisted_at - started_at, 0.0),
+        commit_s=max(committed_at - persisted_at, 0.0) if persisted_at else 0.0,
+        nbytes=sum(file.record.nbytes for file in written if file.temporary),
+        ranks=len({(file.record.role, file.record.rank) for file in own}),
+        nodes=len({file.node for file in own}),
+    )

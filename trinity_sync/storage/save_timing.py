@@ -2,18 +2,30 @@
 
 The manifest keeps it, so a report needs no Prefect server. A manifest cannot contain the time of
 its own write, so the commit phase ends right before it.
+
+``root/.trinity_sync/saves.jsonl`` has a line for each committed save, also of steps removed since.
+Retention removes manifests; the log keeps what a report needs to show that saves become slower. It
+is best effort: a crash may lose its last line. It also tells a retry that its step was removed.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from trinity_sync.errors import SaveError
+from trinity_sync.fs.atomic import replace_file
 from trinity_sync.fs.records import Count, Seconds
-from trinity_sync.layout import Kind
+from trinity_sync.layout import PRIVATE_FOLDER, Kind
+from trinity_sync.snapshot.save_id import SaveId
 
 if TYPE_CHECKING:
-    from trinity_sync.snapshot.save_id import SaveId
-    from trinity_sync.storage.save import Written
+    from trinity_sync.storage.manifest import Manifest
 
 
 @dataclass(frozen=True)
@@ -72,48 +84,72 @@ class SaveTiming:
         return self.nbytes / self.write_s if self.write_s else 0.0
 
 
-def find_stalls(written: "Iterable[Written]") -> tuple[Stall, ...]:
-    """Return the longest stall of each role, sorted by role."""
-    longest: dict[str, Stall] = {}
-    for file in written:
-        if not file.submitted_at:  # of another save of the step
-            continue
-        stall = Stall(file.record.role, file.record.rank, file.stall_s)
-        known = longest.get(stall.role)
-        if known is None or stall.seconds > known.seconds:
-            longest[stall.role] = stall
-    return tuple(stall for _, stall in sorted(longest.items()))
+MAX_BYTES = 4 << 20
+"""Size in bytes beyond which the older half of the log is dropped."""
 
 
-def find_submission(written: "Iterable[Written]") -> float:
-    """Return when the last rank submitted its images, in seconds since the epoch; 0 for none."""
-    return max((file.submitted_at for file in written), default=0.0)
+@dataclass(frozen=True)
+class LoggedSave:
+    """A committed save."""
+
+    run: Count
+    step: Count
+    committed_at: Seconds
+    """Seconds since the epoch."""
+    timing: SaveTiming
 
 
-def measure_save(
-    save: "SaveId",
-    written: "Sequence[Written]",
-    started_at: float,
-    persisted_at: float,
-    committed_at: float,
-) -> SaveTiming:
-    """Return how long a save took. All times are seconds since the epoch.
+def append_save(root: str | Path, manifest: "Manifest") -> None:
+    """Log the newest save of a manifest. Call it under the commit lock.
 
-    ``started_at`` is when its flow run started, ``persisted_at`` when all files were durable; 0 if
-    that is unknown. ``committed_at`` is when the manifest is written.
+    Raises:
+        OSError: the log cannot be written.
     """
-    submitted_at = find_submission(written)
-    own = [file for file in written if file.submitted_at]
-    return SaveTiming(
-        kind=save.kind,
-        roles=save.roles,
-        stalls=find_stalls(written),
-        submitted_at=submitted_at or started_at or committed_at,
-        # the clocks of two nodes may disagree
-        queue_s=max(started_at - submitted_at, 0.0) if started_at and submitted_at else 0.0,
-        write_s=max(persisted_at - started_at, 0.0),
-        commit_s=max(committed_at - persisted_at, 0.0) if persisted_at else 0.0,
-        nbytes=sum(file.record.nbytes for file in written if file.temporary),
-        ranks=len({(file.record.role, file.record.rank) for file in own}),
-        nodes=len({file.node for file in own}),
+    path = _path(root)
+    entry = LoggedSave(
+        manifest.run, manifest.step, manifest.committed_at, timing=manifest.timings[-1]
     )
+    if path.exists() and path.stat().st_size > MAX_BYTES:
+        lines = path.read_bytes().splitlines(keepends=True)
+        replace_file(path, b"".join(lines[len(lines) // 2 :]), sync=False)
+    line = json.dumps(asdict(entry)) + "\n"
+    with path.open("ab", buffering=0) as file:
+        file.write(line.encode())
+
+
+def read_saves(root: str | Path) -> Sequence[LoggedSave]:
+    """Return the logged saves, oldest first, each once; lines that are torn are skipped."""
+    try:
+        lines = _path(root).read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    found: dict[tuple[object, ...], LoggedSave] = {}
+    for line in lines:
+        with suppress(ValueError):
+            each = msgspec.convert(json.loads(line), LoggedSave)
+            # a flow run that is retried after its commit logs the save again
+            save = (each.run, each.step, each.timing.kind, each.timing.roles)
+            found.setdefault(save, each)
+    return list(found.values())
+
+
+def refuse_removed(save: SaveId) -> None:
+    """Refuse to wait for the images of a save that was committed and whose step is gone.
+
+    Call it if neither images nor a manifest of the save are left.
+
+    Raises:
+        SaveError: the log has it.
+    """
+    for each in read_saves(save.root):
+        logged = (each.run, each.step, each.timing.kind, each.timing.roles)
+        if logged == (save.run, save.step, save.kind, save.roles):
+            at = datetime.fromtimestamp(each.committed_at, timezone.utc)
+            raise SaveError(
+                f"{save} was committed at {at:%Y-%m-%d %H:%M:%S} UTC, and the step has been "
+                "removed or replaced since, so nothing is left to save. Do not retry it."
+            )
+
+
+def _path(root: str | Path) -> Path:
+    return Path(root) / PRIVATE_FOLDER / "saves.jsonl"

@@ -21,22 +21,20 @@ from typing import Literal
 
 from trinity_sync.errors import CommitError, ConfigError, FormatError, ManifestError
 from trinity_sync.fs.atomic import UNWRITABLE
-from trinity_sync.fs.direct_io import digest_file
+from trinity_sync.fs.direct_io import OnProgress, digest_file, no_progress
 from trinity_sync.fs.locks import acquire_commit_lock
-from trinity_sync.fs.progress import OnProgress, no_progress
 from trinity_sync.layout import KINDS, step_folder
-from trinity_sync.storage.corruption import (
+from trinity_sync.storage.discovery import (
     Corruption,
+    iter_committed_steps,
     mark_corrupted,
     read_corruption,
     remove_mark,
     require_readable_mark,
 )
-from trinity_sync.storage.discovery import iter_committed_steps
 from trinity_sync.storage.latest_pointer import repair_latest_pointer
 from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
-from trinity_sync.storage.manifest import Manifest, read_manifest
-from trinity_sync.storage.manifest_files import FileRecord
+from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest
 from trinity_sync.storage.persist import lower_thread_priority
 
 logger = logging.getLogger(__name__)

@@ -16,12 +16,12 @@ from pathlib import Path
 from trinity_sync.errors import CommitError, ImageError
 from trinity_sync.fs.direct_io import digest_file, open_direct, read_fd
 from trinity_sync.layout import FOLDERS, MANIFEST, step_folder
-from trinity_sync.snapshot.deserialize import load_image
-from trinity_sync.snapshot.safe_load import is_trusted
 from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
 from trinity_sync.storage.restore import load_shards, require_digest
+from trinity_sync.tensors.deserialize import load_image
+from trinity_sync.tensors.safe_load import is_trusted
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def load_newest(
 ) -> LoadedCheckpoint | None:
     """Load the newest checkpoint of a job, from disk; return None if the job has none yet.
 
-    Files are unpickled as a restart would do it, see ``snapshot.safe_load``.
+    Files are unpickled as a restart would do it, see ``tensors.safe_load``.
 
     Raises:
         CommitError: the checkpoint cannot be loaded or is empty, or no checkpoint is valid.

@@ -9,10 +9,9 @@ from typing import Any
 import ray
 
 from trinity_sync.errors import WeightSyncError
-from trinity_sync.weights.delta import Array
-from trinity_sync.weights.rounding import Spans
+from trinity_sync.weights.delta import Array, Spans
 from trinity_sync.weights.state_files import read_address
-from trinity_sync.weights.version import ImageCopy, Version, VersionUnavailableError
+from trinity_sync.weights.versions import ImageCopy, Version, VersionUnavailableError
 
 ANSWER_S = 60.0
 """Seconds to wait for an answer of the Synchronizer, which Ray may be restarting."""

@@ -14,13 +14,12 @@ from dataclasses import replace
 import torch
 
 from trinity_sync.errors import DeltaError
-from trinity_sync.snapshot.memcpy import copy_pieces
-from trinity_sync.weights.delta import Array, apply_delta
+from trinity_sync.tensors.memcpy import copy_pieces
+from trinity_sync.tensors.unshard import FullTensor
+from trinity_sync.weights.delta import Array, Spans, apply_delta, merge_spans, round_in_place
 from trinity_sync.weights.object_store import name_delta_images
-from trinity_sync.weights.rounding import Spans, merge_spans, round_in_place
-from trinity_sync.weights.unshard import FullTensor
-from trinity_sync.weights.version import Version, VersionUnavailableError
 from trinity_sync.weights.version_view import VersionView
+from trinity_sync.weights.versions import Version, VersionUnavailableError
 
 logger = logging.getLogger(__name__)
 

@@ -17,18 +17,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from trinity_sync.fs.changes import FileSignature, read_signature
+from trinity_sync.fs.atomic import FileSignature, read_signature
 from trinity_sync.layout import job_id_of
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.spool import JobSpool, require_own_folder
 from trinity_sync.storage.runs import Run, list_runs
-from trinity_sync.weights.commit_notification import SCAN_S, CommitNotification, CommitSignature
-from trinity_sync.weights.delta import Array
+from trinity_sync.weights.committed import SCAN_S, CommitNotification, CommitSignature
+from trinity_sync.weights.delta import Array, Spans
 from trinity_sync.weights.object_store import compute_delta
-from trinity_sync.weights.registry.versions import VersionRegistry
-from trinity_sync.weights.rounding import Spans
-from trinity_sync.weights.version import ImageCopy, ImageRef, Version, VersionUnavailableError
+from trinity_sync.weights.versions import (
+    ImageCopy,
+    ImageRef,
+    Version,
+    VersionRegistry,
+    VersionUnavailableError,
+)
 
 logger = logging.getLogger(__name__)
 

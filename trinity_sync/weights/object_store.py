@@ -18,12 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from trinity_sync.snapshot.slot_lock import lock_slot
-from trinity_sync.snapshot.version_tag import VersionTag, read_version_tag
+from trinity_sync.snapshot.ticket import VersionTag, lock_slot, read_version_tag
 from trinity_sync.storage.persist import lower_thread_priority
-from trinity_sync.weights.delta import Array, encode_delta
-from trinity_sync.weights.rounding import Spans
-from trinity_sync.weights.version import ImageRef, Version, VersionUnavailableError
+from trinity_sync.weights.delta import Array, Spans, encode_delta
+from trinity_sync.weights.versions import ImageRef, Version, VersionUnavailableError
 
 THREADS = 4
 """Threads that compare two images; as many as persist an image."""

@@ -13,9 +13,9 @@ from typing import Any
 from trinity_sync.errors import WeightSyncError
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.snapshot.version_tag import VersionTag
+from trinity_sync.snapshot.ticket import VersionTag
 from trinity_sync.weights.ray_cluster import require_ray
-from trinity_sync.weights.version import ImageRef, Version
+from trinity_sync.weights.versions import ImageRef, Version
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.weights.version import Source
+from trinity_sync.weights.versions import Source
 
 SyncStyle = Literal["fixed", "trainer_driven", "explorer_driven", "fully_async"]
 

@@ -18,22 +18,20 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from trinity_sync.errors import ConfigError, StackError
 from trinity_sync.layout import job_id_of
+from trinity_sync.weights.delta import Spans
 from trinity_sync.weights.object_store import ObjectRefs
-from trinity_sync.weights.ray_cluster import require_ray
-from trinity_sync.weights.registry.event_loop import AsyncVersionRegistry, resolve_root
-from trinity_sync.weights.registry.versions import Reader
-from trinity_sync.weights.rendezvous import BroadcastRendezvous
-from trinity_sync.weights.rounding import Spans
-from trinity_sync.weights.state_files import address_path, read_address, write_address
-from trinity_sync.weights.sync_barrier import Status
-from trinity_sync.weights.sync_settings import SyncSettings
-from trinity_sync.weights.synchronizer_lookup import (
+from trinity_sync.weights.ray_cluster import (
     NAMESPACE,
     get_only_actor,
+    require_ray,
     resolve_actor_name,
 )
+from trinity_sync.weights.registry import AsyncVersionRegistry, resolve_root
+from trinity_sync.weights.rendezvous import BroadcastRendezvous
+from trinity_sync.weights.state_files import address_path, read_address, write_address
+from trinity_sync.weights.sync_barrier import Status, SyncSettings
 from trinity_sync.weights.trinity_methods import TrinityMethods
-from trinity_sync.weights.version import Source, Version, VersionUnavailableError
+from trinity_sync.weights.versions import Reader, Source, Version, VersionUnavailableError
 
 P = ParamSpec("P")
 R = TypeVar("R")

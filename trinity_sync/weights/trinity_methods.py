@@ -9,11 +9,10 @@ from typing import Any
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.weights.committed import find_model_path
-from trinity_sync.weights.registry.event_loop import AsyncVersionRegistry
+from trinity_sync.weights.registry import AsyncVersionRegistry
 from trinity_sync.weights.rendezvous import BroadcastRendezvous
-from trinity_sync.weights.sync_barrier import Status
-from trinity_sync.weights.sync_settings import SyncSettings
-from trinity_sync.weights.version import Source, Version
+from trinity_sync.weights.sync_barrier import Status, SyncSettings
+from trinity_sync.weights.versions import Source, Version
 
 
 class TrinityMethods:

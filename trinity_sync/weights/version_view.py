@@ -3,10 +3,18 @@
 From memory: the images of all ranks are locked, and their version tags compared, before the first
 byte is copied; images of other nodes are private copies. From a checkpoint: the step is leased. A
 version that cannot be pinned completely is not opened, so a reader never has parts of two versions.
+
+A slot is mapped once, and locked for each version that is copied. A new mapping costs more than a
+copy from an existing one, and slots are reused, so a reader keeps the mapping and acquires the lock
+for each read. The lock is shared with other readers and is never waited for: while a trainer fills
+the slot, the version that the reader looks for is gone.
+
+A forked child does not share the lock (see ``fs.locks``), and keeps its mappings.
 """
 
 import mmap
 import os
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,14 +25,14 @@ from torch import nn
 
 from trinity_sync.errors import CommitError, WeightSyncError
 from trinity_sync.fs.direct_io import digest_bytes
+from trinity_sync.fs.locks import LockFile
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.job_identity import read_identity
-from trinity_sync.snapshot.slot_reader import SlotReader, view_read_only
-from trinity_sync.snapshot.version_tag import VersionTag
+from trinity_sync.snapshot.ticket import VersionTag, read_version_tag
 from trinity_sync.storage.discovery import require_unreplaced
 from trinity_sync.storage.leases import lease_to_read
-from trinity_sync.storage.manifest_files import FileRecord
-from trinity_sync.weights.unshard import (
+from trinity_sync.storage.manifest import FileRecord
+from trinity_sync.tensors.unshard import (
     FullTensor,
     Slice,
     combine_tensor,
@@ -35,7 +43,7 @@ from trinity_sync.weights.unshard import (
     round_plan,
     view_full_tensor,
 )
-from trinity_sync.weights.version import ImageCopy, Version, VersionUnavailableError
+from trinity_sync.weights.versions import ImageCopy, Version, VersionUnavailableError
 
 MAX_PLANS = 4
 """Layouts of which a reader keeps the plan."""
@@ -277,3 +285,77 @@ def _map_file(path: Path, record: FileRecord) -> memoryview:
 
 def _describe(version: Version) -> str:
     return f"version {version.step} (run {version.run}) of {version.role} in {version.root}"
+
+
+class SlotReader:
+    """The file at ``path``, mapped read-only at the first read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        """The slot's bytes, ``uint8`` and read-only; those of a version under the lock only."""
+        self._file: LockFile | None = None
+        self._readings: list[LockFile] = []
+        """The file of each read in progress; reads may nest."""
+
+    def try_lock(self, image: str) -> VersionTag | None:
+        """Acquire the shared lock if the slot holds ``image``; return its version tag, or None.
+
+        Raises:
+            FormatError: another release has written the tag.
+        """
+        try:
+            file = self._open()
+            if not file.try_acquire(shared=True):
+                return None
+        except FileNotFoundError:
+            return None
+        self._readings.append(file)
+        published = None
+        try:
+            published = read_version_tag(self.path)
+            if published and (published.image != image or not self._map(file, published.nbytes)):
+                published = None
+        finally:
+            if published is None:
+                self.unlock()
+        return published
+
+    def unlock(self) -> None:
+        """Release the lock of one read; the last one unlocks the file."""
+        file = self._readings.pop()
+        if file not in self._readings:  # a parent process has its own
+            file.release()
+
+    def close(self) -> None:
+        """Close the file and release its lock; the memory is unmapped with its last view."""
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        if self._file:
+            self._file.close()
+            self._file = None
+
+    def _open(self) -> LockFile:
+        """Open the file that has the slot's name now: a trainer may have replaced it."""
+        found = self.path.lstat()
+        known = self._file
+        if known and known.fd >= 0 and os.path.samestat(found, os.fstat(known.fd)):
+            return known  # otherwise it is the parent's, or was replaced
+        self.close()
+        self._file = LockFile(self.path, os.O_RDONLY)
+        return self._file
+
+    def _map(self, file: LockFile, nbytes: int) -> bool:
+        """Return whether the file has ``nbytes`` bytes, and map it again if it has grown."""
+        size = os.fstat(file.fd).st_size
+        if size < nbytes:  # truncated: reading a mapping beyond the end is a bus error
+            return False
+        if len(self.memory) < nbytes:
+            self.memory = view_read_only(memoryview(file.map(size, populate=True)))
+        return True
+
+
+def view_read_only(content: memoryview) -> torch.Tensor:
+    """Return read-only bytes as a ``uint8`` tensor, without a copy."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that the tensor is not writable
+        return torch.frombuffer(content, dtype=torch.uint8)

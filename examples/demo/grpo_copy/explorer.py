@@ -15,8 +15,7 @@ from transformers import Qwen2ForCausalLM
 from grpo_copy.task import ANSWER_LENGTH, Batch, compute_reward, draw_prompts
 from trinity_sync import WeightReader
 from trinity_sync.weights.broadcast import receive_into
-from trinity_sync.weights.process_group import join_weight_group
-from trinity_sync.weights.weight_group import WeightGroup
+from trinity_sync.weights.weight_group import WeightGroup, join_weight_group
 
 TIMEOUT_S = 120.0
 

@@ -12,7 +12,7 @@ import ray
 
 from grpo_copy.task import Batch
 from trinity_sync.layout import step_folder
-from trinity_sync.weights.process_group import WeightGroupHost
+from trinity_sync.weights.weight_group import WeightGroupHost
 
 ROLE = "actor"
 EXPLORER = "explorer.rng"

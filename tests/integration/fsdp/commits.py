@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from trinity_sync.client.outcome_log import Outcome
+from trinity_sync.client.outcomes import Outcome
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.pipeline.save import NodeWriting, run_save

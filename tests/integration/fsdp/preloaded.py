@@ -4,4 +4,4 @@ from grpo_copy.cpu_platform import use_cpu
 
 use_cpu()  # before veRL looks for a device
 
-import trinity_sync.fsdp.manager  # noqa: E402, F401
+import trinity_sync.integrations.verl.fsdp.manager  # noqa: E402, F401

@@ -32,7 +32,7 @@ from trinity_sync.integrations.verl import (
     use_trinity_sync,
 )
 from trinity_sync.layout import step_folder
-from trinity_sync.snapshot.slot_lock import lock_slot
+from trinity_sync.snapshot.ticket import lock_slot
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.weights.file_registry import FileRegistry

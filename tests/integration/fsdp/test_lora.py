@@ -21,11 +21,11 @@ from tests.integration.fsdp.commits import CommitsHere
 from tests.unit.weights import VersionFile
 from trinity_sync import CheckpointCoordinator, ConfigError, Settings, WeightReader
 from trinity_sync.formats.hf_export import export_step
-from trinity_sync.fsdp.metadata import write_metadata
 from trinity_sync.integrations.verl import FSDPCheckpointManager, fsdp_save_state_dict
+from trinity_sync.integrations.verl.fsdp.state_dict import write_metadata
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.discovery import require_committed
-from trinity_sync.weights.version import ImageRef, Version
+from trinity_sync.weights.versions import ImageRef, Version
 
 RANK, STEP = 4, 3
 
@@ -179,7 +179,9 @@ def test_an_adapter_that_is_not_there_is_an_error_and_not_a_save_of_something_el
     tuned: Tuned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without = {"model.norm.weight": torch.ones(3)}
-    monkeypatch.setattr("trinity_sync.fsdp.manager.get_model_state_to_stage", lambda _: without)
+    monkeypatch.setattr(
+        "trinity_sync.integrations.verl.fsdp.manager.get_model_state_to_stage", lambda _: without
+    )
     with pytest.raises(ConfigError, match="none of the model's 1 weights is an adapter's"):
         tuned.manager.save_checkpoint(tuned.path, STEP)
     with pytest.raises(ConfigError, match="none of the model's 1 weights is an adapter's"):

@@ -20,7 +20,7 @@ from tests.unit.weights import VersionFile
 from trinity_sync import ConfigError, WeightReader
 from trinity_sync.formats.hf_export import export_step
 from trinity_sync.layout import step_folder
-from trinity_sync.weights.version import Version
+from trinity_sync.weights.versions import Version
 
 STEP = 2
 
@@ -170,7 +170,7 @@ def _folder(jobs: Path, layout: str) -> Path:
 def _load(saved: str, by: str, jobs: Path) -> dict[str, Any]:
     trained = Mlp(by, seed=1)
     messages: list[logging.LogRecord] = []
-    log = logging.getLogger("trinity_sync.fsdp.reshard")
+    log = logging.getLogger("trinity_sync.integrations.verl.fsdp.reshard")
     log.setLevel(logging.INFO)
     handler = logging.Handler()
     handler.emit = messages.append  # type: ignore[method-assign]

@@ -20,10 +20,9 @@ from tests.integration.fsdp.models import Trained
 from tests.integration.fsdp.ranks import on_ranks
 from tests.states import differences
 from trinity_sync import CommitError, ConfigError
-from trinity_sync.formats.from_dcp import from_dcp
+from trinity_sync.formats.dcp import from_dcp, to_dcp
 from trinity_sync.formats.saved_component import SavedComponent
-from trinity_sync.formats.to_dcp import to_dcp
-from trinity_sync.fsdp.reshard import derive_rng
+from trinity_sync.integrations.verl.fsdp.reshard import derive_rng
 from trinity_sync.layout import shard_file, step_folder
 from trinity_sync.storage.leases import list_leases
 
@@ -119,7 +118,7 @@ def load(name: str, by: str, tiny: Path, jobs: Path) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
     read: list[int] = []
-    log = logging.getLogger("trinity_sync.fsdp.reshard")
+    log = logging.getLogger("trinity_sync.integrations.verl.fsdp.reshard")
     log.setLevel(logging.INFO)
 
     def note(record: logging.LogRecord) -> bool:

@@ -10,7 +10,7 @@ from trinity_sync.errors import CommitError, ConfigError, ExportError, WeightSyn
 from trinity_sync.formats.saved_component import SavedComponent
 from trinity_sync.formats.shard_reader import ShardedModel
 from trinity_sync.layout import shard_file
-from trinity_sync.weights.unshard import combine_tensor, plan_unshard
+from trinity_sync.tensors.unshard import combine_tensor, plan_unshard
 
 WORLD_SIZE = 4
 

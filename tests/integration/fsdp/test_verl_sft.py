@@ -21,7 +21,7 @@ from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
 from trinity_sync import CheckpointCoordinator, ConfigError, SaveFailedError
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.integrations.verl.driver import wrap_find_latest_ckpt_path
-from trinity_sync.integrations.verl.manager import TrainerCheckpointManager
+from trinity_sync.integrations.verl.fsdp.manager import TrainerCheckpointManager
 from trinity_sync.integrations.verl.sft import (
     wrap_destroy_global_process_group,
     wrap_find_latest_checkpoint,

@@ -32,7 +32,7 @@ from trinity_sync.integrations.verl.driver import (
     wrap_get_ppo_ray_runtime_env,
     wrap_save_checkpoint,
 )
-from trinity_sync.integrations.verl.manager import TrainerCheckpointManager
+from trinity_sync.integrations.verl.fsdp.manager import TrainerCheckpointManager
 from trinity_sync.layout import step_folder, steps_on_disk
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.runs import list_runs

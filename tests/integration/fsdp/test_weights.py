@@ -16,7 +16,7 @@ from tests.unit.weights import VersionFile, digest
 from tests.unit.without_ray import follower
 from trinity_sync import WeightReader, WeightSyncError
 from trinity_sync.snapshot.spool import open_job_spool
-from trinity_sync.weights.version import ImageRef, Version
+from trinity_sync.weights.versions import ImageRef, Version
 
 CASES: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {
     "FSDP1": (1, (2,), torch.float32),
@@ -77,7 +77,7 @@ def _upload_all(root: Path, spool: Path) -> list[str]:
 
     from tests.integration.fsdp.commits import CommitsHere
     from trinity_sync import CheckpointCoordinator, Settings
-    from trinity_sync.fsdp.state_dict import get_model_state
+    from trinity_sync.integrations.verl.fsdp.state_dict import get_model_state
 
     coordinator = CheckpointCoordinator.of_process_group(
         root, settings=Settings(spool=spool, slots=4), trigger=CommitsHere()

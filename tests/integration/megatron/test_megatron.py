@@ -25,8 +25,8 @@ from tests.integration.megatron.cpu import megatron_on_cpu
 from tests.waiting import until
 from trinity_sync import Settings
 from trinity_sync.errors import CommitError, ConfigError, SaveFailedError
+from trinity_sync.formats.dcp import to_dcp
 from trinity_sync.formats.hf_export import export_step
-from trinity_sync.formats.to_dcp import to_dcp
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.verify_load import load_newest

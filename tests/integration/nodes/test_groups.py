@@ -35,12 +35,12 @@ COMPONENTS = ("model", "optim")
 RUN = """
 import asyncio, os, sys
 import ray
-import flows.persist, flows.save
+import flows.save, flows.save
 from trinity_sync.client.save_request import SaveRequest
 
-flows.persist.MOST_SINGLE_NODES = 1
-flows.persist.NODES_PER_GROUP = 2
-flows.persist.RETRY_DELAYS_S = (1, 2)
+flows.save.MOST_SINGLE_NODES = 1
+flows.save.NODES_PER_GROUP = 2
+flows.save.RETRY_DELAYS_S = (1, 2)
 ray.init(os.environ["TRINITY_SYNC_STACK__RAY__ADDRESS"], log_to_driver=False)
 request = SaveRequest.model_validate_json(sys.argv[1])
 state = asyncio.run(flows.save.save_step(request, return_state=True))

@@ -20,8 +20,8 @@ from tests.unit.weights import digest, first, train, upload
 from trinity_sync import Synchronizer, WeightReader, WeightSyncError
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.weights.publisher import Publisher
-from trinity_sync.weights.sync_settings import SyncSettings
-from trinity_sync.weights.version import Version
+from trinity_sync.weights.sync_barrier import SyncSettings
+from trinity_sync.weights.versions import Version
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ import ray
 
 from tests.conftest import QUIET, environment
 from trinity_sync import Synchronizer
-from trinity_sync.weights.sync_settings import SyncSettings
+from trinity_sync.weights.sync_barrier import SyncSettings
 
 
 @pytest.fixture(scope="module")

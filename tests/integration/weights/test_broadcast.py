@@ -18,16 +18,21 @@ import torch
 import torch.distributed as dist
 
 from trinity_sync import ConfigError, WeightSyncError
-from trinity_sync.stack.ports import free_port
-from trinity_sync.weights.broadcast import receive_into, receive_weights, send_weights
-from trinity_sync.weights.broadcast_protocol import MESSAGE_BYTES
-from trinity_sync.weights.process_group import (
+from trinity_sync.stack.daemon import free_port
+from trinity_sync.weights.broadcast import (
+    MESSAGE_BYTES,
+    receive_into,
+    receive_weights,
+    send_weights,
+)
+from trinity_sync.weights.weight_group import (
+    WeightGroup,
     WeightGroupHost,
     _create_backend,
     _environment,
     join_weight_group,
+    wrap_process_group,
 )
-from trinity_sync.weights.weight_group import WeightGroup, wrap_process_group
 
 SPAWN = multiprocessing.get_context("spawn")
 TIMEOUT_S = 6.0

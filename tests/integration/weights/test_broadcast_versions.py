@@ -13,7 +13,7 @@ import torch
 
 from trinity_sync import WeightSyncError
 from trinity_sync.weights.broadcast import receive_weights
-from trinity_sync.weights.process_group import WeightGroupHost, join_weight_group
+from trinity_sync.weights.weight_group import WeightGroupHost, join_weight_group
 
 ASK_S = 60.0
 

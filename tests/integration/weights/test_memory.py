@@ -14,12 +14,12 @@ from tests.unit.weights import digest, first, train, upload
 from tests.waiting import until
 from trinity_sync import Synchronizer, WeightReader, WeightSyncError
 from trinity_sync.snapshot.spool import open_job_spool
-from trinity_sync.snapshot.version_tag import VersionTag
+from trinity_sync.snapshot.ticket import VersionTag
 from trinity_sync.storage.runs import open_run
 from trinity_sync.weights.actor_registry import ActorRegistry
 from trinity_sync.weights.publisher import Publisher
 from trinity_sync.weights.state_files import write_address
-from trinity_sync.weights.version import VersionUnavailableError
+from trinity_sync.weights.versions import VersionUnavailableError
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import CommitStep
+from trinity_sync.weights import registry as event_loop
 from trinity_sync.weights import state_files
-from trinity_sync.weights.registry import event_loop
-from trinity_sync.weights.registry.event_loop import AsyncVersionRegistry
-from trinity_sync.weights.version import Version
+from trinity_sync.weights.registry import AsyncVersionRegistry
+from trinity_sync.weights.versions import Version
 
 
 def test_waits_return_only_what_a_restart_would_know(

@@ -16,8 +16,8 @@ from tests.waiting import until
 from trinity_sync import ConfigError, Synchronizer, WeightSyncError
 from trinity_sync.storage.runs import open_run
 from trinity_sync.weights.state_files import read_address, read_state
-from trinity_sync.weights.sync_settings import SyncSettings
-from trinity_sync.weights.version import ImageRef, Version
+from trinity_sync.weights.sync_barrier import SyncSettings
+from trinity_sync.weights.versions import ImageRef, Version
 
 ASK_S = 60.0
 

@@ -12,9 +12,9 @@ from tests.integration.test_cli import run
 from tests.unit.test_documents import check_document
 from trinity_sync import Settings
 from trinity_sync.stack.services import StackState
-from trinity_sync.weights.registry.event_loop import AsyncVersionRegistry
+from trinity_sync.weights.registry import AsyncVersionRegistry
 from trinity_sync.weights.state_files import address_path, write_address
-from trinity_sync.weights.version import Version
+from trinity_sync.weights.versions import Version
 
 TRAINING = """
 import sys, time, ray, torch

@@ -2,7 +2,7 @@
 
 from alembic import context
 
-from trinity_sync.catalog.models import Base
+from trinity_sync.catalog.database import Base
 
 context.configure(
     connection=context.config.attributes["connection"],

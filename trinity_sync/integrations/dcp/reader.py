@@ -15,10 +15,8 @@ from trinity_sync.formats.dcp_source import parse_index
 from trinity_sync.layout import check_name, check_number, step_folder
 from trinity_sync.storage.discovery import require_unreplaced
 from trinity_sync.storage.leases import lease_to_read
-from trinity_sync.storage.manifest import Manifest
-from trinity_sync.storage.manifest_files import FileRecord
-from trinity_sync.storage.open_files import OpenFiles
-from trinity_sync.storage.restore import load_bytes
+from trinity_sync.storage.manifest import FileRecord, Manifest
+from trinity_sync.storage.restore import OpenFiles, load_bytes
 
 
 class StepReader(FileSystemReader):

@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.client.state_saver import DcpFolders
+from trinity_sync.client.savers import DcpFolders
 from trinity_sync.errors import ConfigError, SaveFailedError
-from trinity_sync.integrations.dcp.distcp_file import make_done
 from trinity_sync.integrations.dcp.planned_file import (
     PlannedFile,
+    make_done,
     make_planning_group,
     reduce_flags,
 )

@@ -15,7 +15,7 @@ from trinity.trainer.verl import trainer as theirs
 from trinity_sync.adapter import MANIFEST, step_folder
 from trinity_sync.formats.hf_export import export_step
 from trinity_sync.integrations.trinity.job import POSITION, Job, read_position
-from trinity_sync.integrations.verl.positions import restore_attachment
+from trinity_sync.integrations.verl.manager import restore_attachment
 
 
 class NoMonitor:

@@ -21,11 +21,11 @@ from trinity_sync.retention.prune import prune
 from trinity_sync.settings import Settings
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.leases import Lease, acquire_lease
-from trinity_sync.weights.liveness import PROBE_S, wait_for_death
 from trinity_sync.weights.reader import WeightReader
-from trinity_sync.weights.registry.event_loop import resolve_root
+from trinity_sync.weights.registry import resolve_root
+from trinity_sync.weights.rendezvous import PROBE_S, wait_for_death
 from trinity_sync.weights.synchronizer import Synchronizer
-from trinity_sync.weights.version import Version
+from trinity_sync.weights.versions import Version
 
 logger = logging.getLogger(__name__)
 

@@ -10,20 +10,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trinity_sync.fsdp.broadcast import fsdp_sync_weight_nccl
-    from trinity_sync.fsdp.engine import (
+    from trinity_sync.integrations.verl.fsdp.engine import (
         fsdp_save_state_dict,
+        fsdp_sync_weight_nccl,
         fsdp_upload_state_dict,
         use_trinity_sync,
     )
-    from trinity_sync.fsdp.manager import FSDPCheckpointManager
+    from trinity_sync.integrations.verl.fsdp.manager import FSDPCheckpointManager
 
 _MODULES = {
-    "FSDPCheckpointManager": "trinity_sync.fsdp.manager",
-    "fsdp_save_state_dict": "trinity_sync.fsdp.engine",
-    "fsdp_sync_weight_nccl": "trinity_sync.fsdp.broadcast",
-    "fsdp_upload_state_dict": "trinity_sync.fsdp.engine",
-    "use_trinity_sync": "trinity_sync.fsdp.engine",
+    "FSDPCheckpointManager": "trinity_sync.integrations.verl.fsdp.manager",
+    "fsdp_save_state_dict": "trinity_sync.integrations.verl.fsdp.engine",
+    "fsdp_sync_weight_nccl": "trinity_sync.integrations.verl.fsdp.engine",
+    "fsdp_upload_state_dict": "trinity_sync.integrations.verl.fsdp.engine",
+    "use_trinity_sync": "trinity_sync.integrations.verl.fsdp.engine",
 }
 """Module of each name."""
 

@@ -22,9 +22,8 @@ from omegaconf import OmegaConf
 
 from trinity_sync import CheckpointCoordinator
 from trinity_sync.adapter import refuse_url, step_folder
-from trinity_sync.configuration.file import CONFIG
 from trinity_sync.errors import ConfigError
-from trinity_sync.settings import STACK_PREFIX
+from trinity_sync.settings import CONFIG, STACK_PREFIX
 from trinity_sync.storage.discovery import is_foreign
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 

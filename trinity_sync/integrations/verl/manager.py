@@ -1,8 +1,212 @@
-"""The checkpoint manager that FSDP engines make in the workers of veRL's trainers."""
+"""What veRL's checkpoint managers share: the job that a path names, and dataloaders' positions.
 
-from trinity_sync.fsdp.manager import FSDPCheckpointManager
-from trinity_sync.integrations.verl.positions import CommitsPositions
+Positions of dataloaders are committed with each step, and restored before a resume. veRL's trainers
+write them into the step's folder: the PPO trainers one for all ranks, the SFT trainer one for each
+rank.
+"""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from trinity_sync import CheckpointCoordinator, Staged
+from trinity_sync.adapter import (
+    MANIFEST,
+    Manifest,
+    broadcast_from_rank_0,
+    load_bytes,
+    read_manifest,
+    run_on_all_ranks,
+    step_folder,
+)
+from trinity_sync.errors import ConfigError
+from trinity_sync.fs.atomic import replace_file
+from trinity_sync.integrations.verl.driver import ROOT
+from trinity_sync.layout import is_step_folder, split_role_path
+from trinity_sync.settings import Settings
+from trinity_sync.snapshot.stager import ATTACHMENTS
+from trinity_sync.storage.discovery import require_committed
+
+logger = logging.getLogger(__name__)
 
 
-class TrainerCheckpointManager(CommitsPositions, FSDPCheckpointManager):  # type: ignore[misc]
-    """Manager of veRL's FSDP engine, which commits the dataloaders' positions with each step."""
+class ManagerOfPaths:
+    """Base of managers that are called with paths ``<root>/global_step_<N>/<role>``.
+
+    Each manager saves one job. Its coordinator is made at the first save or load, unless the
+    manager was made with one.
+    """
+
+    _coordinator: CheckpointCoordinator | None
+    _saved: dict[str, int]
+    """Newest step that each component, or the whole checkpoint, was submitted at."""
+
+    def _is_new(self, component: str, step: int) -> bool:
+        return self._saved.get(component) != step
+
+    def _split_path(self, local_path: str, global_step: int) -> tuple[Path, str]:
+        """Return root and role of a path of a step."""
+        root, step, role = split_role_path(Path(local_path).resolve())
+        if step != global_step:
+            raise ConfigError(
+                f"checkpoint path {str(local_path)!r} is that of step {step}, but global_step is "
+                f"{global_step}; pass the same step in both"
+            )
+        return root, role
+
+    def _get_coordinator(self, root: Path) -> CheckpointCoordinator:
+        if self._coordinator is None:
+            self._coordinator = CheckpointCoordinator.of_process_group(root)
+        if self._coordinator.root != root:
+            raise ConfigError(
+                f"this manager saves the job at {self._coordinator.root}, not at {root}; "
+                "make one manager and coordinator for each job"
+            )
+        return self._coordinator
+
+    def _find_resumed_job(self, role_folder: Path) -> tuple[CheckpointCoordinator, int] | None:
+        """Return coordinator and step to resume; None if the folder belongs to another job."""
+        try:
+            root, step, _ = split_role_path(role_folder)
+        except ConfigError:
+            return None  # a folder in another layout
+        if self._coordinator is not None and self._coordinator.root != root:
+            return None  # another job, loaded as initial state
+        return self._get_coordinator(root), step
+
+
+DATA = "data.pt"
+"""File name of the dataloader's position in the PPO trainers, in the step's folder."""
+
+
+def position_file(rank: int) -> str:
+    """Return the SFT trainer's file name of the position of a rank's dataloader."""
+    return f"data_{rank}.pt"
+
+
+class CommitsPositions(ManagerOfPaths):
+    """Base of the managers of veRL's engines, which commits the positions with each step.
+
+    All ranks of the process group make its coordinator at the first save or load. The SFT trainer
+    has no roles: its ``<root>/global_step_<N>`` means the folder of the first role.
+    """
+
+    rank: int
+    world_size: int
+    _has_saved = False
+    _own_root: str | None = None
+    """Root of the PPO trainer; None if it is not known."""
+
+    def save_checkpoint(
+        self, local_path: str | None, *, global_step: int = 0, **named: Any
+    ) -> Staged | None:
+        """Submit a save as the engine's manager does, with the positions in the step's folder.
+
+        The path may be the step's folder.
+        """
+        if local_path is not None:
+            is_sft = is_step_folder(local_path)
+            local_path = str(_role_folder(Path(local_path)))
+            root, role = self._split_path(local_path, global_step)
+            coordinator = self._get_coordinator(root)
+            if self.rank == 0 and not self._has_saved:
+                self._has_saved = True
+                # a warning, since lower levels are not shown by default
+                logger.warning(
+                    "the %s's checkpoints are saved by trinity_sync, not by veRL; list them with: "
+                    "trinity-sync ls %s",
+                    role,
+                    root,
+                )
+            data = step_folder(root, global_step) / (position_file(self.rank) if is_sft else DATA)
+            attaches = (self.rank == 0 or is_sft) and role == coordinator.roles[0]
+            if attaches and self._is_new("checkpoint", global_step) and data.exists():
+                coordinator.attach(data.name, data, step=global_step)
+        save = super().save_checkpoint  # type: ignore[misc] # of the engine's manager
+        return save(local_path, global_step=global_step, **named)
+
+    def load_checkpoint(
+        self,
+        local_path: str | None,
+        hdfs_path: str | None = None,
+        del_local_after_load: bool = False,
+    ) -> None:
+        """Load a step and restore the dataloaders' positions that were committed with it.
+
+        The path may be the step's folder. Only files that were downloaded are removed after the
+        load.
+
+        Raises:
+            ConfigError: as the engine's manager, or the SFT trainer has another number of ranks
+                than the step.
+        """
+        if local_path is None:
+            return
+        load = super().load_checkpoint  # type: ignore[misc] # of the engine's manager
+        given = Path(local_path)
+        if not is_step_folder(given):
+            self._own_root = os.environ.get(ROOT)  # as the switch's launch has set it
+            load(local_path, hdfs_path, del_local_after_load)
+            if self.rank == 0:
+                # it differs if the step came from a remote, or a run was killed after writing one
+                restore_attachment(given.parent, DATA, given.parent / DATA)
+            return
+        manifest = broadcast_from_rank_0(given, lambda: _read_step(given, self.world_size))
+        folder = _role_folder(given) if manifest else given
+        load(str(folder), hdfs_path, del_local_after_load)
+        if manifest:
+            name = position_file(self.rank)
+            committed = f"rank_{self.rank}/{name}" if self.rank else name
+            run_on_all_ranks(given, lambda: _restore(manifest, given, committed, given / name))
+
+    def _find_resumed_job(self, role_folder: Path) -> tuple[CheckpointCoordinator, int] | None:
+        if self._own_root and not role_folder.is_relative_to(Path(self._own_root).resolve()):
+            return None  # another job, loaded as initial state: no run begins there
+        return super()._find_resumed_job(_role_folder(role_folder))
+
+
+def _role_folder(folder: Path) -> Path:
+    """Return the first role's folder for a step's folder, which the SFT trainer passes."""
+    return folder / Settings().roles[0] if is_step_folder(folder) else folder
+
+
+def _read_step(folder: Path, world_size: int) -> Manifest | None:
+    """Return the manifest of a step; None if veRL saved it itself.
+
+    Another number of ranks is refused, whose dataloaders would end an epoch at different times.
+    """
+    if not (folder / MANIFEST).exists():
+        return None
+    step = int(folder.name.removeprefix("global_step_"))
+    manifest = require_committed(folder.parent, step, paths=())
+    saved_by = max(file.world_size for file in manifest.files)
+    if saved_by != world_size:
+        raise ConfigError(
+            f"step {step} of {folder.parent} was saved by {saved_by} ranks, and this training has "
+            f"{world_size}: the positions of veRL's dataloaders fit the same number of ranks only. "
+            f"Train on {saved_by} ranks, or start a new job with the weights that "
+            "verl.model_merger makes of the step"
+        )
+    return manifest
+
+
+def restore_attachment(folder: Path, name: str, to: Path) -> None:
+    """Write an attachment of a committed step to a file, if the step has it.
+
+    Raises:
+        CommitError: the attachment is corrupted.
+    """
+    if not (folder / MANIFEST).exists():
+        return
+    manifest = read_manifest(folder.parent, int(folder.name.removeprefix("global_step_")))
+    if manifest:
+        _restore(manifest, folder, name, to)
+
+
+def _restore(manifest: Manifest, folder: Path, name: str, to: Path) -> None:
+    path = f"{ATTACHMENTS}/{name}"
+    if manifest.find_file(path):
+        committed = load_bytes(folder.parent, manifest.step, path, manifest=manifest)
+        if not to.exists() or to.read_bytes() != committed:
+            replace_file(to, committed)

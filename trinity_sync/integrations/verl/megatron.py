@@ -27,10 +27,9 @@ from verl.utils.checkpoint.megatron_checkpoint_manager import (
 
 from trinity_sync import CheckpointCoordinator, Staged
 from trinity_sync.adapter import MANIFEST, broadcast_from_rank_0, run_on_all_ranks, split_role_path
-from trinity_sync.client.manager_of_paths import ManagerOfPaths
 from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.megatron import DistCheckpointSaver, open_checked
-from trinity_sync.integrations.verl.positions import CommitsPositions
+from trinity_sync.integrations.verl.manager import CommitsPositions, ManagerOfPaths
 
 CONTENTS = "ckpt_contents.json"
 FOLDERS = {

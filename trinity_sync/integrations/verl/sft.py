@@ -33,7 +33,7 @@ def wrap_save_checkpoint(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def save_checkpoint(handler: Any, step: int) -> None:
-        from trinity_sync.integrations.verl.positions import position_file
+        from trinity_sync.integrations.verl.manager import position_file
 
         if not _uses_trinity_sync(handler):
             return original(handler, step)
@@ -103,7 +103,7 @@ def _uses_trinity_sync(handler: Any) -> bool:
     Raises:
         ConfigError: the handler is that of ``verl.trainer.sft_trainer_ray``.
     """
-    from trinity_sync.integrations.verl.positions import CommitsPositions
+    from trinity_sync.integrations.verl.manager import CommitsPositions
 
     if handler.mode.name == "RAY":
         raise ConfigError(

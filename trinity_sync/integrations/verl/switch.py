@@ -32,7 +32,7 @@ def _resume(module: ModuleType) -> None:
 
 def _save(module: ModuleType) -> None:
     def manager(*arguments: Any, **named: Any) -> Any:  # importing it imports this module of veRL
-        from trinity_sync.integrations.verl.manager import TrainerCheckpointManager
+        from trinity_sync.integrations.verl.fsdp.manager import TrainerCheckpointManager
 
         return TrainerCheckpointManager(*arguments, **named)
 

@@ -17,8 +17,8 @@ import xxhash
 
 from trinity_sync import PublishedVersion
 from trinity_sync.errors import ConfigError, WeightSyncError
-from trinity_sync.formats.folder_reader import verify_version
 from trinity_sync.integrations.vllm.server_api import ServerApi
+from trinity_sync.weights.folder.reader import verify_version
 
 logger = logging.getLogger(__name__)
 

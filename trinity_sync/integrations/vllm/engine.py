@@ -30,19 +30,22 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from trinity_sync.errors import TrinitySyncError, WeightSyncError
-from trinity_sync.integrations.vllm.claim import require_free
 from trinity_sync.integrations.vllm.model_fit import (
     Outline,
     quiet_loaders,
     require_fit,
     require_whole,
 )
-from trinity_sync.integrations.vllm.pinned_version import Wanted, pin_version, select_version
+from trinity_sync.integrations.vllm.pinned_version import (
+    Wanted,
+    pin_version,
+    require_free,
+    select_version,
+)
 from trinity_sync.weights.broadcast import receive_weights
-from trinity_sync.weights.process_group import join_weight_group
 from trinity_sync.weights.reader import WeightReader, make_reader_name
-from trinity_sync.weights.version import Version
-from trinity_sync.weights.weight_group import WeightGroup
+from trinity_sync.weights.versions import Version
+from trinity_sync.weights.weight_group import WeightGroup, join_weight_group
 
 logger = logging.getLogger(__name__)
 

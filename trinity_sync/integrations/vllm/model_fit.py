@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from trinity_sync.errors import WeightSyncError
-from trinity_sync.snapshot.torch_private import TorchDispatchMode
+from trinity_sync.tensors.torch_private import TorchDispatchMode
 
 logger = logging.getLogger(__name__)
 

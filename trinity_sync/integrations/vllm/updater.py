@@ -21,8 +21,7 @@ from typing import Any, Literal
 from trinity_sync import Version, WeightReader
 from trinity_sync.adapter import make_reader_name
 from trinity_sync.errors import ConfigError, WeightSyncError
-from trinity_sync.integrations.vllm.claim import make_claim
-from trinity_sync.integrations.vllm.pinned_version import wait_for, wait_newer
+from trinity_sync.integrations.vllm.pinned_version import make_claim, wait_for, wait_newer
 from trinity_sync.integrations.vllm.server_api import RefusedError, ServerApi
 
 logger = logging.getLogger(__name__)

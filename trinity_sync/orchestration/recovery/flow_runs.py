@@ -1,23 +1,30 @@
-"""Recover zombie runs, which Prefect shows as running although no process executes them.
+"""Recover zombie runs and orphaned images.
 
-A worker that is killed cannot report the end of its run, nor can a worker whose last call finds the
-server away. Every worker looks for such runs of its own node, where it identifies processes by pid
-and start time: it sets their final state and retries them. The workers of other nodes recover
-theirs.
+Zombie runs are those that Prefect shows as running although no process executes them. A worker that
+is killed cannot report the end of its run, nor can a worker whose last call finds the server away.
+Every worker looks for such runs of its own node, where it identifies processes by pid and start
+time: it sets their final state and retries them. The workers of other nodes recover theirs.
 
 The message of the Pending state names the process that acquired a run. That state is set by a
 single call; the run's ``infrastructure_pid`` is set by a later call. The run's lock
 (`try_run_lock`) shows whether a process of this node still executes it. The server's state does
 not: a server that was away shows runs as Crashed that are still executed.
+
+Orphaned images are sealed images on this node that no flow run will persist. If the trainer died
+before it requested the flow run, or the server was away, the run is requested. If the save was
+cancelled or failed, its images are marked, so that later saves evict them first.
 """
 
 import logging
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 from uuid import UUID
 
+import anyio
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.filters import (
     DeploymentFilter,
@@ -31,8 +38,12 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import TERMINAL_STATES, FlowRun, State, StateType, TaskRun
 from prefect.states import AwaitingRetry, Cancelled, Completed, Crashed
+from pydantic import ValidationError
 
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.errors import FormatError, TrinitySyncError
 from trinity_sync.fs.process import is_process_alive
+from trinity_sync.orchestration.job_registry import ANSWER_S
 from trinity_sync.orchestration.prefect_queries import (
     UNDER_WAY,
     filter_pool,
@@ -40,8 +51,10 @@ from trinity_sync.orchestration.prefect_queries import (
     make_due_state,
     read_server_time,
 )
-from trinity_sync.orchestration.recovery.images import try_allow_eviction
-from trinity_sync.snapshot.run_lock import try_run_lock
+from trinity_sync.orchestration.root_threads import RootVisits, run_in_thread
+from trinity_sync.pipeline.pending import GRACE_S, find_pending_saves
+from trinity_sync.snapshot.spool import JobSpool, list_job_spools, try_run_lock
+from trinity_sync.storage.save import mark_failed
 
 logger = logging.getLogger(__name__)
 
@@ -173,3 +186,53 @@ def _find_owner(states: Sequence[State]) -> str:
     """Return the last process that acquired a run, as ``node/pid/start time``; "" for none."""
     acquired = _find_acquisitions(states)
     return str(acquired[-1].message).removeprefix(ACQUIRED_BY) if acquired else ""
+
+
+MARK_S = 5.0
+"""Seconds to wait for `allow_eviction`: a task on a file system that hangs holds its images."""
+
+_visits = RootVisits("orphaned images")
+
+
+def find_orphaned_saves(
+    spool: Path, *, grace_s: float = GRACE_S, clock: Callable[[], float] = time.time
+) -> list[SaveRequest]:
+    """Return `find_pending_saves` of all jobs, oldest first of each.
+
+    Jobs whose roots do not answer are left out.
+    """
+    jobs = defaultdict(list)  # an earlier job of a root may have a folder as well
+    for job in list_job_spools(spool):
+        jobs[job.root or job.folder].append(job)
+    found = _visits.visit(
+        jobs,
+        lambda root: [
+            request
+            for job in jobs[root]
+            for request in find_pending_saves(job, grace_s=grace_s, clock=clock)
+        ],
+        limit_s=ANSWER_S,
+    )
+    return [request for requests in found.values() for request in requests]
+
+
+async def try_allow_eviction(spool: Path, parameters: Mapping[str, Any], reason: str) -> None:
+    """Call `allow_eviction`, and wait no longer than `MARK_S` for it."""
+    with anyio.move_on_after(MARK_S):
+        await run_in_thread(allow_eviction, spool, parameters, reason)
+
+
+def allow_eviction(spool: Path, parameters: Mapping[str, Any], reason: str) -> None:
+    """Mark the images of a save that ended without a commit, so that later saves evict them first.
+
+    ``parameters`` are the flow run's. A run of another flow, or of a trainer of another release, is
+    ignored.
+    """
+    try:
+        request = SaveRequest.model_validate(parameters["request"])
+    except (KeyError, ValidationError, FormatError):
+        return
+    try:
+        mark_failed(JobSpool(spool / request.job), request.save, reason)
+    except (OSError, TrinitySyncError) as error:
+        logger.warning("cannot mark the images of %s for eviction: %s", request.save, error)

@@ -1,7 +1,8 @@
-"""Recover the zombie runs and orphaned images of a worker's node, at every poll."""
+"""Recover zombie runs and orphaned images of a worker's node at every poll; report evictions."""
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,17 +17,21 @@ from trinity_sync.errors import RequestRefusedError
 from trinity_sync.fs.locks import try_acquire_file_lock
 from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.orchestration.job_registry import ANSWER_S
-from trinity_sync.orchestration.prefect_queries import UNDER_WAY, read_pool_runs, request_run
-from trinity_sync.orchestration.recovery.evictions import EvictionReporter
+from trinity_sync.orchestration.prefect_queries import (
+    UNDER_WAY,
+    emit_step_event,
+    read_pool_runs,
+    request_run,
+)
 from trinity_sync.orchestration.recovery.flow_runs import (
+    allow_eviction,
     end_unreported_tasks,
     recover_zombie,
     retry_crashed,
 )
-from trinity_sync.orchestration.recovery.images import allow_eviction
 from trinity_sync.orchestration.root_threads import run_in_thread
 from trinity_sync.pipeline.pending import compare_late_images, find_pending_saves, warn_once
-from trinity_sync.snapshot.spool import JobSpool, list_job_spools
+from trinity_sync.snapshot.spool import JobSpool, list_job_spools, read_evictions
 
 logger = logging.getLogger(__name__)
 
@@ -125,3 +130,50 @@ class NodeRecovery:
                 await retry_crashed(client, run_id, self._here, spool=self._spool)
         finally:
             await run_in_thread(locks.close)
+
+
+class EvictionReporter:
+    """Reports each save whose images are evicted on this node from now on, once."""
+
+    def __init__(self, spool: Path) -> None:
+        self._spool = spool
+        self._since = time.time()
+        self._reported: set[tuple[str, int, int, str]] = set()
+
+    def report(self) -> None:
+        """Report the evictions since the last call."""
+        found: set[tuple[str, int, int, str]] = set()
+        for job in list_job_spools(self._spool):
+            evictions = [e for e in read_evictions(job.folder) if e.evicted_at >= self._since]
+            root = job.root if evictions else None
+            for each in evictions if root else ():
+                save = (job.folder.name, each.run, each.step, each.kind)
+                found.add(save)
+                if save in self._reported:
+                    continue
+                self._reported.add(save)
+                level = logging.WARNING if each.kind == "checkpoint" else logging.INFO
+                logger.log(
+                    level,
+                    "the %s of step %d of %s is lost: %s of role %s rank %d was evicted from the "
+                    "spool of this node for step %d (%s)",
+                    each.kind,
+                    each.step,
+                    root,
+                    each.component,
+                    each.role,
+                    each.rank,
+                    each.for_step,
+                    each.why,
+                )
+                emit_step_event(
+                    "evicted",
+                    root or "",
+                    each.step,
+                    job=job.folder.name,
+                    run=each.run,
+                    kind=each.kind,
+                    for_step=each.for_step,
+                    why=each.why,
+                )
+        self._reported = found  # the others are no longer in the file

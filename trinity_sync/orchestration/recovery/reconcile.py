@@ -22,12 +22,11 @@ from trinity_sync.catalog.database import get_catalog_url, open_catalog
 from trinity_sync.catalog.mirror import add_versions, find_differences, rebuild
 from trinity_sync.client.save_request import SAVE_DEPLOYMENT
 from trinity_sync.errors import CatalogError, FormatError, RequestRefusedError, TrinitySyncError
-from trinity_sync.fs.clock import read_file_system_time
+from trinity_sync.fs.mounts import read_file_system_time
 from trinity_sync.fs.process import read_process_identity
 from trinity_sync.orchestration.job_registry import list_known_roots
 from trinity_sync.orchestration.prefect_queries import UNDER_WAY, read_pool_runs, request_run
-from trinity_sync.orchestration.recovery.flow_runs import recover_zombie
-from trinity_sync.orchestration.recovery.images import find_orphaned_saves
+from trinity_sync.orchestration.recovery.flow_runs import find_orphaned_saves, recover_zombie
 from trinity_sync.orchestration.root_threads import OTHERS_WAIT_S, RootVisits, run_in_thread
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.spool import list_job_spools

@@ -1,5 +1,5 @@
 """The report of a job: what its files, this node and the Prefect server know about it.
 
-`collect` and `node` read, `health` judges, `retention` previews policies. `facts` has the values,
-from which the command renders the page and prints JSON.
+`collect` reads, `health` judges. `facts` has the values, from which the command renders the page
+and prints JSON.
 """

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from urllib.parse import quote
 
-from trinity_sync.errors import FormatError, StackError, TrinitySyncError
+from trinity_sync.errors import ConfigError, FormatError, StackError, TrinitySyncError
 from trinity_sync.layout import KINDS, PRIVATE_FOLDER, steps_on_disk
 from trinity_sync.orchestration.prefect_queries import (
     ANSWER_S,
@@ -25,35 +25,41 @@ from trinity_sync.orchestration.prefect_queries import (
 )
 from trinity_sync.orchestration.report.facts import (
     Disk,
+    InFlight,
     JobReport,
     Mark,
+    Memory,
+    PolicyEffect,
     RunRow,
     StepRow,
     Use,
 )
 from trinity_sync.orchestration.report.health import Committed, group_failures, judge_health
-from trinity_sync.orchestration.report.node import list_in_flight, measure_memory
-from trinity_sync.orchestration.report.retention import measure_growth, preview_policies
-from trinity_sync.retention.planner import Rules
+from trinity_sync.retention.planner import Rules, plan_removals
+from trinity_sync.retention.policies import All, StepInfo, parse_policy
 from trinity_sync.retention.step_infos import list_step_infos
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.evictions import read_evictions
 from trinity_sync.snapshot.job_identity import job_id
-from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.snapshot.spool import JobSpool, count_evictions, read_evictions
+from trinity_sync.snapshot.ticket import Ticket
 from trinity_sync.storage.block_reuse import list_spares
 from trinity_sync.storage.discovery import list_known_runs, read_step_state
-from trinity_sync.storage.job_settings import JobSettings, read_job_settings
+from trinity_sync.storage.job_settings import (
+    JobSettings,
+    is_replicated,
+    read_job_settings,
+    read_required_remote,
+)
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.metrics import read_metrics
 from trinity_sync.storage.pins import list_pins, list_tags
-from trinity_sync.storage.placement import read_placement
+from trinity_sync.storage.placement import NodeRanks, describe_ranks, read_placement
 from trinity_sync.storage.quarantine import quarantine_folder
-from trinity_sync.storage.required_remote import is_replicated, read_required_remote
 from trinity_sync.storage.runs import Run
-from trinity_sync.storage.save_log import read_saves
-from trinity_sync.weights.report import read_sync_report
+from trinity_sync.storage.save_timing import LoggedSave, read_saves
+from trinity_sync.weights.state_files import read_sync_report
 
 MAX_SAVES = 1000
 """Newest saves that a report has, for charts."""
@@ -264,3 +270,119 @@ def _list_uses(root: Path, now: float) -> Iterator[Use]:
         return
     for reader in report.readers if report else ():
         yield Use(reader.step, "reader", reader.name, reader.since, reader.behind)
+
+
+def list_in_flight(
+    settings: Settings,
+    root: Path,
+    spool: JobSpool,
+    runs: Sequence[FlowRunSummary],
+    committed: Committed,
+) -> Iterator[InFlight]:
+    """Yield the saves with images on this node, and those whose flow run has not ended."""
+    under_way = {
+        (int(run.tags["step"]), run.tags["kind"]): run
+        for run in runs
+        if run.is_save and not run.ended and run.tags.get("step", "").isdigit()
+    }
+    saves: dict[tuple[int, str], list[Ticket]] = {}
+    for image in spool.tickets()[0]:
+        ticket = image.ticket
+        if not image.failed and (ticket.run, ticket.step, ticket.kind) not in committed:
+            saves.setdefault((ticket.step, ticket.kind), []).append(ticket)
+    for step, kind in sorted({*under_way, *saves}):
+        run, tickets = under_way.get((step, kind)), saves.get((step, kind), [])
+        since = min((ticket.sealed_at for ticket in tickets), default=run.since if run else 0.0)
+        yield InFlight(
+            step,
+            kind,
+            _name_phase(run),
+            since,
+            len(tickets),
+            _find_missing_ranks(settings, root, tickets),
+            run.url if run else "",
+        )
+
+
+def _name_phase(run: FlowRunSummary | None) -> str:
+    if run is None:
+        return "in memory, no flow run known"
+    if run.state != "Running":
+        return f"queued ({run.state.lower()})"
+    return "committing" if "commit" in run.tasks else "writing"
+
+
+def _find_missing_ranks(settings: Settings, root: Path, tickets: Sequence[Ticket]) -> str:
+    missing = []
+    for role in tickets[0].roles if tickets else ():
+        places: Sequence[NodeRanks] = ()
+        with suppress(TrinitySyncError, OSError):
+            places = read_placement(root, tickets[0].run, tickets[0].run_key, role) or ()
+        here = {rank for place in places if place.node == settings.node for rank in place.ranks}
+        absent = sorted(here - {ticket.rank for ticket in tickets if ticket.role == role})
+        if absent:
+            missing.append(f"{role} {describe_ranks(absent)}")
+    return ", ".join(missing)
+
+
+def measure_memory(folder: Path, spool: JobSpool) -> Memory | None:
+    """Return the state of this node's spool; None if there is none.
+
+    ``folder`` is the node's spool, and ``spool`` the job's in it.
+    """
+    if not folder.is_dir():
+        return None
+    usage = shutil.disk_usage(folder)
+    evicted = count_evictions(spool.folder).total()
+    return Memory(len(spool.tickets()[0]), spool.bytes_used, usage.free, usage.total, evicted)
+
+
+EXAMPLES = ("all", "last=1", "last=3", "last=10", "hourly=24", "daily=7")
+"""Policies that are compared with the one in force."""
+DAY_S = 86400.0
+
+
+def preview_policies(
+    infos: Sequence[StepInfo], rules: Rules, now: float
+) -> tuple[PolicyEffect, ...]:
+    """Return what each policy for checkpoints would remove now, the one in force first."""
+    in_force = str(rules.checkpoints)
+    metrics = sorted({name for info in infos for name in info.metrics})
+    names = [*EXAMPLES, *(f"last=1,best=2:{name}:max" for name in metrics[:1])]
+    return tuple(
+        _preview(infos, rules, policy, now, in_force=policy == in_force)
+        for policy in dict.fromkeys([in_force, *names])
+    )
+
+
+def _preview(
+    infos: Sequence[StepInfo], rules: Rules, policy: str, now: float, *, in_force: bool
+) -> PolicyEffect:
+    try:
+        wanted = replace(rules, checkpoints=parse_policy(policy))
+        plan = plan_removals(infos, wanted, now)
+    except ConfigError as error:
+        return PolicyEffect(policy, in_force, len(infos), (), 0, str(error))
+    removed = tuple(info.step for info in plan.removed)
+    return PolicyEffect(policy, in_force, len(plan.kept), removed, plan.nbytes)
+
+
+def measure_growth(saves: Sequence[LoggedSave], rules: Rules) -> float | None:
+    """Return the bytes that saves add to the disk in a day; None if it cannot be told.
+
+    A policy that keeps all steps adds what is written; one with a limit adds nothing in the long
+    run, and for other policies (such as one step an hour) it is not predicted. ``saves`` are in
+    order of time.
+    """
+    if not isinstance(rules.checkpoints, All):
+        limited = all(
+            word.startswith(("last=", "best=")) for word in str(rules.checkpoints).split(",")
+        )
+        return 0.0 if limited else None
+    kept = [
+        each for each in saves if each.timing.kind == "checkpoint" or isinstance(rules.syncs, All)
+    ]
+    if len(kept) < 2:
+        return None
+    seconds = kept[-1].committed_at - kept[0].committed_at
+    return sum(each.timing.nbytes for each in kept[1:]) / seconds * DAY_S if seconds > 0 else None

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trinity_sync.layout import Kind
-from trinity_sync.storage.save_log import LoggedSave
-from trinity_sync.storage.save_timing import SaveTiming
+from trinity_sync.storage.save_timing import LoggedSave, SaveTiming
 
 HealthStatus = Literal["ok", "late", "failed", "empty"]
 

@@ -10,8 +10,8 @@ from trinity_sync.layout import Kind
 from trinity_sync.orchestration.prefect_queries import FlowRunSummary
 from trinity_sync.orchestration.quantities import format_duration
 from trinity_sync.orchestration.report.facts import FailureGroup, Health, InFlight, StepRow
-from trinity_sync.snapshot.evictions import Eviction
-from trinity_sync.storage.save_log import LoggedSave
+from trinity_sync.snapshot.spool import Eviction
+from trinity_sync.storage.save_timing import LoggedSave
 
 LATE_FACTOR = 3.0
 """Late is a job without a commit for this many of its usual intervals."""

@@ -1,0 +1,147 @@
+"""Tasks of a save: persist on few nodes, commit, and what the Prefect UI shows of it."""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, get_args
+
+from prefect import Task, task
+from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
+from prefect.client.schemas.objects import State, TaskRun
+from prefect.runtime import flow_run
+
+from tasks.on_ray import run_on_node
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.layout import Component
+from trinity_sync.orchestration import on_node
+from trinity_sync.orchestration.quantities import make_artifact_key
+from trinity_sync.orchestration.root_threads import run_in_thread
+from trinity_sync.orchestration.run_page import (
+    FailedTask,
+    SaveFailure,
+    StepOutcome,
+    describe_failure,
+    summarize_failure,
+)
+from trinity_sync.pipeline.save import RETRY_DELAYS_S, is_io_error
+from trinity_sync.storage.discovery import find_newest
+from trinity_sync.storage.placement import NodeShards
+from trinity_sync.storage.save import Persisted
+from trinity_sync.weights.state_files import read_sync_report
+
+logger = logging.getLogger(__name__)
+
+
+async def persist_component(
+    request: SaveRequest,
+    component: Component | None,
+    shards: NodeShards,
+    with_callables: bool = False,
+) -> Persisted:
+    """Persist the images of one component on the node that holds them."""
+    arguments = (request, component, shards, with_callables)
+    return await run_on_node(shards.node, on_node.persist_component, *arguments)
+
+
+async def has_io_error(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
+    """Return whether a task failed with an I/O error, as Prefect's ``retry_condition_fn``."""
+    try:
+        await state.aresult()
+    except Exception as error:
+        return is_io_error(error)
+    return False
+
+
+PersistTask: TypeAlias = Task[[SaveRequest, Component | None, NodeShards, bool], Any]
+
+PERSIST_TASKS: dict[Component | None, PersistTask] = {
+    component: Task(
+        persist_component,
+        name=f"persist-{component or 'callable-files'}",
+        description=f"Persist {component or 'the files of callable saves'} on one node",
+        retries=len(RETRY_DELAYS_S),
+        retry_delay_seconds=[*RETRY_DELAYS_S],
+        retry_condition_fn=has_io_error,
+        persist_result=False,
+    )
+    for component in (*get_args(Component), None)
+}
+"""One task per component, so that the Prefect UI shows each by its name."""
+
+
+async def create_weights_artifact(root: str | Path) -> None:
+    """Show in the Prefect UI which version each reader serves, if the job has a Synchronizer."""
+    found = await run_in_thread(read_sync_report, root, time.time())
+    if found is None or found.lives is False or not found.readers:
+        return
+    newest = found.newest.step if found.newest else "none"
+    await acreate_table_artifact(
+        key=make_artifact_key("weights", root),
+        description=f"Version of `{root}` that each reader serves; the newest is {newest}",
+        table=[
+            {
+                "reader": reader.name,
+                "version": reader.step,
+                "steps behind": reader.behind,
+                "stale for": f"{reader.stale_s:.0f} s",
+            }
+            for reader in found.readers
+        ],
+    )
+
+
+@task(
+    name="commit",
+    retries=2,
+    retry_delay_seconds=2,
+    retry_condition_fn=has_io_error,
+    persist_result=False,
+)
+async def commit_step(
+    request: SaveRequest,
+    persisted: Sequence[Persisted],
+    shards: NodeShards,
+    started_at: float,
+    persisted_at: float,
+) -> bool:
+    """Commit what the tasks of all nodes have persisted, then free the slots of a node.
+
+    Return whether models of the step are to be exported. Arguments are those of
+    `on_node.save.commit_step`.
+    """
+    run = str(flow_run.id)
+    arguments = (request, persisted, shards, started_at, persisted_at, run)
+    done = await run_on_node(shards.node, on_node.commit_step, *arguments)
+    try:
+        if done.page:
+            key = make_artifact_key("save", request.root)
+            await acreate_markdown_artifact(key=key, markdown=done.page, description=done.summary)
+        await create_weights_artifact(request.root)
+    except Exception as error:  # the server is away, and the step is committed nevertheless
+        logger.warning("%s is committed; cannot create its artifacts: %r", request.run_name, error)
+    return done.has_exports
+
+
+async def create_failure_artifact(
+    request: SaveRequest,
+    outcome: StepOutcome,
+    reason: str,
+    failed: Sequence[FailedTask],
+    remaining: Mapping[str, int],
+) -> None:
+    """Show in the Prefect UI what failed, what is safe and what to do; never raises.
+
+    ``remaining`` has the images of the save that are still in memory, by node.
+    """
+    try:
+        newest = await run_in_thread(find_newest, request.root, request.kind)
+        last = newest.step if newest else None
+        failure = SaveFailure(outcome, reason, failed, last, remaining)
+        await acreate_markdown_artifact(
+            key=make_artifact_key("save", request.root),
+            markdown=describe_failure(request, failure),
+            description=summarize_failure(request, failure),
+        )
+    except Exception as error:
+        logger.warning("%s failed; cannot create its artifact: %r", request.run_name, error)

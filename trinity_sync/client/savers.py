@@ -1,0 +1,388 @@
+"""Save the states of a process, and run save functions.
+
+A save is staged in the calling thread or, overlapped, in a thread of its own while training
+continues.
+
+Save functions of the user (Megatron, adapters, ``save_pretrained``) run in threads. A function
+writes anywhere below the step's folder, from which an earlier run's commit is moved away before. A
+status file in the spool tells the step's flow run when the function has ended, which files it
+wrote, or why it failed.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trinity_sync.errors import ConfigError, ImageError, SaveTimeoutError, TrinitySyncError
+from trinity_sync.fs.process import hold_handlers
+from trinity_sync.layout import FOLDERS, KINDS, SERVES_AS, Component, Kind, step_folder
+from trinity_sync.snapshot.image import LaidOut
+from trinity_sync.snapshot.save_id import Origin, SaveId
+from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.snapshot.stager import (
+    METADATA,
+    Staged,
+    Stager,
+    StagingHandle,
+    pack,
+    pack_folder,
+)
+from trinity_sync.snapshot.ticket import VersionTag
+from trinity_sync.storage.manifest import is_own_file
+from trinity_sync.storage.replace import displace_step
+from trinity_sync.storage.save_functions import CallableStatus, write_status
+
+logger = logging.getLogger(__name__)
+
+MODEL: Component = "model"
+DcpFolders = tuple[Mapping[str, LaidOut], Mapping[str, bytes]]
+"""A rank's files by component, and small files of rank 0 by path below the role's folder."""
+NOTHING_STAGED = Staged((), 0, 0.0, 0.0)
+
+
+class StateSaver:
+    """Stages and submits the states of one process.
+
+    Args:
+        stager: copies the states into slots.
+        submit: called with the origin of the images and what was staged, once they are sealed.
+        has_failed: returns whether the save that images were submitted with has failed since.
+        check_overlap: compare overlapped images with a digest taken at the call.
+    """
+
+    def __init__(
+        self,
+        stager: Stager,
+        submit: Callable[[Origin, Staged], None],
+        has_failed: Callable[[Origin], bool] = lambda _: False,
+        *,
+        check_overlap: bool = False,
+    ) -> None:
+        self._stager = stager
+        self._submit = submit
+        self._has_failed = has_failed
+        self._check_overlap = check_overlap
+        self._staged: dict[tuple[str, int], list[str]] = {}
+        self._submitted: dict[tuple[str, int, Kind], Origin] = {}
+        self._uploaded: dict[str, int] = {}
+        """Newest step that was published, by role."""
+        self._packed: dict[Path, bytes] = {}
+        self._failures: list[str] = []
+        self._overlapping: Future[Staged] | None = None
+
+    def save(
+        self,
+        origin: Origin,
+        components: Mapping[str, Any],
+        *,
+        metadata: str | Path | Mapping[str, bytes] | None = None,
+        attachments: bytes | None = None,
+        overlap: bool = False,
+        began: float | None = None,
+    ) -> Staged:
+        """Stage the components that are new at this step or have changed, and submit the save.
+
+        Return what was staged, or will be with ``overlap``, which copies large tensors in a thread
+        while training continues. The commit compares changed components with what was staged
+        before, and fails this save. A save that has failed is submitted again as a whole; images
+        that are still there and equal are not copied again.
+
+        ``metadata``, small files or their folder, is ignored on other ranks than 0. ``attachments``
+        are packed; those of a save that was submitted are part of it already. The stall is counted
+        from ``began`` (`time.perf_counter`), by default from now.
+
+        Raises:
+            ConfigError: components come after the save was submitted.
+            SpoolError, ImageError: the first save of the process cannot be staged. The error of a
+                later save is one of `take_failures`, and training continues.
+        """
+        self.wait_staged()
+        # comparing earlier images stalls the caller as well
+        began = time.perf_counter() if began is None else began
+        role, step, kind = origin.role, origin.step, origin.kind
+        last = {each: self._submitted.get((role, step, each)) for each in KINDS}
+        again = (of_kind := last[kind]) is not None and of_kind.attempt < origin.attempt
+        pending = {
+            each
+            for each, submitted in last.items()
+            if submitted and not (again if each == kind else self._has_failed(submitted))
+        }
+        known = self._staged.get((role, step), [])
+        # a sync has no components of the checkpoint, and what failed is staged again
+        others = (name for name in known if name not in components and kind == "checkpoint")
+        earlier = [name for name in others if not (again and name in FOLDERS)]
+        if not again:
+            earlier += [
+                name
+                for name, state in components.items()
+                if name in known and self._is_staged(origin, name, state, overlap)
+            ]
+        states = {name: state for name, state in components.items() if name not in earlier}
+        if kind in pending:
+            attachments = None
+        if not states and attachments is None:
+            if any(kind in SERVES_AS[each] for each in pending):
+                return NOTHING_STAGED
+            states = dict(components)  # all went with another save; this one needs its own images
+        late = [name for name in states if name not in known]
+        if kind in pending and late:
+            raise ConfigError(
+                f"step {step}, role {role}: {', '.join(late)} comes after the {kind} was "
+                "submitted; submit all components of a step in one call"
+            )
+        packed = None
+        try:
+            if metadata is not None and origin.rank == 0 and METADATA not in earlier:
+                packed = self._pack(metadata)
+            handle = self._stager.stage(
+                origin,
+                states,
+                also=earlier,
+                metadata=packed,
+                attachments=attachments,
+                overlap=overlap,
+                check=self._check_overlap,
+                again=again,
+                began=began,
+            )
+        except Exception as error:
+            return self.fail(origin, error)
+        submitted = self._submit_once_sealed(handle)
+        if not overlap:
+            return submitted.result()
+        self._overlapping = submitted
+        return Staged(handle.components, handle.nbytes, handle.stall_s, 0.0)
+
+    def upload(
+        self, origin: Origin, collect: Callable[[], Any]
+    ) -> tuple[VersionTag | None, Staged]:
+        """Stage the model, unless the step's save did, and publish it to readers; save nothing.
+
+        Return the tag of the published version, None if it could not be staged, and what staging
+        cost. ``collect`` returns the model's state. It is called only if the model has to be
+        staged, or compared with an earlier upload of the step.
+
+        Raises:
+            ConfigError: a later step was uploaded before, or this one with other weights, so that
+                readers would keep what they have.
+            SpoolError, ImageError: as in `save`; also any error of ``collect``.
+        """
+        self.wait_staged()
+        began = time.perf_counter()
+        newest = self._uploaded.get(origin.role, -1)
+        if origin.step < newest:
+            raise ConfigError(
+                f"step {origin.step}, role {origin.role}: it is uploaded after step {newest}, "
+                "which readers keep; versions of a run never go back. Pass a later step, or start "
+                "a new run to publish earlier weights"
+            )
+        state = collect() if origin.step == newest else None
+        try:
+            with hold_handlers():
+                published = self._publish(origin)
+                is_other = state is not None and not self._stager.holds(
+                    origin, MODEL, state, on_device=True
+                )
+        except Exception as error:
+            return None, self.fail(origin, error)
+        if published and is_other:
+            raise ConfigError(
+                f"step {origin.step}, role {origin.role}, rank {origin.rank}: it is uploaded again "
+                "with other weights, and readers keep the first; pass a later step with changed "
+                "weights"
+            )
+        if published:
+            return published, replace(NOTHING_STAGED, stall_s=time.perf_counter() - began)
+        state = collect() if state is None else state
+        try:
+            with hold_handlers():
+                staged = self._stager.stage(origin, {MODEL: state}, seals=False).result()
+                return self._publish(origin), staged
+        except Exception as error:
+            return None, self.fail(origin, error)
+
+    def wait_staged(self) -> float:
+        """Wait until an overlapped save is submitted; return the seconds that it took.
+
+        Raises:
+            SpoolError, ImageError: as in `save`.
+        """
+        overlapping = self._overlapping
+        if overlapping is None:
+            return 0.0
+        start = time.perf_counter()
+        with hold_handlers():
+            self._stager.wait_copied()
+            wait([overlapping])  # before it is reset: another thread may wait as well
+            if self._overlapping is overlapping:
+                self._overlapping = None
+                overlapping.result()
+        return time.perf_counter() - start
+
+    def take_failures(self) -> list[str]:
+        """Return the errors of saves that could not be staged since the last call."""
+        failures, self._failures = self._failures, []
+        return failures
+
+    def fail(self, origin: Origin, error: Exception) -> Staged:
+        """Log that a save cannot be staged, and have `take_failures` return why.
+
+        Raises:
+            SpoolError, ImageError: as in `save`, for the first save of the process.
+        """
+        if not isinstance(error, TrinitySyncError):  # of torch, the system or a user's object
+            cause = error
+            error = ImageError(
+                f"step {origin.step}, role {origin.role}, rank {origin.rank}: nothing was "
+                f"submitted, because staging failed with {type(cause).__name__}: {cause}"
+            )
+            error.__cause__ = cause
+        if not (self._staged or self._uploaded):
+            raise error
+        self._failures.append(str(error))
+        logger.error("Step %d is not saved, training continues: %s", origin.step, error)
+        return replace(NOTHING_STAGED, failure=str(error))
+
+    def close(self) -> None:
+        """Wait for an overlapped save, and release the slots."""
+        try:
+            self.wait_staged()
+        finally:
+            self._stager.close()
+
+    def _pack(self, metadata: str | Path | Mapping[str, bytes]) -> bytes | None:
+        if isinstance(metadata, Mapping):
+            return pack(metadata)
+        packed = self._packed.get(Path(metadata)) or pack_folder(Path(metadata))
+        self._packed = {Path(metadata): packed} if packed else {}
+        return packed
+
+    def _publish(self, origin: Origin) -> VersionTag | None:
+        published = self._stager.publish(origin, MODEL)
+        if published:
+            self._uploaded[origin.role] = origin.step
+        return published
+
+    def _is_staged(self, origin: Origin, component: str, state: Any, overlap: bool) -> bool:
+        """Return whether a state is staged at this step and has not changed since."""
+        with suppress(Exception):  # staging a state that cannot be read raises why
+            return self._stager.holds(origin, component, state, overlap=overlap)
+        return False
+
+    def _submit_once_sealed(self, handle: StagingHandle) -> Future[Staged]:
+        """Submit a save in the thread that seals it; return a future that is done afterwards.
+
+        A waiter for ``handle.sealed`` may continue before the save is submitted.
+        """
+        submitted: Future[Staged] = Future()
+
+        def submit(sealed: Future[Staged]) -> None:
+            try:
+                submitted.set_result(self._submit_sealed(handle.origin, sealed))
+            except BaseException as error:
+                submitted.set_exception(error)
+
+        handle.sealed.add_done_callback(submit)
+        return submitted
+
+    def _submit_sealed(self, origin: Origin, sealed: Future[Staged]) -> Staged:
+        try:
+            staged = sealed.result()
+        except Exception as error:
+            return self.fail(origin, error)
+        kept = {key: value for key, value in self._staged.items() if key[0] != origin.role}
+        self._staged = {**kept, (origin.role, origin.step): list(staged.components)}
+        self._submitted = {k: v for k, v in self._submitted.items() if k[:2] in self._staged}
+        self._submitted[origin.role, origin.step, origin.kind] = origin
+        self._submit(origin, staged)
+        return staged
+
+
+class CallableSaver:
+    """Runs the save functions of one process."""
+
+    def __init__(self, root: Path, spool: JobSpool) -> None:
+        self._root = root
+        self._spool = spool
+        self._threads: dict[str, threading.Thread] = {}
+        self._failures: list[str] = []
+
+    def start(self, name: str, save_fn: Callable[[], Any], status: CallableStatus) -> None:
+        """Run a save function in a thread, after an earlier one of the same name.
+
+        Its error is logged, and `wait` returns it.
+        """
+        write_status(self._spool, status)
+        previous = self._threads.get(name)
+
+        def run() -> None:
+            if previous:
+                previous.join()
+            try:
+                self._run(save_fn, status)
+            except Exception as error:
+                self._failures.append(f"save {name!r} of step {status.step}: {error!r}")
+                logger.exception("save %r of step %d failed", name, status.step)
+
+        thread = threading.Thread(target=run, name=f"save-{name}-step{status.step}")
+        self._threads[name] = thread
+        thread.start()
+
+    def call(self, save_fn: Callable[[], Any], status: CallableStatus) -> None:
+        """Run a save function in the calling thread, and raise its errors."""
+        write_status(self._spool, status)
+        self._run(save_fn, status)
+
+    def wait(self, deadline: float | None) -> list[str]:
+        """Join all threads; return the failures since the last call.
+
+        The deadline is in monotonic seconds.
+
+        Raises:
+            SaveTimeoutError: a function still runs.
+        """
+        for name, thread in list(self._threads.items()):
+            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                raise SaveTimeoutError(
+                    f"save {name!r} still runs; call wait_all again to wait longer"
+                )
+            self._threads.pop(name)
+        failures, self._failures = self._failures, []
+        return failures
+
+    def _run(self, save_fn: Callable[[], Any], status: CallableStatus) -> None:
+        folder = step_folder(self._root, status.step)
+        try:
+            displace_step(SaveId(str(self._root), status.run, "", status.step, status.kind, ()))
+            before = _files_below(folder)
+            start = time.monotonic()
+            save_fn()
+            seconds = time.monotonic() - start
+            after = _files_below(folder)
+            changed = tuple(sorted(name for name in after if before.get(name) != after[name]))
+            finished = replace(status, state="finished", seconds=seconds, files=changed)
+            write_status(self._spool, finished)
+        except BaseException as error:
+            write_status(self._spool, replace(status, state="failed", error=repr(error)))
+            raise
+
+
+def _files_below(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """Return inode, size and time in ns of each file by path, without files of trinity_sync."""
+    found: dict[str, tuple[int, int, int]] = {}
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        try:
+            if not is_own_file(name) and path.is_file():
+                seen = path.stat()
+                found[name] = (seen.st_ino, seen.st_size, seen.st_mtime_ns)
+        except FileNotFoundError:
+            continue  # renamed or removed meanwhile
+    return found

@@ -1,0 +1,379 @@
+"""Conversion of committed steps to checkpoints of PyTorch DCP, and back.
+
+`to_dcp` writes a committed step as a checkpoint of DCP. The ranks' files are mapped and passed to
+PyTorch's writer in chunks, so no tensor is assembled, and memory holds only pages of the files,
+which the kernel can reclaim. The folder appears complete, by one rename.
+
+`from_dcp` commits a checkpoint of DCP as a step of FSDP2 ranks. One rank's part of one component is
+in memory at a time: PyTorch plans which chunks of the checkpoint it needs; it is read, written and
+freed. Then the step is committed like any other.
+"""
+
+import io
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    create_default_local_save_plan,
+)
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from trinity_sync.errors import CommitError, ConfigError, SaveError
+from trinity_sync.formats.dcp_source import DcpReader, run_dcp_alone
+from trinity_sync.formats.saved_component import SavedComponent
+from trinity_sync.fs.atomic import make_folder, sync_folder
+from trinity_sync.fs.direct_io import OnProgress, digest_cached_file, digest_file, no_progress
+from trinity_sync.layout import check_name, shard_file, step_folder
+from trinity_sync.snapshot.job_identity import open_identity
+from trinity_sync.snapshot.save_id import SaveId
+from trinity_sync.storage.commit import commit
+from trinity_sync.storage.discovery import require_committed, require_unreplaced
+from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
+from trinity_sync.storage.manifest import FileRecord, Manifest, read_run_manifest
+from trinity_sync.storage.persist import make_attempt_path, read_file_identity
+from trinity_sync.storage.restore import require_digest
+from trinity_sync.storage.runs import find_newest_run, open_run
+from trinity_sync.storage.save import Written, discard
+
+COMPONENTS = ("model", "optim")
+"""Components that can be converted; the others belong to this job and its ranks."""
+
+
+@dataclass(frozen=True)
+class DcpResult:
+    """Result of a conversion to DCP."""
+
+    folder: Path
+    components: tuple[str, ...]
+    tensors: int
+    nbytes: int
+    """Bytes of the folder's files."""
+
+
+def to_dcp(
+    root: str | Path,
+    step: int,
+    folder: str | Path,
+    *,
+    role: str = "actor",
+    components: Sequence[str] = (),
+    on_progress: OnProgress = no_progress,
+) -> DcpResult:
+    """Write model and optimizer of a step as a DCP checkpoint ``{"model": ..., "optim": ...}``.
+
+    Keys are those of ``model.state_dict()`` and ``optimizer.state_dict()`` (which numbers
+    parameters). Load it with ``dcp.load({"model": model.state_dict()}, checkpoint_id=folder)``,
+    with any number of ranks, or none.
+
+    Args:
+        root: the job's root.
+        step: a committed step.
+        folder: folder of the checkpoint; missing or empty.
+        role: role of the state.
+        components: ``model``, ``optim`` or both; by default those that the step has.
+        on_progress: called with bytes and the total; each byte counts twice, for its digest and its
+            copy.
+
+    Raises:
+        CommitError: the step is not committed or corrupted, lacks a component, or ranks differ in
+            what they should have saved equally.
+        ConfigError: an argument is invalid, or tensors have a placement that DCP cannot express.
+        SaveError: the folder cannot be written; nothing is left of it.
+    """
+    check_name("role", role)
+    base, target = Path(root).resolve(), Path(folder).absolute().resolve()
+    if target.is_relative_to(base) or base.is_relative_to(target):
+        raise ConfigError(f"{folder} is part of the job, or contains it; choose another folder")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{folder} is not empty; nothing was changed. Choose another folder.")
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
+    with acquire_lease(base, step, f"conversion of {role}", ttl_s=LONG_LEASE_S):
+        manifest = require_committed(base, step)
+        shards = _list_shards(base, manifest, role, components)
+        records = [record for each in shards.values() for record in each]
+        total = 2 * sum(record.nbytes for record in records)
+        for record in records:
+            path = step_folder(base, step) / record.path
+            found = digest_file(path, record.nbytes, lambda n: on_progress(n, total))
+            require_digest(path, record, found)
+        saved = {
+            name: SavedComponent(step_folder(base, step) / role, name, len(each))
+            for name, each in shards.items()
+        }
+        _require_convertible(saved)
+        require_unreplaced(base, manifest)  # repeated below for files that are opened later
+        try:
+            make_folder(partial)
+            planner = _Planner(saved, lambda n: on_progress(n, total))
+            writer = FileSystemWriter(partial)
+            with run_dcp_alone():
+                save(planner.first, storage_writer=writer, planner=planner, no_dist=True)
+            sync_folder(partial)
+            require_unreplaced(base, manifest)
+            if target.exists():
+                target.rmdir()
+            partial.rename(target)
+            sync_folder(target.parent)
+        except OSError as error:
+            raise SaveError(
+                f"step {step} in {root} is not converted: {error.filename or target} cannot be "
+                f"written: {error.strerror}. Nothing is left of it; repair that and retry."
+            ) from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    nbytes = sum(path.stat().st_size for path in target.iterdir())
+    tensors = sum(len(component.tensors) for component in saved.values())
+    return DcpResult(target, tuple(saved), tensors, nbytes)
+
+
+class _Planner(DefaultSavePlanner):
+    """Plans all ranks' chunks in one process; each chunk is read from its rank's file."""
+
+    def __init__(
+        self, saved: Mapping[str, SavedComponent], on_read: Callable[[int], object]
+    ) -> None:
+        super().__init__()
+        self._saved, self._on_read = saved, on_read
+        self.first = {name: dict(component.open_shard(0)) for name, component in saved.items()}
+        self._open = cache(SavedComponent.open_shard)
+        self._parts: dict[MetadataIndex, tuple[SavedComponent, MetadataIndex]] = {}
+
+    def create_local_plan(self) -> SavePlan:
+        """Plan all chunks of all tensors, and plain values as rank 0 saved them."""
+        names = {
+            f"{c}.{name}": (saved, name)
+            for c, saved in self._saved.items()
+            for name in saved.tensors
+        }
+        items, rest = [], {}
+        for key, value in self.state_dict.items():
+            saved, name = names.get(key, (None, ""))
+            meta = saved.tensors[name] if saved else None
+            if saved is None or meta is None:
+                rest[key] = value
+            elif not meta.chunks:  # a tensor without elements
+                rest[key] = torch.empty(meta.size, dtype=meta.properties.dtype, device="cpu")
+            else:
+                for chunk in meta.chunks:
+                    index = MetadataIndex(key, chunk.offsets)
+                    self._parts[index] = saved, MetadataIndex(name, chunk.offsets)
+                    data = TensorWriteData(chunk, meta.properties, meta.size)
+                    items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        self.state_dict.update(rest)
+        items += create_default_local_save_plan(rest, is_coordinator=True).items
+        self.plan = SavePlan(items, planner_data=self.mappings)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Return a chunk as a view of the mapped file."""
+        if write_item.index not in self._parts:
+            return super().resolve_data(write_item)
+        saved, index = self._parts[write_item.index]
+        part = _trim_storage(saved.get_chunk(self._open(saved, saved.find_rank(index)), index))
+        self._on_read(part.nbytes)
+        return part
+
+
+def _trim_storage(part: torch.Tensor) -> torch.Tensor:
+    """Return a view with a storage of its own size, because the writer copies larger storages."""
+    if not part.is_contiguous():
+        return part
+    start = part.storage_offset() * part.element_size()
+    storage = part.untyped_storage()[start : start + part.nbytes]
+    return torch.empty(0, dtype=part.dtype, device="cpu").set_(
+        storage, 0, part.shape, part.stride()
+    )
+
+
+def _require_convertible(saved: Mapping[str, SavedComponent]) -> None:
+    """Require that tensors have placements, which the flat optimizer state of FSDP1 lacks."""
+    model, optim = saved["model"], saved.get("optim")
+    flat = [name for name, meta in optim.tensors.items() if len(meta.size)] if optim else []
+    if optim and optim.world_size > 1 and model.sharded and flat and not optim.sharded:
+        raise ConfigError(
+            f"optim in {optim.folder} is the flat state of FSDP1 ({flat[0]}), which does not say "
+            "to which parameters it belongs; convert the model alone (--component model)"
+        )
+    for component in saved.values():
+        component.require_equal_replicas()
+
+
+def _list_shards(
+    root: Path, manifest: Manifest, role: str, components: Sequence[str]
+) -> dict[str, list[FileRecord]]:
+    """Return the records of the requested components, by default of those that exist."""
+    if unknown := set(components) - set(COMPONENTS):
+        raise ConfigError(
+            f"{', '.join(sorted(unknown))} cannot be converted; only model and optim can"
+        )
+    found = {
+        name: [f for f in manifest.files if (f.role, f.component) == (role, name) and f.is_shard]
+        for name in components or COMPONENTS
+    }
+    lacking = [name for name, records in found.items() if not records]
+    if "model" in lacking or (components and lacking):
+        has = ", ".join(manifest.roles) or "none"
+        raise CommitError(
+            f"step {manifest.step} in {root} has no {lacking[0]} of role {role} (roles: {has}); "
+            f"{manifest.hint_at_format(role)}trinity-sync show {root} {manifest.step} "
+            "lists its files"
+        )
+    for name, records in found.items():
+        ranks = {record.rank for record in records}
+        if records and ranks != set(range(records[0].world_size)):
+            raise CommitError(f"step {manifest.step} in {root} lacks ranks of {name}")
+    return {name: records for name, records in found.items() if records}
+
+
+def from_dcp(
+    folder: str | Path,
+    root: str | Path,
+    step: int,
+    *,
+    world_size: int,
+    role: str = "actor",
+    model: str = "model",
+    optim: str = "optim",
+    device_type: str = "cuda",
+    whole: Sequence[str] = (),
+    metadata: str | Path | None = None,
+    on_progress: OnProgress = no_progress,
+) -> Manifest:
+    """Commit a step with the state of a DCP checkpoint, sharded over ``world_size`` ranks.
+
+    Tensors are split along their first dimension, as ``fully_shard`` does; scalars are not split.
+    veRL's loader reads the step with as many ranks, ``FSDPCheckpointManager`` with any number; both
+    without ``extra`` in ``checkpoint.load_contents``, which DCP checkpoints do not contain.
+
+    Args:
+        folder: folder of the checkpoint.
+        root: a job's root, of which no training is running; created if it is missing.
+        step: number of the new step.
+        world_size: number of ranks that are to load it.
+        role: role of the state.
+        model: key of the model in the saved state; empty if its tensors are at the top.
+        optim: key of the optimizer, in the form of ``optimizer.state_dict()`` or of
+            ``torch.distributed.checkpoint.state_dict``; empty to leave it out.
+        device_type: device type of the ranks' mesh; DTensors of another type do not load.
+        whole: patterns of names of model tensors that are not sharded, i.e. buffers.
+        metadata: folder with ``fsdp_config.json`` and ``huggingface/``, for veRL's merger.
+        on_progress: called with shards that were written and their total.
+
+    Raises:
+        ConfigError: the folder is not a DCP checkpoint, has no such state or more than tensors and
+            plain values, or an argument is invalid.
+        CommitError: the job has such a step, or the checkpoint is corrupted.
+        SaveError: the step cannot be written; nothing is left of it.
+    """
+    check_name("role", role)
+    if world_size < 1 or step < 0:
+        raise ConfigError(
+            f"step must be at least 0, got {step}, and world_size at least 1, got {world_size}"
+        )
+    source, base = DcpReader(Path(folder)), Path(root).resolve()
+    parts = {
+        "model": source.select_entries(model, without=optim),
+        "optim": source.select_entries(optim) if optim else {},
+    }
+    if not parts["model"]:
+        top = dict.fromkeys(str(path[0]) for path in source.paths.values())
+        raise ConfigError(
+            f"{folder} has no tensors under {model!r} (at its top: {', '.join([*top][:8])}); "
+            "pass the key of the model, '' for none (--model)"
+        )
+    source.require_optimizer(parts["optim"])
+    parts = {name: paths for name, paths in parts.items() if paths}
+    if step_folder(base, step).exists():
+        raise CommitError(
+            f"{step_folder(base, step)} exists already and is not changed; choose another step or "
+            "another root"
+        )
+    make_folder(base)
+    identity = open_identity(base)
+    run = find_newest_run(base) or open_run(base, f"from-dcp-{uuid.uuid4().hex}", 0)
+    where = str(base), run.number, run.key
+    save = SaveId(*where, step, "checkpoint", (role,), identity=identity)
+    shards = [(name, rank) for name in parts for rank in range(world_size)]
+    small = _read_metadata_files(Path(metadata)) if metadata else {}
+    components = (*parts, *(["metadata"] if small else []))
+    written: list[Written] = []
+    try:
+        for name, content in small.items():
+            record = FileRecord(f"{role}/{name}", 0, "", role, "metadata", 0, world_size)
+            written.append(_write(save, record, content, components))
+        for name, rank in shards:
+            state = source.read_component(parts[name], rank, world_size, device_type, whole, name)
+            path = f"{role}/{shard_file(name, world_size, rank)}"
+            record = FileRecord(path, 0, "", role, name, rank, world_size)
+            written.append(_write(save, record, state, components))
+            on_progress(1, len(shards))
+        return commit(save, written)
+    except OSError as error:
+        raise SaveError(
+            f"{save} is not committed: {error.filename or save.folder} cannot be written: "
+            f"{error.strerror}. Nothing is left of it; repair that and retry."
+        ) from error
+    finally:
+        _remove_uncommitted(save, written)
+
+
+def _write(save: SaveId, record: FileRecord, content: Any, components: tuple[str, ...]) -> Written:
+    """Write a state, or bytes, under a temporary name, durably."""
+    final, attempt, image = save.folder / record.path, uuid.uuid4().hex[:8], uuid.uuid4().hex
+    make_folder(final.parent)
+    temporary = make_attempt_path(final, attempt, image)
+    try:
+        with run_dcp_alone(), temporary.open("xb") as file:
+            if isinstance(content, bytes):
+                file.write(content)
+            else:
+                torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(final.parent)
+    return Written(
+        replace(record, nbytes=temporary.stat().st_size, digest=digest_cached_file(temporary)),
+        temporary=os.fspath(temporary),
+        identity=read_file_identity(temporary),
+        components=components,
+        seconds=0.0,
+    )
+
+
+def _read_metadata_files(folder: Path) -> dict[str, bytes]:
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder with fsdp_config.json and huggingface/")
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(files)}
+
+
+def _remove_uncommitted(save: SaveId, written: Sequence[Written]) -> None:
+    """Remove the files of a failed conversion; none after a commit."""
+    if read_run_manifest(save.root, save.run, save.step):
+        return
+    discard(written)
+    for file in written:
+        (save.folder / file.record.path).unlink(missing_ok=True)
+    for folder in (*sorted(save.folder.rglob("*"), reverse=True), save.folder):
+        with suppress(OSError):  # not empty, or not a folder
+            folder.rmdir()

@@ -1,0 +1,377 @@
+"""What the tasks of the flows do on a node, in Ray processes that do not import Prefect.
+
+An outcome is what a function has returned or raised, in a form that can always be pickled.
+"""
+
+import logging
+import os
+import pickle
+import shutil
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import date, datetime
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar, cast
+
+from trinity_sync.catalog.database import get_catalog_url, open_catalog
+from trinity_sync.catalog.mirror import rebuild, try_mirror
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.errors import TrinitySyncError
+from trinity_sync.layout import KINDS, Component, Kind
+from trinity_sync.orchestration.job_registry import (
+    register_job,
+    require_allowed,
+    require_allowed_store,
+    select_roots,
+)
+from trinity_sync.orchestration.root_threads import OTHERS_WAIT_S, RootVisits
+from trinity_sync.orchestration.run_page import NodeResources, describe_commit, summarize_commit
+from trinity_sync.pipeline import save as pipeline
+from trinity_sync.pipeline.save import NodeWriting, Share
+from trinity_sync.retention.planner import Rules
+from trinity_sync.retention.prune import Pruned
+from trinity_sync.retention.prune import prune as prune_root
+from trinity_sync.settings import Settings, StackSettings
+from trinity_sync.snapshot.save_id import SaveId
+from trinity_sync.snapshot.spool import JobSpool, get_job_spool
+from trinity_sync.storage import verify
+from trinity_sync.storage.export_requests import list_export_requests
+from trinity_sync.storage.job_settings import read_job_settings
+from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.placement import NodeShards
+from trinity_sync.storage.save import Persisted
+from trinity_sync.storage.verify import CheckedFile, ChosenFile
+
+if TYPE_CHECKING:
+    from trinity_sync.formats.hf_export import ExportResult
+    from trinity_sync.remote.upload import Replicated
+    from trinity_sync.storage.verify_load import LoadedCheckpoint
+
+logger = logging.getLogger(__name__)
+
+
+def prune(
+    root: str | None, keep: str, keep_weights: str, dry_run: bool, now: datetime | None
+) -> list[Pruned | str]:
+    """Remove the steps that no policy keeps, root by root.
+
+    None means the roots of all known jobs, and an empty policy each job's own. Return what became
+    of the steps of each root, or why it could not be pruned.
+
+    Raises:
+        ConfigError: This node's settings do not allow flows to work on the root.
+    """
+    settings, stack = read_settings()
+
+    def prune_one(each: Path) -> Pruned | str:
+        try:
+            return prune_root(
+                each,
+                Rules.of_job(read_job_settings(each), keep=keep, keep_weights=keep_weights),
+                now.timestamp() if now else time.time(),
+                spool=settings.spool,
+                recycle=stack.io.reuse_files,
+                dry_run=dry_run,
+                on_removed=partial(_update_catalog, each),
+            )
+        except (TrinitySyncError, OSError) as error:
+            return f"{each}: {error}"
+
+    roots = select_roots(root, settings, stack)
+    return [*RootVisits("retention").visit(roots, prune_one, each_s=OTHERS_WAIT_S).values()]
+
+
+def prune_after_commit(request: SaveRequest) -> None:
+    """Remove older checkpoints after a save, see `pipeline.save.prune_after_commit`."""
+    settings, stack = read_settings()
+    require_allowed(request.root, stack)
+    pipeline.prune_after_commit(
+        request,
+        read_writing(),
+        settings.spool,
+        on_removed=lambda steps: try_mirror(settings, request.root, steps, stack=stack),
+    )
+
+
+def _update_catalog(root: Path, _steps: Sequence[int]) -> None:
+    try:
+        with open_catalog(get_catalog_url(*read_settings())) as engine:
+            rebuild(engine, root)
+    except Exception as error:  # the catalog is best effort, the files count
+        logger.warning("cannot update the catalog for %s: %s", root, error)
+
+
+def replicate_to_remote(
+    root: str, step: int, url: str, keep_last: int
+) -> tuple["Replicated", list[int]]:
+    """Copy a step to a remote and prune it, see `pipeline.save.replicate_step`."""
+    _require_allowed(root, url)
+    return pipeline.replicate_step(root, step, url, keep_last)
+
+
+def upload_to_required_remote(root: str, step: int, url: str) -> None:
+    """Upload a step, see `pipeline.save.upload_to_required_remote`."""
+    _require_allowed(root, url)
+    pipeline.upload_to_required_remote(root, step, url)
+
+
+def _require_allowed(root: str, url: str) -> None:
+    require_allowed(root)
+    require_allowed_store(url)
+
+
+def choose_files(
+    root: str | None, step: int | None, newest: int, sample_percent: float, seed: int | None
+) -> list[ChosenFile]:
+    """Choose the files to read, of one job or for None of all known jobs.
+
+    These are all files of ``step`` and of the ``newest`` steps of each job, and a sample of about
+    ``sample_percent`` of the bytes of all steps. ``seed`` selects the sample; None is the number of
+    the day.
+    """
+    roots = select_roots(root, Settings())
+    return [
+        file
+        for each in roots
+        for file in verify.choose_files(
+            each,
+            step=step,
+            newest=newest,
+            sample=sample_percent / 100,
+            seed=date.today().toordinal() if seed is None else seed,
+        )
+    ]
+
+
+def read_files(files: Sequence[ChosenFile]) -> list[CheckedFile]:
+    """Read files and compare their digests with the manifests."""
+    return verify.check_files(files, nice=StackSettings().worker.nice, clock=time.perf_counter)
+
+
+def load_newest_checkpoints(root: str | None) -> "list[tuple[Path, LoadedCheckpoint | str]]":
+    """Load the newest checkpoint of a job, or for None of all known jobs that have one.
+
+    One that cannot be loaded is returned as the reason.
+    """
+    from trinity_sync.storage.verify_load import load_newest  # imports torch, which is slow
+
+    results: list[tuple[Path, LoadedCheckpoint | str]] = []
+    for each in select_roots(root, Settings()):
+        try:
+            if done := load_newest(each):
+                results.append((each, done))
+        except (TrinitySyncError, OSError) as error:
+            results.append((each, str(error)))
+    return results
+
+
+def export_requested_models(request: SaveRequest) -> None:
+    """Export the models that the trainer requested with a committed save."""
+    require_allowed(request.root)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    pipeline.export_requested_models(request)
+
+
+def export_model(
+    root: str, step: int, role: str, dtype: str, max_shard_gb: float, to: str | None
+) -> "ExportResult":
+    """Write one role's model of a committed step as a Hugging Face folder.
+
+    ``dtype`` is keep, bf16, fp16 or fp32. ``to`` is the full path of a new folder; None for the
+    step's own.
+    """
+    from trinity_sync.formats.hf_export import export_step  # imports torch, which is slow
+
+    for path in (root, *([to] if to else [])):
+        require_allowed(path)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    return export_step(
+        root,
+        step,
+        to=Path(to) if to else None,
+        role=role,
+        dtype=dtype,
+        max_shard_bytes=int(max_shard_gb * 1e9),
+    )
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class RemoteTracebackError(Exception):
+    """The traceback of an error in a Ray process, as text; the cause of an error without one."""
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[T]):
+    """What a function has returned or raised in a Ray process."""
+
+    result: T | None = None
+    error: Exception | None = None
+    cause: BaseException | None = None
+    """Cause of the error, which pickling the error loses."""
+    traceback: str = ""
+
+    def get_error(self) -> Exception | None:
+        """Return the error with its cause, or None."""
+        if self.error and not self.error.__cause__:
+            cause = self.cause
+            # an I/O error has no other cause: tasks are retried by it
+            if cause is None and self.traceback and not isinstance(self.error, OSError):
+                cause = RemoteTracebackError(self.traceback)
+            self.error.__cause__ = cause
+        return self.error
+
+    def unwrap(self) -> T:
+        """Return the result.
+
+        Raises:
+            Exception: The error, with its cause.
+        """
+        if error := self.get_error():
+            raise error
+        return cast(T, self.result)
+
+
+def call(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Outcome[T]:
+    """Call a function, and return its result or error in a form that can be pickled."""
+    try:
+        return Outcome(function(*args, **kwargs))
+    except Exception as error:
+        text = traceback.format_exc()
+        failed: Outcome[T] = Outcome(error=error, cause=error.__cause__, traceback=text)
+        try:
+            pickle.loads(pickle.dumps(failed))
+        except Exception:  # such as the errors of HTTP clients; what tasks look at is the class
+            try:
+                pickle.loads(pickle.dumps(error))
+            except Exception:
+                return Outcome(error=RemoteTracebackError(text), traceback=text)
+            return Outcome(error=error, traceback=text)
+        return failed
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What a flow run shows of a save that it has committed, and what it does next."""
+
+    page: str
+    """Markdown; empty if it cannot be made."""
+    summary: str
+    has_exports: bool
+    """Whether models of the step are to be exported."""
+
+
+def persist_component(
+    request: SaveRequest,
+    component: Component | None,
+    shards: NodeShards,
+    with_callables: bool = False,
+) -> Persisted:
+    """Persist the images of one component on one node, see `pipeline.save.persist_share`.
+
+    Raises:
+        ConfigError: this node's settings do not allow flows to work there.
+    """
+    require_allowed(request.root, read_settings()[1])
+    share = Share(component, with_callables)
+    return pipeline.persist_share(request, share, shards, read_writing())
+
+
+def persist_node(
+    request: SaveRequest, shares: Sequence[Share], shards: NodeShards
+) -> list[Outcome[Persisted]]:
+    """Persist shares of one node in parallel; one that fails does not affect the others."""
+
+    def persist_share(share: Share) -> Outcome[Persisted]:
+        return call(persist_component, request, share.component, shards, share.awaits_callables)
+
+    with ThreadPoolExecutor(len(shares), "persist-node") as threads:
+        return list(threads.map(persist_share, shares))
+
+
+def commit_step(
+    request: SaveRequest,
+    persisted: Sequence[Persisted],
+    shards: NodeShards,
+    started_at: float,
+    persisted_at: float,
+    flow_run: str = "",
+) -> Committed:
+    """Commit what the tasks of all nodes have persisted, then free the slots of this node.
+
+    Times are in seconds since the epoch; ``flow_run`` is the id of the flow run, for the catalog.
+    """
+    settings, stack = read_settings()
+    require_allowed(request.root, stack)
+    before = _read_pointers(request.save)
+    manifest = pipeline.commit_images(
+        request, persisted, shards, read_writing(), started_at, persisted_at
+    )
+    try:
+        register_job(settings, request.root)
+    except OSError as error:
+        logger.warning("cannot register %s for scheduled flows: %s", request.root, error)
+    try_mirror(settings, request.root, [request.step], stack=stack, flow_run=flow_run)
+    written = [file for result in persisted for file in result.written]
+    try:
+        after = _read_pointers(request.save)
+        pointers = {kind: (before.get(kind), after[kind]) for kind in manifest.kinds}
+        resources = _measure_node(get_job_spool(shards.spool, request.save), request.save)
+        page = describe_commit(request, manifest, written, pointers, resources)
+    except OSError as error:  # the step is committed nevertheless
+        logger.warning("%s is committed; cannot describe it: %s", request.run_name, error)
+        page = ""
+    exports = list_export_requests(request.root, step=request.step)
+    return Committed(page, summarize_commit(request, manifest), bool(exports))
+
+
+def free_slots(request: SaveRequest, persisted: Sequence[Persisted], shards: NodeShards) -> None:
+    """Free the slots of a committed save on a node that did not run the commit."""
+    require_allowed(request.root, read_settings()[1])
+    pipeline.free_slots(request, persisted, shards)
+
+
+def mark_images_failed(
+    request: SaveRequest, persisted: Sequence[Persisted], shards: NodeShards, reason: str
+) -> int:
+    """Mark the images of a failed save on one node, see `pipeline.save.mark_images_failed`."""
+    require_allowed(request.root, read_settings()[1])
+    return pipeline.mark_images_failed(request, persisted, shards, reason)
+
+
+def _read_pointers(save: SaveId) -> dict[Kind, int | None]:
+    return {kind: read_latest_pointer(save.root, kind) for kind in KINDS}
+
+
+def _measure_node(spool: JobSpool, save: SaveId) -> NodeResources:
+    memory = shutil.disk_usage(spool.folder.parent)
+    return NodeResources(
+        pending=len(spool.tickets()[0]),
+        spool_used=memory.used,
+        spool_total=memory.total,
+        disk_free=shutil.disk_usage(save.root).free,
+    )
+
+
+def read_settings() -> tuple[Settings, StackSettings]:
+    """Return the settings of this process, which are read again if its environment has changed.
+
+    Reading them takes 5 ms, more than the other work of a small file.
+    """
+    return _read(frozenset(os.environ.items()))
+
+
+def read_writing() -> NodeWriting:
+    """Return how this node writes."""
+    return NodeWriting.of(read_settings()[1])
+
+
+@lru_cache(maxsize=2)
+def _read(_environment: frozenset[tuple[str, str]]) -> tuple[Settings, StackSettings]:
+    return Settings(), StackSettings()

@@ -1,0 +1,200 @@
+"""Save functions of the user: their status in the spool, the wait for them, and their files.
+
+The status of a function is a small file in the spool that the step's flow waits for. It is
+*started* before the function runs, and becomes *finished*, with the files that the function wrote,
+or *failed*, with its error. If the process dies in between, a started status remains whose process
+is gone; it counts as failed. The request of the step's flow run is kept next to it, since a save of
+functions alone has no images by which the worker would find it.
+"""
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from trinity_sync.errors import MissingShardsError, SaveError, SpoolError
+from trinity_sync.fs.atomic import lengthen_pauses, replace_file
+from trinity_sync.fs.direct_io import digest_cached_file
+from trinity_sync.fs.process import is_process_alive
+from trinity_sync.fs.records import TRAINER, Count, Record, Seconds, decode_record, encode_record
+from trinity_sync.layout import SPOOL_FORMAT, Kind, check_name, is_below
+from trinity_sync.snapshot.save_id import SaveId
+from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.storage.manifest import FileRecord
+
+State = Literal["started", "finished", "failed"]
+
+
+@dataclass(frozen=True)
+class CallableStatus(Record, format=SPOOL_FORMAT, writer=TRAINER):
+    """A call of a save function for a step."""
+
+    name: str
+    run: Count
+    step: Count
+    kind: Kind
+    rank: Count
+    process: str
+    """``pid/start time`` of the process that runs the function, see `read_process_identity`."""
+    state: State = "started"
+    error: str = ""
+    seconds: Seconds = 0.0
+    files: tuple[str, ...] = ()
+    """Paths below the step's folder that the function wrote."""
+
+    @property
+    def settled(self) -> "CallableStatus":
+        """This status, or a failed one if its process is gone before it has ended."""
+        if self.state == "started" and not is_process_alive(self.process):
+            return replace(self, state="failed", error="the process died before it had ended")
+        return self
+
+
+def write_status(spool: JobSpool, status: CallableStatus) -> None:
+    """Write a status, in the place of an earlier one of the same call."""
+    _replace(spool, _path(spool, status), encode_record(status))
+
+
+def read_statuses(spool: JobSpool, run: int, step: int, kind: Kind) -> Iterator[CallableStatus]:
+    """Yield the statuses of a save's functions; those of processes that are gone are failed.
+
+    Raises:
+        SpoolError: a file is torn.
+        FormatError: another release has written a file.
+    """
+    for path in sorted(spool.receipts.glob(f"{run}.{step}.{kind}.*.rank*.json")):
+        try:
+            status = decode_record(CallableStatus, path.read_bytes(), path)
+            if path != _path(spool, status):
+                raise ValueError("it belongs to another save")
+        except FileNotFoundError:
+            continue  # removed meanwhile
+        except ValueError as error:
+            raise SpoolError(
+                f"receipt {path} of step {step} is torn, so the result of its save function is "
+                "unknown and the step is not committed. Remove it; later saves are unaffected."
+            ) from error
+        yield status.settled
+
+
+def remove_statuses(spool: JobSpool, run: int, step: int, kind: Kind) -> None:
+    """Remove the statuses of a save whose commit lists them, and its request."""
+    for path in spool.receipts.glob(f"{run}.{step}.{kind}.*.json"):
+        path.unlink(missing_ok=True)
+
+
+def write_request(spool: JobSpool, run: int, step: int, kind: Kind, request: str) -> None:
+    """Keep the request (JSON) of a save of functions until its flow run has ended."""
+    _replace(spool, _request_path(spool, run, step, kind), request)
+
+
+def list_requests(spool: JobSpool) -> list[Path]:
+    """Return the files of `write_request`."""
+    return sorted(spool.receipts.glob("*.request.json"))
+
+
+def remove_request(spool: JobSpool, run: int, step: int, kind: Kind) -> None:
+    """Remove the request of a save that failed; the statuses stay for a retry."""
+    _request_path(spool, run, step, kind).unlink(missing_ok=True)
+
+
+def _replace(spool: JobSpool, path: Path, content: str) -> None:
+    spool.make()
+    spool.receipts.mkdir(mode=0o700, exist_ok=True)
+    replace_file(path, content, sync=False)
+
+
+def _request_path(spool: JobSpool, run: int, step: int, kind: Kind) -> Path:
+    return spool.receipts / f"{run}.{step}.{kind}.request.json"
+
+
+def _path(spool: JobSpool, status: CallableStatus) -> Path:
+    name = check_name("name of a save", status.name)
+    save = f"{status.run}.{status.step}.{status.kind}"
+    return spool.receipts / f"{save}.{name}.rank{status.rank}.json"
+
+
+def await_callable_saves(
+    spool: JobSpool,
+    save: SaveId,
+    *,
+    at_least: int = 0,
+    rank_timeout_s: float = 60.0,
+) -> list[CallableStatus]:
+    """Wait until the callable saves of this node have ended, and return their statuses.
+
+    Their start is awaited for ``rank_timeout_s``, their end without a limit.
+
+    Raises:
+        SaveError: a callable failed, or its process died.
+        MissingShardsError: fewer than ``at_least`` started within ``rank_timeout_s``.
+    """
+    deadline = time.monotonic() + rank_timeout_s
+    pauses = lengthen_pauses()
+    while True:
+        statuses = list(read_statuses(spool, save.run, save.step, save.kind))
+        for status in statuses:
+            if status.state == "failed":
+                raise SaveError(
+                    f"{save} is not committed: the callable save {status.name!r} of rank "
+                    f"{status.rank} failed: {status.error}"
+                )
+        if len(statuses) >= at_least and all(r.state == "finished" for r in statuses):
+            return statuses
+        if len(statuses) < at_least and time.monotonic() >= deadline:
+            raise MissingShardsError(
+                f"{save} is not committed: {at_least} callable saves were registered and "
+                f"{len(statuses)} started within {rank_timeout_s:g} s"
+            )
+        time.sleep(next(pauses))
+
+
+def sync_callable_files(save: SaveId, statuses: Sequence[CallableStatus]) -> None:
+    """Sync the files that callables wrote on this node, which may still be in its page cache."""
+    for name in {name for status in statuses for name in status.files}:
+        with suppress(FileNotFoundError), (save.folder / name).open("rb") as file:
+            os.fsync(file.fileno())  # the commit reports files that are missing
+
+
+def list_callable_files(
+    save: SaveId,
+    statuses: Sequence[CallableStatus],
+    written: set[str],
+    committed: Mapping[str, FileRecord],
+) -> Iterator[FileRecord]:
+    """Yield records of the files that callables wrote on any node, digested and synced.
+
+    The files in ``written`` are left out, and the images in ``committed``, which this run has
+    committed of the step: the list of a callable has every file that changed while it ran,
+    including shards of a sync that was committed meanwhile.
+
+    Raises:
+        SaveError: a file is missing, outside of the step's folder, or was committed with other
+            content.
+    """
+    images = {path for path, record in committed.items() if record.images}
+    found = {name for status in statuses for name in status.files}
+    for name in sorted(found - written - images):
+        path = save.folder / name
+        if not is_below(name) or not path.resolve().is_relative_to(save.folder.resolve()):
+            raise SaveError(f"{save}: {path} of a callable save is outside of the step's folder")
+        try:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+            digest = digest_cached_file(path)
+            nbytes = path.stat().st_size
+        except FileNotFoundError as error:
+            raise SaveError(
+                f"{save}: {path} of a callable save is missing on the node of the commit. Check "
+                "whether something removed it, or the root is another disk on the node where the "
+                "callable ran."
+            ) from error
+        if name in committed and committed[name].digest != digest:
+            raise SaveError(
+                f"{save} is not committed: its save function has changed {path}, which run "
+                f"{save.run} had committed with that step. Write other content to another file."
+            )
+        yield FileRecord(path=name, nbytes=nbytes, digest=digest, role=Path(name).parts[0])

@@ -1,0 +1,204 @@
+"""Load the bytes of a ``.pt`` file in memory without a copy; the inverse of ``image``.
+
+``torch.load`` rebuilds the state as usual, with one difference: where it would read a storage into
+new memory, the unpickler returns the part of the given memory that holds the storage. Nothing is
+copied, and tensors that shared a storage in the file (tied tensors, views) share it in the state.
+
+A tensor that is kept does not keep the memory of the others: the pages of a storage are returned to
+the system when its last tensor is deleted.
+"""
+
+import io
+import logging
+import mmap
+import os
+import pickle
+import struct
+import weakref
+import zipfile
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from trinity_sync.errors import ImageError
+from trinity_sync.tensors.safe_load import is_plain_forced, restrict_to_plain
+from trinity_sync.tensors.torch_private import FakeTensorMode, get_file_offset, make_typed_storage
+
+
+def load_image(image: memoryview, path: Path, *, trusted: bool) -> Any:
+    """Load the state in the bytes of a file; tensors and plain values only unless it is trusted.
+
+    ``trusted`` is `safe_load.is_trusted` of the open file that the bytes were read from; ``path``
+    is for messages.
+
+    Raises:
+        CommitError: the file is not trusted, and holds more than tensors and plain values.
+        ImageError: as `deserialize`.
+    """
+    if trusted and not is_plain_forced():
+        return deserialize(image)
+    with restrict_to_plain(path):
+        return deserialize(image, plain=True)
+
+
+def deserialize(image: memoryview, *, plain: bool = False) -> Any:
+    """Load bytes as ``torch.load(..., map_location="cpu", weights_only=plain)`` would.
+
+    ``image`` is a whole ``.pt`` file in writable memory that nothing else uses. The tensors of the
+    state are views of it, and a page of a private mapping loses its content with the last tensor in
+    it. Code that the bytes name is run, as in veRL's loading: see `safe_load`. With ``plain``, only
+    tensors and plain values are loaded, by a copy; call it within `restrict_to_plain`.
+
+    Raises:
+        ImageError: the bytes are not a ``.pt`` file, or a compressed or legacy one.
+    """
+    try:
+        data = _records(image)
+    except (zipfile.BadZipFile, struct.error) as error:
+        raise ImageError(
+            f"these {len(image):,} bytes are no file of torch.save: {error}"
+        ) from error
+    if plain:
+        return _load(image, weights_only=True)
+    storages: dict[str, torch.TypedStorage] = {}
+    unpickler = _make_unpickler(image, data, storages)
+    module = SimpleNamespace(__name__="pickle", Unpickler=unpickler)
+    try:
+        return _load(image, weights_only=False, pickle_module=module)
+    finally:
+        storages.clear()  # the class is in a cycle of references, and would keep them
+
+
+def deserialize_outline(image: memoryview) -> Any:
+    """Return the state in these bytes with tensors that have no data, only an offset in ``image``.
+
+    Only tensors and plain values are unpickled (``weights_only``), and DTensors need no process
+    group. `get_byte_offset` gives the offsets.
+
+    Raises:
+        ImageError: as `deserialize`, or the bytes hold more than tensors and plain values.
+    """
+    meshes = logging.getLogger("torch.distributed.device_mesh")
+    meshes.addFilter(_no_warning)  # it warns of process groups, which a reader does not need
+    try:
+        with FakeTensorMode():
+            return _load(image, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, zipfile.BadZipFile) as error:
+        raise ImageError(
+            f"these {len(image):,} bytes hold no weights that can be read: {error}"
+        ) from error
+    finally:
+        meshes.removeFilter(_no_warning)
+
+
+def get_byte_offset(tensor: torch.Tensor) -> int:
+    """Return the offset in bytes of the first element of a tensor of `deserialize_outline`."""
+    start = get_file_offset(tensor.untyped_storage())
+    return int(start + tensor.storage_offset() * tensor.element_size())
+
+
+def _load(image: memoryview, *, weights_only: bool, **how: Any) -> Any:
+    file: Any = _File(image)
+    return torch.load(file, map_location="cpu", mmap=False, weights_only=weights_only, **how)
+
+
+def _no_warning(record: logging.LogRecord) -> bool:
+    return record.levelno > logging.WARNING
+
+
+def _records(image: memoryview) -> dict[str, int]:
+    """Return the offset of each storage's data, by the storage's key in the pickle."""
+    with zipfile.ZipFile(_File(image)) as archive:
+        entries = archive.infolist()
+    records = {}
+    for entry in entries:
+        folder, _, key = entry.filename.rpartition("/data/")
+        if not folder or "/" in folder:
+            continue
+        if entry.compress_type != zipfile.ZIP_STORED:
+            raise ImageError(f"record {entry.filename} is compressed; torch.save writes none so")
+        # the local header may be longer than the directory's: it holds the padding
+        name, extra = struct.unpack_from("<HH", image, entry.header_offset + 26)
+        records[key] = entry.header_offset + 30 + name + extra
+    return records
+
+
+def _make_unpickler(
+    image: memoryview, records: dict[str, int], storages: dict[str, torch.TypedStorage]
+) -> type[pickle.Unpickler]:
+    """Return an unpickler class whose storages are parts of ``image``, and in ``storages``."""
+    starts = sorted(records.values())
+    following = dict(pairwise([*starts, 0]))  # after the last one come records that are needed
+
+    class ViewingUnpickler(pickle.Unpickler):
+        @property
+        def persistent_load(self) -> Any:  # torch.load sets one that reads from the file
+            return _take
+
+        @persistent_load.setter
+        def persistent_load(self, _: Any) -> None:
+            pass
+
+    def _take(name: tuple[str, Any, str, str, int]) -> torch.TypedStorage:
+        _, storage_type, key, _, numel = name
+        if key not in storages:
+            dtype = torch.uint8 if storage_type is torch.UntypedStorage else storage_type.dtype
+            start, nbytes = records[key], numel * dtype.itemsize
+            if start + nbytes > len(image):
+                raise ImageError(f"storage {key} ends beyond the end of the file")
+            storages[key] = make_typed_storage(_view(image, start, nbytes, following[start]), dtype)
+        return storages[key]
+
+    return ViewingUnpickler
+
+
+def _view(image: memoryview, start: int, nbytes: int, after: int) -> torch.UntypedStorage:
+    """Return a part of the image, whose pages are freed with the last tensor in it.
+
+    ``after`` is the first byte of the next storage, up to which no byte is needed; 0 if none
+    follows.
+    """
+    if not nbytes:
+        return torch.UntypedStorage(0, device="cpu")
+    part = np.frombuffer(image, np.uint8, nbytes, start)
+    if isinstance(image.obj, mmap.mmap):
+        first, end = -(-start // mmap.PAGESIZE), start + nbytes
+        last = -(-end // mmap.PAGESIZE)
+        if last * mmap.PAGESIZE > after:
+            last = end // mmap.PAGESIZE
+        if first < last:
+            pages = first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE
+            weakref.finalize(part, image.obj.madvise, mmap.MADV_DONTNEED, *pages).atexit = False
+    return torch.from_numpy(part).untyped_storage()
+
+
+class _File(io.RawIOBase):
+    """The bytes as a file, without a copy."""
+
+    def __init__(self, content: memoryview) -> None:
+        self._content = content
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        part = self._content[self._at : self._at + len(into)]
+        into[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+    def seek(self, distance: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._content)}
+        self._at = max(0, start[whence] + distance)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at

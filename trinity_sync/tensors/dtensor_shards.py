@@ -1,0 +1,130 @@
+"""Where each rank's shard of a DTensor lies in the whole tensor, without a process group.
+
+FSDP, and FSDP2 with tensor parallelism, save DTensors: this rank's shard with the mesh and the
+placements of all ranks. The offsets are those that torch computes for DCP; this module adds that
+shards which torch places in several pieces are refused, since one offset cannot say where they lie.
+
+Each tensor has a mesh of its own, which may be a submesh: with tensor parallelism, a norm lies on
+the ``dp`` ranks of its ``tp`` rank, and those of the other ``tp`` ranks have copies. The mesh does
+not say that they are copies, so what reads one of them compares them.
+"""
+
+import itertools
+from collections.abc import Collection
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from trinity_sync.tensors.torch_private import StridedShard, compute_shard_of_coordinate, get_ranks
+
+
+class ShardBox(NamedTuple):
+    """The part of a whole tensor that one rank holds: first index and length in each dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def compute_shard_boxes(tensor: DTensor, rank: int) -> dict[int, ShardBox]:
+    """Return the part of the whole tensor that each rank of its mesh holds; of replicas, the first.
+
+    The boxes do not overlap, and together they are the whole tensor. Empty ones are included.
+    ``rank`` is the one that saved ``tensor``.
+
+    Raises:
+        ValueError: a placement is neither Shard nor Replicate, or places a shard in several pieces,
+            or ``rank`` is not in the mesh; the message says which.
+    """
+    boxes = _compute_boxes(tensor.shape, tensor.device_mesh.shape, tensor.placements)
+    ranks = get_ranks(tensor.device_mesh, rank)
+    if ranks is None:
+        raise ValueError(f"is on {tensor.device_mesh}, without rank {rank}, which saved it")
+    return {int(ranks[at]): box for at, box in boxes.items()}
+
+
+def is_outside_mesh(tensor: DTensor, rank: int, other: int) -> bool:
+    """Return whether ``other`` is not in the submesh of ``rank``, which saved the tensor.
+
+    True as well if ``rank`` itself is in none of several equal submeshes.
+    """
+    ranks = get_ranks(tensor.device_mesh, rank)
+    return ranks is None or get_ranks(tensor.device_mesh, other) is not ranks
+
+
+def compute_own_box(tensor: DTensor) -> ShardBox | None:
+    """Return the part of the whole tensor that the rank of ``tensor`` holds.
+
+    None for all replicas but the first, and for a rank outside of the mesh. The values of tensors
+    are not read, so they may be fake.
+
+    Raises:
+        ValueError: as `compute_shard_boxes`.
+    """
+    coordinate = tensor.device_mesh.get_coordinate()
+    if not coordinate:
+        return None
+    boxes = _compute_boxes(tensor.shape, tensor.device_mesh.shape, tensor.placements)
+    return boxes.get(tuple(coordinate))
+
+
+def get_place(value: Any) -> tuple[Any, ...] | None:
+    """Return a DTensor's mesh and placements; values with equal ones have interchangeable shards.
+
+    None for other values, which every rank has in full.
+    """
+    return (value.device_mesh, value.placements) if isinstance(value, DTensor) else None
+
+
+def have_equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two plain tensors are equal bit by bit, including NaN."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    return torch.equal(*(each.reshape(-1).contiguous().view(torch.uint8) for each in (a, b)))
+
+
+def compute_chunk(length: int, count: int, index: int) -> tuple[int, int]:
+    """Return start and length of chunk ``index`` as ``torch.chunk`` splits; it may be empty."""
+    size = -(-length // count)
+    start = min(index * size, length)
+    return start, min(size, length - start)
+
+
+@lru_cache(maxsize=4096)  # the tensors of a model share a few layouts
+def _compute_boxes(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]
+) -> dict[tuple[int, ...], ShardBox]:
+    """Return boxes by coordinate in the mesh."""
+    for placement in placements:
+        if type(placement) not in (Shard, StridedShard, Replicate):
+            raise ValueError(f"is placed as {placement!r}; only Shard and Replicate can be read")
+    axes = [
+        range(1 if isinstance(placement, Replicate) else count)
+        for count, placement in zip(mesh_shape, placements, strict=True)
+    ]
+    boxes = {}
+    for at in itertools.product(*axes):
+        sizes, offsets = compute_shard_of_coordinate(shape, mesh_shape, at, placements)
+        boxes[at] = ShardBox(tuple(offsets), tuple(sizes))
+    if not _are_tiles(shape, boxes.values()):
+        raise ValueError(f"is placed as {placements}, with shards in several pieces")
+    return boxes
+
+
+def _are_tiles(shape: tuple[int, ...], boxes: Collection[ShardBox]) -> bool:
+    """Return whether boxes, a product of intervals of each dimension, are the whole tensor."""
+    if sum(prod(box.sizes) for box in boxes) != prod(shape):
+        return False
+    for dim, length in enumerate(shape):
+        filled = [box for box in boxes if 0 not in box.sizes]
+        intervals = {(box.offsets[dim], box.sizes[dim]) for box in filled}
+        end = 0
+        for start, size in sorted(intervals):
+            if start != end:
+                return False
+            end += size
+        if filled and end != length:
+            return False
+    return True

@@ -1,0 +1,166 @@
+"""Read versions that a `WeightFolder` published, complete ones and deltas, on any host."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from trinity_sync.errors import WeightSyncError, from_extra
+from trinity_sync.weights.folder.delta import apply_delta
+from trinity_sync.weights.folder.published import (
+    PublishedVersion,
+    list_chain,
+    read_latest,
+    require_checksum,
+)
+
+POLL_S = 0.2
+"""Seconds between two looks at the marker."""
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class PublishedView:
+    """The tensors of one published version, as in the files of the model."""
+
+    version: PublishedVersion
+    tensors: Tensors
+    config: bytes
+    """Content of the ``config.json`` with which they were published; empty for an adapter."""
+
+    def list_named(self) -> list[tuple[tuple[str, ...], torch.Size, torch.dtype]]:
+        """Return name, shape and dtype of each tensor."""
+        return [((name,), tensor.shape, tensor.dtype) for name, tensor in self.tensors.items()]
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return one tensor on the CPU; do not change it."""
+        return self.tensors[name]
+
+    def iter_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield names and full tensors on the CPU; do not change them."""
+        yield from self.tensors.items()
+
+
+class FolderReader:
+    """Reads the newest version of a folder that a `WeightFolder` publishes.
+
+    Usage::
+
+        reader = FolderReader("/shared/weights")
+        local = WeightFolder("/local/weights", model="path/of/the/model")
+        while await reader.wait_newer():
+            version = local.publish(reader)  # a complete model on this host's disk
+
+    It keeps the tensors of the version read last, and applies the deltas since then.
+
+    Args:
+        out: the folder of the versions.
+
+    Attributes:
+        version: the version that was read last; None before the first.
+    """
+
+    def __init__(self, out: str | Path) -> None:
+        self._out = Path(out).absolute()
+        self._tensors: Tensors = {}
+        self._config = b""
+        self.version: PublishedVersion | None = None
+
+    async def wait_newer(self, timeout_s: float | None = None) -> PublishedVersion | None:
+        """Wait for a newer version than the one read last.
+
+        Args:
+            timeout_s: seconds to wait; None waits without limit.
+
+        Returns:
+            The newest version; None at the time-out.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            latest = read_latest(self._out)
+            if latest and latest != self.version:
+                return latest
+            if deadline is not None and time.monotonic() >= deadline:
+                return None
+            await asyncio.sleep(POLL_S)
+
+    @contextmanager
+    def open(self) -> Iterator[PublishedView]:
+        """Open the newest version.
+
+        Returns:
+            Its view, with `PublishedView.iter_tensors`.
+
+        Raises:
+            DeltaError: a version is missing, out of order, or torn.
+            WeightSyncError: nothing was published, or the weights are not as published.
+        """
+        while True:
+            latest = read_latest(self._out)
+            if latest is None:
+                raise WeightSyncError(f"nothing was published in {self._out} yet; wait_newer waits")
+            try:
+                self._read(latest)
+                break
+            except (WeightSyncError, FileNotFoundError):
+                if read_latest(self._out) == latest:  # else it was removed after a newer one
+                    raise
+        yield PublishedView(latest, self._tensors, self._config)
+
+    def load(self) -> Tensors:
+        """Return the tensors of the newest version, by name; do not change them.
+
+        Raises:
+            DeltaError, WeightSyncError: as `open`.
+        """
+        with self.open() as view:
+            return view.tensors
+
+    def _read(self, latest: PublishedVersion) -> None:
+        if latest == self.version:
+            return
+        chain = list_chain(self._out, latest)
+        if self.version in chain:
+            tensors, config = self._tensors, self._config
+            chain = chain[chain.index(self.version) :]
+        else:
+            tensors = _load_complete(chain[0].folder)
+            path = chain[0].folder / "config.json"
+            config = path.read_bytes() if path.exists() else b""
+        for base, version in pairwise(chain):
+            tensors = apply_delta(tensors, version.folder, base.version)
+        require_checksum(latest, tensors)
+        self._tensors, self._config, self.version = tensors, config, latest
+
+
+def verify_version(version: PublishedVersion) -> None:
+    """Require that a complete version is as it was published, to the last bit.
+
+    Raises:
+        WeightSyncError: it is torn, altered, or a delta.
+    """
+    if version.base is not None:
+        raise WeightSyncError(f"{version.folder} is a delta; read it with FolderReader")
+    require_checksum(version, _load_complete(version.folder))
+
+
+def _load_complete(folder: Path) -> Tensors:
+    with from_extra("hf"):
+        from safetensors import SafetensorError
+        from safetensors.torch import load
+    found: Tensors = {}
+    try:
+        for path in sorted(folder.glob("*.safetensors")):
+            # not mapped: a removed file's page that has to be read again would end the process
+            found.update(load(path.read_bytes()))
+    except SafetensorError as error:
+        raise WeightSyncError(
+            f"{folder} is torn or altered ({error}); publish the step again"
+        ) from error
+    return found

@@ -1,0 +1,301 @@
+"""Publish versions of the weights as folders, for engines that load a Hugging Face model.
+
+A version is written under a temporary name, made durable, and renamed; then the marker is replaced,
+and only then old versions are removed. After a crash the marker names a complete version, and the
+next `publish` removes what the last one left. `published` describes the files.
+"""
+
+import logging
+import shutil
+import uuid
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from trinity_sync.errors import ConfigError, WeightSyncError, from_extra
+from trinity_sync.formats.hf_files import ADAPTER_CONFIG
+from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, replace_file, sync_folder
+from trinity_sync.fs.locks import try_acquire_file_lock
+from trinity_sync.fs.records import encode_record
+from trinity_sync.weights.folder.delta import (
+    EncodedTensor,
+    encode_tensor,
+    import_zstandard,
+    write_delta,
+)
+from trinity_sync.weights.folder.files import (
+    View,
+    ViewNaming,
+    is_adapter,
+    make_durable,
+    write_complete,
+)
+from trinity_sync.weights.folder.published import (
+    MARKER,
+    VERSION_FILE,
+    PublishedVersion,
+    VersionRecord,
+    describe_tensor,
+    iter_version_folders,
+    list_chain,
+    read_latest,
+    read_version,
+    summarize,
+    version_folder,
+)
+
+logger = logging.getLogger(__name__)
+
+_LOCK = ".publisher.lock"
+Tensors = dict[str, torch.Tensor]
+
+
+@runtime_checkable
+class Source(Protocol):
+    """What opens the newest version: a `WeightReader` or a `FolderReader`."""
+
+    def open(self) -> AbstractContextManager[View]:
+        """Open the newest version."""
+
+
+class WeightFolder:
+    """Publishes versions of the weights into a folder, for engines that load models from a disk.
+
+    Usage::
+
+        folder = WeightFolder("weights", model="path/of/the/model")
+        with WeightReader(root="ckpts", name="folder") as reader:
+            while await reader.wait_newer():
+                version = folder.publish(reader)
+                post("/update_weights_from_disk", {"model_path": str(version.folder)})
+
+    With an ``adapter_config.json`` in ``model``, the tensors are those of a PEFT adapter, and each
+    version is an adapter folder. Names and shapes are compared with the model before anything is
+    written; for an adapter, if its config names the folder of its base model. One process publishes
+    into a folder.
+
+    Args:
+        out: folder of the versions; created if it is missing.
+        model: folder with config and tokenizer, which are copied into each version; or with
+            ``adapter_config.json``, as ``peft_config.save_pretrained`` writes it.
+        deltas: number of versions after a complete one that are published as deltas to the version
+            before, for hosts that read them with `FolderReader` or with slime's ``/pull_weights``;
+            0 for complete versions only. The process keeps a copy of the weights.
+        keep: number of versions that stay, together with those that they build on.
+        max_shard_bytes: maximum bytes of a file of weights; a larger tensor gets a file of its own.
+        trust_remote_code: whether source files of the model may be imported.
+
+    Raises:
+        ConfigError: an argument is invalid.
+        MissingPackageError: safetensors, or for ``deltas`` zstandard, is not installed.
+    """
+
+    def __init__(
+        self,
+        out: str | Path,
+        model: str | Path,
+        *,
+        deltas: int = 0,
+        keep: int = 2,
+        max_shard_bytes: int = 5_000_000_000,
+        trust_remote_code: bool = False,
+    ) -> None:
+        self.out, self._model = Path(out).absolute(), Path(model)
+        self._is_adapter = is_adapter(self._model)
+        if not self._is_adapter and not (self._model / "config.json").is_file():
+            raise ConfigError(
+                f"{model} has neither config.json nor {ADAPTER_CONFIG}; pass the folder of the "
+                "model that the engine serves, or of the adapter"
+            )
+        if keep < 1 or deltas < 0 or max_shard_bytes < 1:
+            raise ConfigError(
+                f"keep={keep} and max_shard_bytes={max_shard_bytes} must be at least 1, and "
+                f"deltas={deltas} at least 0"
+            )
+        if deltas and self._is_adapter:
+            raise ConfigError(f"{model} is an adapter, which is published whole; pass deltas=0")
+        with from_extra("hf"):
+            import safetensors  # noqa: F401
+        if deltas:
+            import_zstandard()
+        self._deltas, self._keep, self._max_shard_bytes = deltas, keep, max_shard_bytes
+        self._naming = ViewNaming(self._model, trust_remote_code=trust_remote_code)
+        self._last: tuple[PublishedVersion, Tensors] | None = None
+        """The version published last and its tensors, from which the next delta is made."""
+
+    def publish(self, source: Source | View) -> PublishedVersion:
+        """Publish the newest version of a reader, or an open view.
+
+        Args:
+            source: a `WeightReader`, a `FolderReader`, or what their ``open`` returned.
+
+        Returns:
+            The version that the marker names now, with its folder. If that is this step already,
+            its weights are compared, and nothing is written.
+
+        Raises:
+            WeightSyncError: no version can be read, or another process publishes into the folder.
+            ConfigError: the folder has a later step, or other weights of this step, so that engines
+                would not load these; or ``source`` is a view that rounds what transformers keeps in
+                ``float32``.
+            ExportError: the tensors are not those of the model or of the adapter, or transformers
+                cannot build the model of the config.
+            OSError: the disk is full or broken. The marker names a complete version.
+        """
+        if not isinstance(source, Source):
+            return self._publish(source)
+        rounded: Any = source
+        kept = self._naming.list_kept(getattr(source, "dtype", None))
+        with rounded.open(keep_float32=kept) if kept else source.open() as view:
+            return self._publish(view)
+
+    def latest(self) -> PublishedVersion | None:
+        """Return the version that the marker names; None if nothing was published."""
+        return read_latest(self.out)
+
+    def _publish(self, view: View) -> PublishedVersion:
+        make_folder(self.out)
+        with try_acquire_file_lock(self.out / _LOCK) as acquired:
+            if not acquired:
+                raise WeightSyncError(
+                    f"another process publishes into {self.out}; give each its own folder"
+                )
+            latest, version = self.latest(), view.version
+            self._remove_leftovers(latest)
+            job = str(version.root), version.identity
+            if latest and (latest.root, latest.identity) == job:
+                if (version.run, version.step) < (latest.run, latest.step):
+                    raise self._explain_hidden(version, latest, "it comes before")
+                if (version.run, version.step) == (latest.run, latest.step):
+                    self._require_same(view, latest)
+                    return latest
+            published = self._write(view, latest)
+            replace_file(self.out / MARKER, _encode(published))
+            self._remove_old(published)
+            logger.info(
+                "published step %d of run %d in %s", version.step, version.run, published.folder
+            )
+            return published
+
+    def _require_same(self, view: View, latest: PublishedVersion) -> None:
+        """Require that a view has the weights that were published."""
+        lines = [describe_tensor(*item) for item in self._naming.name_tensors(view)[0]]
+        if summarize(lines) != latest.checksum:
+            raise self._explain_hidden(view.version, latest, "its weights differ from those of")
+
+    def _explain_hidden(self, version: Any, latest: PublishedVersion, how: str) -> ConfigError:
+        return ConfigError(
+            f"step {version.step} of run {version.run} in {version.root} is not published: {how} "
+            f"step {latest.step} of run {latest.run} in {latest.folder}, which engines keep. "
+            "Publish a later step, or into a new folder"
+        )
+
+    def _write(self, view: View, latest: PublishedVersion | None) -> PublishedVersion:
+        """Write a version under a temporary name, and rename it."""
+        version, number = view.version, latest.version + 1 if latest else 1
+        final = version_folder(self.out, number)
+        scratch = self.out / f".{final.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
+        last, self._last = self._last, None  # a failed version is followed by a complete one
+        items: Iterable[tuple[str, torch.Tensor]]
+        items, config = self._naming.name_tensors(view)
+        try:
+            scratch.mkdir()
+            tensors = dict(items) if self._deltas else {}
+            items = tensors.items() if self._deltas else items
+            base = self._find_base(last, latest, tensors)
+            if base is None:
+                lines = write_complete(
+                    scratch,
+                    items,
+                    self._model,
+                    max_shard_bytes=self._max_shard_bytes,
+                    config=config,
+                )
+            else:
+                write_delta(scratch, number, number - 1, _encode_changes(base, tensors))
+                lines = [describe_tensor(*item) for item in items]
+            published = PublishedVersion(
+                version=number,
+                step=version.step,
+                run=version.run,
+                base=None if base is None else number - 1,
+                checksum=summarize(lines),
+                root=str(version.root),
+                identity=version.identity,
+                folder=final,
+            )
+            (scratch / VERSION_FILE).write_text(_encode(published))
+            make_durable(scratch)
+            scratch.rename(final)
+            sync_folder(self.out)
+        except BaseException:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
+        if self._deltas:
+            self._last = published, tensors
+        return published
+
+    def _find_base(
+        self, last: tuple[PublishedVersion, Tensors] | None, latest: Any, tensors: Tensors
+    ) -> Tensors | None:
+        """Return the tensors that a delta may build on; None if the version has to be complete."""
+        if not last or last[0] != latest:
+            return None
+        if not 0 < len(self._find_chain(latest.version)) <= self._deltas:
+            return None
+        if _describe_structure(last[1]) != _describe_structure(tensors):
+            return None
+        return last[1]
+
+    def _remove_leftovers(self, latest: PublishedVersion | None) -> None:
+        """Remove what a publisher left that was killed before it replaced the marker."""
+        for path in self.out.glob(f".weight_v*{TEMPORARY_SUFFIX}"):
+            shutil.rmtree(path, ignore_errors=True)
+        for number, path in iter_version_folders(self.out):
+            if number > (latest.version if latest else 0):
+                if not (path / VERSION_FILE).exists():
+                    raise ConfigError(
+                        f"{path} was not published by trinity_sync; choose another folder"
+                    )
+                self._remove(path)
+
+    def _remove_old(self, published: PublishedVersion) -> None:
+        """Remove versions beyond ``keep``, except those that a kept version builds on."""
+        kept = {published.version}
+        newest_first = sorted(iter_version_folders(self.out), reverse=True)
+        for number, _ in newest_first[: self._keep]:
+            kept |= self._find_chain(number)
+        for number, path in newest_first:  # so a delta is removed before its base
+            if number not in kept:
+                self._remove(path)
+
+    def _find_chain(self, number: int) -> set[int]:
+        """Return a version and those that it builds on; none if one of them cannot be read."""
+        try:
+            return {each.version for each in list_chain(self.out, read_version(self.out, number))}
+        except WeightSyncError:
+            return set()
+
+    def _remove(self, path: Path) -> None:
+        """Remove a version, which has its name until it is no longer complete."""
+        gone = path.with_name(f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
+        path.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def _encode_changes(old: Tensors, new: Tensors) -> dict[str, EncodedTensor]:
+    changes = {name: encode_tensor(old[name], tensor) for name, tensor in new.items()}
+    return {name: change for name, change in changes.items() if change}
+
+
+def _describe_structure(tensors: Tensors) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+
+
+def _encode(published: PublishedVersion) -> str:
+    values = {f.name: getattr(published, f.name) for f in fields(VersionRecord)}
+    return encode_record(VersionRecord(**values), indent=1)

@@ -1,0 +1,220 @@
+"""The version registry on an event loop: changes wake callers that wait, and reach the state file.
+
+One condition wakes all waits; each ends by it or by its time-out. Commits are noticed through the
+root (``committed``). Files are read and written in threads. A state file that cannot be
+written is logged and written again at the next change: weight sync does not depend on it.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trinity_sync.errors import TrinitySyncError, WeightSyncError
+from trinity_sync.layout import job_id_of
+from trinity_sync.snapshot.job_identity import read_identity
+from trinity_sync.storage.runs import Run, list_runs
+from trinity_sync.weights.committed import CommitNotification
+from trinity_sync.weights.state_files import read_state, write_state
+from trinity_sync.weights.sync_barrier import SyncBarrier
+from trinity_sync.weights.versions import ImageRef, Version, VersionRegistry
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+"""Seconds before commits that could not be read are read again."""
+
+T = TypeVar("T")
+
+
+class AsyncVersionRegistry:
+    """Version registry and sync barrier of the job at ``root``, restored from its state file.
+
+    ``clock`` returns seconds since the epoch.
+    """
+
+    def __init__(self, root: str, role: str, clock: Callable[[], float] = time.time) -> None:
+        self.root, self.now = root, clock
+        self._notification = CommitNotification(root, role)
+        self._changed = asyncio.Condition()
+        self._disk = asyncio.Lock()
+        self._written = (-1, -1)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._images: dict[tuple[int, int], dict[int, ImageRef]] = {}
+        """(run, step) -> images by rank, of versions that are incomplete."""
+        self.versions, self.barrier = VersionRegistry(), SyncBarrier()
+        self.identity = read_identity(root)
+        self._restore()
+        runs = self._runs()
+        self.versions.add_runs(runs)
+        self._record_committed(self._notification.find_newest(runs))
+
+    @property
+    def number(self) -> int:
+        """Step of the newest version; 0, the base model, if there is none."""
+        newest = self.versions.newest()
+        return newest.step if newest else 0
+
+    def reset(self) -> None:
+        """Drop all versions, because the root was recreated; callers continue to wait."""
+        logger.warning("%s was recreated: dropping the versions of the old root", self.root)
+        self.versions, self._written = VersionRegistry(), (-1, -1)
+        self._images = {}
+
+    async def refresh(self, *, read_commits: bool = False, scan: bool = False) -> bool:
+        """Read the runs that began since the last call; return whether there is a newer commit.
+
+        Superseded versions are removed. The newest commit is read if a run began, or with
+        ``read_commits`` or ``scan``, which reads the manifests of all commits.
+        """
+        identity = await asyncio.to_thread(read_identity, self.root)
+        if identity and self.identity not in ("", identity):
+            self.reset()
+            read_commits = True
+        self.identity = identity or self.identity
+        runs = await asyncio.to_thread(self._runs)
+        if not self.versions.add_runs(runs) and not read_commits and not scan:
+            return False
+        found = await asyncio.to_thread(self._notification.find_newest, runs, scan=scan)
+        is_newer = self._record_committed(found)
+        await self.notify()
+        return is_newer
+
+    async def commits(self) -> AsyncIterator[None]:
+        """Record commits as they appear, without end; each item is a newer one."""
+        seen = None
+        while True:
+            signature = await self._notification.wait_for_change(seen)
+            try:
+                is_newer = await self.refresh(read_commits=True, scan=signature == seen)
+            except (TrinitySyncError, OSError) as error:
+                logger.warning("cannot read the commits of %s, will retry: %s", self.root, error)
+                await asyncio.sleep(RETRY_S)
+                continue
+            seen = signature
+            if is_newer:
+                yield
+
+    async def record(self, version: Version) -> bool:
+        """Record a version, wake waits, write the state file; return whether it is the newest."""
+        is_ours = "" in (self.identity, version.identity) or self.identity == version.identity
+        is_newest = is_ours and self.versions.record(version, self.now())
+        if not is_newest:
+            logger.info("version %d of run %d is not the newest", version.step, version.run)
+        await self.notify()
+        return is_newest
+
+    async def add_images(self, shard: Version, world_size: int, timeout_s: float) -> Version | None:
+        """Add the images of the calling rank to a version, of which each rank uploads its own.
+
+        Return the complete version to the rank that completes it; None to the others, once this
+        version or a newer one is recorded. A version that stays incomplete is dropped when a newer
+        one is complete, or when a rank has waited for ``timeout_s``.
+
+        Raises:
+            WeightSyncError: ranks did not upload their images in time; the message names them.
+        """
+        key = (shard.run, shard.step)
+        images = self._images.setdefault(key, {})
+        images.update({ref.rank: ref for ref in shard.images})
+        if len(images) == world_size:
+            self._images = {other: found for other, found in self._images.items() if other > key}
+            return replace(shard, images=tuple(images[rank] for rank in sorted(images)))
+        if not await self.until(lambda: self._has_reached(key) or None, timeout_s):
+            if self._images.get(key) is images:
+                del self._images[key]
+            absent = sorted(set(range(world_size)) - set(images))
+            raise WeightSyncError(
+                f"ranks {absent} did not upload step {shard.step} within {timeout_s:g} s; all "
+                "ranks have to upload, at the same steps"
+            )
+        return None
+
+    async def notify(self) -> None:
+        """Wake all waits after a change, and write the state file."""
+        async with self._changed:
+            self._changed.notify_all()
+        await self.save()
+
+    async def until(self, answer: Callable[[], T | None], timeout_s: float | None) -> T | None:
+        """Wait until ``answer`` returns a value, and return it; None after the time-out.
+
+        ``answer`` is called after each change. The state file is written before this returns: a
+        caller that has its answer does not ask again, so a restart has to know what the answer
+        depends on.
+        """
+        if answer() is None:
+            async with self._changed:
+                wait = self._changed.wait_for(lambda: answer() is not None)
+                try:
+                    await asyncio.wait_for(wait, timeout_s)
+                except asyncio.TimeoutError:
+                    return None
+        await self.save()
+        return answer()
+
+    def run_in_background(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        """Start a task of the running event loop."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)  # the loop itself holds no reference
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def save(self) -> None:
+        """Write the state file, unless it is up to date."""
+        async with self._disk:
+            changes = (self.versions.changes, self.barrier.changes)
+            if changes == self._written:
+                return
+            state = {
+                "written_at": self.now(),
+                "job": job_id_of(Path(self.root), self.identity),
+                "registry": self.versions.to_json(),
+                "barrier": self.barrier.to_json(),
+            }
+            try:
+                await asyncio.to_thread(write_state, self.root, state)
+            except OSError as error:
+                logger.warning("cannot write state.json of %s, will retry: %s", self.root, error)
+            else:
+                self._written = changes
+
+    def _has_reached(self, key: tuple[int, int]) -> bool:
+        newest = self.versions.newest("memory")
+        recorded = newest is not None and (newest.run, newest.step) >= key
+        return recorded or self.versions.is_superseded(*key)
+
+    def _restore(self) -> None:
+        state = read_state(self.root)
+        if state is None or state.get("job") != job_id_of(Path(self.root), self.identity):
+            return  # also that of the root of which this is a copy
+        try:
+            self.versions = VersionRegistry.from_json(state["registry"])
+            self.barrier = SyncBarrier.from_json(state["barrier"])
+        except (KeyError, TypeError, ValueError) as error:
+            logger.warning("state.json of %s is corrupted and is recreated: %r", self.root, error)
+            self.versions, self.barrier = VersionRegistry(), SyncBarrier()
+
+    def _runs(self) -> list[Run]:
+        try:
+            return list_runs(self.root)
+        except (TrinitySyncError, OSError) as error:
+            logger.warning("%s", error)
+            return []
+
+    def _record_committed(self, version: Version | None) -> bool:
+        newest = self.versions.newest("checkpoint")
+        if version is None:
+            return False
+        if newest and (newest.run, newest.step) >= (version.run, version.step):
+            return False
+        self.versions.record(version, self.now())
+        return True
+
+
+def resolve_root(root: str | Path) -> str:
+    """Return the absolute path of a root, without symbolic links."""
+    return str(Path(root).resolve())

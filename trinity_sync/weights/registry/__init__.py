@@ -1,1 +1,0 @@
-"""The version registry: rules (`versions`), waits and state file (`event_loop`), `protocol`."""

@@ -1,0 +1,284 @@
+"""Versions of a job's weights: where a reader finds them, and which version each reader serves.
+
+Pure state: no Ray, no asyncio, no clock (times come in as ``now``, seconds since the epoch), so
+every rule can be tested as a table. Two rules hold in any order of calls:
+
+- versions are ordered by (run, step), and the newest never moves backwards;
+- a version that a later run superseded, by resuming from an earlier step, is removed and is not
+  recorded again.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import msgspec
+
+from trinity_sync.errors import WeightSyncError
+from trinity_sync.snapshot.ticket import VersionTag
+from trinity_sync.storage.runs import Run, find_superseding_run
+
+Source = Literal["memory", "checkpoint", "nccl"]
+"""Trinity's ``sync_method``: images in the trainer's spool, a committed step, or a broadcast."""
+
+ImageCopy = tuple[VersionTag, Any]
+"""Version tag and bytes of an image, a read-only ``uint8`` array of shape ``[nbytes]``."""
+
+
+class VersionUnavailableError(WeightSyncError):
+    """A version that cannot be read any longer: an image was overwritten, or the step removed."""
+
+
+@dataclass(frozen=True)
+class ImageRef:
+    """Location of one rank's shard of the weights: a ``.pt`` file in a slot of a node's spool."""
+
+    node: str
+    """Ray node id (hex) of the node whose shared memory holds it."""
+    slot: str
+    """Absolute path of the slot there."""
+    image: str
+    """Random name of the image; the slot's version tag has it while the bytes are unchanged."""
+    rank: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Version:
+    """One version of the weights, and where a reader finds it."""
+
+    step: int
+    """The trainer's step."""
+    run: int
+    """Number of the run that made it."""
+    source: Source
+    root: str
+    role: str = "actor"
+    images: tuple[ImageRef, ...] = ()
+    """The images of all ranks, by rank, if the source is memory."""
+    identity: str = ""
+    """Identity of the job, see `snapshot.job_identity`; empty if it is unknown."""
+
+    @property
+    def readable(self) -> bool:
+        """Whether a reader can open it: not a broadcast, nor a dict given to the Synchronizer."""
+        return self.source == "checkpoint" or bool(self.images)
+
+    def is_of_other_job(self, other: "Version") -> bool:
+        """Return whether the root was recreated between two versions, so that steps say nothing."""
+        return "" not in (self.identity, other.identity) and self.identity != other.identity
+
+    def is_older_than(self, other: "Version") -> bool:
+        """Return whether another version of the same job is newer."""
+        is_less = (self.run, self.step) < (other.run, other.step)
+        return is_less and not self.is_of_other_job(other)
+
+    def name_image(self, image: ImageRef) -> str:
+        """Return the name by which deltas refer to one rank's image."""
+        return f"step {self.step} of run {self.run}, rank {image.rank}, image {image.image}"
+
+
+HISTORY = 8
+"""Versions that are kept for readers to fall back to, besides the newest of each source."""
+MOST_READERS = 1024
+"""Readers that are kept; beyond that, the least recently seen are removed."""
+PREFERENCE: tuple[Source, ...] = ("memory", "checkpoint", "nccl")
+"""Order of one step's sources: shared memory is fastest, a broadcast cannot be read afterwards."""
+
+Key = tuple[int, int]
+"""(run, step): a later run counts as newer, because it resumed from an earlier step on purpose."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """The version that one reader serves, compared with the newest."""
+
+    name: str
+    step: int
+    run: int
+    since: float
+    """Seconds since the epoch at which it began to serve that step."""
+    behind: int
+    """Steps to the newest version, from the one served or from the step that superseded it."""
+    stale_s: float
+    """Seconds since a newer version appeared; 0 if there is none."""
+
+
+@dataclass(frozen=True)
+class _Serving:
+    step: int
+    run: int
+    since: float
+    seen: float
+    outdated: float | None
+    """Seconds since the epoch at which a newer version appeared; None if there is none."""
+
+
+class VersionRegistry:
+    """Versions, runs and readers of one job; see the module."""
+
+    def __init__(self) -> None:
+        self.runs: dict[int, Run] = {}
+        """All known runs, by number."""
+        self._versions: dict[Key, dict[Source, Version]] = {}
+        self._known_at: dict[Key, float] = {}
+        self._serving: dict[str, _Serving] = {}
+        self.changes = 0
+        """Number of changes to what `to_json` returns; a writer compares it."""
+
+    # Versions
+
+    def record(self, version: Version, now: float) -> bool:
+        """Record a version, or another source of it; return whether it is the newest now.
+
+        A superseded version is ignored.
+        """
+        key = (version.run, version.step)
+        if self.is_superseded(*key):
+            return False
+        self._versions.setdefault(key, {})[version.source] = version
+        self._known_at.setdefault(key, now)
+        self._remove_old()
+        for name, serving in self._serving.items():
+            if serving.outdated is None and (serving.run, serving.step) < key:
+                self._serving[name] = replace(serving, outdated=now)
+        self.changes += 1
+        return key == max(self._versions)
+
+    def add_runs(self, runs: Iterable[Run]) -> bool:
+        """Add runs, remove the versions that they supersede, and return whether any was new.
+
+        Known runs that are not in ``runs`` stay.
+        """
+        known = len(self.runs)
+        self.runs |= {run.number: run for run in runs}
+        if len(self.runs) == known:
+            return False
+        for key in [key for key in self._versions if self.is_superseded(*key)]:
+            self._remove(key)
+        self.changes += 1
+        return True
+
+    def is_superseded(self, run: int, step: int) -> bool:
+        """Return whether a later run superseded a step of ``run``."""
+        return find_superseding_run(self.runs.values(), run, step) is not None
+
+    def newest(self, source: Source | None = None, *, readable: bool = False) -> Version | None:
+        """Return the newest version, by default of the best source; None if there is none."""
+        for _, found in sorted(self._versions.items(), reverse=True):
+            for each in (source,) if source else PREFERENCE:
+                if each in found and (found[each].readable or not readable):
+                    return found[each]
+        return None
+
+    def find(self, step: int, source: Source) -> Version | None:
+        """Return the version of a step, of the newest run that has it; None if unknown."""
+        keys = [key for key, found in self._versions.items() if key[1] == step and source in found]
+        return self._versions[max(keys)][source] if keys else None
+
+    def newer(
+        self,
+        than: int,
+        run: int | None = None,
+        *,
+        readable: bool = False,
+        identity: str = "",
+    ) -> Version | None:
+        """Return the newest version if it is newer than step ``than`` of ``run``, otherwise None.
+
+        Without ``run``, a step beyond the newest version counts as older if the newest run made
+        that version: the newest run has not reached the step, so an earlier, superseded run made
+        it. The same step of a later run is newer only if ``run`` is given. A version of another
+        job, which is in the root now, is newer whatever its step; an empty ``identity`` is unknown.
+        """
+        newest = self.newest(readable=readable)
+        if newest is None:
+            return None
+        if "" not in (identity, newest.identity) and identity != newest.identity:
+            return newest
+        if run is not None:
+            return newest if (newest.run, newest.step) > (run, than) else None
+        resumed = newest.run == self.run > 1
+        return newest if newest.step > than or (resumed and newest.step < than) else None
+
+    @property
+    def run(self) -> int:
+        """Number of the newest run; 1 if none is known."""
+        return max([1, *self.runs, *(run for run, _ in self._versions)])
+
+    # Readers
+
+    def set_serving(self, reader: str, step: int, now: float, run: int | None = None) -> None:
+        """Record the version that a reader serves.
+
+        The run is by default the newest that has the step.
+        """
+        if run is None:
+            made_by = [r for r, s in self._versions if s == step]
+            run = max(made_by, default=self.run)
+        before = self._serving.get(reader)
+        same = before is not None and (before.run, before.step) == (run, step)
+        if before and same:
+            self._serving[reader] = replace(before, seen=now)
+        else:
+            newer_at = [at for key, at in self._known_at.items() if key > (run, step)]
+            outdated = min(newer_at, default=None)
+            self._serving[reader] = _Serving(step, run, now, now, outdated)
+        while len(self._serving) > MOST_READERS:
+            del self._serving[min(self._serving, key=lambda name: self._serving[name].seen)]
+        self.changes += not same
+
+    def remove_reader(self, reader: str) -> None:
+        """Remove a reader that has stopped serving."""
+        if self._serving.pop(reader, None):
+            self.changes += 1
+
+    def readers(self, now: float) -> tuple[Reader, ...]:
+        """Return all readers, sorted by name; ``now`` in seconds since the epoch."""
+        newest = max(self._versions, default=None)
+        found = []
+        for name, serving in sorted(self._serving.items()):
+            later = find_superseding_run(self.runs.values(), serving.run, serving.step)
+            common = min(serving.step, later.resumed_from) if later else serving.step
+            behind = max(0, newest[1] - common) if newest else 0
+            stale_s = 0.0 if serving.outdated is None else max(0.0, now - serving.outdated)
+            found.append(Reader(name, serving.step, serving.run, serving.since, behind, stale_s))
+        return tuple(found)
+
+    # The state file
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the whole registry as JSON values."""
+        return {
+            "runs": [asdict(run) for run in self.runs.values()],
+            "versions": [
+                {**asdict(version), "known_at": self._known_at[key]}
+                for key, sources in sorted(self._versions.items())
+                for version in sources.values()
+            ],
+            "readers": {name: asdict(serving) for name, serving in self._serving.items()},
+        }
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> "VersionRegistry":
+        """Return the registry of which `to_json` returned ``body``.
+
+        Raises:
+            KeyError, TypeError, ValueError: ``body`` is not the JSON of a registry.
+        """
+        registry = cls()
+        registry.add_runs(Run(**run) for run in body["runs"])
+        for saved in body["versions"]:
+            registry.record(msgspec.convert(saved, Version), float(saved["known_at"]))
+        registry._serving = msgspec.convert(body["readers"], dict[str, _Serving])
+        return registry
+
+    def _remove_old(self) -> None:
+        best = (self.newest(source) for source in PREFERENCE)
+        keep = {(version.run, version.step) for version in best if version}
+        keep |= set(sorted(self._versions)[-HISTORY:])
+        for key in self._versions.keys() - keep:
+            self._remove(key)
+
+    def _remove(self, key: Key) -> None:
+        del self._versions[key], self._known_at[key]
