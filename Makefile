@@ -12,7 +12,8 @@ TRL := .venv-trl
 TORCHTITAN := .venv-torchtitan
 VEOMNI := .venv-veomni
 TORCH_TESTS := tests/integration/fsdp tests/integration/weights/test_broadcast.py \
-  $(patsubst %,tests/unit/test_%.py,torch_private dtensor_shards image loading overlap stager restore convert export delta weight_reader)
+  $(patsubst %,tests/unit/%.py,tensors/test_* snapshot/test_image snapshot/test_overlap snapshot/test_stager storage/test_restore) \
+  $(patsubst %,tests/unit/%.py,formats/test_convert formats/test_export weights/test_delta weights/test_weight_reader)
 
 # torch comes by its exact version, so that nothing pulls another build of it; all else by the lock.
 TORCH ?= torch==2.13.0
@@ -26,7 +27,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help demo smollm client newest prefect-oldest torch-oldest torch-newest torch-suites lock test unit integration faults e2e chaos lint audit bench scale history verl megatron veomni trinity trl torchtitan vllm bench-vllm pytorch-suite nfs tutorials docs clean
+.PHONY: help demo smollm client newest prefect-oldest torch-oldest torch-newest torch-suites lock test unit models integration faults e2e chaos lint audit bench scale history verl megatron veomni trinity trl torchtitan vllm bench-vllm pytorch-suite nfs tutorials docs clean
 
 help: ## what there is
 	@grep -E '^[a-z0-9 -]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 28
@@ -40,16 +41,16 @@ smollm: $(CLIENT)/.ready $(STACK)/.ready ## a longer demo: a real model of 135 m
 	$(STACK)/bin/trinity-sync run -- $(CLIENT)/bin/python examples/demo/smollm.py
 	$(STACK)/bin/trinity-sync down --yes
 
-test: $(READY) ## the tests, on real parts, two files at a time; not those marked slow
-	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder
+test: $(READY) ## the tests, on real parts, two files at a time; not those marked slow or upstream
+	$(BIN)/python -m pytest -m "$(or $(MARKED),not slow and not upstream)" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-unit integration faults e2e: $(READY) ## one suite of the tests, with what is slow; unit needs no server
-	$(BIN)/python -m pytest tests/$@
+unit models integration faults e2e: $(READY) ## one suite of the tests, with what is slow; unit needs no server
+	$(BIN)/python -m pytest -m "not upstream" tests/$@
 
 chaos: $(READY) ## faults by chance for CHAOS_MINUTES=10 by CHAOS_SEED, a power cut at every instant, an hour of random jobs
-	POWER_CUTS=12 $(BIN)/python -m pytest tests/unit/test_power_cuts.py --timeout 1800
-	PROMISES_MINUTES=$${PROMISES_MINUTES:-60} $(BIN)/python -m pytest -s tests/unit/test_promises.py
-	$(BIN)/python -m tests.chaos
+	POWER_CUTS=12 $(BIN)/python -m pytest tests/models/test_power_cuts.py --timeout 1800
+	PROMISES_MINUTES=$${PROMISES_MINUTES:-60} $(BIN)/python -m pytest -s tests/models/test_promises.py
+	$(BIN)/python -m tests.models.chaos
 
 lint: $(READY) ## ruff, mypy, and the layers of the rooms
 	$(BIN)/ruff check .
@@ -64,8 +65,8 @@ client: $(CLIENT)/.ready $(STACK)/.ready ## the suites of FSDP, veRL and the cal
 	  TESTS_STACK="$(abspath $(STACK))/bin" $(CLIENT)/bin/python -m pytest $$suite || exit; \
 	done
 
-newest prefect-oldest: ## the tests with the newest of everything, or on the oldest Prefect that is supported
-	$(MAKE) test VENV=.venv-$@ LOCK= WITH="$(if $(filter prefect-oldest,$@),prefect==3.7.5)"
+newest prefect-oldest: ## the tests with the newest of everything and those of its defects, or on the oldest Prefect that is supported
+	$(MAKE) test VENV=.venv-$@ LOCK= $(if $(filter newest,$@),MARKED="not slow",WITH="prefect==3.7.5")
 
 lock: $(READY) ## write down what is installed, for all who install it later
 	$(BIN)/python -m pip freeze --exclude-editable | grep -v -e ^torch= -e '^-e ' > $(LOCK)

@@ -167,7 +167,7 @@ def _sides(saves: int, postgres: bool) -> Iterator[tuple[Side, Side]]:
             SQLite(folder / name / "home/prefect/prefect.db") for name in names
         ]
         if postgres:
-            from tests.postgres import Postgres
+            from tests.support.postgres import Postgres
 
             if not (tools := Postgres.tools()):
                 sys.exit("no PostgreSQL with pg_trgm; install postgresql and postgresql-contrib")

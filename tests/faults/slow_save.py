@@ -7,7 +7,7 @@ import psutil
 import torch
 
 from tests.integration.prefect_api import key_of
-from tests.waiting import until
+from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.stack import embedded
 from trinity_sync.stack.services import StackState

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.hanging import hanging
 from tests.integration.prefect_api import Api
+from tests.support.hanging import hanging
 from trinity_sync import CheckpointCoordinator
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.layout import KINDS

@@ -23,7 +23,7 @@ from tests.faults.slow_save import (
     ray_processes,
 )
 from tests.integration.prefect_api import Api
-from tests.waiting import until
+from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.integrations.dcp import StepReader
 from trinity_sync.stack import embedded

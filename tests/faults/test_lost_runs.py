@@ -40,8 +40,8 @@ from tests.faults.slow_save import (
     ray_processes,
 )
 from tests.integration.prefect_api import Api
-from tests.unit.job import Job
-from tests.waiting import until
+from tests.support.job import Job
+from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.client.save_request import SAVE_DEPLOYMENT
 from trinity_sync.orchestration.deploy import deploy

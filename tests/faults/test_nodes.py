@@ -13,7 +13,7 @@ import torch
 
 from tests.integration.nodes.joined import a_rank_on_each, await_freed, joined, kill
 from tests.integration.prefect_api import Api, key_of
-from tests.waiting import until
+from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.stack.services import StackState

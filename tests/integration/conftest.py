@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.job import Job
+from tests.support.job import Job
 from trinity_sync.layout import Kind, step_folder
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.latest_pointer import advance_latest_pointer

@@ -15,7 +15,7 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import FlowRun, TaskRun
 
-from tests.waiting import until
+from tests.support.waiting import until
 from trinity_sync.client.save_request import SAVE_DEPLOYMENT, SaveRequest
 from trinity_sync.layout import Kind
 from trinity_sync.orchestration.prefect_queries import get_task_name

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tests.integration.prefect_api import Api, key_of
-from tests.waiting import until
+from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.orchestration.deploy import deploy
 from trinity_sync.orchestration.job_registry import list_known_roots

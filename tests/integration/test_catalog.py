@@ -18,8 +18,8 @@ from alembic.migration import MigrationContext
 
 from tests.integration.prefect_api import Api, key_of
 from tests.integration.test_cli import is_one_sentence, run
-from tests.unit.steps import MODEL, commit_files
-from tests.waiting import until
+from tests.support.steps import MODEL, commit_files
+from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.catalog.database import (
     SCHEMA,

@@ -14,7 +14,7 @@ import torch
 
 from tests.conftest import left_of, processes_of
 from tests.integration.conftest import CommitStep
-from tests.unit.job import Job
+from tests.support.job import Job
 from trinity_sync import Settings
 from trinity_sync.layout import MANIFEST
 from trinity_sync.settings import StackSettings

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.waiting import until
+from tests.support.waiting import until
 from trinity_sync import Settings
 from trinity_sync.settings import StackSettings
 from trinity_sync.stack import daemon, embedded

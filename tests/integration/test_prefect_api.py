@@ -20,9 +20,9 @@ import pytest
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import WorkPoolCreate
 
-from tests.chaos.proxy import Proxy
 from tests.conftest import environment
 from tests.integration.prefect_api import Api, until
+from tests.models.chaos.proxy import Proxy
 from trinity_sync import Settings
 from trinity_sync.client import prefect_api
 from trinity_sync.client.prefect_api import ANSWER_S, PrefectApi

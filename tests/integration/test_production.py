@@ -19,8 +19,8 @@ from prefect.client.schemas.objects import FlowRun
 
 from tests.conftest import running_stack
 from tests.integration.prefect_api import Api, key_of
-from tests.postgres import PASSWORD, Postgres
-from tests.waiting import until
+from tests.support.postgres import PASSWORD, Postgres
+from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.layout import Kind
 from trinity_sync.orchestration.deploy import PRIORITIES

@@ -15,7 +15,7 @@ import torch
 
 import trinity_sync
 from tests.integration.prefect_api import until
-from tests.unit.job import Job
+from tests.support.job import Job
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.snapshot.spool import JobSpool, list_job_spools, open_job_spool
 from trinity_sync.storage.discovery import iter_committed_steps

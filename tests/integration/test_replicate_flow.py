@@ -9,8 +9,8 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.maintenance import request_replication
 from tests.integration.prefect_api import Api, key_of, kind_of
-from tests.unit.job import Job
-from tests.waiting import until
+from tests.support.job import Job
+from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.orchestration.quantities import make_artifact_key

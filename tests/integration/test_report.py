@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.integration.prefect_api import Api
-from tests.waiting import until
+from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.orchestration.prefect_queries import JOB_RESOURCE, open_client, read_job_runs
 from trinity_sync.orchestration.report.collect import collect_report

@@ -10,7 +10,7 @@ import torch
 from tests.integration.conftest import CommitStep
 from tests.integration.prefect_api import Api, key_of, kind_of
 from tests.integration.test_cli import is_one_sentence, run
-from tests.unit.steps import commit_files
+from tests.support.steps import commit_files
 from trinity_sync import CheckpointCoordinator, SaveFailedError
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.orchestration.quantities import make_artifact_key

@@ -9,8 +9,8 @@ import torch
 
 from tests.integration.prefect_api import Api, key_of
 from tests.integration.test_cli import COMMAND, run
-from tests.unit.test_documents import check_document
-from tests.waiting import until
+from tests.support.waiting import until
+from tests.unit.cli.test_output import check_document
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.stack.services import StackState

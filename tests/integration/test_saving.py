@@ -17,7 +17,7 @@ from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import AwaitingRetry, Crashed
 
 from tests.integration.prefect_api import Api, key_of, kind_of
-from tests.waiting import until
+from tests.support.waiting import until
 from trinity_sync import (
     CheckpointCoordinator,
     ConfigError,

@@ -13,7 +13,7 @@ from prefect.events.schemas.automations import Automation, AutomationCore, Event
 
 from tests.conftest import left_of, processes_of
 from tests.integration.test_cli import run
-from tests.unit.test_documents import check_document
+from tests.unit.cli.test_output import check_document
 from trinity_sync import Settings, StackError
 from trinity_sync.orchestration import deploy
 from trinity_sync.orchestration.deploy import (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.environments import make_environment, pip
+from tests.support.environments import make_environment, pip
 from trinity_sync import Settings
 from trinity_sync.storage.discovery import require_committed
 

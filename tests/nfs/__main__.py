@@ -24,13 +24,21 @@ PACKAGES = (
     "libnfsidmap1",
     "kmod",
 )
-PARTS = (
-    "attachments capabilities commit histories leases orphaned_images pins placement reconcile "
-    "restore resuming retention retention_races rewind roots run_context verify write_permits"
-)
+PARTS = """
+fs/test_capabilities
+storage/test_commit storage/test_leases storage/test_pins storage/test_placement
+storage/test_restore storage/test_rewind storage/test_verify storage/test_write_permits
+retention/test_retention retention/test_retention_races
+client/test_attachments client/test_resuming client/test_run_context
+orchestration/test_job_registry orchestration/test_orphaned_images orchestration/test_reconcile
+"""
 NOT_HERE = "large_files_of_one_step_are_kept"
 """Of a test: files are not recycled where other nodes may see them."""
-FILES = ["tests/nfs/nodes.py", *(f"tests/unit/test_{part}.py" for part in PARTS.split())]
+FILES = [
+    "tests/nfs/nodes.py",
+    "tests/models/test_histories.py",
+    *(f"tests/unit/{part}.py" for part in PARTS.split()),
+]
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
 BUILD = REPOSITORY / "build/nfs"

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from tests.nfs.conftest import Node
-from tests.unit.job import Job
-from tests.unit.steps import MODEL, commit_files
+from tests.support.job import Job
+from tests.support.steps import MODEL, commit_files
 from trinity_sync.client import init_root
 from trinity_sync.client.outcomes import Outcome, OutcomeLog, OutcomeLogs
 from trinity_sync.client.save_request import SaveRequest

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.conftest import environment
-from tests.states import differences
-from tests.waiting import until
+from tests.support.states import differences
+from tests.support.waiting import until
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import step_folder, steps_on_disk
 from trinity_sync.stack.services import StackState

@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-from tests.states import copied, differences
+from tests.support.states import copied, differences
 from tests.trainers.local_saves import TOKENS, Fails, Taken, commit_here, commit_taken
 from tests.trainers.ranks import kill_all_ranks, killed_ranks, on_ranks, require_same, whole_state
 from trinity_sync import CheckpointCoordinator, CommitError, ConfigError, SaveFailedError

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import (
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.states import differences
+from tests.support.states import differences
 from tests.trainers.lightning_training import Pickled, Small, state_of
 from tests.trainers.local_saves import TOKENS, Taken, commit_here, commit_taken
 from trinity_sync.integrations.lightning import TrinitySyncCallback

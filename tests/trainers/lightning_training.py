@@ -27,7 +27,7 @@ from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.integration.fsdp.commits import CommitsHere
-from tests.states import copied, differences
+from tests.support.states import copied, differences
 from tests.trainers.local_saves import (
     TOKENS,
     Fails,

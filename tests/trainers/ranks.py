@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
 )
 
-from tests.states import copied, differences
+from tests.support.states import copied, differences
 
 WORLD_SIZE = 2
 

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from tests.integration.fsdp.commits import CommitsHere
-from tests.states import copied, differences
+from tests.support.states import copied, differences
 from tests.trainers.local_saves import TOKENS, Fails, commit_here, replace_files
 from trinity_sync import CommitError, ConfigError, RootError, SaveFailedError, WeightReader
 from trinity_sync.client.save_request import SaveRequest

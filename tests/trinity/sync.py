@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.waiting import until
 from tests.trinity.conftest import Configure
-from tests.waiting import until
 from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.trinity.switch import PLUGINS
 from trinity_sync.layout import steps_on_disk

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.unit.job import Job
+from tests.support.job import Job
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import open_identity

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.integration.fsdp.ranks import on_ranks
-from tests.states import differences
+from tests.support.states import differences
 from trinity_sync.formats.hf_export import export_step
 from trinity_sync.layout import step_folder
 

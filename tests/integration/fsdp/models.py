@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from verl.utils.fsdp_utils import apply_fsdp2
 
-from tests.states import copied
+from tests.support.states import copied
 
 
 class Trained:

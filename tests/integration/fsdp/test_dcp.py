@@ -109,7 +109,7 @@ def save(root: Path, spool: Path, shape: tuple[int, int] | None, replicas: bool)
 
 def load(root: Path, shape: tuple[int, int] | None, replicas: bool) -> list[str]:
     """Load each step into a state of another content; return what differs from the reference."""
-    from tests.states import differences
+    from tests.support.states import differences
     from trinity_sync.integrations.dcp import StepReader
 
     found = []
@@ -176,7 +176,7 @@ def test_what_four_ranks_saved_is_loaded_on_other_meshes(saved: Path, ranks: int
 
 @pytest.mark.parametrize("name", SAVED)
 def test_plain_dcp_reads_a_committed_folder(saved: Path, name: str) -> None:
-    from tests.states import differences
+    from tests.support.states import differences
 
     for step in STEPS:
         folder = step_folder(saved / name / "ckpts", step) / "actor"

@@ -17,7 +17,7 @@ from transformers import Qwen2ForCausalLM
 from tests.integration.fsdp.commits import CommitsHere
 from tests.integration.fsdp.merged import merged
 from tests.integration.weights.conftest import ray_node as ray_node
-from tests.waiting import until
+from tests.support.waiting import until
 from trinity_sync import (
     CheckpointCoordinator,
     ConfigError,

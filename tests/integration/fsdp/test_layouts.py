@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.integration.fsdp.models import Trained
-from tests.states import copied, differences
+from tests.support.states import copied, differences
 from trinity_sync.snapshot.image import fill, lay_out
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration.fsdp.models import Trained
 from tests.integration.fsdp.ranks import on_ranks
-from tests.states import copied, differences
+from tests.support.states import copied, differences
 from trinity_sync import CommitError
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.runs import list_runs

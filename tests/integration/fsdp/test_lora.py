@@ -18,7 +18,7 @@ from verl.trainer.config import CheckpointConfig
 from verl.utils.fsdp_utils import apply_fsdp2
 
 from tests.integration.fsdp.commits import CommitsHere
-from tests.unit.weights import VersionFile
+from tests.support.weights import VersionFile
 from trinity_sync import CheckpointCoordinator, ConfigError, Settings, WeightReader
 from trinity_sync.formats.hf_export import export_step
 from trinity_sync.integrations.verl import FSDPCheckpointManager, fsdp_save_state_dict

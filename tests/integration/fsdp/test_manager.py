@@ -13,8 +13,8 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager 
 
 from tests.integration.fsdp.commits import CommitsHere
 from tests.integration.fsdp.models import Trained
-from tests.states import differences
-from tests.waiting import until
+from tests.support.states import differences
+from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, CommitError, ConfigError, Settings
 from trinity_sync.integrations.verl import FSDPCheckpointManager
 from trinity_sync.layout import step_folder, steps_on_disk

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tests.integration.fsdp.ranks import on_ranks
-from tests.states import copied, differences
-from tests.unit.weights import VersionFile
+from tests.support.states import copied, differences
+from tests.support.weights import VersionFile
 from trinity_sync import ConfigError, WeightReader
 from trinity_sync.formats.hf_export import export_step
 from trinity_sync.layout import step_folder

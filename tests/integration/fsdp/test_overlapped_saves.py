@@ -9,7 +9,7 @@ from verl.trainer.config import CheckpointConfig
 
 from tests.integration.fsdp.commits import CommitsHere
 from tests.integration.fsdp.models import Trained
-from tests.states import copied, differences
+from tests.support.states import copied, differences
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.errors import ImageError
 from trinity_sync.integrations.verl import FSDPCheckpointManager

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.integration.fsdp.models import Trained
 from tests.integration.fsdp.ranks import on_ranks
-from tests.states import differences
+from tests.support.states import differences
 from trinity_sync import CommitError, ConfigError
 from trinity_sync.formats.dcp import from_dcp, to_dcp
 from trinity_sync.formats.saved_component import SavedComponent

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tests.integration.fsdp.merged import merged
 from tests.integration.fsdp.models import Trained
 from tests.integration.fsdp.ranks import on_ranks
-from tests.states import copied, differences
+from tests.support.states import copied, differences
 from trinity_sync.formats.hf_export import export_step
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.discovery import require_committed

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tests.integration.fsdp.ranks import on_ranks
-from tests.unit.weights import VersionFile, digest
-from tests.unit.without_ray import follower
+from tests.support.weights import VersionFile, digest
+from tests.support.without_ray import follower
 from trinity_sync import WeightReader, WeightSyncError
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.weights.versions import ImageRef, Version

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from tests.integration.fsdp.ranks import on_ranks
 from tests.integration.megatron.cpu import megatron_on_cpu
-from tests.waiting import until
+from tests.support.waiting import until
 from trinity_sync import Settings
 from trinity_sync.errors import CommitError, ConfigError, SaveFailedError
 from trinity_sync.formats.dcp import to_dcp
@@ -138,7 +138,7 @@ def resume_with(root: Path, saved: int, loaded: int) -> None:
 
 def compare(one: str, other: str, names: tuple[str, ...]) -> None:
     """Require that checkpoints in two folders have the same content, bit for bit."""
-    from tests.states import differences
+    from tests.support.states import differences
 
     for name in names:
         a, b = read(one, name), read(other, name)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.waiting import until
+from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.settings import StackSettings
 from trinity_sync.snapshot.job_identity import open_identity

@@ -15,8 +15,8 @@ from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
 
 from tests.integration.nodes.joined import joined, kill
 from tests.integration.prefect_api import Api
-from tests.unit.job import Job
-from tests.waiting import until
+from tests.support.job import Job
+from tests.support.waiting import until
 from trinity_sync import Settings
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.settings import StackSettings

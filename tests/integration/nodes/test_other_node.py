@@ -15,8 +15,8 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tests.conftest import QUIET, environment
-from tests.unit.job import Job
-from tests.unit.weights import digest, first, train, upload
+from tests.support.job import Job
+from tests.support.weights import digest, first, train, upload
 from trinity_sync import Synchronizer, WeightReader, WeightSyncError
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.weights.publisher import Publisher

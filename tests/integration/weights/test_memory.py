@@ -9,9 +9,9 @@ import pytest
 import ray
 import torch
 
-from tests.unit.job import Job
-from tests.unit.weights import digest, first, train, upload
-from tests.waiting import until
+from tests.support.job import Job
+from tests.support.waiting import until
+from tests.support.weights import digest, first, train, upload
 from trinity_sync import Synchronizer, WeightReader, WeightSyncError
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.ticket import VersionTag

@@ -10,9 +10,12 @@ import ray
 import torch
 
 from tests.integration.conftest import CommitStep
-from tests.unit.job import Job
-from tests.unit.test_orphaned_images import commit_and_die_after_the_manifest, find_orphaned_steps
-from tests.waiting import until
+from tests.support.job import Job
+from tests.support.waiting import until
+from tests.unit.orchestration.test_orphaned_images import (
+    commit_and_die_after_the_manifest,
+    find_orphaned_steps,
+)
 from trinity_sync import ConfigError, Synchronizer, WeightSyncError
 from trinity_sync.storage.runs import open_run
 from trinity_sync.weights.state_files import read_address, read_state

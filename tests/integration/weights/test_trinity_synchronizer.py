@@ -9,9 +9,9 @@ import pytest
 import ray
 
 from tests.integration.conftest import CommitStep
-from tests.unit.job import Job
-from tests.unit.weights import first, upload
-from tests.waiting import until
+from tests.support.job import Job
+from tests.support.waiting import until
+from tests.support.weights import first, upload
 from trinity_sync.integrations.trinity.synchronizer import TrinitySynchronizer
 from trinity_sync.layout import steps_on_disk
 

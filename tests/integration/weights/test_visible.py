@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.integration.prefect_api import Api
 from tests.integration.test_cli import run
-from tests.unit.test_documents import check_document
+from tests.unit.cli.test_output import check_document
 from trinity_sync import Settings
 from trinity_sync.stack.services import StackState
 from trinity_sync.weights.registry import AsyncVersionRegistry

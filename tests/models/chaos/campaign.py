@@ -1,0 +1,122 @@
+"""One campaign: a fault, recovery, a look at everything, and again, until the time is over."""
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from random import Random
+
+import httpx
+from prefect.client.schemas.objects import FlowRun
+
+from tests.integration.prefect_api import Api
+from tests.models.chaos.faults import FAULTS, NEEDS
+from tests.models.chaos.invariants import Commit, Fates, Ledger, fates, violations
+from tests.models.chaos.report import Report
+from tests.models.chaos.training import RANKS
+from tests.models.chaos.world import Hang, World
+from trinity_sync.errors import TrinitySyncError
+
+AT_THE_END_S = 60.0
+"""Kept for the last saves to come to rest."""
+RECONCILED_EVERY = 8
+"""Faults, after which the flow runs that is scheduled by the hour: what died has left files."""
+
+
+def campaign(report: Report, kinds: Sequence[str] = (), *, on_postgres: bool = False) -> None:
+    """Run what a report is for, and fill it in.
+
+    Args:
+        report: says seed and minutes.
+        kinds: all faults by default; they come in an order by chance, each as often.
+        on_postgres: have Prefect's database there, if it is installed.
+    """
+    random, minutes, ledger = Random(report.seed), report.minutes, Ledger()
+    with World.running(on_postgres=on_postgres) as world:
+        here = {"", *world.possible}
+        possible = sorted(kind for kind in kinds or FAULTS if NEEDS[kind] in here)
+        report.skipped = sorted(set(kinds or FAULTS) - set(possible))
+        waiting: list[str] = []
+        began = time.monotonic()
+        try:
+            world.await_commit(0.0)
+            end = began + 60 * minutes - AT_THE_END_S
+            while time.monotonic() < end or not report.recoveries:
+                waiting = waiting or random.sample(possible, len(possible))
+                kind = waiting.pop()
+                since = time.monotonic() - began
+                print(f"{since:4.0f} s  {kind}", end="", flush=True)
+                FAULTS[kind](world, random)
+                over = time.monotonic()
+                world.mend()
+                seconds = world.await_commit(over) - over
+                report.recoveries[kind].append(seconds)
+                print(f": a commit {seconds:.1f} s later", flush=True)
+                found = list(violations(world, ledger))
+                report.problems += [f"after {kind}: {each}" for each in found]
+                if sum(map(len, report.recoveries.values())) % RECONCILED_EVERY == 0:
+                    report.problems += _reconcile(world, grace_s=60.0)
+            world.end_training()
+            report.problems += violations(world, ledger)
+            report.fates = _at_rest(world, ledger)
+            report.problems += [f"lost: {each}" for each in report.fates.lost]
+            report.problems += _reconcile(world, grace_s=0.0)
+            report.problems += _left_over(world)
+        except Hang as hang:
+            report.problems.append(f"HANG: {hang}")
+        except TrinitySyncError as error:
+            report.problems.append(f"the stack could not be mended: {error}\n{world.where()}")
+        finally:
+            report.problems += world.fell
+            report.starts, report.commits = world.starts, len(ledger.committed)
+            report.versions_read = sum(n["what"] == "read" for n in world.notes("explorer"))
+            report.minutes = (time.monotonic() - began) / 60
+
+
+def _at_rest(world: World, ledger: Ledger) -> Fates:
+    """What became of all saves; what an earlier start handed over may still be on its way."""
+    handed_over, deadline = _handed_over(world), time.monotonic() + AT_THE_END_S
+    while True:
+        ledger.committed |= world.commits().keys()
+        found = fates(world, ledger, handed_over)
+        if not found.lost or time.monotonic() > deadline:
+            return found
+        time.sleep(1.0)
+
+
+def _handed_over(world: World) -> set[Commit]:
+    """Run and step of the saves of which every rank had handed its part over."""
+    by_rank = [
+        {
+            (note["run"], note["step"])
+            for name in (f"rank{rank}", f"rank{rank}-second")
+            for note in world.notes(name)
+            if note["what"] == "handed over"
+        }
+        for rank in range(RANKS)
+    ]
+    return set.intersection(*by_rank)
+
+
+def _reconcile(world: World, grace_s: float) -> list[str]:
+    """Mend what those left behind that were killed, as the schedule does."""
+    run = world.started({"root": str(world.root), "grace_s": grace_s}, "reconcile/reconcile")
+
+    def final() -> FlowRun | None:
+        with suppress(httpx.HTTPError):
+            return Api().final(run)
+        return None
+
+    ended = world.until(final, "the end of reconcile", pause=1.0)
+    completed = ended.state is not None and ended.state.is_completed()
+    return [] if completed else [f"reconcile ended as {ended.state}"]
+
+
+def _left_over(world: World) -> list[str]:
+    """What lies about although everything has ended and was reconciled."""
+    found = [str(path) for path in world.root.glob("global_step_*/actor/.*.tmp")]
+    committed = {step for _, step in world.commits()}
+    return [
+        f"left in a committed step: {path}"
+        for path in found
+        if int(path.partition("global_step_")[2].partition("/")[0]) in committed
+    ]

@@ -1,0 +1,185 @@
+"""What must hold whatever happened, seen from outside: files, veRL's own way to them, Prefect.
+
+After docs/concepts/save.md: what was said to be committed is there; every commit is whole, of one
+step, and the state of that step to the last bit; the iteration file names a commit; a save that was
+handed over is committed, or somebody was told that it is not.
+"""
+
+import io
+from collections.abc import Iterator
+from contextlib import redirect_stdout, suppress
+from dataclasses import dataclass, field
+
+import torch
+from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
+
+from tests.integration.prefect_api import Api
+from tests.models.chaos.training import KEEP, RANKS, Expected, digest
+from tests.models.chaos.world import World
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.errors import CommitError, ManifestError
+from trinity_sync.layout import shard_file, step_folder
+from trinity_sync.snapshot.job_identity import read_identity
+from trinity_sync.storage.discovery import find_newest, read_corruption, require_committed
+from trinity_sync.storage.manifest import Manifest, read_manifest
+from trinity_sync.storage.runs import find_superseding_run, list_runs
+from trinity_sync.storage.verify import check_files, choose_files
+
+Commit = tuple[int, int]
+"""Run and step."""
+
+
+@dataclass
+class Ledger:
+    """What was seen over the whole campaign."""
+
+    expected: Expected = field(default_factory=Expected)
+    committed: set[Commit] = field(default_factory=set)
+    """Ever seen; retention takes the older ones away."""
+    checked: set[tuple[Commit, float]] = field(default_factory=set)
+    acknowledged: Commit = (0, 0)
+    """The newest that a training was told of."""
+
+
+def violations(world: World, ledger: Ledger) -> Iterator[str]:
+    """What does not hold now, while everything is under way."""
+    yield from _newest_is_no_older(world, ledger)
+    commits = world.commits()
+    ledger.committed |= commits.keys()
+    for commit, manifest in sorted(commits.items()):
+        if (commit, manifest.committed_at) not in ledger.checked:
+            yield from _whole(world, manifest, ledger)
+            ledger.checked.add((commit, manifest.committed_at))
+    yield from _verl_finds_a_commit(world)
+    for note in world.notes("explorer"):
+        if note["what"] in ("torn", "went back"):
+            yield f"the explorer read what it must not: {note}"
+
+
+def _newest_is_no_older(world: World, ledger: Ledger) -> Iterator[str]:
+    """Than what the training was told before."""
+    told = [
+        step
+        for name in ("rank0", "rank0-second")
+        for note in world.notes(name)
+        if note["what"] == "committed"
+        for step in note["steps"]
+    ]
+    found = find_newest(world.root)
+    have = (found.run, found.step) if found else (0, 0)
+    runs = {step: run for run, step in sorted(ledger.committed | world.commits().keys())}
+    known = [(runs[step], step) for step in told if step in runs]
+    for step in set(told) - runs.keys():
+        if step > have[1]:
+            yield f"step {step} was said to be committed and was never seen; the newest is {have}"
+    ledger.acknowledged = max([ledger.acknowledged, *known])
+    if have < ledger.acknowledged:
+        yield f"the newest commit is {have}, but {ledger.acknowledged} was acknowledged"
+    whole = sorted(known)[-KEEP:]
+    for run, step in whole:
+        newer = [each for each in ledger.committed if each > (run, step)]
+        if (run, step) >= ledger.acknowledged and len(newer) < KEEP and not _is_there(world, step):
+            yield f"step {step} of run {run} was acknowledged and is not there"
+
+
+def _is_there(world: World, step: int) -> bool:
+    with suppress(CommitError):
+        require_committed(world.root, step)
+        return True
+    return False
+
+
+def _whole(world: World, manifest: Manifest, ledger: Ledger) -> Iterator[str]:
+    """A commit that nobody has looked at yet: digests, then what ``torch.load`` makes of it."""
+    what = f"step {manifest.step} of run {manifest.run}"
+    try:
+        if corruption := read_corruption(world.root, manifest.step):
+            yield f"{what} is corrupted: {corruption}"
+        wrong = [
+            each for each in check_files(choose_files(world.root, step=manifest.step)) if each.wrong
+        ]
+        states = [_states(world, manifest, rank) for rank in range(RANKS)]
+    except (CommitError, FileNotFoundError) as error:
+        if _still(world, manifest):
+            yield f"{what} does not load: {error}"
+        return  # retention, or a later run, was faster
+    if not _still(world, manifest):
+        return
+    yield from (f"{what}: {each.file.record.path} {each.wrong}" for each in wrong)
+    for rank, state in enumerate(states):
+        if state["extra_state"] != {"step": manifest.step, "rank": rank}:
+            yield f"{what} has {state['extra_state']} for rank {rank}"
+        if digest(state) != ledger.expected[manifest.step]:
+            yield f"{what}: the state of rank {rank} is not that of the step"
+
+
+def _states(world: World, manifest: Manifest, rank: int) -> dict[str, dict]:
+    folder = step_folder(world.root, manifest.step) / "actor"
+    return {
+        name: torch.load(folder / shard_file(name, RANKS, rank), weights_only=False)
+        for name in ("model", "optim", "extra_state")
+    }
+
+
+def _still(world: World, manifest: Manifest) -> bool:
+    """Whether the step is the same commit as before, so that what was read counts."""
+    try:
+        now = read_manifest(world.root, manifest.step)
+    except ManifestError:
+        return True
+    return now is not None and (now.run, now.committed_at) == (manifest.run, manifest.committed_at)
+
+
+def _verl_finds_a_commit(world: World) -> Iterator[str]:
+    """veRL goes by the iteration file; between two looks, retention may remove what it named."""
+    for _ in range(3):
+        with redirect_stdout(io.StringIO()):  # it prints what it finds
+            found = find_latest_ckpt_path(str(world.root))
+        if found is None or read_manifest(world.root, int(found.rpartition("_")[2])):
+            return
+    yield f"veRL's loader finds {found}, which has no manifest"
+
+
+@dataclass(frozen=True)
+class Fates:
+    """What became of the saves that all ranks had handed over."""
+
+    committed: int
+    refused: int
+    """Left behind by a later run, as they must be."""
+    told: list[str]
+    """Failed, and said so."""
+    lost: list[str]
+    """Neither: there must be none."""
+
+
+def fates(world: World, ledger: Ledger, handed_over: set[Commit]) -> Fates:
+    """Ask for each save, once all is at rest, what became of it."""
+    runs = {run.number: run for run in list_runs(world.root)}
+    failures = "\n".join(  # a line each
+        str(note.get("why"))
+        for name in ("rank0", "rank1", "rank0-second", "rank1-second")
+        for note in world.notes(name)
+        if note["what"] == "failed"
+    )
+    logs = world.log("rank0") + world.log("rank1") + world.log("rank0-second")
+    told, lost, refused, pruned = [], [], 0, 0
+    open_ = sorted(handed_over - ledger.committed)
+    for run, step in open_:
+        if find_superseding_run(runs.values(), run, step):
+            refused += 1
+            continue
+        fields = {"run_key": runs[run].key, "identity": read_identity(world.root)}
+        request = SaveRequest(root=str(world.root), run=run, step=step, **fields)
+        states = [each.state_name for each in Api().runs_of(request.key)]
+        newer = [each for each in ledger.committed if each > (run, step)]
+        if "Completed" in states and len(newer) >= KEEP:  # and removed, between two looks
+            pruned += 1
+            continue
+        said = f"step {step} " in failures or f"step {step}," in logs or f"step {step} " in logs
+        if {"Failed", "Crashed", "Cancelled"} & {*states} or said:
+            why = [line for line in failures.splitlines() if f"step {step} " in line]
+            told.append(f"step {step} of run {run}: {states} {''.join(why[:1])[:300]}")
+        else:
+            lost.append(f"step {step} of run {run}: flow runs {states}")
+    return Fates(len(handed_over & ledger.committed) + pruned, refused, told, lost)

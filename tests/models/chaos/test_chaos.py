@@ -1,0 +1,19 @@
+"""A short campaign with a fixed seed; ``make chaos`` runs longer ones."""
+
+import pytest
+
+from tests.models.chaos.campaign import campaign
+from tests.models.chaos.report import Report
+
+KINDS = ["trainer rank killed", "writer killed", "network cut", "full disk", "disk errors"]
+
+
+@pytest.mark.timeout(600)
+def test_nothing_is_lost_in_a_short_campaign() -> None:
+    report = Report(seed=1, minutes=2)
+    campaign(report, KINDS)
+    print(report)
+    assert not report.problems
+    assert report.recoveries
+    assert report.fates
+    assert report.fates.committed

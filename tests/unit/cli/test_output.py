@@ -1,0 +1,651 @@
+"""What the commands print: JSON documents, tables on a terminal, text in a pipe, names, errors."""
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+import psutil
+import pytest
+import torch
+import typer
+from click.testing import Result
+from typer.testing import CliRunner
+
+from tests.support.job import Job
+from tests.support.steps import MODEL, commit_files
+from tests.support.waiting import until
+from trinity_sync.cli.commands import app
+from trinity_sync.cli.output import Column, format_age, format_duration
+from trinity_sync.cli.schema import DOCUMENTS
+from trinity_sync.orchestration.job_registry import register_job
+from trinity_sync.orchestration.quantities import format_bytes
+from trinity_sync.settings import Settings
+from trinity_sync.storage.job_settings import JobSettings, read_job_settings
+from trinity_sync.storage.pins import pin, tag, unpin
+from trinity_sync.storage.runs import open_run
+
+NEED_A_SERVER = {"runs", "retry", "wait", "up", "restart", "join", "deploy", "ui", "readers"}
+"""Commands whose documents are compared in `tests/integration`; join prints that of up."""
+
+
+@pytest.fixture
+def root(job: Job) -> Path:
+    """A job of four steps, one of them tagged, one of weights only; and of a corrupted one."""
+    for step in (10, 20, 30):
+        job.stage(step, {"model": {"w": torch.full((4,), step)}})
+        job.commit(step)
+    commit_files(job.root, 25, kind="state_dict")
+    (commit_files(job.root, 5) / MODEL).write_bytes(b"short")
+    tag(job.root, 20, "best", "reward 0.9")
+    pin(job.root, 30)
+    return job.root
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> dict[str, str]:
+    """Variables of a home without a stack."""
+    return {
+        "TRINITY_SYNC_HOME": str(tmp_path / "home"),
+        "TRINITY_SYNC_SPOOL": str(tmp_path / "spool"),
+        "PREFECT_API_URL": "",
+        "COLUMNS": "200",
+    }
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def run(home: dict[str, str], *arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(each) for each in arguments], env=home)
+
+
+def find_differences(declared: Any, value: Any, at: str = "") -> Iterator[str]:
+    """How a value in JSON differs from its declaration as a dataclass."""
+    if get_origin(declared) is Annotated:
+        declared = get_args(declared)[0]
+    if get_origin(declared) in (Union, types.UnionType):
+        choices = [each for each in get_args(declared) if each is not type(None)]
+        if value is None and len(choices) < len(get_args(declared)):
+            return
+        if not any(not list(find_differences(each, value, at)) for each in choices):
+            yield f"{at}: {value!r} is not {declared}"
+    elif is_dataclass(declared):
+        expected = get_type_hints(declared)
+        if not isinstance(value, dict) or list(value) != list(expected):
+            yield f"{at}: {value!r} does not have the keys {list(expected)}"
+            return
+        for name, each in expected.items():
+            yield from find_differences(each, value[name], f"{at}.{name}")
+    elif get_origin(declared) is list:
+        if not isinstance(value, list):
+            yield f"{at}: {value!r} is no list"
+            return
+        for index, each in enumerate(value):
+            yield from find_differences(get_args(declared)[0], each, f"{at}[{index}]")
+    elif get_origin(declared) is dict:
+        for name, each in value.items():
+            yield from find_differences(get_args(declared)[1], each, f"{at}.{name}")
+    elif declared is datetime:
+        if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", str(value)):
+            yield f"{at}: {value!r} is no time in UTC"
+    elif declared is float and type(value) in (int, float):
+        return
+    elif type(value) is not declared or value == "":
+        yield f"{at}: {value!r} is not {declared}"
+
+
+def check_document(command: str, text: str) -> Any:
+    """Compare the output of a command with its declaration, and return its content."""
+    document, (noun, declared) = json.loads(text), DOCUMENTS[command]
+    assert list(document) == ["schema", noun]
+    assert document["schema"] == 1
+    assert list(find_differences(declared, document[noun])) == []
+    return document[noun]
+
+
+def list_commands(root: Path, tmp_path: Path) -> dict[str, list[object]]:
+    """A command line for each document, in an order in which all work."""
+    url = f"file://{tmp_path}/store"
+    return {
+        "ls": ["ls", root],
+        "show": ["show", root, "latest"],
+        "diff": ["diff", root, "latest~1", 30],
+        "jobs reindex": ["jobs", "reindex", root],
+        "jobs set": ["jobs", "set", root, "keep=last=3"],
+        "jobs ls": ["jobs", "ls"],
+        "jobs show": ["jobs", "show", root],
+        "jobs check": ["jobs", "check", root],
+        "verify": ["verify", root, 20],
+        "verify --load": ["verify", root, "--load"],
+        "reconcile": ["reconcile", root],
+        "remote push": ["remote", "push", root, "best", url],
+        "remote pull": ["remote", "pull", tmp_path / "back", "latest", url],
+        "export dcp": ["export", "dcp", root, "best", tmp_path / "dcp"],
+        "import dcp": [
+            "import",
+            "dcp",
+            root,
+            50,
+            tmp_path / "dcp",
+            "--world-size",
+            2,
+            "--optim",
+            "",
+        ],
+        "metrics": ["metrics", root, "latest", "reward=0.8"],
+        "pin": ["pin", root, "latest"],
+        "unpin": ["unpin", root, "latest"],
+        "tag": ["tag", root, 10, "first"],
+        "tag --list": ["tag", root, "--list"],
+        "untag": ["untag", root, "first", "--yes"],
+        "prune": ["prune", root, "--keep", "last=1", "--dry-run"],
+        "rewind": ["rewind", root, 20, "--force", "--yes"],
+        "jobs forget": ["jobs", "forget", root, "--yes"],
+        "status": ["status"],
+        "down": ["down"],
+        "doctor": ["doctor", root],
+        "config show": ["config", "show"],
+        "version": ["version"],
+    }
+
+
+def test_each_command_prints_the_document_that_is_declared(
+    root: Path, home: dict[str, str], tmp_path: Path
+) -> None:
+    commands = list_commands(root, tmp_path)
+    for name, arguments in commands.items():
+        done = run(home, *arguments, "-o", "json")
+        assert done.exit_code in (0, 3), (name, done.stderr)
+        check_document(name, done.stdout)
+    model = {"export hf"}  # needs a model of transformers; in test_export
+    assert {*commands} | NEED_A_SERVER | model == {*DOCUMENTS}
+
+
+def test_every_command_with_formats_has_a_document() -> None:
+    def find(command: Any, words: tuple[str, ...] = ()) -> Iterator[str]:
+        for name, inner in getattr(command, "commands", {}).items():
+            yield from find(inner, (*words, name))
+        if any("--output" in each.opts for each in command.params):
+            yield " ".join(words)
+
+    declared = {name.partition(" --")[0] for name in DOCUMENTS}
+    facts = {"report"}  # its keys are the fields of JobReport, which test_report compares
+    assert {*find(typer.main.get_command(app))} == declared | facts
+
+
+def test_every_key_is_described() -> None:
+    import ast
+
+    from trinity_sync.cli import schema
+
+    tree = ast.parse(Path(schema.__file__).read_text())
+    for each in tree.body:
+        if isinstance(each, ast.ClassDef):
+            kinds = [type(node) for node in each.body[1:]]
+            described = [ast.AnnAssign, ast.Expr] * (len(kinds) // 2)
+            assert kinds[: len(described)] == described, each.name
+
+
+def test_lines_of_json_and_names_are_for_pipes(root: Path, home: dict[str, str]) -> None:
+    rows = [json.loads(line) for line in run(home, "ls", root, "-o", "jsonl").stdout.splitlines()]
+    assert [row["step"] for row in rows] == [30, 25, 20, 10, 5]
+    assert run(home, "ls", root, "-o", "name", "--limit", 2).stdout == "30\n25\n"
+    assert run(home, "tag", root, "--list", "-o", "name").stdout == "best\n"
+    assert run(home, "pin", root, 30, "-o", "name").stdout == "30\n"
+
+
+def test_a_pipe_gets_full_values_between_tabs_and_messages_are_on_stderr(
+    root: Path, home: dict[str, str]
+) -> None:
+    done = run(home, "ls", root, "--limit", 3)
+    rows = [line.split("\t") for line in done.stdout.splitlines()]
+    assert [(row[0], row[2], row[5], row[6]) for row in rows] == [
+        ("30", "checkpoint", "valid", "latest; pinned"),
+        ("25", "weights", "valid", ""),
+        ("20", "checkpoint", "valid", "tagged best: reward 0.9"),
+    ]
+    assert rows[1][3:5] == ["1002", "2023-11-14T22:13:45Z"]
+    assert done.stderr == "2 older steps not shown; use --all\n"
+    assert "\x1b" not in done.stdout
+    colored = run(home, "--color", "always", "ls", root, "--all").stdout
+    assert "\t\x1b[31mcorrupted\x1b[0m\t" in colored
+
+
+def at_a_terminal(
+    home: dict[str, str],
+    *arguments: object,
+    answer: str = "",
+    meanwhile: Callable[[], object] = lambda: None,
+) -> tuple[int, str]:
+    """The exit code of a command, and what a terminal of 80 columns showed.
+
+    The answer is typed at a question, after what happens meanwhile; the character of code 3 is
+    Ctrl-C.
+    """
+    ours, its = pty.openpty()
+    inherited = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+    env = {**inherited, **home, "COLUMNS": "80", "TERM": "xterm"}
+    command = subprocess.Popen(
+        [sys.executable, "-m", "trinity_sync.cli", *map(str, arguments)],
+        env=env, stdin=its, stdout=its, stderr=its,
+    )  # fmt: skip
+    os.close(its)
+    shown = b""
+    try:
+        while some := os.read(ours, 4096):
+            shown += some
+            if answer and b"[y/N]: " in shown:
+                meanwhile()
+                if answer == "\x03":
+                    # before it waits, Python would read on and act on the signal after the answer
+                    until(lambda: psutil.Process(command.pid).status() == "sleeping", "a wait")
+                    command.send_signal(signal.SIGINT)
+                else:
+                    os.write(ours, f"{answer}\n".encode())
+                answer = ""
+    except OSError:  # the other end is closed: the command has ended
+        pass
+    finally:
+        os.close(ours)
+    return command.wait(60), shown.decode().replace("\r\n", "\n")
+
+
+def test_a_terminal_shows_a_table_without_boxes_in_its_width(
+    root: Path, home: dict[str, str]
+) -> None:
+    code, shown = at_a_terminal(home, "ls", root)
+    lines = re.sub(r"\x1b\[\d+m", "", shown).splitlines()
+    assert (code, lines[0].split()) == (
+        0,
+        ["STEP", "RUN", "KIND", "SIZE", "AGE", "STATUS", "NOTES"],
+    )
+    assert all(len(line) <= 80 for line in lines)
+    assert lines[-1].endswith("…")  # why step 5 is corrupted
+    assert re.search(r"  30    1  checkpoint .*B +\d+s  \x1b\[32mvalid\x1b\[0m +latest", shown)
+    assert "\x1b[31mcorrupted\x1b[0m" in shown
+    assert "\x1b" not in at_a_terminal(home | {"NO_COLOR": "1"}, "ls", root)[1]
+
+
+def test_a_long_value_in_any_column_is_cut_to_the_width_of_the_terminal(
+    home: dict[str, str], tmp_path: Path
+) -> None:
+    root = tmp_path / "a-root-with-a-long-name" / "and-another-one" / "checkpoints-of-a-job"
+    commit_files(root, 1)
+    assert run(home, "jobs", "reindex", root).exit_code == 0
+    url = "postgresql://a-host-with-a-long-name.example.org/" + "x" * 60
+    named = {"TRINITY_SYNC_STACK__CATALOG__URL": url}
+    for words, variables, start, end in (
+        (("jobs", "ls"), {}, str(root)[:5], "a-job"),
+        (("config", "show"), named, "postgres", "xxx"),
+    ):
+        code, shown = at_a_terminal(home | variables, *words)
+        lines = re.sub(r"\x1b\[\d+m", "", shown).splitlines()
+        assert code == 0, shown
+        assert all(len(line) <= 80 for line in lines), shown
+        assert re.search(rf"{start}[^ …]*…[^ …]*{end} ", shown), shown
+    assert Column("FILES").write(["a\nb", "c"], "plain") == "a b, c"
+
+
+def test_what_cannot_be_undone_is_asked_first(root: Path, home: dict[str, str]) -> None:
+    prune = ("prune", root, "--keep", "last=1", "--keep-weights", "last=1")
+    for refused in (
+        run(home, *prune),
+        run(home, "rewind", root, 20),
+        run(home, "untag", root, "best"),
+    ):
+        assert (refused.exit_code, "not confirmed" in refused.stderr) == (2, True)
+        assert "pass --yes" in refused.stderr
+    code, shown = at_a_terminal(home, "untag", root, "best", answer="n")
+    assert (code, "remove tag best of step 20" in shown) == (1, True)
+    code, shown = at_a_terminal(home, "untag", root, "best", answer="\x03")
+    assert code == 130, shown
+    assert run(home, "show", root, "best").exit_code == 0
+    code, shown = at_a_terminal(home, "untag", root, "best", answer="y")
+    assert (code, "removed tag best" in shown) == (0, True)
+    code, shown = at_a_terminal(home, *prune, answer="y")
+    assert (code, "would be removed" in shown, "remove 2 steps" in shown) == (0, True, True)
+    assert run(home, *prune).exit_code == 0  # nothing is left to remove
+    assert run(home, "ls", root, "-o", "name").stdout.split() == ["30", "25", "5"]
+
+
+def test_a_torn_tag_can_be_removed(root: Path, home: dict[str, str]) -> None:
+    tag(root, 20, "torn")
+    tag(root, 20, "torn-too")
+    for name in ("torn", "torn-too"):
+        (root / ".trinity_sync" / "pins" / f"{name}.json").write_text('{"form')
+    refused = run(home, "untag", root, "torn")
+    assert (refused.exit_code, "not confirmed: remove tag torn, so" in refused.stderr) == (2, True)
+    done = run(home, "untag", root, "torn", "--yes", "-o", "json")
+    assert check_document("untag", done.stdout) == {"step": None, "removed": True, "tags": []}
+    assert run(home, "untag", root, "best", "--yes").exit_code == 0  # another one is torn
+    assert run(home, "unpin", root, 30).stdout == "unpinned step 30\n"
+    assert run(home, "untag", root, "torn-too", "--yes").stdout == "removed tag torn-too\n"
+    assert run(home, "tag", root, "--list").exit_code == 0
+    pin(root, 30)
+    refused = run(home, "untag", root, "30", "--yes")  # a pin is no tag
+    assert (refused.exit_code, "no step" in refused.stderr) == (2, True)
+
+
+def test_prune_removes_what_was_confirmed_and_nothing_else(
+    root: Path, home: dict[str, str]
+) -> None:
+    def commit_more() -> None:  # under the policy, steps 20 and 30 would go as well
+        for step in (40, 50):
+            commit_files(root, step)
+
+    unpin(root, 30)
+    unpin(root, "best")
+    prune = ("prune", root, "--keep", "last=2")
+    code, shown = at_a_terminal(home, *prune, answer="y", meanwhile=commit_more)
+    assert (code, "remove 1 steps" in shown) == (0, True)
+    assert run(home, "ls", root, "-o", "name").stdout.split() == ["50", "40", "30", "25", "20", "5"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "error"),
+    [
+        (["ls", "ROOT"], 0, ""),
+        (["show", "ROOT", 11], 1, "CommitError"),
+        (["show", "ROOT", "latest~9"], 1, "CommitError"),
+        (["show", "ROOT", "forty"], 2, "ConfigError"),
+        (["show", "ROOT"], 2, "UsageError"),
+        (["ls", "ROOT", "--no-such-option"], 2, "UsageError"),
+        (["lss", "ROOT"], 2, "UsageError"),
+        (["diff", "ROOT", 20, 30, "--component", "all"], 2, "UsageError"),
+        (["verify", "ROOT", "--sample", "much"], 2, "ConfigError"),
+        (["verify", "ROOT", 5], 3, ""),
+        (["diff", "ROOT", 20, 30, "--exit-code"], 3, ""),
+        (["status"], 3, ""),
+        (["doctor"], 3, ""),
+        (["runs", "ROOT"], 4, "PrefectApiError"),
+        (["retry", "ROOT", 30], 4, "PrefectApiError"),
+        (["deploy"], 4, "PrefectApiError"),
+        (["ls", "s3://127.0.0.1:9"], 4, "RemoteError"),
+    ],
+)  # fmt: skip
+def test_exit_codes_say_what_happened(
+    root: Path, home: dict[str, str], arguments: list[object], code: int, error: str
+) -> None:
+    words = [root if each == "ROOT" else each for each in arguments]
+    aws = {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_MAX_ATTEMPTS": "1"}
+    aws |= {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret"}
+    done = run(home | aws, *words, "-o", "json")
+    assert done.exit_code == code, done.stderr
+    if error:
+        body = json.loads(done.stderr)["error"]
+        assert (list(body), body["type"]) == (["type", "message", "hint"], error)
+        text = run(home | aws, *words).stderr.splitlines()
+        assert text[0].startswith("error: ")
+        assert [line.partition(":")[0] for line in text[1:]] == ["hint"] * bool(body["hint"])
+
+
+def test_settings_that_are_wrong_are_an_error_of_usage(root: Path, home: dict[str, str]) -> None:
+    assert run(home | {"TRINITY_SYNC_SLOTS": "9"}, "down").exit_code == 2
+
+
+def test_latest_names_the_newest_checkpoint_and_those_before_it(
+    root: Path, home: dict[str, str]
+) -> None:
+    for name, step in (("latest", 30), ("latest~1", 20), ("latest~2", 10), ("best", 20)):
+        done = run(home, "show", root, name, "-o", "name")
+        assert (done.exit_code, done.stdout) == (0, f"{step}\n")
+    open_run(root, "first", 0)
+    open_run(root, "second", 20)  # supersedes step 30
+    assert run(home, "show", root, "latest", "-o", "name").stdout == "20\n"
+
+
+def test_a_root_that_is_left_out_is_found(
+    root: Path, home: dict[str, str], elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = run(home, "show", 20)
+    assert (refused.exit_code, "no ROOT" in refused.stderr) == (2, True)
+    assert run(home, "-C", root, "show", 20, "-o", "name").stdout == "20\n"
+    assert run(home | {"TRINITY_SYNC_ROOT": str(root)}, "show", "best", "-o", "name").stdout
+    monkeypatch.chdir(root)
+    for words in (["show", "best"], ["show", root, "best"], ["show", ".", 20], ["verify", 20]):
+        assert run(home, *words, "-o", "name").stdout == "20\n"
+    assert run(home, "verify", "-o", "name").stdout == "30\n"
+    assert run(home, "diff", 20, 30, "-o", "json").exit_code == 0
+    monkeypatch.chdir(elsewhere)
+    register_job(Settings(home=home["TRINITY_SYNC_HOME"]), root)
+    assert run(home, "ls", "-o", "name").stdout.split() == ["30", "25", "20", "10", "5"]
+    other = elsewhere / "other"
+    commit_files(other, 1)
+    register_job(Settings(home=home["TRINITY_SYNC_HOME"]), other)
+    refused = run(home, "ls")
+    assert (refused.exit_code, "this node knows 2 jobs" in refused.stderr) == (2, True)
+
+
+CHANGES: list[list[object]] = [
+    ["prune", "--keep", "last=1", "--keep-weights", "last=1", "--yes"],
+    ["rewind", 10, "--yes"],
+    ["tag", 10, "first"],
+    ["tag", "--list"],
+    ["untag", "best", "--yes"],
+    ["pin", 10],
+    ["unpin", 30],
+    ["jobs", "set", "keep=last=1"],
+    ["remote", "push", 30],
+    ["remote", "pull", 30],
+    ["export", "hf", 30],
+    ["export", "dcp", 30, "out"],
+    ["import", "dcp", 50, "out", "--world-size", 1],
+    ["verify"],
+    ["verify", 5],
+    ["reconcile"],
+    ["retry", 30],
+]
+"""Command lines without ROOT that change a job."""
+
+
+@pytest.mark.parametrize("words", CHANGES, ids=lambda words: " ".join(map(str, words)))
+def test_a_command_that_changes_a_job_does_not_guess_which(
+    root: Path,
+    home: dict[str, str],
+    elsewhere: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[object],
+) -> None:
+    register_job(Settings(home=home["TRINITY_SYNC_HOME"]), root)
+    before = sorted(root.rglob("*"))
+    refused = run(home, *words)
+    assert (refused.exit_code, "no ROOT" in refused.stderr) == (2, True), refused.stderr
+    assert f"this node knows 1 job: {root}; a command that changes a job" in refused.stderr
+    monkeypatch.chdir(root / "global_step_20")
+    refused = run(home, *words)
+    assert (refused.exit_code, f"hint: pass the root: {root}\n" in refused.stderr) == (2, True)
+    assert sorted(root.rglob("*")) == before
+
+
+def test_a_job_that_does_not_exist_now_still_counts(
+    root: Path, home: dict[str, str], elsewhere: Path
+) -> None:
+    other = elsewhere / "other"
+    commit_files(other, 1)
+    for each in (root, other):
+        register_job(Settings(home=home["TRINITY_SYNC_HOME"]), each)
+    other.rename(elsewhere / "unmounted")
+    refused = run(home, "ls")
+    assert (refused.exit_code, f"{other} (missing)" in refused.stderr) == (2, True)
+
+
+def test_a_folder_of_a_step_is_no_root(
+    root: Path, home: dict[str, str], elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for words in (["ls"], ["prune", "--yes"], ["show", 20]):
+        refused = run(home, "-C", root / "global_step_20", *words)
+        assert (refused.exit_code, f"pass the root: {root}\n" in refused.stderr) == (2, True)
+    monkeypatch.chdir(root / "global_step_20")
+    assert run(home, "-C", "..", "show", 20, "-o", "name").stdout == "20\n"
+    kept = run(home, "-C", root, "prune", "--keep", "all", "--yes")
+    assert (kept.exit_code, f"freed in {root}\n" in kept.stderr) == (0, True)
+
+
+def complete(home: dict[str, str], *words: object) -> list[str]:
+    """What bash offers for the last word."""
+    line = " ".join(map(str, ["trinity-sync", *words]))
+    variables = {"_TRINITY_SYNC_COMPLETE": "complete_bash", "COMP_WORDS": line}
+    done = CliRunner().invoke(
+        app,
+        env=home | variables | {"COMP_CWORD": str(len(words))},
+        prog_name="trinity-sync",
+    )
+    assert "error" not in done.stderr + done.stdout
+    return done.stdout.split()
+
+
+def test_the_shell_completes_roots_steps_and_tags(
+    root: Path, home: dict[str, str], elsewhere: Path
+) -> None:
+    register_job(Settings(home=home["TRINITY_SYNC_HOME"]), root)
+    (elsewhere / "ckpts-here").mkdir()
+    assert complete(home, "ls", str(root)[:-1]) == [str(root)]
+    assert complete(home, "ls", "ck") == ["ckpts-here"]
+    assert complete(home, "show", root, "") == ["latest", "best", "30", "25", "20", "10", "5"]
+    assert complete(home, "show", root, "2") == ["25", "20"]
+    assert complete(home, "show", "la") == ["latest"]  # of the only known job
+    assert complete(home, "untag", root, "") == ["best"]
+    assert complete(home, "jobs", "set", root, "kee") == [
+        "keep=",
+        "keep_weights=",
+        "keep_quarantine=",
+    ]
+
+
+def test_the_shell_completes_outside_of_a_root(home: dict[str, str], elsewhere: Path) -> None:
+    (elsewhere / "ckpts").mkdir()
+    (elsewhere.parent / "runs-here").mkdir()
+    assert complete(home, "show", "") == ["ckpts"]
+    assert complete(home, "ls", "../runs") == ["../runs-here"]
+    assert "--keep" in complete(home, "prune", "--")
+    assert complete(home, "show", "20", "") == ["latest"]
+    assert complete(home | {"TRINITY_SYNC_SLOTS": "9"}, "show", "ck") == ["ckpts"]
+
+
+def test_the_shell_completes_for_the_root_that_the_command_will_use(
+    root: Path, home: dict[str, str], elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = elsewhere / "other"
+    commit_files(other, 1)
+    monkeypatch.chdir(other)
+    steps = ["10", "20", "25", "30", "5", "best", "latest"]
+    assert complete(home, "show", "") == ["1", "latest"]  # no folder of a step is a root
+    assert complete(home, "diff", "1", "") == ["latest", "1"]
+    assert complete(home, "-C", root, "show", "") == steps
+    assert complete(home | {"TRINITY_SYNC_ROOT": str(root)}, "show", "") == steps
+    monkeypatch.chdir(elsewhere)
+    register_job(Settings(home=home["TRINITY_SYNC_HOME"]), root)
+    assert complete(home, "rewind", "la") == []  # it does not guess the root
+    assert complete(home, "-C", "ot") == ["other"]
+
+
+def test_the_root_may_be_a_url(home: dict[str, str], elsewhere: Path) -> None:
+    commit_files(elsewhere / "store", 7)
+    done = run(home, "-C", f"file://{elsewhere}/store", "ls", "-o", "name")
+    assert (done.exit_code, done.stdout) == (0, "7\n"), done.stderr
+    refused = run(home, "-C", "s3://bucket/job", "prune", "--yes")
+    assert (refused.exit_code, "s3://bucket/job" in refused.stderr) == (2, True), refused.stderr
+
+
+def test_the_settings_of_a_job_are_set_and_restored(root: Path, home: dict[str, str]) -> None:
+    changed = run(home, "jobs", "set", root, "keep=last=3", "remote=file:///copies/job")
+    assert (changed.exit_code, "keep\tlast=3\tall\tyes" in changed.stdout) == (0, True)
+    run(home, "jobs", "set", root, "keep=", "remote=")
+    assert "keep\tall\tall\tno" in run(home, "jobs", "set", root, "remote_keep=all").stdout
+    for wrong in ("kepe=3", "keep", "rank_timeout_s=soon"):
+        assert run(home, "jobs", "set", root, wrong).exit_code == 2
+
+
+def test_the_settings_of_a_job_can_be_set_before_its_root_exists(
+    home: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = tmp_path / "new"
+    made = run(home, "jobs", "set", new, "keep=last=3", "keep_weights=last=1")
+    assert (made.exit_code, f"created {new}" in made.stderr) == (0, True)
+    assert read_job_settings(new) == JobSettings(keep="last=3", keep_weights="last=1")
+    refused = run(home, "jobs", "set", new, "keep=most")
+    assert (refused.exit_code, "'most' is unknown" in refused.stderr) == (2, True)
+    monkeypatch.chdir(new)
+    assert run(home, "jobs", "set", "keep=", "keep_weights=").exit_code == 0
+    assert read_job_settings(new) == JobSettings()
+
+
+@pytest.mark.parametrize("value", ["s3://bucket/job", "file:///copies/job"])
+def test_a_setting_is_no_root(
+    root: Path,
+    home: dict[str, str],
+    elsewhere: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    value: str,
+) -> None:
+    (elsewhere / f"remote={value}").mkdir(parents=True)
+    (elsewhere / "keep=last=3").mkdir()
+    done = run(home, "-C", root, "jobs", "set", f"remote={value}")
+    assert (done.exit_code, read_job_settings(root).remote) == (0, value), done.stderr
+    done = run(home, "-C", root, "jobs", "set", "keep=last=3", f"remote={value}")
+    assert (done.exit_code, read_job_settings(root).keep) == (0, "last=3"), done.stderr
+    odd = elsewhere / "lr=3"
+    assert run(home, "jobs", "set", odd, "keep=last=2").exit_code == 0
+    refused = run(home, "-C", root, "show", "lr=4", 20)
+    assert (refused.exit_code, "lr=4 is not a folder" in refused.stderr) == (2, True)
+
+
+def test_logs_are_followed_before_they_exist(home: dict[str, str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "trinity_sync.cli", "logs", "worker", "-f"]
+    logs = tmp_path / "home" / "logs"
+    logs.mkdir(parents=True)
+    with subprocess.Popen(
+        command, env=os.environ | home, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as tail:
+        assert tail.stdout
+        assert tail.stderr
+        try:
+            assert "worker.log" in tail.stderr.readline()  # there is no such file
+            (logs / "worker.log").write_text("started\n")
+            assert tail.stdout.readline() == "started\n"
+        finally:
+            tail.kill()
+
+
+def test_logs_end_without_an_error_as_their_pipe_is_closed(
+    home: dict[str, str], tmp_path: Path
+) -> None:
+    logs = tmp_path / "home" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "worker.log").write_text("a line\n" * 100_000)
+    command = [sys.executable, "-m", "trinity_sync.cli", "logs", "worker", "-n", "100000"]
+    with subprocess.Popen(
+        command, env=os.environ | home, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as tail:
+        assert tail.stdout
+        assert tail.stderr
+        assert tail.stdout.readline()
+        tail.stdout.close()
+        assert tail.stderr.read() == b""  # of tail: write error: Broken pipe
+        assert tail.wait(60) == -signal.SIGPIPE
+
+
+def test_units_of_tables() -> None:
+    assert [format_bytes(each) for each in (0, 999, 1000, 5_000_000_000)] == [
+        "0 B", "999 B", "1.0 kB", "5.0 GB",
+    ]  # fmt: skip
+    ages = [format_age(each) for each in (-3, 5, 119, 120, 7199, 7200, 172_799, 172_800)]
+    assert ages == ["0s", "5s", "119s", "2m", "120m", "2h", "48h", "2d"]
+    durations = [format_duration(each) for each in (0.52, 9.1, 59, 192, 7500)]
+    assert durations == ["0.52s", "9.1s", "59s", "3m12s", "2h05m"]

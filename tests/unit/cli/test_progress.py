@@ -1,0 +1,118 @@
+"""How far a long command is: shown to a person at a terminal, and to nobody else."""
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.job import Job
+from tests.support.steps import commit_files
+from trinity_sync.catalog.database import open_catalog
+from trinity_sync.catalog.mirror import rebuild
+from trinity_sync.remote.download import fetch
+from trinity_sync.remote.upload import replicate
+from trinity_sync.storage.diff import diff
+from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.verify import check_files, choose_files
+
+
+class Told:
+    """A progress callback that remembers."""
+
+    def __init__(self) -> None:
+        self.done = 0
+        self.wholes: set[int] = set()
+
+    def __call__(self, done: int, whole: int) -> None:
+        self.done += done
+        self.wholes.add(whole)
+
+
+def at_a_terminal(*arguments: object, home: Path) -> tuple[str, str]:
+    """The output of a command, and what a terminal showed as its stderr."""
+    ours, its = pty.openpty()
+    command = subprocess.Popen(
+        [sys.executable, "-m", "trinity_sync.cli", *map(str, arguments)],
+        env={**os.environ, "TRINITY_SYNC_HOME": str(home), "TERM": "xterm"},
+        stdout=subprocess.PIPE,
+        stderr=its,
+        text=True,
+    )
+    os.close(its)
+    shown = b""
+    try:
+        while some := os.read(ours, 4096):
+            shown += some
+    except OSError:  # the other end is closed: the command has ended
+        pass
+    finally:
+        os.close(ours)
+    output, _ = command.communicate(timeout=60)
+    assert command.returncode == 0, shown
+    return output, shown.decode()
+
+
+@pytest.mark.parametrize(
+    ("command", "unit"),
+    [(["verify", "ROOT"], "bytes"), (["jobs", "reindex", "ROOT"], "2/2")],
+)
+def test_a_terminal_shows_a_bar_beside_the_output_and_a_pipe_gets_the_output_alone(
+    tmp_path: Path, command: list[str], unit: str
+) -> None:
+    root = tmp_path / "ckpts"
+    for step in (1, 2):
+        commit_files(root, step)
+    words = [str(root) if word == "ROOT" else word for word in command]
+    output, shown = at_a_terminal(*words, home=tmp_path / "home")
+    assert "reading" in shown
+    assert unit in shown
+    assert "reading" not in output
+    piped = subprocess.run(
+        [sys.executable, "-m", "trinity_sync.cli", *words],
+        env={**os.environ, "TRINITY_SYNC_HOME": str(tmp_path / "home")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert piped.stderr == ""
+    assert piped.stdout.splitlines()[0].split()[:2] == output.splitlines()[0].split()[:2]
+
+
+def test_reading_and_copying_tell_of_every_byte(job: Job, tmp_path: Path) -> None:
+    job.stage(1, {"model": {"w": torch.ones(3 << 20)}})
+    nbytes = job.commit(1).nbytes
+    read, sent, again, back = Told(), Told(), Told(), Told()
+    url = f"file://{tmp_path}/store"
+    check_files(choose_files(job.root, step=1), on_progress=read)
+    replicate(job.root, url, 1, read_back=True, on_progress=sent)
+    replicate(job.root, url, 1, on_progress=again)
+    fetch(url, 1, tmp_path / "back", on_progress=back)
+    assert (read.done, read.wholes) == (nbytes, {nbytes})
+    assert (sent.done, sent.wholes) == (2 * nbytes, {2 * nbytes})
+    assert (again.done, again.wholes) == (0, set())
+    assert (back.done, back.wholes) == (nbytes, {nbytes})
+
+
+def test_a_comparison_tells_of_the_later_steps_tensors(job: Job) -> None:
+    for step in (1, 2):
+        job.stage(step, {"model": {"w": torch.full((4000,), step), "b": torch.zeros(2)}})
+        job.commit(step)
+    told = Told()
+    diff(job.root, 1, 2, on_progress=told)
+    manifest = read_manifest(job.root, 2)
+    assert manifest is not None
+    assert told.done == 4000 * 8 + 2 * 4
+    assert told.wholes == {manifest.nbytes}
+
+
+def test_a_rebuild_tells_of_steps(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        commit_files(tmp_path / "ckpts", step)
+    told = Told()
+    with open_catalog(f"sqlite:///{tmp_path / 'catalog.db'}") as engine:
+        rebuild(engine, tmp_path / "ckpts", on_progress=told)
+    assert (told.done, told.wholes) == (3, {3})

@@ -1,0 +1,247 @@
+"""The report of a job: one page, complete in itself, that a browser shows; and the same as JSON."""
+
+import html
+import json
+import math
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tests.conftest import environment
+from tests.support.job import Job
+from trinity_sync.cli.commands import app
+from trinity_sync.cli.report_html import Bar, draw_bars, render_report
+from trinity_sync.orchestration.report.collect import collect_report
+from trinity_sync.orchestration.report.facts import (
+    FailureGroup,
+    InFlight,
+    JobReport,
+    Mark,
+    StepRow,
+    to_json,
+)
+from trinity_sync.settings import Settings
+from trinity_sync.storage.leases import acquire_lease
+from trinity_sync.storage.metrics import write_metrics
+from trinity_sync.storage.pins import pin
+from trinity_sync.storage.quarantine import rewind
+from trinity_sync.weights.state_files import write_state
+from trinity_sync.weights.versions import Version, VersionRegistry
+
+
+@pytest.fixture
+def facts(job: Job, tmp_path: Path) -> Iterator[JobReport]:
+    """A job with a step of each sort, seen while one of them is read."""
+    for step in (10, 20, 30, 40):
+        job.stage(step, {"model": {"w": torch.zeros(9)}})
+        job.commit(step)
+        write_metrics(job.root, 1, step, {"reward": step / 7, "odd <name>": float("nan")})
+    rewind(job.root, 30)
+    job.stage(35, {"model": {"w": torch.zeros(9)}}, run=3, kind="state_dict")
+    job.commit(35, run=3, kind="state_dict")
+    job.stage(36, {"model": {"w": torch.zeros(9)}}, run=3)
+    (job.root / "global_step_20/actor/model_world_size_1_rank_0.pt").unlink()
+    (job.root / "global_step_50").mkdir()
+    pin(job.root, 10, "the <b>paper</b>'s")
+    registry = VersionRegistry()
+    registry.record(Version(35, 3, "checkpoint", str(job.root)), now=1.7e9)
+    registry.set_serving("explorer-1", 30, now=1.7e9, run=1)
+    (job.root / ".trinity_sync/weights").mkdir()
+    barrier = {"trainer": "running", "explorers": {}}
+    write_state(job.root, {"registry": registry.to_json(), "barrier": barrier, "written_at": 1.7e9})
+    spool = job.spool.folder.parent
+    with environment({}), acquire_lease(job.root, 30, "reader 7"):
+        yield collect_report(Settings(home=tmp_path, spool=spool), job.root)
+
+
+def with_failures(facts: JobReport) -> JobReport:
+    """As if a Prefect server had answered; the integration tests query a real one."""
+    group = FailureGroup(
+        "Failed",
+        "no rank 1",
+        2,
+        (33, 34),
+        0,
+        1.7e9,
+        1.7e9,
+        "Retry it.",
+        "trinity-sync retry /ckpts 34",
+        "http://p/runs/1",
+    )
+    evil = replace(group, cause="Superseded", message="<script>", command="", url="javascript:x")
+    return replace(
+        facts,
+        failures=(group, evil),
+        marks=(Mark(33, facts.created_at, "Failed"),),
+        server_error="",
+    )
+
+
+def text_of(page: str) -> str:
+    """What a reader sees, row by row."""
+    without = re.sub(r"<style>.*?</style>", "", page, flags=re.S)
+    dense = re.sub(r">\s+<", "><", without)  # as a browser ignores it
+    return html.unescape(re.sub(r"<[^>]+>", "|", dense.replace("</tr>", "\n")))
+
+
+def table_of(page: str, name: str) -> dict[str, str]:
+    """Rows of a table by their first cell."""
+    table = re.search(rf"<table id='{name}'>.*?</table>", page, flags=re.S)
+    assert table, name
+    rows = [re.sub(r"\|+", "|", row).strip("|") for row in text_of(table[0]).splitlines()]
+    return {row.partition("|")[0]: row for row in rows if row}
+
+
+def test_every_step_is_listed_with_its_state(facts: JobReport) -> None:
+    page = render_report(facts)
+    rows = table_of(page, "steps")
+    for step, words in {
+        "10": ("1", "checkpoint", "valid"),
+        "20": ("corrupted",),
+        "30": ("valid", "latest checkpoint"),
+        "35": ("3", "state_dict", "latest state_dict"),
+        "50": ("not committed",),
+    }.items():
+        assert all(word in rows[step] for word in words), rows[step]
+    assert "global_step_40" in text_of(page)  # in quarantine
+    drawn = sorted(map(int, re.findall(r"data-step='(\d+)'", page)))
+    assert drawn == [10, 20, 30, 35, 40]  # also the step that the rewind removed
+
+
+def test_uses_of_steps_are_named_and_nothing_is_taken_for_markup(facts: JobReport) -> None:
+    page = render_report(with_failures(facts))
+    uses = table_of(page, "uses")
+    assert "the <b>paper</b>'s" in uses["10"]
+    assert not re.search("<b>paper|<script>|href='javascript", page)
+    assert any(use.name.startswith("reader 7") for use in facts.uses)
+    (reader,) = [use for use in facts.uses if use.kind == "reader"]
+    assert (reader.name, reader.step, reader.behind) == ("explorer-1", 30, 5)
+
+
+def test_a_save_in_memory_is_in_flight(facts: JobReport) -> None:
+    (save,) = facts.in_flight
+    assert (save.step, save.kind, save.images) == (36, "checkpoint", 1)
+    assert "in memory" in save.phase
+    assert table_of(render_report(facts), "in-flight")["36"]
+
+
+def test_the_page_begins_with_the_status(facts: JobReport) -> None:
+    assert facts.health.status == "ok"
+    assert any("step 20 is corrupted" in problem for problem in facts.health.problems)
+    text = text_of(render_report(facts))
+    assert text.index("|OK|") < text.index("|In flight|") < text.index("|Failures|")
+    assert text.index("|Failures|") < text.index("Steps on disk")
+
+
+def test_without_a_server_it_says_what_it_does_not_know(facts: JobReport) -> None:
+    assert "no Prefect server is known" in text_of(render_report(facts))
+
+
+def test_failures_say_what_to_type(facts: JobReport) -> None:
+    page = render_report(with_failures(facts))
+    rows = table_of(page, "failures")
+    assert "trinity-sync retry /ckpts 34" in rows["Failed"]
+    assert "33, 34" in rows["Failed"]
+    assert "href='http://p/runs/1'" in page
+    assert "data-step='33'" in page
+
+
+def test_charts_show_stall_phases_speed_and_recorded_metrics(facts: JobReport) -> None:
+    page = render_report(facts)
+    for title in ("Trainer stall", "Submitted to committed", "Write speed", "Size", "reward"):
+        assert f"<b>{title}</b>" in page, title
+    assert {"queue", "write", "commit"} <= set(re.findall(r"</svg> (\w+)</span>", page))
+
+
+def test_charts_leave_out_what_is_not_finite(facts: JobReport) -> None:
+    (save, *_) = facts.saves
+    timing = replace(save.timing, nbytes=10**9, write_s=5e-324)  # an infinite speed
+    page = render_report(replace(facts, saves=(replace(save, timing=timing), *facts.saves)))
+    assert "<b>Write speed</b>" in page
+    assert not re.search(r"='(inf|nan)", page)
+    chart = draw_bars("x", "", [Bar("1", (math.inf,)), Bar("2", (2.0,))], ("",), str)
+    assert re.findall(r"step (\d+)", chart.svg) == ["2"]
+
+
+def test_policies_are_compared_by_the_planner_that_removes(facts: JobReport) -> None:
+    by_name = {policy.policy: policy for policy in facts.policies}
+    assert by_name["all"].in_force
+    assert 10 not in by_name["last=1"].removed  # pinned
+    (best,) = [each for each in facts.policies if "best=" in each.policy]
+    assert best.kept + len(best.removed) == by_name["all"].kept + len(by_name["all"].removed)
+
+
+def test_many_steps_are_not_drawn_and_listed_one_by_one(facts: JobReport) -> None:
+    (save, *_) = facts.saves
+    saves = tuple(replace(save, step=step, committed_at=1.7e9 + step) for step in range(1000))
+    steps = tuple(
+        StepRow(step, "valid", "", 1, ("checkpoint",), 9, committed_at=1.7e9 + step)
+        for step in range(2000)
+    )
+    page = render_report(replace(facts, saves=saves, steps=steps))
+    assert page.count("<rect") < 6 * 130
+    assert len(table_of(page, "steps")) == 21
+    assert "480 older steps" in page
+    assert "1500 still older steps" in page
+
+
+def test_a_job_without_steps_has_a_page_too(tmp_path: Path) -> None:
+    with environment({}):
+        found = collect_report(Settings(home=tmp_path, spool=tmp_path / "none"), tmp_path)
+    assert found.health.status == "empty"
+    assert "nothing is committed" in render_report(found)
+
+
+def test_the_command_prints_the_same_as_json(facts: JobReport, tmp_path: Path) -> None:
+    where = {"TRINITY_SYNC_HOME": str(tmp_path), "PREFECT_API_URL": ""}
+    done = CliRunner().invoke(app, ["report", facts.root, "--output", "json"], env=where)
+    document = json.loads(done.stdout)
+    found = document["report"]
+    assert (document["schema"], found["job"], found["health"]["status"]) == (1, facts.job, "ok")
+    step = next(row for row in found["steps"] if row["step"] == 10)
+    assert step["bytes"] > 0
+    assert "schema" not in found
+    assert re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ", step["committed_at"])
+    assert step["timings"][0]["stalls"][0]["role"] == "actor"
+    assert step["reason"] is None
+    assert json.loads(json.dumps(to_json(facts), allow_nan=False))["steps"]
+
+
+def test_a_time_that_is_unknown_is_null_in_json(facts: JobReport) -> None:
+    (save,) = facts.in_flight
+    unknown = replace(
+        with_failures(facts),
+        in_flight=(replace(save, since=0.0),),
+        marks=(Mark(33, 1.7e9, "Failed"), Mark(34, 0.0, "Crashed")),
+        verified_at=1e15,
+    )
+    found = to_json(unknown)
+    assert (found["in_flight"][0]["since"], found["verified_at"]) == (None, None)
+    assert found["marks"] == [
+        {"step": 33, "at": "2023-11-14T22:13:20Z", "state": "Failed"},
+        {"step": 34, "at": None, "state": "Crashed"},
+    ]
+    drawn = re.findall(r"data-step='(\d+)'", render_report(unknown))
+    assert ("33" in drawn, "34" in drawn) == (True, False)  # it has no place in time
+
+
+def test_a_browser_shows_it_and_loads_nothing_else(facts: JobReport, tmp_path: Path) -> None:
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if not browser:
+        pytest.skip("no Chromium here: apt-get install chromium")
+    page = tmp_path / "report.html"
+    in_flight = InFlight(60, "checkpoint", "writing", facts.created_at, 1, "", "")
+    page.write_text(render_report(replace(with_failures(facts), in_flight=(in_flight,))))
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    command += [f"--user-data-dir={tmp_path}/profile", "--dump-dom", f"file://{page}"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert shown.stdout.count("data-step=") == 6, shown.stderr
+    assert "global_step_40" in shown.stdout
+    assert not re.search(r"\bsrc=|@import|url\(|<link|<script", shown.stdout)

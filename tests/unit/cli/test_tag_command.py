@@ -1,0 +1,118 @@
+"""Names for steps on the command line: given, listed, used in place of numbers, and removed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+from typer.testing import CliRunner
+
+from tests.support.job import Job
+from tests.support.steps import commit_files
+from trinity_sync.cli.commands import app
+from trinity_sync.layout import steps_on_disk
+from trinity_sync.storage.pins import resolve_step, tag
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A job of three steps, the first two of them tagged."""
+    root = tmp_path / "ckpts"
+    for step in (10, 20, 30):
+        commit_files(root, step)
+    tag(root, 10, "start")
+    tag(root, 20, "best", "reward 0.9")
+    return root
+
+
+def run(root: Path, *arguments: object) -> Result:
+    own = {"TRINITY_SYNC_HOME": str(root.parent / "home"), "COLUMNS": "200"}
+    return CliRunner().invoke(app, [str(each) for each in arguments], env=own)
+
+
+def json_of(root: Path, *arguments: object) -> Any:
+    done = run(root, *arguments, "-o", "json")
+    assert done.exit_code == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document.pop("schema") == 1
+    (content,) = document.values()
+    return content
+
+
+def test_tags_are_listed_and_shown_with_their_steps(root: Path) -> None:
+    assert run(root, "tag", root, "best", "paper-v1").stdout == "tagged step 20 as paper-v1\n"
+    assert [(each["tag"], each["step"]) for each in json_of(root, "tag", root, "--list")] == [
+        ("start", 10),
+        ("best", 20),
+        ("paper-v1", 20),
+    ]
+    assert "reward 0.9" in run(root, "tag", root, "--list").stdout
+    rows = {row["step"]: row["tags"] for row in json_of(root, "ls", root)}
+    assert rows == {10: ["start"], 20: ["best", "paper-v1"], 30: []}
+    assert "tagged best: reward 0.9; tagged paper-v1" in run(root, "ls", root).stdout
+    assert "step 20 of run 1" in run(root, "show", root, "best").stdout
+    assert "tagged best: reward 0.9, tagged paper-v1" in run(root, "show", root, 20).stdout
+    assert json_of(root, "show", root, "best")["tags"] == ["best", "paper-v1"]
+
+
+def test_a_tag_serves_wherever_a_step_is_asked_for(root: Path, tmp_path: Path) -> None:
+    assert [v["step"] for v in json_of(root, "verify", root, "best")] == [20]
+    url = f"file://{tmp_path}/store"
+    assert json_of(root, "remote", "push", root, "best", url)["step"] == 20
+    assert "20" in run(root, "ls", url).stdout
+    assert run(root, "pin", root, "best").stdout == "pinned step 20\n"
+    unpinned = run(root, "unpin", root, "best").stdout
+    assert unpinned.startswith("unpinned step 20\nit is still kept by the tag best;")
+    assert "step 20 in" in run(root, "export", "hf", root, "best", "--role", "critic").stderr
+    run(root, "untag", root, "best", "--yes")
+    assert json_of(root, "rewind", root, "start", "--yes")["quarantined"] == [30, 20]
+
+
+def test_two_tags_are_compared(job: Job) -> None:
+    for step, name in ((1, "before"), (2, "after")):
+        job.stage(step, {"model": {"w": torch.full((4,), step)}})
+        job.commit(step)
+        tag(job.root, step, name)
+    (change,) = json_of(job.root, "diff", job.root, "before", "after")
+    assert change["changed"] == 4
+
+
+def test_retention_keeps_a_tagged_step_until_its_tag_is_gone(root: Path) -> None:
+    run(root, "prune", root, "--keep", "last=1", "--yes")
+    assert steps_on_disk(root) == [10, 20, 30]
+    assert "tagged best: reward 0.9" in run(root, "prune", root, "--keep", "last=1", "--yes").stdout
+    assert run(root, "untag", root, "best", "--yes").exit_code == 0
+    run(root, "prune", root, "--keep", "last=1", "--yes")
+    assert steps_on_disk(root) == [10, 30]
+
+
+def test_the_catalog_knows_tags(root: Path) -> None:
+    run(root, "jobs", "reindex", root)
+    run(root, "tag", root, 30, "best", "--force")
+    job = json_of(root, "jobs", "show", root)
+    held = {each["step"]: each["held"] for each in job["steps"]}
+    assert held == {10: ["tagged start"], 20: [], 30: ["tagged best"]}
+    assert run(root, "jobs", "check", root).exit_code == 0
+
+
+def test_what_cannot_be_is_one_sentence_and_changes_nothing(root: Path) -> None:
+    for arguments, words in [
+        (["show", "ROOT", "bset"], "'bset' is neither the number of a step, nor latest, nor a tag"),
+        (["verify", "ROOT", "../20"], "(tags: best, start)"),
+        (["tag", "ROOT", 30, "best"], "--force"),
+        (["tag", "ROOT", 30, "40"], "looks like a step number"),
+        (["tag", "ROOT", 30, "a/b"], "may hold letters"),
+        (["tag", "ROOT", 30, "latest"], "latest always names the newest"),
+        (["tag", "ROOT", 30], "STEP NAME"),
+        (["tag", "ROOT"], "STEP NAME"),
+        (["tag", "ROOT", 30, "--list"], "--list"),
+        (["untag", "ROOT", "bset"], "no step in"),
+        (["untag", "ROOT", "20"], "no step in"),
+    ]:
+        done = run(root, *[root if each == "ROOT" else each for each in arguments])
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert done.stderr.startswith("error: ")
+        assert words in done.stderr
+    assert (resolve_step(root, "best"), resolve_step(root, "start")) == (20, 10)

@@ -1,0 +1,172 @@
+"""The command that waits for saves, against a Prefect server of a few lines."""
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from tests.support.steps import commit_files
+from trinity_sync.cli.commands import app
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.storage.runs import open_run
+
+
+def flow_run(step: int, run: int, kind: str, state: str, attempt: int = 1) -> dict[str, Any]:
+    """A flow run of a save, as the server describes it."""
+    request = SaveRequest(root="/ckpts", step=step, run=run, kind=kind, attempt=attempt)
+    return {
+        "id": f"00000000-0000-0000-0000-{run:012}",
+        "name": request.flow_run_name,
+        "tags": request.tags,
+        "state": {"type": state, "name": state.title(), "timestamp": "2026-01-02T03:04:05Z"},
+    }
+
+
+@contextmanager
+def serve(answer: Callable[[Any], list[dict[str, Any]]]) -> Iterator[str]:
+    """Run a server that answers each question for flow runs; yields its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            content = json.dumps(answer(body["flow_runs"]["tags"]["all_"])).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/api"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A job whose step 40 is superseded: its second run began at step 20."""
+    root = tmp_path / "ckpts"
+    for step in (20, 40):
+        commit_files(root, step)
+    open_run(root, "first", 0)
+    open_run(root, "second", 20)
+    return root
+
+
+def wait(root: Path, url: str, *arguments: object) -> Result:
+    home = {"TRINITY_SYNC_HOME": f"{root}.home", "PREFECT_API_URL": url}
+    return CliRunner().invoke(app, ["wait", str(root), *map(str, arguments)], env=home)
+
+
+def test_a_superseded_step_that_is_saved_again_is_waited_for(root: Path) -> None:
+    def answer(tags: list[str]) -> list[dict[str, Any]]:
+        commit_files(root, 40, run=2)
+        return [
+            flow_run(40, 2, "checkpoint", "RUNNING"),
+            flow_run(40, 1, "checkpoint", "COMPLETED"),
+        ]
+
+    with serve(answer) as url:
+        done = wait(root, url, 40, "-o", "json")
+    (row,) = json.loads(done.stdout)["steps"]
+    assert (done.exit_code, row["run"], row["status"]) == (0, 2, "valid")
+
+
+def test_a_step_that_stays_superseded_is_not_committed(root: Path) -> None:
+    with serve(lambda _: [flow_run(40, 1, "checkpoint", "COMPLETED")]) as url:
+        late = wait(root, url, 40, "--timeout", 0.5)
+    assert (late.exit_code, "step 40 of run 1" in late.stderr) == (1, True)
+    assert "is superseded: run 2 resumed from step 20" in late.stderr
+    with serve(lambda _: [flow_run(40, 2, "checkpoint", "FAILED")]) as url:
+        failed = wait(root, url, 40, "--timeout", 60)
+    assert (failed.exit_code, "the save of step 40" in failed.stderr) == (1, True)
+
+
+def test_all_saves_in_flight_are_waited_for_although_the_step_has_another(root: Path) -> None:
+    commit_files(root, 30, run=2, kind="state_dict")
+
+    def answer(tags: list[str]) -> list[dict[str, Any]]:
+        if "step:30" in tags:
+            commit_files(root, 30, run=2, nbytes=5000)
+        return [
+            flow_run(30, 2, "checkpoint", "RUNNING"),
+            flow_run(30, 2, "state_dict", "COMPLETED"),
+        ]
+
+    with serve(answer) as url:
+        done = wait(root, url, "-o", "json")
+    (row,) = json.loads(done.stdout)["steps"]
+    assert (row["step"], row["bytes"]) == (30, 5002)
+
+
+def test_a_save_in_flight_that_fails_ends_the_wait_although_another_is_newer(root: Path) -> None:
+    commit_files(root, 30, run=2, kind="state_dict")
+
+    def answer(tags: list[str]) -> list[dict[str, Any]]:
+        state = "FAILED" if "step:30" in tags else "RUNNING"
+        return [
+            flow_run(30, 2, "state_dict", "RUNNING"),
+            flow_run(30, 2, "checkpoint", state),
+        ]
+
+    with serve(answer) as url:
+        failed = wait(root, url, "--timeout", 60)
+    assert (failed.exit_code, "the save of step 30" in failed.stderr) == (1, True)
+
+
+def test_the_attempt_that_failed_of_a_save_that_was_submitted_again_ends_no_wait(
+    root: Path,
+) -> None:
+    asked = []
+
+    def answer(tags: list[str]) -> list[dict[str, Any]]:
+        asked.append(tags)
+        if len(asked) == 3:  # the second question about the step
+            commit_files(root, 50, run=2)
+        return [
+            flow_run(50, 2, "checkpoint", "FAILED"),
+            flow_run(50, 2, "checkpoint", "RUNNING", attempt=2),
+        ]
+
+    with serve(answer) as url:
+        done = wait(root, url)
+    assert (done.exit_code, done.stdout) == (0, "step 50 is committed\n")
+
+
+def test_a_server_that_never_answers_does_not_prolong_the_wait(root: Path) -> None:
+    asked = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def accept() -> None:
+            while True:
+                try:
+                    asked.append(server.accept())
+                except OSError:
+                    return
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/api"
+        late = wait(root, url, 50, "--timeout", 0.5)
+        assert (late.exit_code, "not committed after 0.5 s" in late.stderr) == (1, True)
+        assert len(asked) == 1
+        refused = wait(root, url, "--timeout", 0.5)
+        assert (refused.exit_code, "does not answer within 2 s" in refused.stderr) == (4, True)
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    for connection, _ in asked:
+        connection.close()

@@ -1,0 +1,246 @@
+"""What is attached to a step is committed with it, or not at all."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration.fsdp.commits import CommitsHere
+from tests.support.job import Job
+from tests.unit.conftest import Open
+from trinity_sync.client.attachments import LIMIT
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.errors import (
+    CommitError,
+    ConfigError,
+    ImageError,
+    MissingShardsError,
+    SaveFailedError,
+)
+from trinity_sync.storage.discovery import require_committed
+from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.restore import load_states
+
+MODEL = {"model": {"w": torch.ones(9)}}
+
+
+def test_bytes_and_files_are_committed_with_their_step(
+    coordinator_of: Open, job: Job, tmp_path: Path
+) -> None:
+    saves = coordinator_of()
+    (tmp_path / "buffer").write_bytes(b"\0" * 5000)
+    saves.attach("dataloader.json", b"[1]", step=4)
+    saves.attach("dataloader.json", b"[2]", step=4)
+    saves.attach("replay", tmp_path / "buffer", step=4)
+    (tmp_path / "buffer").write_bytes(b"later")
+    saves.save(4, MODEL)
+    job.commit(4, "model", "attachments")
+    assert saves.attachment(4, "dataloader.json") == b"[2]"
+    assert saves.attachment(4, "replay") == b"\0" * 5000
+    assert (job.root / "global_step_4/attachments/replay").stat().st_size == 5000
+    assert "attachments" in {record.component for record in read_manifest(job.root, 4).files}
+    assert set(load_states(job.root, 4, "actor")) == {"model"}
+
+
+def test_a_large_attachment_is_refused_with_what_to_do(
+    coordinator_of: Open, tmp_path: Path
+) -> None:
+    with (tmp_path / "moments.pt").open("wb") as file:
+        file.truncate(LIMIT + 1)
+    with pytest.raises(ConfigError, match=r"'moments.pt' of .* bytes .* save its tensors as a"):
+        coordinator_of().attach("moments.pt", tmp_path / "moments.pt", step=4)
+
+
+def test_they_go_with_the_checkpoint_and_not_with_the_sync_before_it(
+    coordinator_of: Open, job: Job
+) -> None:
+    saves = coordinator_of()
+    saves.attach("position", b"17", step=4)
+    saves.save(4, MODEL, kind="state_dict")
+    job.commit(4, "model", kind="state_dict")
+    saves.save(4, {**MODEL, "optim": {}})
+    job.commit(4, "model", "optim", "attachments")
+    assert saves.attachment(4, "position") == b"17"
+
+
+def test_each_rank_has_its_own(coordinator_of: Open, job: Job) -> None:
+    job.world_size = 2
+    ranks = [coordinator_of(rank, 2) for rank in (0, 1)]
+    for rank, saves in enumerate(ranks):
+        saves.attach("position", str(rank).encode(), step=4)
+        saves.save(4, MODEL)
+    job.commit(4, "model", "attachments")
+    assert [saves.attachment(4, "position") for saves in ranks] == [b"0", b"1"]
+    assert ranks[0].attachment(4, "position", rank=1) == b"1"
+
+
+def test_one_rank_may_attach_alone(coordinator_of: Open, job: Job) -> None:
+    job.world_size = 2
+    ranks = [coordinator_of(rank, 2) for rank in (0, 1)]
+    ranks[0].attach("position", b"0", step=4)
+    for saves in ranks:
+        saves.save(4, MODEL)
+    job.commit(4, "model", "attachments")
+    assert ranks[0].attachment(4, "position") == b"0"
+
+
+def test_a_step_without_what_was_attached_is_not_committed(coordinator_of: Open, job: Job) -> None:
+    saves = coordinator_of()
+    saves.attach("position", b"17", step=4)
+    saves.save(4, MODEL)
+    with pytest.raises(MissingShardsError, match="lacks attachments of rank 0"):
+        job.commit(4, "model")
+
+
+def test_a_trainer_that_is_killed_leaves_them_to_be_committed(
+    job: Job, spool_folder: Path, tmp_path: Path
+) -> None:
+    script = f"""
+import os, signal, torch
+from pathlib import Path
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.settings import Settings
+settings = Settings(spool=Path({str(spool_folder)!r}), home=Path({str(tmp_path)!r}))
+saves = CheckpointCoordinator({str(job.root)!r}, settings=settings)
+saves.attach("position", b"17", step=4)
+saves.save(4, {{"model": {{"w": torch.ones(9)}}}})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    subprocess.run([sys.executable, "-c", script], check=False)
+    job.commit(4, "model", "attachments")
+    assert (job.root / "global_step_4/attachments/position").read_bytes() == b"17"
+
+
+def test_what_was_attached_to_another_step_is_not_part_of_this_one(
+    coordinator_of: Open, job: Job
+) -> None:
+    saves = coordinator_of()
+    saves.attach("position", b"3", step=3)  # which is never saved
+    saves.attach("position", b"5", step=5)
+    saves.save(4, MODEL)
+    job.commit(4)
+    saves.save(5, MODEL)
+    job.commit(5, "model", "attachments")
+    assert not (job.root / "global_step_4/attachments").exists()
+    assert saves.attachment(5, "position") == b"5"
+
+
+def test_what_comes_too_late_or_is_misnamed_or_missing_is_refused(
+    coordinator_of: Open, job: Job, tmp_path: Path
+) -> None:
+    saves = coordinator_of()
+    for name in ("../x", "", ".hidden", "a/b", "rank_1"):
+        with pytest.raises(ConfigError, match="attachment"):
+            saves.attach(name, b"", step=4)
+    with pytest.raises(ConfigError, match="nowhere"):
+        saves.attach("x", tmp_path / "nowhere", step=4)
+    saves.save(4, MODEL)
+    with pytest.raises(ConfigError, match="attach before the save"):
+        saves.attach("x", b"", step=4)
+    job.commit(4)
+    with pytest.raises(CommitError, match="no file attachments/x"):
+        saves.attachment(4, "x")
+
+
+def test_what_comes_while_the_step_or_after_a_later_one_is_saved_is_refused(
+    coordinator_of: Open, job: Job
+) -> None:
+    saves = coordinator_of()
+    saves.save(10, {"model": {"w": torch.ones(1 << 24)}}, overlap=True)
+    with pytest.raises(ConfigError, match="step 10: 'x' can no longer be attached"):
+        saves.attach("x", b"", step=10)
+    saves.attach("position", b"20", step=20)
+    saves.wait_staged()
+    saves.save(20, MODEL)
+    with pytest.raises(ConfigError, match="since step 20 was submitted"):
+        saves.attach("x", b"", step=10)
+    job.commit(20, "model", "attachments")
+    assert saves.attachment(20, "position") == b"20"
+
+
+def test_a_save_that_failed_and_is_called_again_takes_them_along(
+    coordinator_of: Open, job: Job
+) -> None:
+    saves = coordinator_of()
+    saves.attach("position", b"17", step=4)
+    with pytest.raises(ImageError, match=r"model cannot be staged"):
+        saves.save(4, {"model": {"cannot be pickled": lambda: 0}})
+    saves.save(4, MODEL)
+    job.commit(4, "model", "attachments")
+    assert saves.attachment(4, "position") == b"17"
+
+
+@pytest.mark.parametrize("meanwhile", ["nothing", "optim is evicted", "optim has changed"])
+def test_a_save_whose_flow_failed_and_is_called_again_commits_all_of_it(
+    coordinator_of: Open, job: Job, tmp_path: Path, meanwhile: str
+) -> None:
+    saves = coordinator_of(trigger=CommitsHere())
+    (tmp_path / "meta").mkdir()
+    (tmp_path / "meta/config.json").write_text("{}")
+    states = {**MODEL, "optim": {"m": torch.zeros(9)}}
+    saves.attach("position", b"17", step=4)
+    in_the_way = job.root / "global_step_4"
+    in_the_way.write_text("so that nothing can be written")
+    first = saves.save(4, states, metadata=tmp_path / "meta")
+    with pytest.raises(SaveFailedError, match="cannot write model of step 4"):
+        saves.wait_all(30)
+    in_the_way.unlink()
+    if meanwhile == "optim is evicted":
+        for step in (5, 6):
+            job.stage(step, {"optim": states["optim"]}, run_key="run")
+        for step in (5, 6):
+            job.commit(step, "optim")
+    elif meanwhile == "optim has changed":
+        states["optim"]["m"] += 1
+    again = saves.save(4, states, metadata=tmp_path / "meta")
+    assert saves.save(4, states, metadata=tmp_path / "meta").images == ()  # it is under way
+    saves.wait_all(30)
+    assert len({*again.images} & {*first.images}) == (4 if meanwhile == "nothing" else 3)
+    assert saves.attachment(4, "position") == b"17"
+    assert require_committed(job.root, 4).find_file("actor/config.json")
+    assert torch.equal(load_states(job.root, 4, "actor")["optim"]["m"], states["optim"]["m"])
+    saves._watcher._trigger.settle()
+    assert not [each for each in job.spool.tickets()[0] if each.ticket.step == 4]
+
+
+def test_with_two_roles_they_go_once(coordinator_of: Open, job: Job) -> None:
+    job.roles = ("actor", "critic")
+    saves = coordinator_of(roles=job.roles)
+    saves.attach("position", b"17", step=4)
+    saves.save(4, MODEL, overlap=True)
+    saves.save(4, MODEL, role="critic", overlap=True)
+    saves.wait_staged()
+    job.commit(4, "model", "attachments")
+    assert saves.attachment(4, "position") == b"17"
+
+
+def test_a_corrupted_attachment_is_not_given_out(coordinator_of: Open, job: Job) -> None:
+    saves = coordinator_of()
+    saves.attach("position", b"17", step=4)
+    saves.save(4, MODEL)
+    job.commit(4, "model", "attachments")
+    (job.root / "global_step_4/attachments/position").write_bytes(b"71")
+    with pytest.raises(CommitError, match="is corrupted"):
+        saves.attachment(4, "position")
+
+
+class ComesSecond(CommitsHere):
+    """Its request finds that there is a flow run for the step already."""
+
+    def submit(self, request: SaveRequest) -> None:
+        pass
+
+
+def test_they_are_committed_also_if_another_role_asks_for_the_commit_first(
+    coordinator_of: Open,
+) -> None:
+    roles = ("actor", "critic")
+    actor = coordinator_of(roles=roles, trigger=ComesSecond())
+    critic = coordinator_of(roles=roles, trigger=CommitsHere())
+    actor.attach("position", b"17", step=4)
+    actor.save(4, {**MODEL, "optim": {}}, role="actor")
+    critic.save(4, MODEL, role="critic")
+    critic.wait_all()
+    assert actor.attachment(4, "position") == b"17"

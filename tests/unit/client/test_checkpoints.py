@@ -1,0 +1,159 @@
+"""`Checkpoints` and the command metrics read and annotate the steps of a job that trains."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner, Result
+
+from tests.support.job import Job
+from tests.unit.conftest import Open
+from trinity_sync import CheckpointCoordinator, Checkpoints
+from trinity_sync.cli.commands import app
+from trinity_sync.errors import CommitError, ConfigError, WeightSyncError
+from trinity_sync.retention.planner import Rules, plan_removals
+from trinity_sync.retention.policies import LastN, parse_policy
+from trinity_sync.retention.step_infos import list_step_infos
+from trinity_sync.storage.leases import list_leases
+from trinity_sync.storage.runs import list_runs
+
+
+def state(step: int) -> dict[str, Any]:
+    model = nn.Linear(3, 2)
+    nn.init.constant_(model.weight, step)
+    return {"model": model.state_dict(), "extra_state": {"step": step}}
+
+
+def save(training: CheckpointCoordinator, job: Job, step: int) -> None:
+    training.attach("position", str(step).encode(), step=step)
+    training.save(step, state(step))
+    job.commit(step, "model", "extra_state", "attachments")
+
+
+@pytest.fixture
+def training(job: Job, coordinator_of: Open) -> CheckpointCoordinator:
+    """A living training that has committed the steps 30 and 60."""
+    made = coordinator_of()
+    for step in (30, 60):
+        save(made, job, step)
+    return made
+
+
+def files_of(root: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()
+    }
+
+
+def test_an_evaluation_next_to_a_training_reads_everything_and_changes_nothing_but_metrics(
+    job: Job, training: CheckpointCoordinator
+) -> None:
+    before = files_of(job.root)
+    spool = sorted(job.spool.folder.rglob("*"))
+    steps = Checkpoints(job.root)
+    assert steps.latest_step() == steps.latest_step("state_dict") == 60
+    assert steps.steps() == [30, 60]
+    assert steps.metrics(30) == {}
+    loaded = steps.load(30)
+    assert loaded["extra_state"] == {"step": 30}
+    assert torch.equal(loaded["model"]["weight"], torch.full((2, 3), 30.0))
+    model = nn.Linear(3, 2)
+    steps.load_into(60, model)
+    assert torch.equal(model.weight, torch.full((2, 3), 60.0))
+    half = nn.Linear(3, 2, dtype=torch.bfloat16)
+    steps.load_into(30, half, dtype=torch.bfloat16)
+    assert torch.equal(half.weight, torch.full((2, 3), 30.0, dtype=torch.bfloat16))
+    assert steps.attachment(30, "position") == b"30"
+    assert list_leases(job.root) == []
+    after = files_of(job.root)
+    assert set(after) - set(before) <= {".trinity_sync/removal.lock"}
+    assert before.items() <= after.items()
+    steps.record_metrics(30, {"reward": torch.tensor(0.9)})
+    steps.record_metrics(30, {"length": 7})
+    assert steps.metrics(30) == pytest.approx({"reward": 0.9, "length": 7.0})
+    assert {*files_of(job.root)} - {*after} == {
+        ".trinity_sync/metrics/30.json",
+        ".trinity_sync/metrics/lock",
+    }
+    assert sorted(job.spool.folder.rglob("*")) == spool
+    assert len(list_runs(job.root)) == 1
+    save(training, job, 90)
+    assert steps.latest_step() == 90
+
+
+def test_each_rank_of_an_evaluation_loads_what_that_rank_saved(
+    job: Job, coordinator_of: Open
+) -> None:
+    job.world_size = 2
+    for rank in (0, 1):
+        coordinator_of(rank, 2).save(5, {"model": {"rank": rank}})
+    job.commit(5)
+    steps = Checkpoints(job.root)
+    assert [steps.load(5, rank=rank, world_size=2) for rank in (0, 1)] == [
+        {"model": {"rank": 0}},
+        {"model": {"rank": 1}},
+    ]
+    with pytest.raises(CommitError, match=r"saved by 2 rank\(s\), and this is rank 0 of 1"):
+        steps.load(5)
+
+
+def test_a_corrupted_step_is_neither_listed_nor_loaded(
+    job: Job, training: CheckpointCoordinator
+) -> None:
+    file = job.root / "global_step_30/actor/model_world_size_1_rank_0.pt"
+    content = bytearray(file.read_bytes())
+    content[-1000] ^= 1
+    file.write_bytes(content)
+    steps, model = Checkpoints(job.root), nn.Linear(3, 2)
+    kept = model.weight.clone()
+    with pytest.raises(CommitError, match="corrupted"):
+        steps.load(30)
+    with pytest.raises(WeightSyncError, match="corrupted"):
+        steps.load_into(30, model)
+    assert torch.equal(model.weight, kept)
+    with pytest.raises(CommitError, match="not committed"):
+        steps.load_into(40, model)
+
+
+def test_a_folder_that_does_not_exist_is_refused_and_not_created(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a folder"):
+        Checkpoints(tmp_path / "missing")
+    assert not (tmp_path / "missing").exists()
+
+
+def run(job: Job, *arguments: str, root: bool = True) -> Result:
+    own = {"TRINITY_SYNC_HOME": str(job.root.parent / "home"), "COLUMNS": "200"}
+    own["TRINITY_SYNC_ROOT"] = str(job.root)
+    given = [str(job.root)] if root else []
+    return CliRunner().invoke(app, ["metrics", *given, *arguments], env=own)
+
+
+@pytest.mark.parametrize("root", [True, False])
+def test_the_command_records_and_shows_metrics_which_retention_heeds(
+    job: Job, training: CheckpointCoordinator, root: bool
+) -> None:
+    save(training, job, 90)
+    assert "has no metrics" in run(job, "30", root=root).stderr
+    assert run(job, "30", "reward=0.9", "eval/kl=1e-2", root=root).exit_code == 0
+    assert run(job, "60", "reward=0.1", root=root).exit_code == 0
+    assert run(job, "latest", "reward=0.2", root=root).exit_code == 0
+    shown = json.loads(run(job, "30", "-o", "json", root=root).stdout)
+    assert shown["metrics"] == [
+        {"step": 30, "name": "eval/kl", "value": 0.01},
+        {"step": 30, "name": "reward", "value": 0.9},
+    ]
+    rules = Rules(parse_policy("best=1:reward:max"), LastN(1))
+    plan = plan_removals(list_step_infos(job.root), rules, 0)
+    assert [each.step for each in plan.removed] == [60]
+    assert len(list_runs(job.root)) == 1
+
+
+def test_the_command_refuses_what_is_no_metric(job: Job, training: CheckpointCoordinator) -> None:
+    for wrong in ("reward", "reward=high", "=0.8", "a:b=1"):
+        refused = run(job, "30", wrong)
+        assert refused.exit_code == 2, wrong
+        assert "error: " in refused.stderr
+    assert Checkpoints(job.root).metrics(30) == {}

@@ -1,0 +1,734 @@
+"""Whoever waits for a save hears of its end, whatever the file system does meanwhile."""
+
+import asyncio
+import gc
+import itertools
+import json
+import logging
+import os
+import resource
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, ClassVar
+from uuid import uuid4
+
+import pytest
+import torch
+
+from tests.integration.fsdp.commits import CommitsHere
+from tests.support.answers import server
+from tests.support.job import Job
+from tests.support.prefect_stand_in import Server, Trigger, without_catalog_and_pages
+from tests.unit.conftest import Open
+from trinity_sync.client.commit_watcher import ASK_S, CommitWatcher
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.client.outcomes import Outcome, OutcomeLogs, PendingSave, SaveResult
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.client.save_trigger import SaveTrigger
+from trinity_sync.errors import SaveFailedError, SaveTimeoutError
+from trinity_sync.fs.atomic import revalidate_folder
+from trinity_sync.fs.records import encode_body
+from trinity_sync.layout import MANIFEST, ROOT_FORMAT, step_folder
+from trinity_sync.retention.planner import Rules, plan_removals
+from trinity_sync.retention.policies import All, LastN
+from trinity_sync.retention.prune import remove_steps
+from trinity_sync.retention.step_infos import list_step_infos
+from trinity_sync.settings import Settings
+from trinity_sync.snapshot.job_identity import read_identity
+from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.storage.manifest import Manifest, is_committed, read_manifest
+from trinity_sync.storage.placement import group_by_node, write_placement
+from trinity_sync.storage.quarantine import rewind
+from trinity_sync.storage.restore import load_states
+from trinity_sync.storage.runs import open_run
+from trinity_sync.storage.save_functions import CallableStatus, write_status
+
+
+def test_an_error_of_the_file_system_ends_no_watcher(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.stage(4, {"model": {"w": torch.zeros(3)}})
+    job.commit(4)
+    pointer = job.root / "latest_checkpointed_iteration.txt"
+    pointer.rename(job.root / "aside")
+    pointer.mkdir()  # to read it is an OSError that is no FileNotFoundError
+    watcher = CommitWatcher(SaveTrigger(Settings(), "http://127.0.0.1:9/api"), job.spool)
+    request = job.request(4)
+    with caplog.at_level(logging.WARNING):
+        watcher.follow(request)
+        with pytest.raises(SaveTimeoutError, match="step4"):
+            watcher.wait(time.monotonic() + 0.5)
+        pointer.rmdir()
+        (job.root / "aside").rename(pointer)
+        assert watcher.wait(time.monotonic() + 30) == []
+    watcher.close()
+    assert len([each for each in caplog.records if "Cannot read the status" in each.message]) == 1
+
+
+def test_images_that_join_a_save_in_the_instant_it_is_settled_are_followed(job: Job) -> None:
+    class Joined(CommitWatcher):
+        """As if the training thread submitted the step again between look and end."""
+
+        def _end(self, save: PendingSave, result: SaveResult) -> None:
+            if not joined.is_set():
+                joined.set()
+                self.follow(request, images=["of the second submission"])
+            super()._end(save, result)
+
+    joined = threading.Event()
+    job.stage(4, {"model": {"w": torch.zeros(3)}})
+    job.commit(4)
+    request = job.request(4)
+    watcher = Joined(SaveTrigger(Settings(), "http://127.0.0.1:9/api"), job.spool)
+    watcher.follow(request)
+    assert joined.wait(30)
+    with pytest.raises(SaveTimeoutError, match="step4"):  # that image is not part of the commit
+        watcher.wait(time.monotonic() + 0.5)
+    watcher.close()
+
+
+@contextmanager
+def no_more_files() -> Iterator[None]:
+    """Within it, this process cannot open a file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(lowest := os.open(os.devnull, os.O_RDONLY))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of half a loop
+@pytest.mark.filterwarnings("ignore:coroutine 'CommitWatcher._run' was never awaited")
+def test_a_process_that_ran_out_of_files_goes_on_to_follow_its_saves(job: Job) -> None:
+    job.stage(4, {"model": {"w": torch.zeros(3)}})
+    job.commit(4)
+    watcher = CommitWatcher(SaveTrigger(Settings(), "http://127.0.0.1:9/api"), job.spool)
+    request = job.request(4)
+    with no_more_files():
+        watcher.follow(request)
+        with pytest.raises(SaveTimeoutError):
+            watcher.wait(time.monotonic() + 0.5)
+    assert watcher.wait(time.monotonic() + 30) == []
+    watcher.close()
+    gc.collect()  # what asyncio could not make warns within this test
+
+
+def test_nobody_waits_for_a_watcher_that_is_closed(job: Job) -> None:
+    job.stage(4, {"model": {"w": torch.zeros(3)}})
+    watcher = CommitWatcher(SaveTrigger(Settings(), "http://127.0.0.1:9/api"), job.spool)
+    watcher.follow(job.request(4))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(watcher.wait, None)
+        while not watcher._waiting:
+            time.sleep(0.001)
+        watcher.close()
+        with pytest.raises(SaveTimeoutError, match="when the coordinator was closed"):
+            waiting.result(30)
+    with pytest.raises(SaveTimeoutError, match="when the coordinator was closed"):
+        watcher.wait(None)
+    watcher.close()
+
+
+def test_who_waits_for_long_is_told_once_what_for(
+    job: Job, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trinity_sync.client.commit_watcher.SAY_S", 0.1)
+    job.stage(4, {"model": {"w": torch.zeros(3)}})
+    watcher = CommitWatcher(SaveTrigger(Settings(), "http://127.0.0.1:9/api"), job.spool)
+    watcher.follow(job.request(4))
+    with caplog.at_level(logging.WARNING), pytest.raises(SaveTimeoutError):
+        watcher.wait(time.monotonic() + 0.5)
+    watcher.close()
+    (said,) = [each.message for each in caplog.records if "Still waiting" in each.message]
+    assert "save actor step 4" in said
+
+
+def requests_in(root: Path, steps: Iterable[int], **other: Any) -> list[SaveRequest]:
+    identity = read_identity(root)
+    return [
+        SaveRequest(root=str(root), step=step, run=1, identity=identity, **other) for step in steps
+    ]
+
+
+def keys_in(question: tuple[str, str]) -> set[str]:
+    """The saves that one request to the server asks for."""
+    path, body = question
+    assert path == "/flow_runs/filter"
+    return set(json.loads(body)["flow_runs"]["idempotency_key"]["any_"])
+
+
+def test_the_server_is_asked_one_question_for_all_pending_saves(tmp_path: Path) -> None:
+    asked: list[tuple[str, str]] = []
+    requests = requests_in(tmp_path, range(20), components=())  # no images that could be evicted
+    answers = {"/flow_runs/filter": (200, "[]"), "/admin/version": (200, '"3.8.8"')}
+    questions: list[set[str]] = []
+    with server(answers, asked=asked) as url:
+        watcher = CommitWatcher(SaveTrigger(Settings(), url), JobSpool(tmp_path))
+        for request in requests:
+            watcher.follow(request)
+        while {request.key for request in requests} not in questions:
+            with pytest.raises(SaveTimeoutError):
+                watcher.wait(time.monotonic() + 0.1)
+            questions = [keys_in(each) for each in asked if each[0] == "/flow_runs/filter"]
+            assert len(questions) < len(requests)
+        watcher.close()
+
+
+class Away(SaveTrigger):
+    """A server that cannot be asked; notes when it was tried, and for how many saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tried: list[tuple[float, int]] = []
+        self.enough = threading.Event()
+
+    async def outcomes(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
+        self.tried.append((time.monotonic(), len(requests)))
+        if len(self.tried) == 6:
+            self.enough.set()
+        return {request.key: Outcome("unknown") for request in requests}
+
+
+async def asked(trigger: SaveTrigger, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
+    outcomes = await trigger.outcomes(requests)
+    await trigger.disconnect()
+    return outcomes
+
+
+def gaps(moments: Sequence[float]) -> list[float]:
+    return [after - before for before, after in itertools.pairwise(moments)]
+
+
+def test_a_server_that_is_away_is_asked_less_and_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trinity_sync.client.commit_watcher.ASK_S", (0.02, 0.2))
+    away = Away()
+    watcher = CommitWatcher(away, JobSpool(tmp_path))
+    for request in requests_in(tmp_path, range(20)):
+        watcher.follow(request)
+    assert away.enough.wait(30)
+    watcher.close()
+    least = [0.04, 0.08, 0.16, 0.2, 0.2]
+    waited = gaps([moment for moment, _ in away.tried[:6]])
+    assert all(gap >= at_least for gap, at_least in zip(waited, least, strict=True))
+    assert away.tried[-1][1] == 20
+
+
+def test_the_root_is_looked_at_less_often_for_an_old_save_and_at_once_for_a_new_one(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trinity_sync.client.commit_watcher.LOOK_S", (0.01, 0.3))
+    looks: dict[str, list[float]] = defaultdict(list)
+    enough = threading.Event()
+
+    def noted(folder: Path) -> None:
+        looks[folder.name].append(time.monotonic())
+        if len(looks["global_step_9"]) == 4:
+            enough.set()
+        revalidate_folder(folder)
+
+    monkeypatch.setattr("trinity_sync.fs.atomic.revalidate_folder", noted)
+    job.stage(4, {"model": {"w": torch.zeros(3)}})
+    watcher = CommitWatcher(Away(), job.spool)
+    old, young = requests_in(job.root, (9, 4))
+    watcher.follow(old)
+    watcher._pending[old.key].since -= 3600
+    assert enough.wait(30)
+    assert all(gap >= 0.3 for gap in gaps(looks["global_step_9"][1:]))
+    job.commit(4)
+    watcher.follow(young)
+    with pytest.raises(SaveTimeoutError, match="step9"):
+        watcher.wait(time.monotonic() + 0.2)
+    watcher.close()
+    assert young.key in watcher.commit_seconds
+
+
+def test_a_manifest_is_read_again_only_when_it_has_changed(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trinity_sync.client.commit_watcher.LOOK_S", (0.01, 0.01))
+    looks: list[Path] = []
+    reads: list[int] = []
+
+    def noted(folder: Path) -> None:
+        looks.append(folder)
+        revalidate_folder(folder)
+
+    def read(root: str, step: int, **of: Any) -> Manifest | None:
+        reads.append(step)
+        return read_manifest(root, step, **of)
+
+    monkeypatch.setattr("trinity_sync.fs.atomic.revalidate_folder", noted)
+    monkeypatch.setattr("trinity_sync.client.outcomes.read_manifest", read)
+    job.stage(4, {"model": {"w": torch.zeros(3)}}, kind="state_dict")
+    job.commit(4, kind="state_dict")
+    os.utime(step_folder(job.root, 4) / MANIFEST, (1, 1))  # a new one may change unseen
+    job.stage(4, {"optim": {"w": torch.zeros(3)}})
+    watcher = CommitWatcher(Away(), job.spool)
+    (request,) = requests_in(job.root, [4], components=("optim",))
+    watcher.follow(request)
+    while len(looks) < 20:
+        with pytest.raises(SaveTimeoutError):
+            watcher.wait(time.monotonic() + 0.1)
+    assert len(reads) == 1
+    job.commit(4, "optim")
+    assert watcher.wait(time.monotonic() + 30) == []
+    watcher.close()
+
+
+class Hanging(BaseHTTPRequestHandler):
+    """Creates flow runs, and never answers who asks for one."""
+
+    asked: ClassVar[list[str]] = []
+    over = threading.Event()
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length") or 0))
+        if self.path.endswith("/flow_runs/filter"):
+            self.asked.append("asked")
+            self.over.wait()
+            return
+        if self.path.endswith("/create_flow_run"):
+            self.asked.append(json.loads(body)["name"])
+        content = json.dumps({"id": str(uuid4())}).encode()
+        self.send_response(201)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_GET = do_POST
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_a_server_that_hangs_while_it_is_asked_holds_up_no_request(tmp_path: Path) -> None:
+    first, second = requests_in(tmp_path, (1, 2), components=())
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hanging) as made:
+        made.daemon_threads = True
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{made.server_port}/api"
+        watcher = CommitWatcher(SaveTrigger(Settings(), url), JobSpool(tmp_path))
+        watcher.follow(first, submit=True)
+        while Hanging.asked != [first.flow_run_name, "asked"]:
+            with pytest.raises(SaveTimeoutError):
+                watcher.wait(time.monotonic() + 0.05)
+        watcher.follow(second, submit=True)
+        while second.flow_run_name not in Hanging.asked:
+            with pytest.raises(SaveTimeoutError):
+                watcher.wait(time.monotonic() + 0.05)
+        assert Hanging.asked.count("asked") == 1  # so the answer is still waited for
+        Hanging.over.set()
+        watcher.close()
+        made.shutdown()
+
+
+def test_no_run_is_requested_for_evicted_images_and_their_saves_fail(job: Job) -> None:
+    deployment, flow = str(uuid4()), str(uuid4())
+    run = {"id": str(uuid4()), "flow_id": flow, "name": "save"}
+    asked: list[tuple[str, str]] = []
+    by_name = "/deployments/name/save-step/save-step"
+    answers = {
+        "/admin/version": (200, '"3.8.8"'),
+        "/flow_runs/filter": (200, "[]"),
+        by_name: (500, "{}"),
+        f"/deployments/{deployment}/create_flow_run": (201, json.dumps(run)),
+    }
+    requests = requests_in(job.root, (1, 2, 3, 4), components=("model",))
+
+    def requested() -> list[int]:
+        bodies = [json.loads(body) for path, body in asked if path.endswith("create_flow_run")]
+        return [body["parameters"]["request"]["step"] for body in bodies]
+
+    def await_that(what: Callable[[], bool]) -> None:
+        while not what():
+            with pytest.raises(SaveTimeoutError):
+                watcher.wait(time.monotonic() + 0.05)
+
+    with server(answers, asked=asked) as url:
+        trigger = SaveTrigger(Settings(spool=job.spool.folder.parent), url)
+        watcher = CommitWatcher(trigger, job.spool)
+        for request in requests:  # two slots: the later two evict the images of the first two
+            job.stage(request.step, {"model": {"w": torch.zeros(3)}})
+            watcher.follow(request, submit=True)
+        await_that(lambda: [path for path, _ in asked].count(by_name) > 1)  # the server is away
+        found = {"id": deployment, "name": "save-step", "flow_id": flow}
+        answers[by_name] = 200, json.dumps(found)
+        await_that(lambda: 4 in requested())
+        for step in (3, 4):
+            job.commit(step)
+        failures = watcher.wait(time.monotonic() + 30)
+        watcher.close()
+    assert requested() == [3, 4]
+    assert [("step 1" in each, "step 2" in each) for each in failures] == [
+        (True, False),
+        (False, True),
+    ]
+    assert all("were evicted" in each for each in failures)
+
+
+def test_other_nodes_hear_of_images_that_were_evicted_by_the_flow_run(job: Job) -> None:
+    places = group_by_node([("here", str(job.spool.folder)), ("there", "/dev/shm/there")])
+    write_placement(job.root, 1, "", "actor", places)
+    (request,) = requests_in(job.root, (1,), components=("model",))
+    trigger = SaveTrigger(Settings(spool=job.spool.folder.parent))
+    assert trigger._evicted([request]) == {}
+    write_placement(job.root, 1, "", "actor", places[:1])
+    assert trigger._evicted([request]).keys() == {request.key}
+
+
+def test_a_save_that_was_committed_or_is_of_functions_is_not_taken_for_evicted(job: Job) -> None:
+    job.stage(1, {"model": {"w": torch.zeros(3)}})
+    job.commit(1)
+    (committed,) = requests_in(job.root, [1])
+    (of_functions,) = requests_in(job.root, [2], components=())
+    (evicted,) = requests_in(job.root, [3])
+    answers = {"/flow_runs/filter": (200, "[]"), "/admin/version": (200, '"3.8.8"')}
+    with server(answers) as url:
+        trigger = SaveTrigger(Settings(spool=job.spool.folder.parent), url)
+        outcomes = asyncio.run(asked(trigger, [committed, of_functions, evicted]))
+    assert outcomes[committed.key].state == outcomes[of_functions.key].state == "pending"
+    assert outcomes[evicted.key].state == "failed"
+
+
+@contextmanager
+def completed(job: Job, *requests: SaveRequest) -> Iterator[CommitWatcher]:
+    """A watcher that is told that the flow runs of some saves have completed."""
+    state = {"type": "COMPLETED", "name": "Completed", "message": "All states completed."}
+    state["timestamp"] = "2026-01-01T00:00:00Z"
+    runs = [
+        {"id": str(uuid4()), "flow_id": str(uuid4()), "name": "save", "state": state}
+        | {"idempotency_key": request.key}
+        for request in requests
+    ]
+    answers = {"/flow_runs/filter": (200, json.dumps(runs)), "/admin/version": (200, '"3.8.8"')}
+    with server(answers) as url:
+        trigger = SaveTrigger(Settings(spool=job.spool.folder.parent), url)
+        watcher = CommitWatcher(trigger, job.spool)
+        yield watcher
+        watcher.close()
+
+
+def test_a_step_that_is_submitted_again_after_it_was_removed_is_not_taken_for_committed(
+    job: Job,
+) -> None:
+    for step in (4, 5):
+        job.stage(step, {"model": {"w": torch.full((3,), step)}})
+        job.commit(step)
+    remove_steps(job.root, plan_removals(list_step_infos(job.root), Rules(LastN(1), All()), 0))
+    job.stage(4, {"model": {"w": torch.full((3,), 4)}})
+    ((again,), _) = job.spool.tickets()
+    (request,) = requests_in(job.root, [4], components=("model",))
+    with completed(job, request) as watcher:
+        watcher.follow(request, images=[again.ticket.image])
+        (failure,) = watcher.wait(time.monotonic() + 30)
+    assert "model of step 4, role actor, rank 0 is not saved" in failure
+
+
+def test_functions_that_run_again_after_their_step_was_removed_are_not_taken_for_committed(
+    job: Job,
+) -> None:
+    for step in (4, 5):
+        job.stage(step, {"model": {"w": torch.full((3,), step)}})
+        job.commit(step)
+    remove_steps(job.root, plan_removals(list_step_infos(job.root), Rules(LastN(1), All()), 0))
+    write_status(job.spool, CallableStatus("own", 1, 4, "checkpoint", 0, "1/1", "finished"))
+    (request,) = requests_in(job.root, [4], components=())
+    with completed(job, request) as watcher:
+        watcher.follow(request)
+        (failure,) = watcher.wait(time.monotonic() + 30)
+    assert "its flow run completed without that step being committed" in failure
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced", "rewound"])
+def test_a_save_that_was_committed_and_is_gone_has_not_failed(job: Job, how: str) -> None:
+    open_run(job.root, "first", 0)
+    for step in (4, 5):
+        job.stage(step, {"model": {"w": torch.full((3,), step)}})
+        job.commit(step)
+    if how == "removed":
+        rules = Rules(LastN(1), All())
+        remove_steps(job.root, plan_removals(list_step_infos(job.root), rules, 0))
+        gone = 4
+    elif how == "replaced":
+        open_run(job.root, "second", 4)
+        job.stage(5, {"model": {"w": torch.zeros(3)}}, run=2)
+        job.commit(5, run=2)
+        gone = 5
+    else:
+        rewind(job.root, 4)
+        gone = 5
+    (request,) = requests_in(job.root, [gone], components=("model",))
+    with completed(job, request) as watcher:
+        watcher.follow(request, images=["one that was committed"])
+        assert watcher.wait(time.monotonic() + 30) == []
+
+
+@pytest.mark.parametrize("name", ["global_step_4/manifest.json", ".trinity_sync/job.json"])
+def test_a_save_ends_with_its_flow_run_where_another_release_has_written_the_root(
+    job: Job, name: str
+) -> None:
+    job.stage(4, {"model": {"w": torch.zeros(3)}})
+    job.commit(4)
+    (job.root / name).write_text(encode_body({"run": 1, "step": 4}, ROOT_FORMAT + 1))
+    (request,) = requests_in(job.root, [4], components=("model",))
+    with completed(job, request) as watcher:
+        watcher.follow(request)
+        (failure,) = watcher.wait(time.monotonic() + 30)
+    assert "upgrade trinity-sync in this environment" in failure
+
+
+@pytest.mark.parametrize("value", [1, 2])
+def test_an_image_that_comes_after_the_commit_is_compared_with_it_also_without_a_worker(
+    job: Job, value: int
+) -> None:
+    (request,) = requests_in(job.root, [4], components=("model",))
+    job.stage(4, {"model": {"w": torch.ones(3)}})
+    job.commit(4)
+    job.stagers.pop(0).close()  # by a process that was started meanwhile
+    job.stage(4, {"model": {"w": torch.full((3,), float(value))}})
+    ((late,), _) = job.spool.tickets()
+    with completed(job, request) as watcher:
+        watcher.follow(request, images=[late.ticket.image])
+        failures = watcher.wait(time.monotonic() + 30)
+    if value == 1:
+        assert failures == []
+        assert job.spool.tickets() == ([], [])
+    else:
+        assert "model of step 4, role actor, rank 0 is not saved" in failures[0]
+
+
+def test_a_save_that_was_refused_has_not_failed_once_it_is_handed_over_again(
+    tmp_path: Path,
+) -> None:
+    (request,) = requests_in(tmp_path, [4], components=())
+    answers = {"/deployments": (422, "{}"), "/flow_runs/filter": (200, "[]")}
+    with server(answers) as url:
+        watcher = CommitWatcher(SaveTrigger(Settings(), url), JobSpool(tmp_path))
+        watcher.follow(request, submit=True)
+        (failure,) = watcher.wait(time.monotonic() + 30)
+        assert "refuses the request" in failure
+        answers["/deployments"] = 201, json.dumps({"id": str(uuid4())})
+        watcher.follow(request, submit=True)
+        with pytest.raises(SaveTimeoutError):  # nothing commits it here
+            watcher.wait(time.monotonic() + 3)
+        watcher.close()
+
+
+@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("parties", ["roles", "ranks"])
+def test_what_is_submitted_again_is_committed_with_what_the_others_submit_again(
+    coordinator_of: Open, job: Job, parties: str, changed: bool
+) -> None:
+    roles = ("actor", "critic") if parties == "roles" else ("actor",)
+    ranks = 1 if parties == "roles" else 2
+    of_ranks = [
+        coordinator_of(rank, ranks, roles=roles, trigger=CommitsHere()) for rank in range(ranks)
+    ]
+    calls = [(saves, role) for saves in of_ranks for role in roles]
+    weights = torch.ones(9)
+    in_the_way = job.root / "global_step_4"
+    in_the_way.write_text("so that nothing can be written")
+    for attempt in (1, 2, 3):
+        if attempt == 3:
+            in_the_way.unlink()
+        for saves, role in calls:
+            saves.save(4, {"model": {"w": weights}}, role=role)
+            if attempt > 1 and (saves, role) == calls[0]:
+                with pytest.raises(SaveTimeoutError):  # the flow run waits for the others
+                    saves.wait_all(0.5)
+        if attempt < 3:
+            for saves in of_ranks:
+                with pytest.raises(SaveFailedError, match="cannot write model of step 4"):
+                    saves.wait_all(60)
+                with pytest.raises(SaveFailedError):
+                    saves.wait_committed(4)
+            weights += changed
+    for saves in of_ranks:
+        saves.wait_all(60)
+        saves.wait_committed(4)
+    found = [
+        load_states(job.root, 4, role, rank=rank, world_size=ranks)
+        for rank in range(ranks)
+        for role in roles
+    ]
+    assert all(torch.equal(each["model"]["w"], weights) for each in found)
+
+
+@pytest.mark.parametrize("parties", ["roles", "ranks"])
+def test_a_process_that_has_missed_an_attempt_is_part_of_the_next(
+    coordinator_of: Open, job: Job, parties: str
+) -> None:
+    """A rank that could not stage its state, or a role that was not submitted again."""
+    trigger, others = CommitsHere(), {"job": {"rank_timeout_s": 0.5}}
+    if parties == "roles":
+        names = ("actor", "critic")
+        one, other = (coordinator_of(roles=names, trigger=trigger, **others) for _ in names)
+    else:
+        names = ("actor", "actor")
+        one, other = (coordinator_of(rank, 2, trigger=trigger, **others) for rank in (0, 1))
+    in_the_way = job.root / "global_step_4"
+    for step, attempt in ((3, 1), (4, 1), (4, 2), (4, 3)):
+        if attempt == 2:
+            in_the_way.unlink()
+        elif step == 3:
+            in_the_way.write_text("so that nothing can be written")
+        one.save(step, {"model": {"w": torch.ones(3)}}, role=names[0])
+        if attempt != 2:
+            other.save(step, {"model": {"w": torch.ones(3)}}, role=names[1])
+        elif parties == "ranks":
+            other.save(step, {"model": {"cannot be pickled": lambda: 0}})
+        if step == 4 and attempt < 3:
+            with pytest.raises(SaveFailedError):
+                one.wait_all(60)
+            with suppress(SaveFailedError):
+                other.wait_all(60)
+    for saves in (one, other):
+        saves.wait_all(60)
+    assert is_committed(job.root, 1, 4, "checkpoint")
+
+
+def test_a_step_that_is_submitted_once_reads_no_outcomes(
+    coordinator_of: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roles = ("actor", "critic")
+    saves = coordinator_of(1, 2, roles=roles)
+    monkeypatch.setattr(OutcomeLogs, "read", lambda _: pytest.fail("the training thread reads"))
+    model, optim = {"w": torch.ones(3)}, {"m": torch.ones(3)}
+    for step in (4, 5):
+        for role in roles:
+            saves.save(step, {"model": model}, role=role, kind="state_dict")
+            saves.save(step, {"model": model, "optim": optim}, role=role)
+
+
+@pytest.mark.parametrize("first", ["sync", "checkpoint"])
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_checkpoint_has_no_weights_of_a_sync_that_was_submitted_again_after_it(
+    coordinator_of: Open, job: Job, monkeypatch: pytest.MonkeyPatch, first: str, changed: bool
+) -> None:
+    without_catalog_and_pages(monkeypatch)
+    server = Server()
+    saves = coordinator_of(trigger=Trigger(server))
+    weights, optim = torch.ones(9), {"m": torch.ones(9)}
+    saves.save(4, {"model": {"w": weights}}, kind="state_dict")
+    saves.save(4, {"model": {"w": weights}, "optim": optim})
+    sync, checkpoint = server.runs.values()
+    sync.advance(server.begin(sync))
+    sync.advance(sync.attempts[0], OSError("the disk is full"))
+    with pytest.raises(SaveTimeoutError):
+        saves.wait_all(5 * ASK_S[0])
+    weights += changed
+    saves.save(4, {"model": {"w": weights}}, kind="state_dict")
+    again = [each for each in server.runs.values() if each.request.attempt == 2]
+    for run in [*again, checkpoint] if first == "sync" else [checkpoint, *again]:
+        attempt = server.begin(run)
+        while run.attempts:
+            run.advance(attempt)
+    with pytest.raises(SaveFailedError):
+        saves.wait_all(60)
+    assert [each.state for each in again] == ["completed"]
+    assert checkpoint.state == ("failed" if changed else "completed")
+    assert torch.equal(load_states(job.root, 4, "actor")["model"]["w"], weights)
+
+
+def test_a_server_of_this_node_is_asked_without_the_proxy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    (request,) = requests_in(tmp_path, [4], components=())
+    with server({"/flow_runs/filter": (200, "[]")}) as url:
+        for name in (url, url.replace("127.0.0.1", "localhost")):
+            trigger = SaveTrigger(Settings(), name)
+            outcomes = asyncio.run(asked(trigger, [request]))
+            assert outcomes[request.key].state == "pending"
+
+
+@pytest.mark.parametrize("at", ["2020-01-01T00:00:00Z", "2100-01-01T00:00:00Z"])
+def test_a_crashed_run_may_be_taken_up_again_whatever_this_clock_says(
+    job: Job, at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (request,) = requests_in(job.root, [4], components=())
+    state = {"type": "CRASHED", "name": "Crashed", "message": "killed", "timestamp": at}
+    run = {"id": str(uuid4()), "idempotency_key": request.key, "state": state}
+    with server({"/flow_runs/filter": (200, json.dumps([run]))}) as url:
+        trigger = SaveTrigger(Settings(spool=job.spool.folder.parent), url)
+        assert asyncio.run(asked(trigger, [request]))[request.key].state == "pending"
+        monkeypatch.setattr("trinity_sync.client.save_trigger.CRASH_GRACE_S", -1.0)
+        assert asyncio.run(asked(trigger, [request]))[request.key].state == "failed"
+
+
+def test_a_redirect_to_another_host_takes_no_secret_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked_there: list[tuple[str, str]] = []
+    (request,) = requests_in(tmp_path, [4], components=())
+
+    class Elsewhere(Hanging):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length") or 0))
+            self.send_response(307)
+            self.send_header("location", there.replace("127.0.0.1", self.host))
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        host = "localhost"
+
+    monkeypatch.setenv("PREFECT_CLIENT_CUSTOM_HEADERS", '{"X-Secret": "of an access proxy"}')
+    with (
+        server({"": (200, "[]")}, asked=asked_there) as there,
+        ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as made,
+    ):
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        trigger = SaveTrigger(Settings(), f"http://127.0.0.1:{made.server_port}/api")
+        outcome = asyncio.run(asked(trigger, [request]))[request.key]
+        assert outcome.state == "unknown"
+        assert "307 Temporary Redirect" in outcome.message
+        assert not asked_there
+        Elsewhere.host = "127.0.0.1"
+        assert asyncio.run(asked(trigger, [request]))[request.key].state == "pending"
+        made.shutdown()
+
+
+def test_a_coordinator_that_is_dropped_without_close_leaves_no_thread_and_no_descriptor(
+    job: Job, spool_folder: Path, tmp_path: Path
+) -> None:
+    with ProcessPoolExecutor(1, get_context("spawn")) as alone:  # no other test's threads
+        alone.submit(_drop_a_coordinator, job.root, spool_folder, tmp_path).result()
+
+
+def _drop_a_coordinator(root: Path, spool: Path, home: Path) -> None:
+    def list_descriptors() -> dict[str, str]:
+        found = {}
+        for fd in Path("/proc/self/fd").iterdir():
+            with suppress(FileNotFoundError):  # that of the listing
+                found[fd.name] = str(fd.readlink())
+        return found
+
+    settings, trigger = Settings(spool=spool, home=home), CommitsHere()
+    gc.collect()
+    before = list_descriptors()
+    saves = CheckpointCoordinator(root, settings=settings, trigger=trigger)
+    saves.save(4, {"model": {"w": torch.ones(3)}})
+    saves.wait_all()
+    trigger.settle()
+    thread = saves._watcher._thread
+    assert thread is not None
+    assert list_descriptors() != before
+    del saves  # as a notebook's cell does that runs again
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
+    gc.collect()
+    assert list_descriptors() == before

@@ -1,0 +1,211 @@
+"""The settings of a job, which every process reads in the root."""
+
+import json
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.fsdp.commits import CommitsHere
+from tests.support.job import Job
+from tests.unit.conftest import Open
+from trinity_sync import CheckpointCoordinator, ConfigError, FormatError, Settings
+from trinity_sync.client.job_settings import set_job_settings
+from trinity_sync.fs.records import encode_body
+from trinity_sync.layout import ROOT_FORMAT, job_id_of
+from trinity_sync.storage.job_settings import (
+    JobSettings,
+    read_job_settings,
+    read_set_job_settings,
+    write_job_settings,
+)
+from trinity_sync.tensors.safe_load import TRUSTED
+
+
+def file_of(root: Path) -> Path:
+    return root / ".trinity_sync/job.json"
+
+
+def test_a_job_without_settings_has_the_defaults_and_no_file(root: Path) -> None:
+    assert read_job_settings(root) == JobSettings()
+    write_job_settings(root, {})
+    assert not file_of(root).exists()
+
+
+def test_only_what_was_set_is_written_and_the_rest_stays(root: Path) -> None:
+    set_job_settings(root, {"keep": "last=3", "rank_timeout_s": "30"})
+    found = set_job_settings(root, {"keep_weights": "last=1"})
+    assert found == read_job_settings(root)
+    assert found == JobSettings(keep="last=3", keep_weights="last=1", rank_timeout_s=30)
+    assert read_set_job_settings(root) == {
+        "keep": "last=3",
+        "keep_weights": "last=1",
+        "rank_timeout_s": 30.0,
+    }
+    assert set_job_settings(root, {"keep": None}).keep == "all"
+    assert "keep" not in json.loads(file_of(root).read_text())
+
+
+def test_a_coordinator_writes_the_settings_that_it_is_given(root: Path, spool_folder: Path) -> None:
+    set_job_settings(root, {"keep_weights": "last=5"})
+    settings = Settings(spool=spool_folder)
+    with CheckpointCoordinator(root, job={"keep": "last=3"}, settings=settings):
+        assert read_job_settings(root) == JobSettings(keep="last=3", keep_weights="last=5")
+    with CheckpointCoordinator(root, settings=settings):
+        assert read_job_settings(root).keep == "last=3"
+
+
+def test_jobs_beside_each_other_have_policies_of_their_own(tmp_path: Path) -> None:
+    for name, keep in (("one", "last=1"), ("other", "last=9")):
+        (tmp_path / name).mkdir()
+        set_job_settings(tmp_path / name, {"keep": keep})
+    assert read_job_settings(tmp_path / "one").keep == "last=1"
+    assert read_job_settings(tmp_path / "other").keep == "last=9"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kepe": "last=3"}, r"kepe is not a setting of a job; did you mean keep\?"),
+        ({"colour": "red"}, r"there are keep, keep_weights"),
+        ({"keep": "most"}, "'most' is unknown"),
+        ({"keep": "0"}, "'0'"),
+        ({"keep": "last=0"}, "'last=0'"),
+        ({"remote_keep": "best=1:reward:max"}, "remotes have no metrics"),
+        ({"remote": "s3://me:secret@bucket/job"}, "contains a user, a password"),
+        ({"remote_required": True}, "set remote as well"),
+        ({"write_concurrency": "single_thread"}, "single_thread"),
+        ({"rank_timeout_s": "soon"}, "rank_timeout_s"),
+        ({"rank_timeout_s": 0}, "rank_timeout_s"),
+    ],
+)
+def test_a_wrong_name_or_value_is_refused_and_changes_nothing(
+    root: Path, changes: dict[str, Any], words: str
+) -> None:
+    set_job_settings(root, {"keep": "last=3"})
+    before = file_of(root).read_bytes()
+    with pytest.raises(ConfigError, match=words):
+        set_job_settings(root, changes)
+    assert file_of(root).read_bytes() == before
+
+
+def test_the_remote_is_written_in_full(root: Path) -> None:
+    found = set_job_settings(root, {"remote": "s3://bucket/{job}/", "remote_required": True})
+    assert found.remote == f"s3://bucket/{job_id_of(root)}"
+    assert found.required_remote == found.remote
+    assert set_job_settings(root, {"remote_required": "false"}).required_remote == ""
+
+
+REMOTE = {"keep": "last=3", "remote": "file:///copies/job", "remote_required": True}
+
+
+def edit(file: Path) -> None:
+    file.write_text(file.read_text().replace("last=3", "last=1"))
+
+
+def lead_elsewhere(file: Path) -> None:
+    file.symlink_to(file.rename(file.with_name("other")))
+
+
+@pytest.mark.parametrize(
+    "tear",
+    [
+        edit,
+        lead_elsewhere,
+        lambda file: file.write_text(file.read_text()[:-9]),
+        lambda file: file.write_text(""),
+        lambda file: file.write_text(encode_body({"keep": 3}, ROOT_FORMAT)),
+    ],
+    ids=["edited", "link", "torn", "empty", "type"],
+)
+def test_of_a_torn_file_nothing_is_removed_or_copied_and_the_settings_can_be_set_again(
+    root: Path, tear: Callable[[Path], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    set_job_settings(root, REMOTE)
+    tear(file_of(root))
+    keeps_all = JobSettings(keep="all", keep_weights="all", keep_quarantine="all")
+    for _ in range(2):
+        assert read_job_settings(root) == keeps_all
+    assert caplog.text.count("is torn or was edited") == 1
+    set_job_settings(root, {"rank_timeout_s": 9.0})
+    assert read_job_settings(root) == replace(keeps_all, rank_timeout_s=9.0)
+
+
+def test_a_training_saves_with_a_torn_file(job: Job, coordinator_of: Open) -> None:
+    set_job_settings(job.root, REMOTE)
+    edit(file_of(job.root))
+    saves = coordinator_of(trigger=CommitsHere())
+    for step in (1, 2):
+        saves.save(step, {"model": {"w": step}}, keep=1)
+    saves.wait_all(30)
+    assert saves.latest_step() == 2
+
+
+def test_a_file_of_another_release_is_not_taken_for_defaults(root: Path) -> None:
+    write_job_settings(root, {"keep": "all"})
+    file_of(root).write_text(encode_body({"keep": "all"}, ROOT_FORMAT + 1))
+    with pytest.raises(FormatError):
+        read_job_settings(root)
+
+
+def give_away(file: Path) -> None:
+    if os.getuid():
+        pytest.skip("only root can give files away")
+    os.chown(file, 12345, 12345)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [give_away, lambda file: file.chmod(0o664), lambda file: file.chmod(0o646)],
+    ids=["owner", "group", "others"],
+)
+def test_a_remote_counts_only_from_a_file_that_nobody_else_may_write(
+    root: Path,
+    given: Callable[[Path], object],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert set_job_settings(root, REMOTE).required_remote
+    given(file_of(root))
+    assert read_job_settings(root) == JobSettings(keep="last=3")
+    assert "ignoring remote and remote_required in" in caplog.text
+    with monkeypatch.context() as patch:
+        patch.setenv(TRUSTED, str(root))
+        assert read_job_settings(root).required_remote == REMOTE["remote"]
+    set_job_settings(root, {"keep": "last=5"})  # the file is this user's then
+    assert read_job_settings(root) == JobSettings(keep="last=5")
+
+
+def test_the_file_is_this_users_whatever_the_umask(root: Path) -> None:
+    before = os.umask(0)
+    try:
+        set_job_settings(root, REMOTE)
+    finally:
+        os.umask(before)
+    assert read_job_settings(root).required_remote
+
+
+def test_changes_at_the_same_time_are_all_kept(root: Path) -> None:
+    changes = [{"keep": "last=3"}, {"keep_weights": "all"}, {"rank_timeout_s": 9.0}]
+    for _ in range(20):
+        with ThreadPoolExecutor(3) as threads:
+            list(threads.map(lambda change: set_job_settings(root, change), changes))
+        assert read_job_settings(root) == JobSettings("last=3", "all", rank_timeout_s=9.0)
+        set_job_settings(root, {"keep": None, "keep_weights": None, "rank_timeout_s": None})
+
+
+def test_all_ranks_write_as_the_caller_says_before_rank_0_has_written_it(
+    root: Path, spool_folder: Path
+) -> None:
+    settings = Settings(spool=spool_folder)
+    saves = CheckpointCoordinator(
+        root, rank=1, world_size=2, job={"write_concurrency": "one"}, settings=settings
+    )
+    saves.save(1, {"model": {}})
+    (sealed,) = saves.spool.tickets()[0]
+    assert sealed.ticket.write_concurrency == "one"
+    saves.close(timeout=0)

@@ -1,0 +1,276 @@
+"""Trinity's calls: save functions, and the request of their flow run, a coroutine among others."""
+
+import asyncio
+import itertools
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration.fsdp.commits import CommitsHere
+from tests.support.dying import in_a_process
+from tests.support.job import Job, held
+from tests.support.steps import MODEL, commit_files
+from tests.unit.conftest import Open
+from tests.unit.snapshot.test_overlap import BIG
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.errors import ConfigError, SaveError, SaveFailedError, SupersededError
+from trinity_sync.storage.commit import commit
+from trinity_sync.storage.discovery import find_newest, require_committed
+from trinity_sync.storage.gc import remove_replaced
+from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.leases import acquire_lease
+from trinity_sync.storage.manifest import write_manifest
+from trinity_sync.storage.pins import pin
+from trinity_sync.storage.replace import displace_step
+from trinity_sync.storage.runs import open_run
+from trinity_sync.storage.save_functions import CallableStatus, read_statuses
+
+
+def test_other_coroutines_run_while_it_waits_for_staging(coordinator_of: Open, job: Job) -> None:
+    saves = coordinator_of()
+    model = {"w": torch.ones(BIG)}
+    run = 0
+
+    async def story() -> None:
+        nonlocal run
+        with held(saves._stager):
+            saves.save(10, {"model": model}, overlap=True)
+            requested = asyncio.create_task(saves.register_and_monitor(10))
+            for _ in range(20):
+                await asyncio.sleep(0.01)
+                run += not requested.done()
+            assert not job.spool.tickets()[0]
+        await requested
+
+    asyncio.run(story())
+    assert run == 20
+    assert len(job.spool.tickets()[0]) == 1
+
+
+def resumed(coordinator_of: Open, root: Path, step: int = 40) -> CheckpointCoordinator:
+    """The second run of a job, whose first one has the checkpoint 40 and the weights after it."""
+    open_run(root, "first", 0)
+    commit_files(root, 40)
+    for later in (41, 42):
+        commit_files(root, later, kind="state_dict")
+    saves = coordinator_of()
+    if step:
+        saves.resumed_from(step)
+    return saves
+
+
+def write_model(root: Path, step: int) -> None:
+    """What a function does that computes its path by itself."""
+    path = root / f"global_step_{step}" / MODEL
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"of the second run")
+
+
+def commit_of(job: Job, step: int, status: CallableStatus) -> None:
+    commit(job.save(step, run=2, kind=status.kind), [], [status])
+
+
+@pytest.mark.parametrize("step", [41, 42])
+def test_a_function_of_a_resumed_run_leaves_the_files_of_the_step_that_it_replaces(
+    coordinator_of: Open, job: Job, step: int
+) -> None:
+    """Also those that a program has just opened, and files that are of no commit."""
+    saves = resumed(coordinator_of, job.root)
+    folder = job.root / f"global_step_{step}"
+    before = (folder / MODEL).read_bytes()
+    (folder / "data.pt").write_text("the dataloader's, by the new run")
+    moved = job.root / f".trinity_sync/replacing/global_step_{step}.replaced"
+    seen = []
+
+    def write() -> None:
+        write_model(job.root, step)
+        seen.append((moved / MODEL).read_bytes())
+        seen.append(find_newest(job.root, "state_dict").step)
+        seen.append(read_latest_pointer(job.root, "state_dict"))
+
+    with (folder / MODEL).open("rb") as file:
+        saves.save_sync(write, step, is_state_dict=True)
+        assert file.read() == before
+    assert seen == [before, 42 if step == 41 else 41, 42 if step == 41 else 40]
+    (status,) = read_statuses(job.spool, 2, step, "state_dict")
+    assert status.files == (MODEL,)
+    assert [each.state for each in remove_replaced(job.root)] == ["left"]
+    commit_of(job, step, status)
+    assert require_committed(job.root, step).run == 2
+    assert (folder / "data.pt").exists()
+    assert not moved.exists()
+    assert (
+        find_newest(job.root, "state_dict").run,
+        read_latest_pointer(job.root, "state_dict"),
+    ) == (
+        2,
+        step,
+    )
+
+
+def test_images_that_are_being_written_are_committed_although_a_function_displaces_their_step(
+    coordinator_of: Open, job: Job
+) -> None:
+    saves = resumed(coordinator_of, job.root)
+    job.stage(41, {"optim": {"w": torch.ones(3)}}, run=2)
+    written = job.persist(41, "optim", run=2)
+    saves.save_sync(lambda: write_model(job.root, 41), 41)
+    (status,) = read_statuses(job.spool, 2, 41, "checkpoint")
+    commit(job.save(41, run=2), written, [status])
+    assert {each.component for each in require_committed(job.root, 41).files} == {"", "optim"}
+
+
+@pytest.mark.parametrize(
+    ("resumes", "step", "claim", "why"),
+    [
+        (40, 40, None, "is not superseded, because run 2 resumed from step 40"),
+        (40, 40, "taken over", "of run 1, which is committed and is not superseded"),
+        (40, 41, "pin", "is pinned or tagged"),
+        (40, 41, "lease", "is being read"),
+        (0, 42, None, "is what a resume would find"),
+        (0, 40, None, "is what a resume would find"),
+        (40, 44, "checkpoint", "would replace the newest checkpoint"),
+    ],
+)
+def test_a_function_that_would_change_a_step_that_is_needed_is_refused(
+    coordinator_of: Open, job: Job, resumes: int, step: int, claim: str | None, why: str
+) -> None:
+    saves = resumed(coordinator_of, job.root, resumes)
+    if claim == "checkpoint":
+        commit_files(job.root, step)
+    if claim == "taken over":  # by a sync of this run with the same weights
+        loaded = require_committed(job.root, step)
+        write_manifest(job.root, replace(loaded, run=2, checkpoint_run=1))
+    before = require_committed(job.root, step)
+    content = (job.root / f"global_step_{step}" / MODEL).read_bytes()
+
+    def save() -> None:
+        with pytest.raises(SaveError, match=why):
+            saves.save_sync(lambda: write_model(job.root, step), step, is_state_dict=True)
+        saves.save_async("own", lambda: write_model(job.root, step), step, is_state_dict=True)
+        with pytest.raises(SaveFailedError, match=f"save 'own' of step {step}: .*{why}"):
+            saves.wait_all(30)
+
+    if claim == "pin":
+        pin(job.root, step)
+    if claim == "lease":
+        with acquire_lease(job.root, step, "a reader"):
+            save()
+    else:
+        save()
+    assert require_committed(job.root, step) == before
+    assert (job.root / f"global_step_{step}" / MODEL).read_bytes() == content
+    assert {each.state for each in read_statuses(job.spool, 2, step, "state_dict")} == {"failed"}
+
+
+def test_a_function_of_a_run_that_was_superseded_is_refused(coordinator_of: Open, job: Job) -> None:
+    saves = resumed(coordinator_of, job.root)
+    open_run(job.root, "third", 42)
+    commit_files(job.root, 43)
+    with pytest.raises(SupersededError, match="run 3 resumed from step 42"):
+        saves.save_sync(lambda: write_model(job.root, 43), 43)
+    commit_files(job.root, 42, run=3)
+    before = require_committed(job.root, 42)
+    with pytest.raises(SupersededError, match="run 3 has committed step 42"):
+        saves.save_sync(lambda: write_model(job.root, 42), 42)
+    assert require_committed(job.root, 42) == before
+
+
+def test_a_function_killed_while_its_step_is_displaced_leaves_the_step_whole(
+    job: Job, tmp_path: Path
+) -> None:
+    """In its place, or where a repair finds it."""
+    died, outcomes = True, []
+    for die_before in itertools.count(1):
+        root = tmp_path / f"dies-before-{die_before}"
+        root.mkdir()
+        open_run(root, "first", 0)
+        commit_files(root, 40)
+        folder = commit_files(root, 41, kind="state_dict")
+        content = (folder / MODEL).read_bytes()
+        (folder / "data.pt").write_text("the dataloader's, by the new run")
+        open_run(root, "second", 40)
+        save = replace(job.save(41, run=2, kind="state_dict"), root=str(root))
+        died = in_a_process(partial(displace_step, save), tmp_path, die_before=die_before)
+        assert find_newest(root, "checkpoint").step == 40
+        list(remove_replaced(root))
+        moved = root / ".trinity_sync/replacing/global_step_41.replaced"
+        outcomes.append(moved.exists())
+        assert ((moved if moved.exists() else folder) / MODEL).read_bytes() == content
+        if not moved.exists():
+            assert require_committed(root, 41).run == 1
+        displace_step(save)
+        assert not (folder / MODEL).exists()
+        assert (moved / MODEL).read_bytes() == content
+        if died != die_before:
+            break
+        shutil.rmtree(root)
+    assert outcomes == sorted(outcomes)
+    assert {*outcomes} == {False, True}
+
+
+def test_a_function_that_changes_what_its_run_has_committed_of_the_step_fails_the_save(
+    coordinator_of: Open, job: Job
+) -> None:
+    saves = coordinator_of()
+
+    def write(content: bytes) -> Callable[[], object]:
+        (job.root / "global_step_4").mkdir(exist_ok=True)
+        return lambda: (job.root / "global_step_4/own.bin").write_bytes(content)
+
+    saves.save_sync(write(b"same"), 4, is_state_dict=True)
+    commit(job.save(4, kind="state_dict"), [], [*read_statuses(job.spool, 1, 4, "state_dict")])
+    saves.save_sync(write(b"same"), 4)
+    same = [*read_statuses(job.spool, 1, 4, "checkpoint")]
+    saves.save_sync(write(b"else"), 4)
+    with pytest.raises(SaveError, match=r"has changed .*own\.bin, which run 1 had committed"):
+        commit(job.save(4), [], same)
+    write(b"same")()
+    commit(job.save(4), [], same)
+    require_committed(job.root, 4)
+
+
+def test_a_save_of_states_and_a_function_that_failed_is_committed_once_both_are_submitted_again(
+    coordinator_of: Open, job: Job
+) -> None:
+    saves = coordinator_of(trigger=CommitsHere())
+    path = job.root / "global_step_4/own.bin"
+    path.parent.write_text("so that nothing can be written")
+
+    def submit(*, states: bool) -> None:
+        saves.save_async("own", lambda: path.write_bytes(b"own"), 4)
+        if states:
+            saves.save(4, {"model": {"w": torch.ones(3)}})
+        asyncio.run(saves.register_and_monitor(4, checkpoint_thread_count=1))
+
+    submit(states=True)
+    with pytest.raises(SaveFailedError, match="not committed"):
+        saves.wait_all(60)
+    path.parent.unlink()
+    path.parent.mkdir()
+    with pytest.raises(ConfigError, match="call save again before register_and_monitor"):
+        submit(states=False)
+    submit(states=True)
+    saves.wait_all(60)
+    found = require_committed(job.root, 4)
+    assert {file.path for file in found.files} == {"own.bin", f"actor/{Path(MODEL).name}"}
+
+
+def test_a_step_that_a_function_of_a_run_without_a_load_replaces_is_quarantined(
+    coordinator_of: Open, job: Job
+) -> None:
+    saves = resumed(coordinator_of, job.root, 0)
+    content = (job.root / "global_step_41" / MODEL).read_bytes()
+    saves.save_sync(lambda: write_model(job.root, 41), 41, is_state_dict=True)
+    commit_of(job, 41, *read_statuses(job.spool, 2, 41, "state_dict"))
+    (kept,) = (job.root / ".trinity_sync/quarantine").glob("*/global_step_41")
+    assert (kept / MODEL).read_bytes() == content
+    kept.rename(job.root / ".trinity_sync/replacing/global_step_41.replaced")  # the commit died
+    (found,) = remove_replaced(job.root)
+    assert "quarantined" in found.why
+    assert (kept / MODEL).read_bytes() == content

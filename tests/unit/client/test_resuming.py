@@ -1,0 +1,259 @@
+"""Where a run begins: at the step that was loaded, once, and never within another run."""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.job import Job
+from tests.unit.conftest import Open
+from trinity_sync.errors import CommitError, ConfigError, SaveError
+from trinity_sync.layout import KINDS, Kind, step_folder
+from trinity_sync.storage.leases import list_leases
+from trinity_sync.storage.manifest import is_committed
+from trinity_sync.storage.runs import find_newest_run
+
+
+def state(step: int) -> dict[str, dict[str, torch.Tensor]]:
+    return {"model": {"w": torch.full((5000,), float(step))}}
+
+
+@pytest.fixture
+def saved(coordinator_of: Open, job: Job) -> Path:
+    """A root in which a first run has committed steps 30 and 40."""
+    first = coordinator_of(run_key="first")
+    for step in (30, 40):
+        first.save(step, state(step))
+        job.commit(step)
+    return job.root
+
+
+def test_a_step_that_cannot_be_loaded_begins_nothing(
+    saved: Path, coordinator_of: Open, job: Job
+) -> None:
+    for note in job.spool.folder.glob("*.kept"):
+        note.unlink()
+    with (step_folder(saved, 40) / "actor/model_world_size_1_rank_0.pt").open("r+b") as shard:
+        shard.seek(-3000, os.SEEK_END)
+        shard.write(b"x")
+    second = coordinator_of(run_key="second")
+    with pytest.raises(CommitError, match="or load another step"):
+        second.load(40)
+    assert second.load(30)["model"]["w"][0] == 30
+    assert find_newest_run(saved).resumed_from == 30
+    assert list_leases(saved) == []
+
+
+def test_a_run_begins_once(saved: Path, coordinator_of: Open) -> None:
+    second = coordinator_of(run_key="second")
+    second.load(40)
+    assert second.load(40)["model"]["w"][0] == 40
+    with pytest.raises(ConfigError, match="began at step 40 and cannot begin again at step 30"):
+        second.load(30)
+
+
+def test_a_restart_with_the_key_of_the_run_before_is_refused(
+    saved: Path, coordinator_of: Open, job: Job
+) -> None:
+    again = coordinator_of(run_key="first")
+    with pytest.raises(ConfigError, match="give TRINITY_SYNC_RUN_KEY a new value at each start"):
+        again.load(40)
+    second = coordinator_of(run_key="second")
+    second.load(30)
+    with pytest.raises(ConfigError, match=r"began at step 30 .* TRINITY_SYNC_RUN_KEY"):
+        coordinator_of(run_key="second").load(40)
+
+
+def test_a_restart_that_loads_nothing_does_not_pass_old_steps_off_as_new(
+    saved: Path, coordinator_of: Open
+) -> None:
+    again = coordinator_of(run_key="first")
+    with pytest.raises(ConfigError, match=r"run 1, .* has committed step 30; give TRINITY"):
+        again.save(30, state(0))
+
+
+def test_a_sync_right_after_a_resume_keeps_the_checkpoint(coordinator_of: Open, job: Job) -> None:
+    whole = {**state(40), "optim": {"m": torch.ones(3)}}
+    coordinator_of(run_key="first").save(40, whole)
+    job.commit(40, "model", "optim")
+    second = coordinator_of(run_key="second")
+    loaded = second.load(40)
+    second.save(40, {"model": loaded["model"]}, kind="state_dict")
+    job.commit(40, run=2, kind="state_dict")
+    for kind in KINDS:
+        assert second.latest(kind) == step_folder(job.root, 40)
+        assert second.latest_step(kind) == 40
+    again = coordinator_of(run_key="third").load(40)
+    assert torch.equal(again["optim"]["m"], torch.ones(3))
+    assert torch.equal(again["model"]["w"], state(40)["model"]["w"])
+
+
+def test_an_emergency_save_right_after_a_resume_is_a_whole_checkpoint(
+    coordinator_of: Open, job: Job, saved: Path
+) -> None:
+    second = coordinator_of(run_key="second")
+    loaded = second.load(40)
+    words = second.emergency_save(40, {**loaded, "extra_state": {"rng": 1}}, deadline_s=0.5)
+    assert words.submitted == ("model", "extra_state")
+    assert {sealed.ticket.kind for sealed in job.spool.tickets()[0]} == {"checkpoint"}
+    job.commit(40, "model", "extra_state", run=2)
+    assert second.latest() == step_folder(job.root, 40)
+    assert coordinator_of(run_key="third").load(40)["extra_state"] == {"rng": 1}
+
+
+def test_a_checkpoint_of_the_step_that_a_run_began_at_is_not_taken_for_that_of_another_start(
+    saved: Path, coordinator_of: Open, job: Job
+) -> None:
+    second = coordinator_of(run_key="second")
+    loaded = second.load(40)
+    second.save(40, loaded, kind="state_dict")
+    job.commit(40, run=2, kind="state_dict")
+    second.save(40, {**loaded, "extra_state": {"rng": 1}})
+
+
+def test_a_state_that_comes_after_register_and_monitor_is_refused(coordinator_of: Open) -> None:
+    saves = coordinator_of()
+    saves.save_sync(lambda: None, 10)
+    asyncio.run(saves.register_and_monitor(10))
+    with pytest.raises(ConfigError, match=r"step 10: register_and_monitor has requested .* it"):
+        saves.save(10, state(10))
+    saves.save(10, state(10), kind="state_dict")
+    saves.save(20, state(20))
+
+
+@pytest.mark.parametrize("kind", ["state_dict", "checkpoint"])
+def test_a_state_that_has_changed_is_not_taken_for_the_one_of_its_step(
+    coordinator_of: Open, job: Job, kind: Kind
+) -> None:
+    saves = coordinator_of()
+    changing = state(10)
+    saves.save(10, changing, kind=kind)
+    assert saves.save(10, changing, kind=kind).images == ()
+    changing["model"]["w"][7] = -1
+    (image,) = saves.save(10, changing).images
+    job.commit(10, kind=kind)  # either of the two
+    ((late,), _) = job.spool.tickets()
+    if kind == "checkpoint":
+        assert late.failed
+    else:
+        assert late.ticket.image == image
+        with pytest.raises(SaveError, match="with other content"):
+            job.commit(10)
+
+
+class Unlike:
+    """Equals nothing, so that a state with it is laid out afresh each time."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+
+def test_a_state_with_objects_of_the_users_own_is_staged_again_only_if_it_has_changed(
+    coordinator_of: Open,
+) -> None:
+    saves = coordinator_of()
+    changing: dict[str, Any] = state(10)
+    changing["model"]["counter"] = Unlike(1)
+    saves.save(10, changing, kind="state_dict")
+    assert saves.save(10, {"model": changing["model"]}, kind="state_dict").images == ()
+    changing["model"]["counter"].count = 2
+    assert len(saves.save(10, {"model": changing["model"]}, kind="state_dict").images) == 1
+
+
+def test_a_folder_of_metadata_without_files_is_no_metadata(
+    coordinator_of: Open, job: Job, tmp_path: Path
+) -> None:
+    (tmp_path / "meta").mkdir()
+    staged = coordinator_of().save(10, state(10), metadata=tmp_path / "meta")
+    assert staged.components == ("model",)
+    job.commit(10)
+
+
+def test_an_uploaded_state_that_has_changed_is_staged_again(coordinator_of: Open, job: Job) -> None:
+    saves = coordinator_of()
+    changing = state(10)
+    saves.upload(10, lambda: changing["model"])
+    changing["model"]["w"].data[7] = -1
+    saves.save(10, changing)
+    job.commit(10)
+    assert coordinator_of(run_key="second").load(10)["model"]["w"][7] == -1
+
+
+def test_ranks_and_roles_of_one_run_may_load_or_not_in_any_order(
+    saved: Path, coordinator_of: Open, job: Job
+) -> None:
+    early, loading, late = (coordinator_of(rank, 3, run_key="second") for rank in range(3))
+    job.world_size = 3
+    early.record_metrics(40, {"reward": 1.0})  # with nothing to load, it begins the run
+    loading.resumed_from(40)
+    loading.resumed_from(40)
+    late.record_metrics(41, {"reward": 1.0})
+    for each in (early, loading, late):
+        each.save(41, state(41))
+    assert job.commit(41, run=2).run == find_newest_run(saved).number == 2
+
+
+@pytest.mark.parametrize("roles", [("actor",), ("actor", "critic")])
+def test_a_checkpoint_follows_the_sync_of_a_step_that_the_run_before_reached_with_the_same_weights(
+    coordinator_of: Open, job: Job, roles: tuple[str, ...]
+) -> None:
+    whole = {**state(40), "optim": {"m": torch.ones(3)}}
+    job.roles = roles
+    for run, key in enumerate(("first", "second"), 1):
+        actor, *critic = (coordinator_of(run_key=key, roles=roles) for _ in roles)
+        if run == 1:
+            actor.save(30, whole)
+            for each in critic:
+                each.save(30, whole, role="critic")
+            job.commit(30, "model", "optim")
+        else:
+            actor.load(30)
+            actor.save(40, state(40), kind="state_dict")
+            job.roles = ("actor",)
+            job.commit(40, run=2, kind="state_dict")
+            job.roles = roles
+            assert actor.latest_step() == 40  # the checkpoint stays
+            assert not is_committed(job.root, 2, 40, "checkpoint")  # and is that of run 1
+        actor.save(40, whole)
+        for each in critic:
+            each.save(40, whole, role="critic")
+        job.commit(40, "model", "optim", run=run)
+    assert is_committed(job.root, 2, 40, "checkpoint", roles)
+    assert coordinator_of(run_key="third", roles=roles).load(40)["optim"]["m"][0] == 1
+
+
+def test_a_checkpoint_that_differs_from_the_one_that_a_sync_left_in_place_names_its_run(
+    coordinator_of: Open, job: Job, saved: Path
+) -> None:
+    first = coordinator_of(run_key="first")
+    first.save(50, {**state(50), "optim": {"m": torch.ones(3)}})
+    job.commit(50, "model", "optim")
+    second = coordinator_of(run_key="second")
+    second.load(40)
+    second.save(50, state(50), kind="state_dict")
+    job.commit(50, run=2, kind="state_dict")
+    second.save(50, {**state(50), "optim": {"m": torch.zeros(3)}})
+    with pytest.raises(SaveError, match=r"run 1 has committed actor/optim\S+ .* other content"):
+        job.commit(50, "model", "optim", run=2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_saves_its_steps_in_order(coordinator_of: Open, job: Job, kind: Kind) -> None:
+    saves = coordinator_of()
+    saves.save(300, state(300), kind=kind)
+    job.commit(300, kind=kind)
+    with pytest.raises(ConfigError, match=r"step 15, role actor, .* after step 300.* new run"):
+        saves.save(15, state(15), kind=kind, keep=2)
+    assert saves.save(300, state(300), kind=kind).images == ()
+    saves.save(301, state(301), kind=kind)
+
+
+def test_a_restart_that_loads_nothing_does_not_save_before_the_newest_step_of_its_key(
+    saved: Path, coordinator_of: Open
+) -> None:
+    again = coordinator_of(run_key="first")
+    with pytest.raises(ConfigError, match=r"step 15 .* run 1, .* has committed step 40; give"):
+        again.save(15, state(0))

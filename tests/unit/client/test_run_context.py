@@ -1,0 +1,47 @@
+"""Which run a process takes part in: what it is told of a root that is not new."""
+
+import pytest
+import torch
+
+from tests.support.job import Job
+from trinity_sync.client.run_context import RunContext
+from trinity_sync.retention.planner import Rules, plan_removals
+from trinity_sync.retention.policies import LastN
+from trinity_sync.retention.prune import remove_steps
+from trinity_sync.retention.step_infos import list_step_infos
+
+
+def test_a_run_that_begins_anew_where_steps_are_is_told_once(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert RunContext(job.root, "first").get().number == 1
+    job.stage(10, {"model": {"w": torch.ones(3)}})
+    job.commit(10)
+    assert caplog.text == ""
+    assert RunContext(job.root, "first").get().number == 1  # another rank
+    loaded = RunContext(job.root, "second")
+    loaded.begin_at(10)
+    assert loaded.get().number == 2
+    assert caplog.text == ""
+    forgot = RunContext(job.root, "third")
+    assert forgot.get().number == forgot.get().number == 3
+    assert caplog.text.count("Run 3 begins at step 0") == 1
+    assert "load step 10 first" in caplog.text
+
+
+def test_a_run_that_a_process_with_nothing_to_load_began_first_supersedes_no_steps(
+    job: Job,
+) -> None:
+    for number, loaded in ((1, 0), (2, 3), (3, 6)):
+        early, late = (RunContext(job.root, f"run {number}") for _ in range(2))
+        assert early.get().resumed_from == 0
+        if loaded:
+            late.begin_at(loaded)
+            RunContext(job.root, f"run {number}").begin_at(loaded)
+        for step in range(loaded + 1, loaded + 4):
+            job.stage(step, {"model": {"w": torch.ones(3)}}, run=number)
+            job.commit(step, run=number)
+        remove_steps(
+            job.root, plan_removals(list_step_infos(job.root), Rules(LastN(2), LastN(1)), 0)
+        )
+    assert [(each.step, each.run) for each in list_step_infos(job.root)] == [(8, 3), (9, 3)]

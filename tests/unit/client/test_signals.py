@@ -1,0 +1,261 @@
+"""Which signals a coordinator takes for itself, and for how long."""
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.fsdp.commits import CommitsHere
+from tests.support.job import Job
+from tests.unit.conftest import Open
+from tests.unit.snapshot.test_overlap import BIG
+from trinity_sync.errors import SaveFailedError, SaveTimeoutError
+from trinity_sync.layout import step_folder
+from trinity_sync.snapshot.ticket import ticket_path
+from trinity_sync.storage.restore import load_states
+
+
+@pytest.fixture
+def others() -> Iterator[list[int]]:
+    """What somebody else's handler of SIGUSR1 has seen."""
+    seen: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda signum, _: seen.append(signum))
+    yield seen
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_signal_is_noticed_until_the_coordinator_is_closed(
+    coordinator_of: Open, others: list[int]
+) -> None:
+    saves = coordinator_of()
+    saves.on_preemption(signal.SIGUSR1)
+    saves.on_preemption(signal.SIGUSR1, grace_s=5)
+    signal.raise_signal(signal.SIGUSR1)
+    assert saves.preempted
+    assert others == []
+    saves.close(timeout=0)
+    signal.raise_signal(signal.SIGUSR1)
+    assert others == [signal.SIGUSR1]
+
+
+def test_an_emergency_save_raises_nothing_where_the_root_cannot_be_used(
+    coordinator_of: Open, job: Job
+) -> None:
+    saves = coordinator_of()
+    (job.root / ".trinity_sync").rename(job.root / "moved")
+    (job.root / ".trinity_sync").write_text("in the way")
+    words = saves.emergency_save(4, {"model": {"w": torch.ones(3)}}, deadline_s=5)
+    assert (words.submitted, words.committed) == ((), ())
+    assert "model: not submitted" in words.undone[0]
+
+
+def test_an_emergency_save_raises_nothing_whatever_the_states_are(
+    coordinator_of: Open, job: Job
+) -> None:
+    saves = coordinator_of()
+    states = {"model": {"w": torch.ones(3)}, "extra_state": {"loader": (i for i in range(3))}}
+    words = saves.emergency_save(4, states, deadline_s=0)
+    assert words.undone[0].startswith("model: not submitted")
+    words = saves.emergency_save(5, {"extra_state": states["extra_state"]}, deadline_s=5)
+    assert words.submitted == ()
+    assert "extra_state: not submitted" in words.undone[0]
+    assert "loader cannot be pickled, TypeError" in words.undone[0]
+    words = saves.emergency_save(6, states, deadline_s=5)
+    assert words.submitted == ("model",)
+    assert any("loader cannot be pickled" in sentence for sentence in words.undone)
+    job.commit(6, "model", kind="state_dict")
+    words = saves.emergency_save("seven", states, deadline_s=1)  # type: ignore[arg-type]
+    assert "step 'seven' is not a whole number" in words.undone[0]
+
+
+def test_an_emergency_save_tells_of_an_earlier_save_that_failed(coordinator_of: Open) -> None:
+    saves = coordinator_of()
+    odd = {"w": torch.ones(BIG), "f": lambda: 0}
+    saves.save(3, {"model": {"w": torch.ones(3)}})
+    saves.save(4, {"model": odd}, overlap=True)
+    words = saves.emergency_save(5, {"model": {"w": torch.ones(3)}}, deadline_s=0.5)
+    assert words.submitted == ("model",)
+    assert any(sentence.startswith("step 4, role actor") for sentence in words.undone)
+
+
+def test_an_emergency_save_is_made_where_the_first_save_was_torn(coordinator_of: Open) -> None:
+    saves = coordinator_of()
+    weight = torch.ones(BIG)
+    torn = [torch.ones(16 << 20), weight]
+    saves.save(4, {"model": torn}, overlap=True)
+    weight.add_(1)  # long before the other is copied
+    words = saves.emergency_save(5, {"model": torn}, deadline_s=5)
+    assert words.submitted == ("model",)
+
+
+def test_an_emergency_save_of_a_step_whose_save_failed_saves_it(
+    coordinator_of: Open, job: Job
+) -> None:
+    saves = coordinator_of(trigger=CommitsHere())
+    states = {"model": {"w": torch.ones(3)}, "optim": {"m": torch.zeros(3)}}
+    in_the_way = step_folder(job.root, 4)
+    in_the_way.write_text("so that nothing can be written")
+    saves.save(4, states)
+    with pytest.raises(SaveFailedError):
+        saves.wait_all(30)
+    words = saves.emergency_save(4, states, deadline_s=0)
+    assert words.committed == ()
+    assert any("not submitted" in sentence for sentence in words.undone)
+    in_the_way.unlink()
+    words = saves.emergency_save(4, states, deadline_s=30)
+    assert (words.undone, sorted(words.committed)) == ((), ["checkpoint", "state_dict"])
+    assert load_states(job.root, 4, "actor").keys() == states.keys()
+
+
+def test_what_interrupts_an_emergency_save_ends_it(coordinator_of: Open) -> None:
+    class Interrupts:
+        def __reduce__(self) -> Any:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        coordinator_of().emergency_save(4, {"model": Interrupts()}, deadline_s=5)
+
+
+def test_who_takes_the_signal_later_keeps_it(coordinator_of: Open, others: list[int]) -> None:
+    first, second = coordinator_of(), coordinator_of()
+    first.on_preemption(signal.SIGUSR1)
+    second.on_preemption(signal.SIGUSR1)
+    first.close(timeout=0)
+    signal.raise_signal(signal.SIGUSR1)
+    assert second.preempted
+    assert others == []
+
+
+def test_coordinators_that_are_closed_in_any_order_give_the_signal_back(
+    coordinator_of: Open, others: list[int]
+) -> None:
+    first, second = coordinator_of(), coordinator_of()
+    first.on_preemption(signal.SIGUSR1)
+    second.on_preemption(signal.SIGUSR1)
+    first.close(timeout=0)
+    second.close(timeout=0)
+    signal.raise_signal(signal.SIGUSR1)
+    assert others == [signal.SIGUSR1]
+
+
+class Interrupted(Exception):
+    """What a handler raises."""
+
+
+@pytest.fixture
+def raising() -> Iterator[Callable[..., None]]:
+    """A handler of SIGUSR1 that raises `Interrupted`."""
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    yield interrupt
+    signal.signal(signal.SIGUSR1, before)
+
+
+@contextmanager
+def signal_at(call: int) -> Iterator[Callable[[], bool]]:
+    """Send SIGUSR1 as a function is called for the ``call``-th time; yield whether it was sent."""
+    left = call
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal left
+        left -= event == "call"
+        if not left:
+            left = -1
+            signal.raise_signal(signal.SIGUSR1)
+
+    sys.setprofile(count)
+    try:
+        yield lambda: left < 0
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_wherever_a_handler_raises_a_save_is_submitted_completely_or_not_at_all(
+    coordinator_of: Open, job: Job, raising: Callable[..., None], overlap: bool
+) -> None:
+    saves = coordinator_of()
+    saves.prewarm({"model": 5000, "optim": 5000})
+    step, call, sent, submitted = 0, 0, True, 0
+    while sent:
+        step, call = step + 1, call + 1
+        states = {name: {"w": torch.full((1000,), float(step))} for name in ("model", "optim")}
+        try:
+            with signal_at(call) as was_sent:
+                saves.save(step, states, overlap=overlap)
+                saves.wait_staged()
+        except Interrupted:
+            pass
+        sent = was_sent()
+        assert signal.getsignal(signal.SIGUSR1) is raising
+        saves.wait_staged()
+        sealed = job.spool.read_step(1, step)[0]
+        assert sorted(each.ticket.component for each in sealed) in ([], ["model", "optim"])
+        followed = [save.request.step for save in saves._watcher._pending.values()]
+        assert followed.count(step) == bool(sealed)
+        for each in sealed:  # as after a commit
+            ticket_path(each.slot).unlink()
+        submitted += bool(sealed)
+    assert 0 < submitted < step
+    assert len([*job.spool.folder.glob("*.slot")]) == 4  # none was lost
+    saves.save(step + 1, states)
+    committer = threading.Thread(target=job.commit, args=(step + 1, *states), daemon=True)
+    committer.start()
+    committer.join(60)
+    assert not committer.is_alive()  # no lock of the main thread was left held
+
+
+def test_wherever_a_handler_raises_in_a_wait_saves_are_followed(
+    coordinator_of: Open, raising: Callable[..., None]
+) -> None:
+    saves = coordinator_of(trigger=CommitsHere())
+    call, sent = 0, True
+    while sent:
+        call += 1
+        with suppress(Interrupted, SaveTimeoutError), signal_at(call) as was_sent:
+            saves.wait_all(0)
+        sent = was_sent()
+    saves.save(4, {"model": {"w": torch.ones(3)}})
+    saves.wait_all(60)
+
+
+def test_a_handler_that_raises_ends_the_wait_for_a_slot(
+    coordinator_of: Open, job: Job, raising: Callable[..., None]
+) -> None:
+    saves = coordinator_of()
+    for step in (1, 2):
+        saves.save(step, {"model": {"w": torch.ones(3)}})
+    before = signal.signal(signal.SIGALRM, raising)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(Interrupted):
+            saves.save(3, {"optim": {"w": torch.ones(3)}, "model": {"w": torch.ones(3)}})
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    job.commit(1)
+    saves.save(3, {"optim": {"w": torch.ones(3)}, "model": {"w": torch.ones(3)}})
+    job.commit(3, "model", "optim")
+
+
+def test_a_handler_that_raises_ends_no_emergency_save(
+    coordinator_of: Open, job: Job, raising: Callable[..., None]
+) -> None:
+    class Signals:
+        def __reduce__(self) -> Any:
+            signal.raise_signal(signal.SIGUSR1)
+            return list, ()
+
+    states = {"model": {"w": torch.ones(3)}, "optim": {"odd": Signals()}}
+    done = coordinator_of().emergency_save(4, states, deadline_s=0.5)
+    assert done.submitted == ("model", "optim")
+    sealed = job.spool.read_step(1, 4)[0]
+    assert {each.ticket.component for each in sealed} == {"model", "optim"}

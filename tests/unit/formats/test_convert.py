@@ -1,0 +1,299 @@
+"""Steps to and from checkpoints of PyTorch's Distributed Checkpoint, by one process."""
+
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from typer.testing import CliRunner
+
+from tests.support.job import Job
+from trinity_sync.cli.commands import app
+from trinity_sync.errors import CommitError, ConfigError, SaveError
+from trinity_sync.formats.dcp import from_dcp, to_dcp
+from trinity_sync.formats.saved_component import SavedComponent
+from trinity_sync.layout import shard_file, step_folder
+from trinity_sync.storage.discovery import find_newest, require_committed
+from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.leases import list_leases
+
+STEP = 40
+
+
+class Trained:
+    """A small model and its optimizer after two steps."""
+
+    def __init__(self, seed: int = 0, steps: int = 2) -> None:
+        torch.manual_seed(seed)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1)
+        )
+        self.optim = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        for _ in range(steps):
+            self.model(torch.randn(4, 3)).sum().backward()
+            self.optim.step()
+
+    @property
+    def states(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optim": self.optim.state_dict()}
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    return bool(left == right)
+
+
+@pytest.fixture
+def trained() -> Trained:
+    return Trained()
+
+
+@pytest.fixture
+def checkpoint(trained: Trained, tmp_path: Path) -> Path:
+    """What somebody else saved."""
+    dcp.save(trained.states, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    return tmp_path / "theirs"
+
+
+def commit(job: Job, states: dict[str, Any], step: int = STEP) -> Path:
+    job.stage(step, states)
+    job.commit(step, *states)
+    return step_folder(job.root, step)
+
+
+def test_a_step_is_loaded_by_plain_dcp(job: Job, trained: Trained, tmp_path: Path) -> None:
+    commit(job, trained.states)
+    done = to_dcp(job.root, STEP, tmp_path / "out")
+    fresh = Trained(seed=1, steps=1)
+    states = fresh.states
+    dcp.load(states, checkpoint_id=tmp_path / "out", no_dist=True)
+    fresh.model.load_state_dict(states["model"])
+    fresh.optim.load_state_dict(states["optim"])
+    assert same(fresh.states, trained.states)
+    assert done.components == ("model", "optim")
+    assert list_leases(job.root) == []
+
+
+def test_pytorchs_own_tool_makes_one_file_of_it(job: Job, trained: Trained, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    commit(job, trained.states)
+    to_dcp(job.root, STEP, tmp_path / "out")
+    dcp_to_torch_save(tmp_path / "out", tmp_path / "one.pt")
+    found = torch.load(tmp_path / "one.pt")
+    assert same(found["model"], dict(trained.model.state_dict()))
+
+
+@pytest.mark.parametrize("world_size", [2, 7])
+def test_there_and_back_is_the_same_bit_for_bit(
+    job: Job, trained: Trained, tmp_path: Path, world_size: int
+) -> None:
+    states = trained.states
+    states["model"]["nan"] = torch.tensor([float("nan"), -0.0])
+    states["model"]["none"] = torch.empty(0, 3)
+    states["model"]["half"] = torch.randn(3, 2).bfloat16().t()
+    commit(job, states)
+    to_dcp(job.root, STEP, tmp_path / "out")
+    other = tmp_path / "other"
+    from_dcp(tmp_path / "out", other, STEP, world_size=world_size, whole=["*running*", "*num*"])
+    assert require_committed(other, STEP) == find_newest(other)
+    assert read_latest_pointer(other, "checkpoint") == STEP
+    to_dcp(other, STEP, tmp_path / "again")
+    first, second = ({"model": dict(states["model"]), "optim": states["optim"]} for _ in "12")
+    first, second = (torch.utils._pytree.tree_map(_emptied, each) for each in (first, second))
+    dcp.load(first, checkpoint_id=tmp_path / "out", no_dist=True)
+    dcp.load(second, checkpoint_id=tmp_path / "again", no_dist=True)
+    assert differing_bits(first, states) == differing_bits(second, states) == []
+
+
+def _emptied(value: Any) -> Any:
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else value
+
+
+def differing_bits(left: Any, right: Any, path: str = "") -> list[str]:
+    if isinstance(left, dict):
+        if left.keys() != right.keys():
+            return [path]
+        return [d for key in left for d in differing_bits(left[key], right[key], f"{path}.{key}")]
+    if isinstance(left, torch.Tensor):
+        bits = [t.contiguous().reshape(-1).view(torch.uint8) for t in (left, right)]
+        return [] if left.dtype == right.dtype and torch.equal(*bits) else [path]
+    return [] if same(left, right) else [path]
+
+
+def test_shards_are_those_that_fully_shard_makes(checkpoint: Path, tmp_path: Path) -> None:
+    manifest = from_dcp(
+        checkpoint, tmp_path / "job", 1, world_size=2, whole=["1.*"], device_type="cpu"
+    )
+    assert {record.component for record in manifest.files} == {"model", "optim"}
+    folder = step_folder(tmp_path / "job", 1) / "actor"
+    first, second = (torch.load(folder / shard_file("model", 2, rank)) for rank in range(2))
+    assert [part["0.weight"].to_local().shape[0] for part in (first, second)] == [3, 2]
+    assert [part["2.weight"].to_local().shape[0] for part in (first, second)] == [1, 0]
+    assert torch.equal(first["1.running_mean"], second["1.running_mean"])
+    assert SavedComponent(folder, "optim", 2).sharded
+
+
+def test_an_optimizer_by_names_gets_its_numbers(trained: Trained, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model, optim = get_state_dict(trained.model, trained.optim)
+    dcp.save({"m": model, "o": optim}, checkpoint_id=tmp_path / "named", no_dist=True)
+    from_dcp(tmp_path / "named", tmp_path / "job", 1, world_size=1, model="m", optim="o")
+    to_dcp(tmp_path / "job", 1, tmp_path / "out")
+    found = {"optim": trained.optim.state_dict()}
+    emptied = torch.utils._pytree.tree_map(_emptied, found)
+    dcp.load(emptied, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert same(emptied["optim"]["state"], found["optim"]["state"])
+
+
+def test_tensors_at_the_top_are_a_model(trained: Trained, tmp_path: Path) -> None:
+    dcp.save(trained.model.state_dict(), checkpoint_id=tmp_path / "flat", no_dist=True)
+    manifest = from_dcp(tmp_path / "flat", tmp_path / "job", 1, world_size=1, model="")
+    assert [record.component for record in manifest.files] == ["model"]
+
+
+def test_small_files_join_the_step(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "small" / "huggingface").mkdir(parents=True)
+    (tmp_path / "small" / "huggingface" / "config.json").write_text("{}")
+    manifest = from_dcp(checkpoint, tmp_path / "job", 1, world_size=1, metadata=tmp_path / "small")
+    assert manifest.find_file("actor/huggingface/config.json") is not None
+    assert (step_folder(tmp_path / "job", 1) / "actor/huggingface/config.json").read_text() == "{}"
+
+
+def test_a_step_that_exists_is_left_as_it_is(job: Job, trained: Trained, checkpoint: Path) -> None:
+    before = commit(job, trained.states) / "manifest.json"
+    text = before.read_text()
+    with pytest.raises(CommitError, match="exists already"):
+        from_dcp(checkpoint, job.root, STEP, world_size=2)
+    assert before.read_text() == text
+
+
+def test_a_step_joins_a_job_and_moves_its_pointer_only_forward(
+    job: Job, trained: Trained, checkpoint: Path
+) -> None:
+    commit(job, trained.states)
+    from_dcp(checkpoint, job.root, STEP - 1, world_size=1)
+    assert read_latest_pointer(job.root, "checkpoint") == STEP
+    from_dcp(checkpoint, job.root, STEP + 1, world_size=1)
+    assert read_latest_pointer(job.root, "checkpoint") == STEP + 1
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no DCP checkpoint: it has no \.metadata"):
+        from_dcp(tmp_path, tmp_path / "job", 1, world_size=1)
+    (tmp_path / ".metadata").write_bytes(b"torn")
+    with pytest.raises(ConfigError, match="not the index of a DCP checkpoint"):
+        from_dcp(tmp_path, tmp_path / "job", 1, world_size=1)
+    assert not (tmp_path / "job").exists()
+
+
+class Runs:
+    """A pickle that makes a file where it is trusted."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_an_index_that_would_run_code_does_not(checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "ran")))
+    with pytest.raises(ConfigError, match="was not trusted"):
+        from_dcp(checkpoint, tmp_path / "job", 1, world_size=1)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_value_that_would_run_code_does_not(trained: Trained, tmp_path: Path) -> None:
+    states = trained.states
+    states["model"]["trap"] = Runs(tmp_path / "ran")
+    dcp.save(states, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    with pytest.raises(ConfigError, match=r"model\.trap of the checkpoint is more than tensors"):
+        from_dcp(tmp_path / "theirs", tmp_path / "job", 1, world_size=1)
+    assert not (tmp_path / "ran").exists()
+    assert not step_folder(tmp_path / "job", 1).exists()
+
+
+def test_an_index_that_leads_out_of_its_folder_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    index = pickle.loads((checkpoint / ".metadata").read_bytes())
+    for stored in index.storage_data.values():
+        stored.relative_path = "../elsewhere.distcp"
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(ConfigError, match="outside of its folder"):
+        from_dcp(checkpoint, tmp_path / "job", 1, world_size=1)
+
+
+def test_a_checkpoint_that_lost_a_file_commits_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / "__0_0.distcp").unlink()
+    with pytest.raises(CommitError, match="corrupted or incomplete"):
+        from_dcp(checkpoint, tmp_path / "job", 1, world_size=1)
+    assert not step_folder(tmp_path / "job", 1).exists()
+
+
+def test_a_corrupted_step_is_not_converted(job: Job, trained: Trained, tmp_path: Path) -> None:
+    shard = commit(job, trained.states) / "actor" / shard_file("model", 1, 0)
+    content = bytearray(shard.read_bytes())
+    content[-5000] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CommitError, match="its digest is"):
+        to_dcp(job.root, STEP, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpts"]
+
+
+def test_a_folder_that_is_not_empty_is_unchanged(
+    job: Job, trained: Trained, tmp_path: Path
+) -> None:
+    commit(job, trained.states)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    with pytest.raises(ConfigError, match="not empty"):
+        to_dcp(job.root, STEP, tmp_path / "out")
+    with pytest.raises(ConfigError, match="part of the job"):
+        to_dcp(job.root, STEP, job.root / "out")
+
+
+def test_ranks_that_hold_unlike_plain_tensors_are_refused(job: Job, tmp_path: Path) -> None:
+    job.world_size = 2
+    for rank in range(2):
+        job.stage(STEP, {"model": {"w": torch.full((4,), float(rank))}}, rank=rank)
+    job.commit(STEP, "model")
+    with pytest.raises(CommitError, match=r"w in .* differs between rank 0 and rank 1"):
+        to_dcp(job.root, STEP, tmp_path / "out")
+
+
+def test_a_full_disk_is_a_sentence_and_leaves_nothing(
+    job: Job, tmp_path: Path, small_disk: Path
+) -> None:
+    big = {"model": {"w": torch.zeros(2_000_000)}}
+    commit(job, big)
+    with pytest.raises(SaveError, match="No space left on device"):
+        to_dcp(job.root, STEP, small_disk / "out")
+    assert list(small_disk.iterdir()) == []
+    to_dcp(job.root, STEP, tmp_path / "out")
+    with pytest.raises(SaveError, match="No space left on device"):
+        from_dcp(tmp_path / "out", small_disk / "job", 1, world_size=1)
+    assert not step_folder(small_disk / "job", 1).exists()
+
+
+def test_the_commands_report_results_and_errors(job: Job, trained: Trained, tmp_path: Path) -> None:
+    commit(job, trained.states)
+    run = CliRunner().invoke
+    done = run(app, ["export", "dcp", str(job.root), str(STEP), str(tmp_path / "out")])
+    assert (done.exit_code, "model and optim of step 40" in done.stdout) == (0, True)
+    back = ["import", "dcp", str(tmp_path / "job"), "7", str(tmp_path / "out"), "--world-size", "2"]
+    assert run(app, back).exit_code == 0
+    again = run(app, back)
+    assert again.exit_code == 1
+    assert "exists already" in again.stderr
+    shutil.rmtree(tmp_path / "out")
+    assert run(app, [*back[:3], "8", *back[4:]]).exit_code == 2
+    assert run(app, back[:-2]).exit_code == 2

@@ -1,0 +1,498 @@
+"""Shards of a committed step, written as a Hugging Face model."""
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
+
+from tests.support.job import Job
+from tests.support.meanwhile import when_opened
+from trinity_sync.errors import CommitError, ConfigError, ExportError
+from trinity_sync.formats import safetensors
+from trinity_sync.formats.hf_export import export_step, run_export_request
+from trinity_sync.formats.hf_naming import Naming
+from trinity_sync.formats.safetensors import save_tensors
+from trinity_sync.formats.shard_reader import ShardedModel
+from trinity_sync.layout import step_folder
+from trinity_sync.storage.discovery import require_committed
+from trinity_sync.storage.export_requests import (
+    ExportRequest,
+    fail_export_request,
+    is_exported,
+    list_export_requests,
+    list_steps_awaiting_export,
+    write_export_request,
+)
+from trinity_sync.storage.runs import open_run
+from trinity_sync.storage.verify import check_files, choose_files, judge_steps
+from trinity_sync.tensors.safe_load import TRUSTED
+
+State = dict[str, torch.Tensor]
+
+
+def tiny(*, tied: bool = False, layers: int = 2) -> Any:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=17,  # no multiple of any number of ranks
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=tied,
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def shards(state: State, mesh_shape: tuple[int, ...]) -> list[State]:
+    """What each rank of an FSDP mesh holds; torch's own process group that talks to nobody."""
+    names = ("fsdp",) if len(mesh_shape) == 1 else ("ddp", "fsdp")
+    found: list[State] = []
+    for rank in range(torch.Size(mesh_shape).numel()):
+        world = torch.Size(mesh_shape).numel()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+        try:
+            mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+            placements = [Replicate()] * (len(mesh_shape) - 1) + [Shard(0)]
+            mine = mesh.get_local_rank("fsdp")
+            found.append({})
+            for name, value in state.items():
+                parts = list(value.chunk(mesh_shape[-1]))
+                local = parts[mine] if mine < len(parts) else value[:0]
+                found[-1][name] = DTensor.from_local(
+                    local.clone(),
+                    mesh,
+                    placements,
+                    run_check=False,
+                    shape=value.shape,
+                    stride=value.stride(),
+                )
+        finally:
+            dist.destroy_process_group()
+    return found
+
+
+Commit = Callable[..., None]
+
+
+@pytest.fixture
+def commit(job: Job, tmp_path: Path) -> Commit:
+    """Commits step 1 with the shards of a model, its config and a tokenizer's file."""
+
+    def save(ranks: list[State], config: Any, adapter: Any = None) -> None:
+        job.world_size = len(ranks)
+        metadata = tmp_path / "metadata"
+        shutil.rmtree(metadata, ignore_errors=True)
+        (metadata / "huggingface").mkdir(parents=True)
+        config.save_pretrained(metadata / "huggingface")
+        (metadata / "huggingface/tokenizer.json").write_text('{"a": 1}')
+        if adapter:
+            adapter.save_pretrained(metadata / "lora_adapter")
+        for rank, state in enumerate(ranks):
+            job.stage(1, {"model": state}, rank=rank, metadata=metadata if rank == 0 else None)
+        job.commit(1, "model", "metadata")
+
+    return save
+
+
+def weights(folder: Path) -> State:
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found.update(load_file(path))
+    return found
+
+
+def same(left: State, right: State) -> bool:
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name])
+        for name in left
+    )
+
+
+@pytest.mark.parametrize("mesh", [(1,), (3,), (2, 2), (2, 3)])
+def test_shards_of_every_mesh_make_the_model_again(
+    job: Job, commit: Commit, tmp_path: Path, mesh: tuple[int, ...]
+) -> None:
+    model = tiny()
+    commit(shards(model.state_dict(), mesh), model.config)
+    export_step(job.root, 1, to=tmp_path / "out")
+    assert same(weights(tmp_path / "out"), model.state_dict())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert same(loaded.state_dict(), model.state_dict())
+    assert (tmp_path / "out/tokenizer.json").read_text() == '{"a": 1}'
+
+
+def test_a_step_without_its_models_config_is_told_what_it_lacks(job: Job) -> None:
+    job.stage(1, {"model": tiny().state_dict()})
+    job.commit(1)
+    with pytest.raises(ExportError, match=r"no huggingface/config\.json in the step"):
+        export_step(job.root, 1)
+
+
+def test_an_export_into_the_step_joins_its_manifest(job: Job, commit: Commit) -> None:
+    model = tiny()
+    commit(shards(model.state_dict(), (2,)), model.config)
+    before = require_committed(job.root, 1)
+    done = export_step(job.root, 1)
+    assert done.folder == step_folder(job.root, 1) / "actor/huggingface"
+    assert same(weights(done.folder), model.state_dict())
+    manifest = require_committed(job.root, 1)
+    assert {file.path for file in manifest.files} == {
+        *(file.path for file in before.files),
+        "actor/huggingface/model.safetensors",
+    }
+    assert [
+        verdict.state for verdict in judge_steps(check_files(choose_files(job.root, step=1)))
+    ] == ["valid"]
+    file = done.folder / "model.safetensors"
+    written_at = file.stat().st_mtime_ns
+    assert export_step(job.root, 1) == done
+    assert file.stat().st_mtime_ns == written_at
+    several = export_step(job.root, 1, max_shard_bytes=4000)
+    assert len(several.files) > 2
+    assert not file.exists()
+    assert same(weights(done.folder), model.state_dict())
+    require_committed(job.root, 1)
+
+
+def test_files_stay_below_their_size_and_an_index_names_them(
+    job: Job, commit: Commit, tmp_path: Path
+) -> None:
+    model = tiny(layers=4)
+    commit(shards(model.state_dict(), (2,)), model.config)
+    export_step(job.root, 1, to=tmp_path / "out", max_shard_bytes=6000)
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == model.state_dict().keys()
+    for name, file in index["weight_map"].items():
+        assert name in load_file(tmp_path / "out" / file)
+    nbytes = sum(value.nbytes for value in model.state_dict().values())
+    assert index["metadata"]["total_size"] == nbytes
+    assert all(
+        sum(value.nbytes for value in load_file(path).values()) <= 6000
+        for path in (tmp_path / "out").glob("*.safetensors")
+    )
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert same(loaded.state_dict(), model.state_dict())
+
+
+def test_tied_weights_are_written_once_as_save_pretrained_does(
+    job: Job, commit: Commit, tmp_path: Path
+) -> None:
+    model = tiny(tied=True)
+    commit(shards(model.state_dict(), (2,)), model.config)
+    export_step(job.root, 1, to=tmp_path / "out")
+    model.save_pretrained(tmp_path / "theirs")
+    assert same(weights(tmp_path / "out"), weights(tmp_path / "theirs"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert same(loaded.state_dict(), model.state_dict())
+
+
+def test_experts_are_written_as_they_are_published(
+    job: Job, commit: Commit, tmp_path: Path
+) -> None:
+    """transformers fuses them while it loads a model, and trains them so."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=17,
+        hidden_size=16,
+        intermediate_size=24,
+        moe_intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_experts=3,
+        num_experts_per_tok=2,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    commit(shards(model.state_dict(), (2,)), config)
+    export_step(job.root, 1, to=tmp_path / "out", max_shard_bytes=5000)
+    model.save_pretrained(tmp_path / "theirs")
+    assert same(weights(tmp_path / "out"), weights(tmp_path / "theirs"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "torch_dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_weights_and_config_have_the_dtype_that_was_asked_for(
+    job: Job, commit: Commit, tmp_path: Path, dtype: str, torch_dtype: torch.dtype
+) -> None:
+    model = tiny()
+    commit(shards(model.state_dict(), (2,)), model.config)
+    export_step(job.root, 1, to=tmp_path / "out", dtype=dtype)
+    cast = {name: value.to(torch_dtype) for name, value in model.state_dict().items()}
+    assert same(weights(tmp_path / "out"), cast)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert loaded.dtype == torch_dtype
+
+
+def test_an_adapter_is_a_folder_that_peft_loads(job: Job, commit: Commit, tmp_path: Path) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    base = tiny()
+    expected = {name: value.clone() for name, value in base.state_dict().items()}
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])
+    model = get_peft_model(base, lora)
+    for name, value in model.state_dict().items():
+        if "lora_B" in name:
+            value.normal_()
+    commit(shards(model.state_dict(), (2,)), base.config)
+    with pytest.raises(ExportError, match=r"the step has no lora_adapter/adapter_config\.json"):
+        export_step(job.root, 1, to=tmp_path / "out")
+    commit(shards(model.state_dict(), (2,)), base.config, lora)
+    export_step(job.root, 1, to=tmp_path / "out")
+    assert same(weights(tmp_path / "out"), expected)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    again = PeftModel.from_pretrained(loaded, tmp_path / "out/lora_adapter")
+    assert again.peft_config["default"].lora_alpha == 8
+    assert same(dict(again.state_dict()), dict(model.state_dict()))
+
+
+def test_a_killed_export_resumes(job: Job, commit: Commit, tmp_path: Path) -> None:
+    model = tiny(layers=4)
+    commit(shards(model.state_dict(), (2,)), model.config)
+    saved: list[str] = []
+
+    def save_and_die(path: Path, tensors: State) -> None:
+        if len(saved) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        saved.append(path.name)
+        save_tensors(path, tensors)
+
+    if (child := os.fork()) == 0:
+        try:
+            safetensors.save_tensors = save_and_die
+            export_step(job.root, 1, to=tmp_path / "out", max_shard_bytes=6000)
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert not (tmp_path / "out").exists()
+    left = sorted((tmp_path / ".out.partial").glob("*.safetensors"))
+    assert len(left) == 2
+    left[1].write_bytes(b"torn")
+    kept = left[0].stat().st_ino
+    export_step(job.root, 1, to=tmp_path / "out", max_shard_bytes=6000)
+    assert (tmp_path / "out" / left[0].name).stat().st_ino == kept
+    assert same(weights(tmp_path / "out"), model.state_dict())
+    assert not (tmp_path / ".out.partial").exists()
+
+
+@pytest.fixture
+def freed_memory_goes_back() -> Iterator[None]:
+    """Freed tensors that malloc keeps would look like tensors that are held."""
+    mmap_threshold, usual_most = -3, 32 << 20
+    malloc = ctypes.CDLL(None)
+    malloc.mallopt(mmap_threshold, 1 << 20)
+    yield
+    malloc.mallopt(mmap_threshold, usual_most)
+
+
+def anonymous_memory() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+
+def test_memory_holds_one_file_of_the_result_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, freed_memory_goes_back: None
+) -> None:
+    torch.save({f"w{n}": torch.full((1 << 20,), float(n)) for n in range(50)}, tmp_path / "0.pt")
+    seen = []
+
+    def look(path: Path, tensors: State) -> None:
+        seen.append(anonymous_memory() - before)
+        save_tensors(path, tensors)
+
+    monkeypatch.setattr(safetensors, "save_tensors", look)
+    before = anonymous_memory()
+    model = ShardedModel([tmp_path / "0.pt"])
+    safetensors.write_model(
+        safetensors.open_progress(tmp_path / "out", {}),
+        model,
+        {name: name for name in model.names},
+        Naming(None, frozenset(), fuses=False, config=b""),
+        {name: model.read_meta(name) for name in model.names},
+        max_bytes=20 << 20,
+    )
+    assert len(seen) == 10
+    assert max(seen) < 40 << 20
+
+
+@pytest.mark.parametrize("broken_off", [False, True])
+def test_an_export_tells_of_the_bytes_that_it_compares_and_writes(
+    job: Job, commit: Commit, tmp_path: Path, broken_off: bool
+) -> None:
+    model = tiny()
+    commit(shards(model.state_dict(), (2,)), model.config)
+    if broken_off:
+        export_step(job.root, 1, to=tmp_path / "out", max_shard_bytes=4000)
+        (tmp_path / "out").rename(tmp_path / ".out.partial")
+    told: list[tuple[int, int]] = []
+    export_step(
+        job.root,
+        1,
+        to=tmp_path / "out",
+        max_shard_bytes=4000,
+        on_progress=lambda done, whole: told.append((done, whole)),
+    )
+    compared = sum(file.nbytes for file in require_committed(job.root, 1).files if file.is_shard)
+    written = sum(tensor.nbytes for tensor in weights(tmp_path / "out").values())
+    assert sum(done for done, _ in told) == told[-1][1] == compared + written
+
+
+def test_a_corrupted_shard_is_not_exported(job: Job, commit: Commit, tmp_path: Path) -> None:
+    model = tiny()
+    commit(shards(model.state_dict(), (2,)), model.config)
+    path = step_folder(job.root, 1) / "actor/model_world_size_2_rank_1.pt"
+    with path.open("r+b") as file:
+        file.seek(-3000, os.SEEK_END)
+        file.write(b"x")
+    with pytest.raises(CommitError, match="is corrupted"):
+        export_step(job.root, 1, to=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_step_that_is_replaced_meanwhile_is_not_exported(
+    job: Job, commit: Commit, tmp_path: Path
+) -> None:
+    model = tiny()
+    open_run(job.root, "first", 0)
+    ranks = shards(model.state_dict(), (2,))
+    commit(ranks, model.config)
+    open_run(job.root, "second", 0)
+    for rank, state in enumerate(ranks):
+        job.stage(1, {"model": {name: t * 0 for name, t in state.items()}}, rank=rank, run=2)
+    shard = step_folder(job.root, 1) / "actor/model_world_size_2_rank_1.pt"
+    with (
+        when_opened(shard, lambda: job.commit(1, run=2)),
+        pytest.raises(CommitError, match=r"step 1 .* run 2 has replaced it"),
+    ):
+        export_step(job.root, 1, to=tmp_path / "out", check=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_work_is_a_sentence_and_changes_nothing(
+    job: Job, commit: Commit, tmp_path: Path
+) -> None:
+    model = tiny()
+    commit(shards(model.state_dict(), (2,)), model.config)
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "mine.txt").write_text("mine")
+    step = step_folder(job.root, 1)
+    for arguments, error, sentence in [
+        ({"to": full}, ConfigError, "not empty and not an earlier export"),
+        ({"to": job.root}, ConfigError, "is or contains the job"),
+        ({"to": step / "actor"}, ConfigError, "is part of a step"),
+        ({"to": tmp_path / "x", "dtype": "int4"}, ConfigError, "is not keep, bf16"),
+        ({"dtype": "bf16"}, ConfigError, "another FOLDER"),
+        ({"to": tmp_path / "x", "role": "critic"}, CommitError, "no model of role critic"),
+        ({"to": tmp_path / "x", "role": "../x"}, ConfigError, "may hold letters"),
+    ]:
+        with pytest.raises(error, match=sentence):
+            export_step(job.root, 1, **arguments)  # type: ignore[arg-type]
+    with pytest.raises(CommitError, match="not committed"):
+        export_step(job.root, 7, to=tmp_path / "x")
+    assert (full / "mine.txt").read_text() == "mine"
+    assert not (tmp_path / "x").exists()
+    require_committed(job.root, 1)
+
+
+def test_an_export_request_keeps_its_step_until_it_ends(job: Job, commit: Commit) -> None:
+    model = tiny()
+    commit(shards(model.state_dict(), (2,)), model.config)
+    for role in ("actor", "critic"):
+        write_export_request(job.root, ExportRequest(1, 1, role))
+    run_export_request(job.root, ExportRequest(1, 1, "actor"))
+    assert list_steps_awaiting_export(job.root) == {1: ["critic"]}
+    with pytest.raises(CommitError, match="no model of role critic"):
+        run_export_request(job.root, ExportRequest(1, 1, "critic"))
+    assert list_steps_awaiting_export(job.root) == {}
+    assert [each.role for each in list_export_requests(job.root)] == ["critic"]  # for a retry
+
+
+def test_a_later_run_inherits_the_export_request_of_its_checkpoint(
+    job: Job, commit: Commit
+) -> None:
+    model = tiny()
+    ranks = shards(model.state_dict(), (2,))
+    commit(ranks, model.config)
+    write_export_request(job.root, ExportRequest(1, 1, "actor"))
+    open_run(job.root, "second", 1)
+    for rank, state in enumerate(ranks):
+        job.stage(1, {"model": state}, rank=rank, run=2, kind="state_dict")
+    job.commit(1, run=2, kind="state_dict")
+    # by the first run's flow, whose step it was
+    fail_export_request(job.root, ExportRequest(1, 1, "actor"))
+    assert list_export_requests(job.root) == [ExportRequest(2, 1, "actor")]
+    run_export_request(job.root, ExportRequest(2, 1, "actor"))
+    assert is_exported(require_committed(job.root, 1), "actor")
+
+
+def test_an_earlier_export_is_replaced_by_that_of_another_dtype(
+    job: Job, commit: Commit, tmp_path: Path
+) -> None:
+    model = tiny()
+    commit(shards(model.state_dict(), (2,)), model.config)
+    export_step(job.root, 1, to=tmp_path / "out")
+    export_step(job.root, 1, to=tmp_path / "out", dtype="bf16")
+    assert {value.dtype for value in weights(tmp_path / "out").values()} == {torch.bfloat16}
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_states_that_are_no_fsdp_model_are_refused(
+    job: Job, commit: Commit, tmp_path: Path
+) -> None:
+    model = tiny()
+    ranks = shards(model.state_dict(), (2,))
+    del ranks[1]["model.norm.weight"]
+    commit(ranks, model.config)
+    with pytest.raises(ExportError, match=r"model\.norm\.weight is missing"):
+        export_step(job.root, 1, to=tmp_path / "out")
+
+
+OWN_MODEL = """
+from pathlib import Path
+from transformers import Qwen2ForCausalLM
+Path({ran!r}).touch()
+class OwnForCausalLM(Qwen2ForCausalLM):
+    pass
+"""
+
+
+@pytest.mark.parametrize("theirs", ["", "modeling_own.py", "config.json"])
+def test_code_of_a_model_is_imported_if_no_other_user_may_have_written_it(
+    job: Job, commit: Commit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, theirs: str
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hf"))
+    monkeypatch.syspath_prepend(tmp_path / "hf")
+    model, ran = tiny(), tmp_path / "ran"
+    model.config.auto_map = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    commit(shards(model.state_dict(), (2,)), model.config)
+    folder = step_folder(job.root, 1) / "actor" / "huggingface"
+    (folder / "modeling_own.py").write_text(OWN_MODEL.format(ran=str(ran)))
+    with pytest.raises(ConfigError, match="has source files of its own"):
+        export_step(job.root, 1, to=tmp_path / "out")
+    assert not ran.exists()
+    if theirs:
+        (folder / theirs).chmod(0o666)
+        with pytest.raises(ConfigError, match=f"{theirs} is not this user's alone"):
+            export_step(job.root, 1, to=tmp_path / "out", trust_remote_code=True)
+        assert not ran.exists()
+        monkeypatch.setenv(TRUSTED, str(job.root))
+    export_step(job.root, 1, to=tmp_path / "out", trust_remote_code=True)
+    assert ran.exists()
+    assert same(weights(tmp_path / "out"), model.state_dict())

@@ -1,0 +1,640 @@
+"""Versions of the weights as folders, complete or as deltas, and whole whenever a process dies."""
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import count
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+import xxhash
+import zstandard
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
+
+from tests.support.dying import in_a_process
+from tests.support.job import Job
+from tests.support.powercut import Recording, after, cuts
+from tests.support.weights import VersionFile, upload
+from trinity_sync import FolderReader, WeightFolder, WeightReader
+from trinity_sync.errors import ConfigError, DeltaError, ExportError, WeightSyncError
+from trinity_sync.fs.locks import try_acquire_file_lock
+from trinity_sync.weights.folder import writer
+from trinity_sync.weights.folder.delta import apply_delta
+from trinity_sync.weights.folder.published import (
+    PublishedVersion,
+    iter_version_folders,
+    read_latest,
+)
+
+State = dict[str, torch.Tensor]
+Read = tuple[PublishedVersion, State]
+
+
+def tiny(*, tied: bool = False, seed: int = 0, vocabulary: int = 40) -> Any:
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=tied,
+        dtype="bfloat16",
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Folder of a model that an engine serves."""
+    folder = tmp_path / "model"
+    tiny().save_pretrained(folder)
+    (folder / "tokenizer.json").write_text('{"a": 1}')
+    (folder / "vocab.txt").write_text("a")
+    (folder / "training_args.bin").write_bytes(b"large")
+    return folder
+
+
+@dataclass
+class StateView:
+    """A version without a job."""
+
+    step: int
+    tensors: State
+    run: int = 1
+    identity: str = "one"
+
+    @property
+    def version(self) -> Any:
+        names = {"step": self.step, "run": self.run, "identity": self.identity}
+        return SimpleNamespace(root="ckpts", **names)
+
+    def list_named(self) -> list[tuple[tuple[str, ...], torch.Size, torch.dtype]]:
+        return [((name,), tensor.shape, tensor.dtype) for name, tensor in self.tensors.items()]
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+    def iter_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self.tensors.items():
+            yield name, tensor.clone()
+
+
+def weights(step: int) -> State:
+    """Weights of a step, of which few elements differ from those of another one."""
+    found = {name: tensor.clone() for name, tensor in tiny().state_dict().items()}
+    embedding = found["model.embed_tokens.weight"].view(-1)
+    embedding[step % 7 :: 7] += step
+    found["model.norm.weight"] += step
+    return found
+
+
+@cache
+def first() -> State:
+    return dict(tiny().state_dict())
+
+
+NORM = "model.norm.weight"
+
+
+def small(step: int) -> State:
+    """Weights of a step, of which one small tensor differs from those of another one."""
+    return {**first(), NORM: torch.full((16,), float(step), dtype=torch.bfloat16)}
+
+
+def same(one: State, other: State) -> bool:
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype
+        and torch.equal(
+            one[name].reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8)
+        )
+        for name in one
+    )
+
+
+def versions_in(out: Path) -> list[str]:
+    return sorted(path.name for path in out.iterdir() if path.is_dir())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_transformers_loads_what_a_reader_published(
+    job: Job, tmp_path: Path, model: Path, tied: bool
+) -> None:
+    trained = tiny(tied=tied, seed=1).float()  # the config says bfloat16
+    trained.config.save_pretrained(model)
+    versions = VersionFile(tmp_path / "version.json")
+    versions.tell(upload(job, 5, trained.state_dict(keep_vars=True)))
+    with WeightReader(versions, name="folder") as reader:
+        published = WeightFolder(tmp_path / "out", model).publish(reader)
+    assert (published.step, published.run, published.base) == (5, 1, None)
+    found = AutoModelForCausalLM.from_pretrained(published.folder, dtype="auto")
+    assert same(found.state_dict(), trained.state_dict())
+    assert json.loads((published.folder / "config.json").read_text())["dtype"] == "float32"
+    assert {path.name for path in published.folder.iterdir()} == COMPLETE
+
+
+def test_an_engine_of_another_user_may_read_a_version(tmp_path: Path, model: Path) -> None:
+    folder = WeightFolder(tmp_path / "out", model, deltas=1)
+    for step in (1, 2):
+        published = folder.publish(StateView(step, weights(step)))
+        assert {path.stat().st_mode & 0o444 for path in published.folder.iterdir()} == {0o444}
+
+
+def test_a_large_model_is_sharded_as_transformers_does(tmp_path: Path, model: Path) -> None:
+    folder = WeightFolder(tmp_path / "out", model, max_shard_bytes=4000)
+    published = folder.publish(StateView(1, weights(1)))
+    index = json.loads((published.folder / "model.safetensors.index.json").read_text())
+    files = sorted({*index["weight_map"].values()})
+    assert files == [
+        f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)
+    ]
+    assert files == sorted(path.name for path in published.folder.glob("*.safetensors"))
+    found = AutoModelForCausalLM.from_pretrained(published.folder)
+    assert same(found.state_dict(), weights(1))
+    assert same(FolderReader(tmp_path / "out").load(), weights(1))
+
+
+def test_fused_experts_are_split_as_engines_read_them(tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=17,
+        hidden_size=16,
+        intermediate_size=24,
+        moe_intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_experts=4,
+        num_experts_per_tok=2,
+        head_dim=8,
+    )
+    trained = AutoModelForCausalLM.from_config(config)
+    trained.save_pretrained(tmp_path / "model")
+    published = WeightFolder(tmp_path / "out", tmp_path / "model").publish(
+        StateView(1, trained.state_dict())
+    )
+    expected = load_file(tmp_path / "model/model.safetensors")
+    assert same(load_file(published.folder / "model.safetensors"), expected)
+    copied = WeightFolder(tmp_path / "copy", tmp_path / "model").publish(
+        FolderReader(tmp_path / "out")
+    )
+    assert same(load_file(copied.folder / "model.safetensors"), expected)
+
+
+def test_each_version_has_its_own_folder_and_the_last_two_stay(tmp_path: Path, model: Path) -> None:
+    folder = WeightFolder(tmp_path / "out", model)
+    for step in (10, 20, 30):
+        published = folder.publish(StateView(step, weights(step)))
+        assert published == folder.latest() == read_latest(tmp_path / "out")
+    assert versions_in(tmp_path / "out") == ["weight_v000002", "weight_v000003"]
+    again = WeightFolder(tmp_path / "out", model).publish(StateView(30, weights(30)))
+    assert again == published
+    resumed = folder.publish(StateView(20, weights(99), run=2))
+    assert resumed.folder.name == "weight_v000004"
+    assert same(load_file(resumed.folder / "model.safetensors"), weights(99))
+
+
+@pytest.mark.parametrize("deltas", [0, 9])
+def test_weights_that_engines_would_not_load_are_not_published(
+    tmp_path: Path, model: Path, deltas: int
+) -> None:
+    folder = WeightFolder(tmp_path / "out", model, deltas=deltas)
+    for step in (2, 3):
+        published = folder.publish(StateView(step, small(step)))
+    with pytest.raises(ConfigError, match=r"step 3 of run 1 .* its weights differ from .* step 3"):
+        folder.publish(StateView(3, small(4)))
+    with pytest.raises(ConfigError, match=r"step 2 of run 1 .* it comes before step 3"):
+        folder.publish(StateView(2, small(2)))
+    assert folder.publish(StateView(3, small(3))) == folder.latest() == published
+
+
+def test_a_training_that_begins_again_in_the_root_is_published_from_its_first_step(
+    tmp_path: Path, model: Path
+) -> None:
+    folder, follower = WeightFolder(tmp_path / "out", model), FolderReader(tmp_path / "out")
+    folder.publish(StateView(30, weights(30)))
+    follower.load()
+    published = folder.publish(StateView(30, weights(1), identity="other"))
+    assert published.folder.name == "weight_v000002"
+    assert asyncio.run(follower.wait_newer(timeout_s=5)) == published
+    assert same(follower.load(), weights(1))
+    assert folder.publish(StateView(1, weights(2), identity="third")).step == 1
+
+
+@pytest.mark.parametrize("deltas", [0, 2])
+def test_a_reader_on_another_host_gets_every_version_bit_equal(
+    tmp_path: Path, model: Path, deltas: int
+) -> None:
+    folder = WeightFolder(tmp_path / "out", model, deltas=deltas)
+    follower = FolderReader(tmp_path / "out")
+    local = WeightFolder(tmp_path / "local", model)
+    bases = []
+    for step in range(1, 8):
+        published = folder.publish(StateView(step, weights(step)))
+        bases.append(published.base)
+        assert asyncio.run(follower.wait_newer(timeout_s=5)) == published
+        copied = local.publish(follower)
+        assert (copied.step, copied.checksum) == (step, published.checksum)
+        assert same(load_file(copied.folder / "model.safetensors"), weights(step))
+        assert same(FolderReader(tmp_path / "out").load(), weights(step))
+        assert asyncio.run(follower.wait_newer(timeout_s=0)) is None
+    assert bases == ([None] * 7 if not deltas else [None, 1, 2, None, 4, 5, None])
+    assert versions_in(tmp_path / "out") == (
+        [f"weight_v00000{n}" for n in ((6, 7) if not deltas else (4, 5, 6, 7))]
+    )
+
+
+def test_a_delta_is_a_small_part_of_the_model(tmp_path: Path) -> None:
+    trained = tiny(vocabulary=50_000)
+    trained.save_pretrained(tmp_path / "model")
+    folder = WeightFolder(tmp_path / "out", tmp_path / "model", deltas=1)
+    large = dict(trained.state_dict())
+    sizes = []
+    for step in (1, 2):
+        large["model.embed_tokens.weight"].view(-1).view(torch.int16)[step::1000] ^= 1
+        published = folder.publish(StateView(step, large))
+        sizes.append(sum(path.stat().st_size for path in published.folder.glob("*.safetensors")))
+    assert sizes[1] < sizes[0] / 100
+    assert same(FolderReader(tmp_path / "out").load(), large)
+
+
+def test_tensors_of_another_dtype_than_before_are_published_complete(
+    tmp_path: Path, model: Path
+) -> None:
+    folder = WeightFolder(tmp_path / "out", model, deltas=9)
+    reader = FolderReader(tmp_path / "out")
+    for step, dtype in enumerate([torch.bfloat16, torch.float16, torch.float32], 1):
+        state = {name: tensor.to(dtype) for name, tensor in small(step).items()}
+        assert folder.publish(StateView(step, state)).base is None
+        assert same(reader.load(), state)
+
+
+def test_a_restarted_publisher_goes_on_with_a_complete_version(tmp_path: Path, model: Path) -> None:
+    for step in (1, 2):
+        published = WeightFolder(tmp_path / "out", model, deltas=9).publish(
+            StateView(step, small(step))
+        )
+        assert (published.version, published.base) == (step, None)
+
+
+@pytest.fixture
+def chain(tmp_path: Path, model: Path) -> Path:
+    """A complete version and three deltas."""
+    folder = WeightFolder(tmp_path / "out", model, deltas=9)
+    for step in range(1, 5):
+        folder.publish(StateView(step, small(step)))
+    return tmp_path / "out"
+
+
+def flip_a_byte(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def test_an_altered_or_missing_delta_is_refused_by_name(chain: Path) -> None:
+    delta = next((chain / "weight_v000003").glob("*.safetensors"))
+    intact = delta.read_bytes()
+    refused = 0
+    for at in range(len(intact)):
+        flip_a_byte(delta, at)
+        try:
+            found = FolderReader(chain).load()
+        except WeightSyncError as error:
+            refused += "weight_v000003" in str(error) or "weight_v000004" in str(error)
+        else:
+            assert same(found, small(4))  # e.g. a flag that zstd ignores
+        delta.write_bytes(intact)
+    assert refused > len(intact) * 0.9
+    delta.write_bytes(intact[:-1])
+    with pytest.raises(DeltaError, match=r"weight_v000003.*torn"):
+        FolderReader(chain).load()
+    delta.write_bytes(intact)
+    shutil.rmtree(chain / "weight_v000003")
+    with pytest.raises(DeltaError, match="version 3 is missing"):
+        FolderReader(chain).load()
+
+
+def test_an_altered_complete_version_is_refused_by_name(chain: Path) -> None:
+    complete = chain / "weight_v000001/model.safetensors"
+    flip_a_byte(complete, -1)
+    with pytest.raises(WeightSyncError, match=r"weight_v000002.*checksum differs"):
+        FolderReader(chain).load()
+    shutil.copytree(chain / "weight_v000001", chain.parent / "one/weight_v000001")
+    shutil.copy(chain / "weight_v000001/version.json", chain.parent / "one/latest.json")
+    with pytest.raises(WeightSyncError, match="weight_v000001 is corrupted"):
+        FolderReader(chain.parent / "one").load()
+
+
+def test_deltas_in_a_wrong_order_are_refused(chain: Path) -> None:
+    base = load_file(chain / "weight_v000001/model.safetensors")
+    second = apply_delta(base, chain / "weight_v000002", 1)
+    assert same(second, small(2))
+    assert same(base, small(1))
+    with pytest.raises(DeltaError, match=r"weight_v000003 builds on version 2.* version 1"):
+        apply_delta(base, chain / "weight_v000003", 1)
+    with pytest.raises(DeltaError, match=r"weight_v000002 builds on version 1.* version 2"):
+        apply_delta(second, chain / "weight_v000002", 2)
+    with pytest.raises(DeltaError, match="is a complete model"):
+        apply_delta(second, chain / "weight_v000001", 2)
+    with pytest.raises(DeltaError, match="weight_v000009 is missing"):
+        apply_delta(second, chain / "weight_v000009", 2)
+    with pytest.raises(DeltaError, match="checksum differs"):
+        apply_delta(small(7), chain / "weight_v000002", 1)
+
+
+def test_a_delta_of_slime_is_applied(tmp_path: Path) -> None:
+    """As slime's trainer writes it, with its other encoding, in its order of bytes."""
+    old = {"w": torch.zeros(300), "b": torch.arange(5)}
+    new = {"w": torch.ones(300), "b": old["b"]}
+    before, now = (state["w"].view(torch.uint8).numpy() for state in (old, new))
+    positions = np.flatnonzero(before != now).astype("<u4")
+    content = np.array([positions.size], "<u4").tobytes() + positions.tobytes()
+    content += now[before != now].tobytes()
+    compressed = np.frombuffer(zstandard.ZstdCompressor(level=1).compress(content), np.uint8)
+    safetensors.numpy.save_file(
+        {"w": compressed},
+        tmp_path / "model-00000-of-00001.safetensors",
+        metadata={"w": xxhash.xxh3_128_hexdigest(now.tobytes())},
+    )
+    metadata = {
+        "version": "000002",
+        "base_version": "000001",
+        "delta_encoding": "overwrite",
+        "compression_format": "zstd",
+        "checksum_format": "xxh3-128",
+    }
+    index = {"metadata": metadata, "weight_map": {"w": "model-00000-of-00001.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert same(apply_delta(old, tmp_path, 1), {**new, "b": old["b"]})
+    metadata["compression_format"] = "lz4"
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(DeltaError, match="not supported here"):
+        apply_delta(old, tmp_path, 1)
+
+
+def test_a_version_that_is_removed_while_it_is_read_is_replaced_by_a_newer_one(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = WeightFolder(tmp_path / "out", model, keep=1)
+    folder.publish(StateView(1, small(1)))
+    steps = count(2)
+
+    reader = FolderReader(tmp_path / "out")
+    reading = reader._read
+
+    def read(latest: PublishedVersion) -> None:
+        if (step := next(steps)) < 5:
+            folder.publish(StateView(step, small(step)))
+        reading(latest)
+
+    monkeypatch.setattr(reader, "_read", read)
+    assert same(reader.load(), small(4))
+
+
+def test_weights_that_were_read_do_not_change_with_their_files(tmp_path: Path, model: Path) -> None:
+    published = WeightFolder(tmp_path / "out", model).publish(StateView(1, small(1)))
+    found = FolderReader(tmp_path / "out").load()
+    flip_a_byte(published.folder / "model.safetensors", -1)
+    assert same(found, small(1))
+
+
+def test_a_missing_base_is_followed_by_a_complete_version(tmp_path: Path, model: Path) -> None:
+    folder = WeightFolder(tmp_path / "out", model, deltas=9)
+    for step in (1, 2, 3):
+        folder.publish(StateView(step, small(step)))
+    shutil.rmtree(tmp_path / "out/weight_v000001")
+    assert [folder.publish(StateView(step, small(step))).base for step in (4, 5)] == [None, 4]
+    assert versions_in(tmp_path / "out") == ["weight_v000004", "weight_v000005"]
+    assert same(FolderReader(tmp_path / "out").load(), small(5))
+
+
+def test_old_versions_are_removed_before_those_that_they_build_on(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = WeightFolder(tmp_path / "out", model, deltas=2, keep=1)
+    for step in (1, 2, 3):
+        folder.publish(StateView(step, small(step)))
+    remove, left = folder._remove, count(1)
+
+    def remove_one(path: Path) -> None:
+        if next(left) > 1:
+            raise InterruptedError
+        remove(path)
+
+    monkeypatch.setattr(folder, "_remove", remove_one)
+    with pytest.raises(InterruptedError):
+        folder.publish(StateView(4, small(4)))
+    assert versions_in(tmp_path / "out") == [f"weight_v00000{n}" for n in (1, 2, 4)]
+    larger = WeightFolder(tmp_path / "out", model, deltas=2, keep=9)
+    larger.publish(StateView(5, small(5)))
+    assert versions_in(tmp_path / "out") == [f"weight_v00000{n}" for n in (1, 2, 4, 5)]
+
+
+def test_only_one_process_publishes_into_a_folder(tmp_path: Path, model: Path) -> None:
+    folder = WeightFolder(tmp_path / "out", model)
+    folder.publish(StateView(1, small(1)))
+    with try_acquire_file_lock(tmp_path / "out/.publisher.lock") as acquired:
+        assert acquired
+        with pytest.raises(WeightSyncError, match="another process publishes"):
+            folder.publish(StateView(2, small(2)))
+    assert folder.publish(StateView(2, small(2))).version == 2
+
+
+def test_versions_of_another_program_are_not_removed(tmp_path: Path, model: Path) -> None:
+    theirs = tmp_path / "out/weight_v000003"
+    theirs.mkdir(parents=True)
+    with pytest.raises(ConfigError, match="not published by trinity_sync"):
+        WeightFolder(tmp_path / "out", model).publish(StateView(1, small(1)))
+    assert theirs.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"model": "missing"}, "neither config.json nor adapter_config.json"),
+        ({"keep": 0}, "keep=0"),
+        ({"deltas": -1}, "deltas=-1"),
+        ({"model": "adapter", "deltas": 1}, "published whole"),
+    ],
+)
+def test_invalid_arguments_are_refused(
+    tmp_path: Path, model: Path, arguments: dict[str, Any], said: str
+) -> None:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text("{}")
+    arguments = {**arguments, "model": tmp_path / arguments.get("model", "model")}
+    with pytest.raises(ConfigError, match=said):
+        WeightFolder(tmp_path / "out", **arguments)
+
+
+def test_an_adapter_is_published_alone(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    config.save_pretrained(tmp_path / "adapter")
+    trained = peft.get_peft_model(tiny(), config)
+    with torch.no_grad():
+        for name, parameter in trained.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    folder = WeightFolder(tmp_path / "out", tmp_path / "adapter")
+    with pytest.raises(ExportError, match=r"PEFT does not load.*get_peft_model_state_dict"):
+        folder.publish(StateView(1, trained.state_dict()))
+    assert folder.latest() is None
+    published = folder.publish(StateView(1, peft.get_peft_model_state_dict(trained)))
+    assert {path.name for path in published.folder.iterdir()} == {
+        *("adapter_model.safetensors", "adapter_config.json", "version.json")
+    }
+    loaded = peft.PeftModel.from_pretrained(tiny(), published.folder)
+    tokens = torch.arange(12)[None]
+    assert torch.equal(loaded(tokens).logits, trained(tokens).logits)
+
+
+def read(out: Path) -> Read | None:
+    """What a reader finds that comes now: a whole version, or nothing."""
+    if read_latest(out) is None:
+        return None
+    reader = FolderReader(out)
+    tensors = reader.load()
+    assert reader.version
+    complete = list(reader.version.folder.glob("config.json"))
+    assert complete or reader.version.base is not None
+    return replace(reader.version, folder=Path()), tensors
+
+
+def step_of(found: Read | None) -> int:
+    if found is None:
+        return 0
+    version, tensors = found
+    assert same(tensors, small(version.step))
+    return version.step
+
+
+COMPLETE = {
+    *("config.json", "generation_config.json", "model.safetensors"),
+    *("tokenizer.json", "vocab.txt", "version.json"),
+}
+DELTA = {"model-00000-of-00001.safetensors", "model.safetensors.index.json", "version.json"}
+
+
+@pytest.mark.parametrize("deltas", [0, 9])
+def test_whenever_the_publisher_is_killed_the_marker_names_a_whole_version(
+    tmp_path: Path, model: Path, deltas: int
+) -> None:
+    WeightFolder(tmp_path / "begin", model).publish(StateView(1, small(1)))
+
+    def go_on(out: Path) -> None:
+        folder = WeightFolder(out, model, deltas=deltas, keep=1)
+        for step in (2, 3, 4):
+            folder.publish(StateView(step, small(step)))
+
+    found = []
+    for moment in count(1):
+        out = tmp_path / f"out_{moment}"
+        shutil.copytree(tmp_path / "begin", out)
+        died = in_a_process(lambda out=out: go_on(out), tmp_path, die_before=moment)
+        found.append(step_of(read(out)))
+        for _, path in iter_version_folders(out):  # also for readers that compare no checksum
+            assert {each.name for each in path.iterdir()} in (COMPLETE, DELTA)
+        WeightFolder(out, model, keep=1).publish(StateView(5, small(5)))
+        assert step_of(read(out)) == 5
+        assert len(versions_in(out)) == 1  # nothing of the killed one is left
+        if died != moment:
+            break
+    assert found == sorted(found)
+    assert {*found} == {1, 2, 3, 4}
+    assert len(found) > 15
+
+
+def record(tmp_path: Path, model: Path, deltas: int) -> Recording:
+    out = tmp_path / "out"
+    out.mkdir()
+    recording = Recording(out)
+    folder = WeightFolder(out, model, deltas=deltas, keep=1)
+    with recording.running():
+        for step in (1, 2, 3):
+            folder.publish(StateView(step, small(step)))
+            recording.done(str(step))
+    return recording
+
+
+def problems(tmp_path: Path, recording: Recording) -> Iterator[str]:
+    returned = {instant: int(step) for instant, step in recording.acknowledged}
+    acknowledged, known = 0, {}
+    for instant in range(len(recording.changes) + 1):
+        acknowledged = returned.get(instant, acknowledged)
+        for disk in (after(recording, instant), *cuts(recording, instant, Random(instant), 4)):
+            if (picture := disk.picture()) not in known:
+                disk.build(tmp_path / "disk")
+                try:
+                    known[picture] = step_of(read(tmp_path / "disk"))
+                except (WeightSyncError, AssertionError) as error:
+                    known[picture] = -1
+                    yield f"change {instant}: {error}"
+                shutil.rmtree(tmp_path / "disk")
+            if known[picture] not in (acknowledged, acknowledged + 1):
+                yield f"change {instant}: step {known[picture]} after step {acknowledged}"
+
+
+@pytest.mark.parametrize("deltas", [0, 9])
+def test_whenever_the_power_goes_the_marker_names_a_whole_version(
+    tmp_path: Path, model: Path, deltas: int
+) -> None:
+    recording = record(tmp_path, model, deltas)
+    assert len(recording.changes) > 30
+    assert not list(problems(tmp_path, recording))
+
+
+@pytest.mark.parametrize("name", ["make_durable", "sync_folder"])
+def test_a_sync_that_is_left_out_is_noticed(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(writer, name, lambda folder: None)
+    assert list(problems(tmp_path, record(tmp_path, model, 0)))
+
+
+def test_a_full_disk_leaves_the_last_version(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = WeightFolder(tmp_path / "out", model, deltas=9)
+    folder.publish(StateView(1, small(1)))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(28, "full")))
+        with pytest.raises(OSError, match="full"):
+            folder.publish(StateView(2, small(2)))
+    assert step_of(read(tmp_path / "out")) == 1
+    assert versions_in(tmp_path / "out") == ["weight_v000001"]
+    assert folder.publish(StateView(3, small(3))).base is None
+    assert step_of(read(tmp_path / "out")) == 3
+
+
+def test_the_metadata_of_a_delta_is_that_of_slime(chain: Path) -> None:
+    index = json.loads((chain / "weight_v000002/model.safetensors.index.json").read_text())
+    assert index == {
+        "metadata": {
+            "version": "000002",
+            "base_version": "000001",
+            "delta_encoding": "xor",
+            "compression_format": "zstd",
+            "checksum_format": "xxh3-128",
+        },
+        "weight_map": {NORM: "model-00000-of-00001.safetensors"},
+    }
+    with safe_open(chain / "weight_v000002/model-00000-of-00001.safetensors", "np") as file:
+        xor = zstandard.ZstdDecompressor().decompress(file.get_tensor(NORM).data)
+        checksum = file.metadata()[NORM]
+    old, new = (small(step)[NORM].view(torch.uint8).numpy() for step in (1, 2))
+    assert xor == (old ^ new).tobytes()
+    assert checksum == xxhash.xxh3_128_hexdigest(new.tobytes())

@@ -1,0 +1,175 @@
+"""What a root can do is found out when a job begins: refused, or done another way."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.job import Job
+from tests.support.restricted import restricted
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.errors import ConfigError, RootError
+from trinity_sync.fs.capabilities import probe_capabilities, require_capabilities
+from trinity_sync.fs.mounts import find_mount
+from trinity_sync.layout import split_role_path
+from trinity_sync.settings import Settings, StackSettings
+from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.storage.block_reuse import can_reuse_blocks
+from trinity_sync.storage.restore import load_states
+from trinity_sync.storage.runs import open_run
+
+MOUNTS = r"""
+21 1 254:0 / / rw,relatime - ext4 /dev/vda rw
+30 21 0:40 / /data rw - nfs4 server:/data rw,vers=4.2,local_lock=none
+31 30 0:41 / /data/two\040words rw - nfs server:/old rw,vers=3,nocto,nolock,local_lock=all
+32 21 0:42 / /lustre rw - lustre mgs:/fs rw,localflock
+33 21 0:43 / /over rw - tmpfs tmpfs rw
+34 21 0:44 / /over rw - fuse.s3fs s3fs rw
+35 21 0:45 / /bucket rw - fuse mountpoint-s3 rw
+36 21 0:46 / /juice rw - fuse.juicefs JuiceFS:fs rw
+37 21 0:47 / /nameless rw - tmpfs  rw,size=4m
+""".strip()
+
+
+def test_a_disk_and_memory_can_do_all_and_are_left_as_they_were(
+    tmp_path: Path, spool_folder: Path
+) -> None:
+    for root in (tmp_path, spool_folder):
+        found = require_capabilities(root)
+        assert [each.name for each in found.each if each.required and each.reason] == []
+        assert found.has("hard links")
+        assert list(root.iterdir()) == []
+
+
+def test_what_a_killed_probe_left_is_removed_by_a_later_one(tmp_path: Path) -> None:
+    old, new, file = (tmp_path / f".{name}.tmp" for name in ("probe.1", "probe.2", "doctor.3"))
+    for left in (old, new):
+        left.mkdir()
+    file.write_text("a doctor's, who was killed, too")
+    for left in (old, file):
+        os.utime(left, (1e9, 1e9))
+    probe_capabilities(tmp_path)
+    assert list(tmp_path.iterdir()) == [new]
+
+
+def test_a_node_whose_clock_is_a_day_ahead_removes_no_probe_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meeting = tmp_path / ".meeting.1.tmp"
+    meeting.touch()
+    later = time.time() + 86_400
+    monkeypatch.setattr(time, "time", lambda: later)
+    probe_capabilities(tmp_path)
+    assert meeting.exists()
+
+
+def test_a_root_that_cannot_be_written_is_refused_with_its_file_system() -> None:
+    with pytest.raises(RootError, match=r"/proc \(proc, mounted at /proc\) cannot be written"):
+        require_capabilities(Path("/proc"))
+
+
+def test_a_full_disk_is_refused_with_the_way_out(small_disk: Path) -> None:
+    (small_disk / "all of it").write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096))
+    with pytest.raises(RootError, match=r"cannot be written: No space left .* Free space there"):
+        require_capabilities(small_disk)
+
+
+@pytest.mark.parametrize(
+    ("refused", "named"),
+    [
+        ("rename", "atomic rename of a folder"),
+        ("copy", "atomic rename of a file"),
+        ("flock", "locks between processes"),
+        ("fsyncdir", "sync to disk"),
+    ],
+)
+def test_a_file_system_that_lacks_what_a_commit_needs_is_refused_at_the_start(
+    tmp_path: Path, spool_folder: Path, refused: str, named: str
+) -> None:
+    with restricted(tmp_path, refused) as mount:
+        settings = Settings(spool=spool_folder)
+        with pytest.raises(RootError, match=rf"\(fuse.*has no {named} .*set a remote"):
+            CheckpointCoordinator(mount / "ckpts", settings=settings)
+        assert list((mount / "ckpts").iterdir()) == []
+
+
+def test_the_mount_of_an_object_store_is_refused_though_its_renames_look_atomic(
+    tmp_path: Path,
+) -> None:
+    with (
+        restricted(tmp_path, called="s3fs") as mount,
+        pytest.raises(RootError, match=r"fuse\.s3fs copies the files .*set a remote"),
+    ):
+        require_capabilities(mount)
+
+
+def test_what_only_makes_it_faster_is_done_another_way(tmp_path: Path, spool_folder: Path) -> None:
+    with restricted(tmp_path, "link", "direct") as mount:
+        found = require_capabilities(mount)
+        for name in ("hard links", "exchange of folders", "direct I/O"):
+            assert not found.has(name)
+        assert not can_reuse_blocks(mount, True)
+        job = Job(mount, open_job_spool(spool_folder, mount))
+        for run in (1, 2):  # the second takes the place of the first one's step
+            open_run(mount, f"run {run}", 0)
+            job.stage(4, {"model": {"w": torch.full((5000,), float(run))}}, run=run)
+            job.commit(4, run=run)
+        assert open_run(mount, "run 2", 0).number == 2
+        assert load_states(mount, 4, "actor")["model"]["w"][0] == 2
+        for stager in job.stagers.values():
+            stager.close()
+
+
+def test_the_mount_of_a_path_is_the_innermost_and_the_last() -> None:
+    kinds = {
+        "/home": "ext4",
+        "/data/ckpts": "nfs4",
+        "/data/two words/ckpts": "nfs",
+        "/lustre": "lustre",
+        "/over/it": "fuse.s3fs",
+        "/nameless": "tmpfs",
+    }
+    assert {path: find_mount(path, MOUNTS).kind for path in kinds} == kinds
+    assert find_mount("/anywhere", "").kind == "unknown"
+
+
+def test_mounts_of_object_stores_are_known_by_name() -> None:
+    paths = ["/over/it", "/bucket", "/juice", "/data", "/home"]
+    assert [find_mount(path, MOUNTS).is_object_store for path in paths] == [True] * 2 + [False] * 3
+
+
+def test_locks_that_stay_on_a_node_are_known_by_the_options_of_the_mount() -> None:
+    options = {path: find_mount(path, MOUNTS).local_lock_option for path in ("/data", "/lustre")}
+    assert options == {"/data": "", "/lustre": "localflock"}
+    assert find_mount("/data/two words", MOUNTS).local_lock_option == "nolock"
+    late = [
+        find_mount(path, MOUNTS).weak_consistency_option for path in ("/data", "/data/two words")
+    ]
+    assert late == ["", "nocto"]
+
+
+def test_files_are_recycled_where_other_nodes_cannot_read_them_or_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert can_reuse_blocks(tmp_path, True) is not find_mount(tmp_path).shared
+    assert not can_reuse_blocks(tmp_path, False)
+    assert can_reuse_blocks("/proc", "always")
+    assert not can_reuse_blocks("/proc", True)
+    monkeypatch.setenv("TRINITY_SYNC_STACK__IO__REUSE_FILES", "always")
+    assert StackSettings().io.reuse_files == "always"
+    monkeypatch.setenv("TRINITY_SYNC_STACK__IO__REUSE_FILES", "false")
+    assert StackSettings().io.reuse_files is False
+
+
+@pytest.mark.parametrize("root", ["s3://bucket/job", Path("s3://bucket/job"), "gs://bucket"])
+def test_a_url_is_no_root_and_no_folder_is_made_of_it(
+    root: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"jobs set ROOT remote=(s3|gs)://bucket"):
+        CheckpointCoordinator(root)
+    with pytest.raises(ConfigError, match="jobs set ROOT remote="):
+        split_role_path(f"{root}/global_step_4/actor")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,313 @@
+"""A job whose file system hangs holds up no other job."""
+
+import asyncio
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import UUID, uuid4
+
+import pytest
+import torch
+from prefect.client.orchestration import get_client
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from sqlalchemy import select
+
+from flows.save import find_nodes
+from tests.support.answers import server
+from tests.support.hanging import hanging
+from tests.support.job import Job
+from trinity_sync.catalog.database import Job as JobRow
+from trinity_sync.catalog.database import get_catalog_url, open_catalog
+from trinity_sync.catalog.mirror import mirror
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.layout import MANIFEST, step_folder
+from trinity_sync.orchestration import job_registry, metrics, prefect_queries
+from trinity_sync.orchestration import on_node as retention
+from trinity_sync.orchestration.job_registry import list_known_roots, register_job
+from trinity_sync.orchestration.metrics import RootObserver
+from trinity_sync.orchestration.prefect_queries import emit_step_event
+from trinity_sync.orchestration.quantities import make_artifact_key
+from trinity_sync.orchestration.recovery import flow_runs, node
+from trinity_sync.orchestration.recovery import reconcile as recovery
+from trinity_sync.orchestration.recovery.flow_runs import find_orphaned_saves, try_allow_eviction
+from trinity_sync.orchestration.recovery.node import NodeRecovery
+from trinity_sync.orchestration.recovery.reconcile import repair_known_roots
+from trinity_sync.orchestration.root_threads import RootVisits, run_in_thread
+from trinity_sync.settings import Settings, StackSettings
+from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.snapshot.ticket import lock_image
+from trinity_sync.storage.latest_pointer import read_latest_pointer
+
+MODEL = {"model": {"w": torch.zeros(3)}}
+POINTER = "latest_checkpointed_iteration.txt"
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (flow_runs, node, job_registry, metrics):
+        monkeypatch.setattr(module, "ANSWER_S", 0.5)
+
+
+@pytest.fixture
+def other(tmp_path: Path, spool_folder: Path) -> Iterator[Job]:
+    """Another job of the node; by name it comes after the first."""
+    root = tmp_path / "other"
+    root.mkdir()
+    made = Job(root, open_job_spool(spool_folder, root))
+    yield made
+    for stager in made.stagers.values():
+        stager.close()
+
+
+@pytest.fixture
+def settings(job: Job, other: Job, tmp_path: Path) -> Settings:
+    """Those of a node that knows both jobs, each with a committed step."""
+    made = Settings(home=tmp_path / "home", spool=job.spool.folder.parent)
+    for each in (job, other):
+        each.stage(1, MODEL)
+        each.commit(1)
+        register_job(made, each.root)
+    return made
+
+
+def test_a_root_that_hangs_is_left_out_and_named_once_until_it_answers(
+    job: Job, other: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    visits, roots = RootVisits("a test"), [job.root, other.root]
+    calls: list[Path] = []
+
+    def read(root: Path) -> bool:
+        calls.append(root)
+        return root.is_dir()
+
+    with hanging(job.root):
+        for _ in range(3):
+            assert visits.visit(roots, read, limit_s=0.2) == {other.root: True}
+    assert calls.count(job.root) == 1
+    assert caplog.text.count(f"{job.root} has not answered") == 1
+    while job.root not in visits.visit(roots, read, limit_s=1.0):
+        time.sleep(0.01)
+    assert f"{job.root} answers again" in caplog.text
+
+
+def test_a_root_that_hangs_is_left_out_although_another_fails(job: Job, other: Job) -> None:
+    visits, calls = RootVisits("a test"), []
+
+    def read(root: Path) -> bool:
+        calls.append(root)
+        if root == other.root:
+            raise OSError(5, "Input/output error")
+        return root.is_dir()
+
+    with hanging(job.root):
+        for _ in range(2):
+            with pytest.raises(OSError, match="Input/output"):
+                visits.visit([other.root, job.root], read, limit_s=0.2)
+        assert calls.count(job.root) == 1
+
+
+def test_the_latest_pointer_of_another_job_is_repaired(
+    job: Job, other: Job, settings: Settings
+) -> None:
+    (other.root / POINTER).unlink()
+    with hanging(job.root):
+        assert list_known_roots(settings) == [other.root]
+        assert len(repair_known_roots(settings)) == 1
+        assert read_latest_pointer(other.root, "checkpoint") == 1
+
+
+def test_the_latest_pointer_is_repaired_if_a_root_hangs_in_mid_repair(
+    job: Job, other: Job, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "trinity_sync.orchestration.recovery.reconcile.list_known_roots",
+        lambda _: [job.root, other.root],
+    )
+    (other.root / POINTER).unlink()
+    with hanging(job.root):
+        threading.Thread(target=repair_known_roots, args=(settings,), daemon=True).start()
+        while read_latest_pointer(other.root, "checkpoint") != 1:
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("flow", ["retention", "reconcile"])
+def test_maintenance_of_other_jobs_goes_on_if_a_root_hangs_in_the_middle_of_it(
+    job: Job, other: Job, settings: Settings, monkeypatch: pytest.MonkeyPatch, flow: str
+) -> None:
+    roots = [job.root, other.root]
+    monkeypatch.setattr(retention, "select_roots", lambda *_: roots)
+    for module in (retention, recovery):
+        monkeypatch.setattr(module, "OTHERS_WAIT_S", 0.2)
+    other.stage(2, MODEL)
+    other.commit(2)
+
+    def maintain() -> None:
+        if flow == "retention":
+            retention.prune(None, "last=1", "", False, None)
+        else:
+            (other.root / POINTER).unlink()
+            asyncio.run(recovery.reconcile(settings, roots, None))
+
+    def is_done() -> bool:
+        if flow == "retention":
+            return not step_folder(other.root, 1).exists()
+        return read_latest_pointer(other.root, "checkpoint") == 2
+
+    thread = threading.Thread(target=maintain, daemon=True)
+    with hanging(job.root):
+        thread.start()
+        time.sleep(0.2)
+        while not is_done():
+            time.sleep(0.01)
+    thread.join(30)
+
+
+def test_metrics_show_the_other_jobs(job: Job, other: Job, settings: Settings) -> None:
+    observer = RootObserver(settings, StackSettings(), lambda *_: None)
+
+    def jobs() -> set[str]:
+        observer.observe()
+        return {sample.labels["job"] for family in observer.collect() for sample in family.samples}
+
+    names = {job.spool.folder.name, other.spool.folder.name}
+    assert jobs() == names
+    with hanging(job.root):
+        assert jobs() == {other.spool.folder.name}
+    while jobs() != names:
+        time.sleep(0.01)
+
+
+def test_orphaned_saves_of_other_jobs_are_found(job: Job, other: Job) -> None:
+    for each in (job, other):
+        each.stage(2, MODEL)
+    with hanging(job.root):
+        found = find_orphaned_saves(job.spool.folder.parent, grace_s=-1)
+    assert [request.root for request in found] == [str(other.root)]
+
+
+def test_orphaned_saves_of_other_jobs_are_requested_at_every_poll(job: Job, other: Job) -> None:
+    deployment, run = str(uuid4()), str(uuid4())
+    answers = {
+        "/deployments/name": (
+            200,
+            json.dumps({"id": deployment, "name": "save-step", "flow_id": str(uuid4())}),
+        ),
+        f"/deployments/{deployment}/create_flow_run": (
+            201,
+            json.dumps({"id": run, "name": "a run", "flow_id": str(uuid4())}),
+        ),
+        "/admin/version": (200, '"3.8.8"'),
+    }
+    asked: list[tuple[str, str]] = []
+
+    def requested() -> list[tuple[str, int]]:
+        bodies = [json.loads(body) for path, body in asked if path.endswith("create_flow_run")]
+        found = [body["parameters"]["request"] for body in bodies]
+        return [(Path(each["root"]).name, each["step"]) for each in found]
+
+    async def poll() -> None:
+        recovery = NodeRecovery(job.spool.folder.parent, "here/1/1", lambda _: False, cancel)
+        async with get_client() as client:
+            for step in (2, 3):
+                other.stage(step, MODEL)
+                while ("other", step) not in requested():
+                    await recovery.recover_images(client)
+                    await asyncio.sleep(0.1)
+            assert {name for name, _ in requested()} == {"other"}
+            await asyncio.to_thread(file_system.__exit__, None, None, None)
+            while ("ckpts", 2) not in requested():
+                await recovery.recover_images(client)
+                await asyncio.sleep(0.1)
+
+    def cancel(_: UUID) -> None:
+        raise AssertionError
+
+    job.stage(2, MODEL)
+    file_system = hanging(job.root)
+    with server(answers, asked=asked) as url, temporary_settings({PREFECT_API_URL: url}):
+        file_system.__enter__()
+        asyncio.run(poll())
+
+
+def test_many_saves_of_jobs_that_hang_use_up_no_threads_of_others(job: Job, other: Job) -> None:
+    """The event loop of the worker runs all of them."""
+    other.stage(2, MODEL)
+    requests = [job.request(step) for step in range(50)]
+
+    async def flows() -> None:
+        hung = [asyncio.create_task(find_nodes(request)) for request in requests]
+        await asyncio.sleep(0.1)
+        assert not any(each.done() for each in hung)
+        request = other.request(2)
+        (found,) = await asyncio.wait_for(find_nodes(request), 10)
+        assert found.shards.spool == str(other.spool.folder)
+        await asyncio.wait_for(asyncio.to_thread(time.time), 10)  # as Prefect's own calls
+        for each in hung:
+            each.cancel()
+
+    with hanging(job.root):
+        asyncio.run(flows())
+
+
+def test_a_request_and_its_events_need_no_file_system(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are made in the event loop of the worker, which serves all jobs."""
+    save = job.request(2)
+    sent: list[str] = []
+    monkeypatch.setattr(prefect_queries, "emit_event", lambda event, **_: sent.append(event))
+
+    def make() -> tuple[str, str]:
+        request = SaveRequest.model_validate(save.model_dump(mode="json"))
+        emit_step_event("committed", request.root, request.step, job=request.job)
+        make_artifact_key("save", request.root)
+        return request.key, request.job
+
+    with hanging(job.root), temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+        found = asyncio.run(asyncio.wait_for(run_in_thread(make), 10))
+    assert found == (save.key, job.spool.folder.name)
+    assert sent == ["trinity_sync.step.committed"]
+
+
+def test_a_cancelled_run_whose_task_hangs_with_its_image_holds_up_no_event_loop(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flow_runs, "MARK_S", 0.2)
+    staged = job.stage(2, MODEL)
+    request = job.request(2, components=("model",))
+    slot = job.spool.read_step(1, 2)[0][0].slot
+
+    async def cancel() -> None:
+        await asyncio.wait_for(
+            try_allow_eviction(
+                job.spool.folder.parent, request.flow_run["parameters"], "cancelled"
+            ),
+            10,
+        )
+
+    assert staged
+    with lock_image(slot):  # as the task that writes it
+        asyncio.run(cancel())
+
+
+def test_a_root_that_hangs_while_it_is_mirrored_keeps_no_lock_of_the_catalog(
+    job: Job, other: Job, settings: Settings
+) -> None:
+    manifest = step_folder(job.root, 1) / MANIFEST
+    manifest.unlink()
+    os.mkfifo(manifest)  # who opens it waits for a writer
+    with open_catalog(get_catalog_url(settings)) as engine:
+        threading.Thread(target=mirror, args=(engine, job.root, [1]), daemon=True).start()
+        time.sleep(0.2)
+        began = time.monotonic()
+        mirror(engine, other.root, [1])
+        assert time.monotonic() - began < 10
+        manifest.open("w").close()
+        with engine.connect() as connection:
+            rows = connection.execute(select(JobRow.root)).scalars()
+            assert str(other.root) in {*rows}

@@ -1,0 +1,133 @@
+"""Whether a job is healthy, why saves failed and what to type."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.steps import info
+from trinity_sync.orchestration.prefect_queries import FlowRunSummary
+from trinity_sync.orchestration.report.collect import measure_growth, preview_policies
+from trinity_sync.orchestration.report.facts import InFlight, StepRow
+from trinity_sync.orchestration.report.health import (
+    group_failures,
+    judge_health,
+    measure_interval,
+)
+from trinity_sync.retention.planner import Rules
+from trinity_sync.retention.policies import parse_policy
+from trinity_sync.snapshot.spool import Eviction
+from trinity_sync.storage.save_timing import LoggedSave, SaveTiming
+
+NOW = 1.7e9
+
+
+def saved(step: int, at: float, run: int = 1) -> LoggedSave:
+    timing = SaveTiming("checkpoint", ("actor",), (), at, 0.0, 1.0, 0.0, 100, 1, 1)
+    return LoggedSave(run, step, at, timing)
+
+
+EVERY_100_S = [saved(step, NOW - 10 * (100 - step)) for step in range(10, 101, 10)]
+
+
+def ended(step: int, state: str, message: str, at: float = NOW, **tags: str) -> FlowRunSummary:
+    found = {"step": str(step), "run": "1", "kind": "checkpoint", **tags}
+    return FlowRunSummary(
+        f"ckpts: save actor step {step}", state, at, set(), found, True, message, "u", since=at
+    )
+
+
+def test_a_job_is_late_by_its_own_interval() -> None:
+    assert measure_interval(EVERY_100_S) == pytest.approx(100)
+    in_time = judge_health(EVERY_100_S, [], [], [], NOW + 250)
+    assert (in_time.status, in_time.sentence) == (
+        "ok",
+        "step 100 committed 4 min ago, a save every 2 min",
+    )
+    late = judge_health(EVERY_100_S, [], [], [], NOW + 840)
+    assert late.status == "late"
+    assert "nothing committed for 14 min" in late.sentence
+    assert "has the training ended?" in late.sentence
+    submitted = InFlight(110, "checkpoint", "writing", NOW, 1, "")
+    assert "ended?" not in judge_health(EVERY_100_S, [], [], [submitted], NOW + 840).sentence
+
+
+def test_the_time_between_two_runs_is_no_interval() -> None:
+    resumed = [*EVERY_100_S, *(saved(100 + n, NOW + 9e4 + n, run=2) for n in range(3))]
+    assert measure_interval(resumed) == pytest.approx(1)
+    assert measure_interval(EVERY_100_S[:2]) is None
+
+
+def test_a_failure_since_the_last_commit_makes_the_job_failed() -> None:
+    failures = group_failures("/ckpts", [ended(110, "Failed", "disk full", NOW + 5)], [], [], set())
+    health = judge_health(EVERY_100_S, [], failures, [], NOW + 10)
+    assert (health.status, health.sentence) == (
+        "failed",
+        "1 save failed since step 100 committed 10 s ago: disk full",
+    )
+    recovered = [*EVERY_100_S, saved(120, NOW + 8)]
+    assert judge_health(recovered, [], failures, [], NOW + 10).status == "ok"
+
+
+def test_a_superseded_save_is_no_failure() -> None:
+    failures = group_failures("/ckpts", [ended(110, "Superseded", "", NOW + 5)], [], [], set())
+    assert not failures[0].is_open
+    assert judge_health(EVERY_100_S, [], failures, [], NOW + 10).status == "ok"
+
+
+def test_a_corrupted_step_is_a_problem_with_a_command() -> None:
+    row = StepRow(40, "corrupted", "model has other bytes", 1, ("checkpoint",), 9, committed_at=NOW)
+    (group,) = group_failures("/my ckpts", [], [], [row], set())
+    assert group.command == "trinity-sync verify '/my ckpts' 40"
+    health = judge_health(EVERY_100_S, [row], [group], [], NOW)
+    assert (health.status, health.problems) == (
+        "ok",
+        ("step 40 is corrupted: model has other bytes",),
+    )
+
+
+def test_failures_are_grouped_by_cause_and_those_that_were_retried_are_done() -> None:
+    preamble = "Flow run encountered an exception: SaveError: "
+    runs = [
+        ended(10, "Failed", f"{preamble}step 10 is not committed: disk full"),
+        ended(20, "Failed", f"{preamble}step 20 is not committed: disk full", NOW + 1),
+        ended(30, "Failed", "no rank 1 within 60 s", NOW + 2),
+        ended(40, "Evicted", "gone", NOW + 3),
+        ended(50, "Crashed", "no heartbeat", NOW + 4),
+    ]
+    committed = {(1, 20, "checkpoint"), (1, 30, "checkpoint")}
+    groups = group_failures("/ckpts", runs, [], [], committed)  # type: ignore[arg-type]
+    by_step = {group.steps: group for group in groups}
+    full = by_step[10, 20]
+    assert (full.count, full.saved_since, full.first_at, full.last_at) == (2, 1, NOW, NOW + 1)
+    assert full.message == "step 20 is not committed: disk full"
+    assert full.command == "trinity-sync retry /ckpts 10"
+    assert not by_step[(30,)].is_open
+    assert by_step[(40,)].command == by_step[(50,)].command == "trinity-sync status"
+    assert [group.is_open for group in groups] == [True, True, True, False]
+
+
+def test_an_eviction_counts_once_whether_its_flow_run_has_failed_or_not() -> None:
+    def evicted(step: int) -> Eviction:
+        return Eviction("ab", 1, step, "checkpoint", "actor", "model", 0, step + 20, NOW, "slow")
+
+    runs = [ended(40, "Evicted", "gone")]
+    committed = {(1, 60, "checkpoint")}  # by a copy of the image
+    groups = group_failures("/c", runs, [evicted(40), evicted(50), evicted(60)], [], committed)  # type: ignore[arg-type]
+    assert sorted(group.steps for group in groups) == [(40,), (50,)]
+
+
+def test_growth_follows_the_policy_in_force(tmp_path: Path) -> None:
+    def grows(keep: str) -> float | None:
+        return measure_growth(EVERY_100_S, Rules(parse_policy(keep), parse_policy("last=2")))
+
+    assert grows("all") == pytest.approx(86400)  # 100 bytes each 100 s
+    assert grows("last=3,best=1:reward:max") == 0
+    assert grows("hourly=24") is None
+
+
+def test_a_policy_that_cannot_be_applied_says_why() -> None:
+    infos = [info(step, metrics={"loss": 1.0}) for step in (1, 2, 3)]
+    rules = Rules(parse_policy("best=1:reward:max"), parse_policy("last=2"))
+    first, *_ = preview_policies(infos, rules, NOW)
+    assert first.in_force
+    assert "reward" in first.error

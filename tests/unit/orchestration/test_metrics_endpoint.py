@@ -1,0 +1,333 @@
+"""What Prometheus reads from a flow worker."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.job import Job
+from tests.support.steps import MODEL, commit_files
+from tests.unit.project.test_record_formats import of_another_release
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.errors import StackError
+from trinity_sync.layout import ITERATION_FILES
+from trinity_sync.orchestration import metrics as node_metrics
+from trinity_sync.orchestration.job_registry import register_job
+from trinity_sync.orchestration.metrics import RootObserver, WorkerMetrics
+from trinity_sync.settings import Settings, StackSettings
+from trinity_sync.stack.daemon import free_port
+from trinity_sync.storage import manifest as manifests
+from trinity_sync.storage.discovery import Corruption, mark_corrupted
+from trinity_sync.storage.manifest import Manifest
+from trinity_sync.storage.save import Persisted
+from trinity_sync.weights.state_files import write_address, write_state
+from trinity_sync.weights.versions import Version, VersionRegistry
+
+TIMES = {"started_at": 1.7e9, "persisted_at": 1.7e9 + 1, "committed_at": 1.7e9 + 1.25}
+
+
+def scraped(port: int) -> dict[tuple[str, ...], float]:
+    """Values by name and labels, without the job's."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    return {
+        (sample.name, *(value for name, value in sample.labels.items() if name != "job")): (
+            sample.value
+        )
+        for family in families
+        for sample in family.samples
+    }
+
+
+def at(port: int) -> StackSettings:
+    return StackSettings(worker={"metrics": f"127.0.0.1:{port}"})
+
+
+def request(job: Job, step: int, run: int = 1, run_key: str = "") -> SaveRequest:
+    return job.request(step, run=run, run_key=run_key)
+
+
+def test_saves_seconds_bytes_and_the_newest_step_can_be_scraped(job: Job, tmp_path: Path) -> None:
+    metrics, settings = WorkerMetrics(), Settings(home=tmp_path)
+    job.stage(4, {"model": {"w": torch.zeros(1000)}})
+    written = job.persist(4)
+    metrics.count_committed_save(
+        request(job, 4),
+        [Persisted(written)],
+        started_at=written[0].submitted_at + 0.5,
+        persisted_at=written[0].submitted_at + 2.5,
+        committed_at=written[0].submitted_at + 2.75,
+    )
+    metrics.count_committed_save(request(job, 3), [], **TIMES)  # late
+    metrics.count_failed_save(request(job, 5), "failed")
+    found = scraped(metrics.serve(settings, at(free_port())))
+    assert found["trinity_sync_saves_total", "checkpoint", "committed"] == 2
+    assert found["trinity_sync_saves_total", "checkpoint", "failed"] == 1
+    assert found["trinity_sync_phase_seconds_sum", "checkpoint", "write"] == pytest.approx(3.0)
+    assert found["trinity_sync_phase_seconds_sum", "checkpoint", "queue"] == pytest.approx(0.5)
+    stall = found["trinity_sync_stall_seconds_sum", "checkpoint", "actor"]
+    assert stall == pytest.approx(written[0].stall_s)
+    assert stall > 0
+    assert found["trinity_sync_saved_bytes_total", "checkpoint"] == written[0].record.nbytes
+    assert found["trinity_sync_newest_step", "checkpoint"] == 4
+    assert found["trinity_sync_newest_step", "state_dict"] == 4
+    assert 0 <= found["trinity_sync_newest_commit_age_seconds", "checkpoint"] < 60
+
+
+def test_a_worker_that_starts_knows_where_the_jobs_of_its_node_stand(
+    job: Job, tmp_path: Path
+) -> None:
+    settings = Settings(home=tmp_path)
+    job.stage(7, {"model": {"w": torch.zeros(3)}})
+    job.commit(7)
+    register_job(settings, job.root)
+    port = WorkerMetrics().serve(settings, at(free_port()))
+    assert newest_step(port) == 7
+
+
+def test_a_worker_knows_where_the_others_stand_beside_a_job_of_another_release(
+    job: Job, tmp_path: Path
+) -> None:
+    settings = Settings(home=tmp_path)
+    first = tmp_path / "a"  # is looked up before the other one
+    of_another_release(commit_files(first, 9) / "manifest.json")
+    commit_files(job.root, 7)
+    for root in (first, job.root):
+        register_job(settings, root)
+    assert newest_step(WorkerMetrics().serve(settings, at(free_port()))) == 7
+
+
+def test_a_root_that_was_begun_anew_is_not_where_the_old_one_was(job: Job, tmp_path: Path) -> None:
+    metrics, settings = WorkerMetrics(), Settings(home=tmp_path)
+    metrics.count_committed_save(request(job, 40, 2, "old"), [], **TIMES)
+    for step in (3, 2):  # the second is late
+        metrics.count_committed_save(request(job, step, 1, "new"), [], **TIMES)
+    assert newest_step(metrics.serve(settings, at(free_port()))) == 3
+
+
+def test_a_root_that_hangs_does_not_hold_up_a_workers_start(job: Job, tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path)
+    register_job(settings, job.root)
+    manifest = job.root / "global_step_7/manifest.json"
+    manifest.parent.mkdir()
+    (job.root / ITERATION_FILES["checkpoint"]).write_text("7")
+    os.mkfifo(manifest)  # whoever opens it waits until somebody writes
+    metrics = WorkerMetrics()
+    port = metrics.serve(settings, at(free_port()))
+    metrics.count_committed_save(request(job, 8), [], **TIMES)
+    assert newest_step(port) == 8
+    with manifest.open("w"):
+        manifest.unlink()
+
+
+def newest_step(port: int) -> float:
+    """What is said of checkpoints, once anything is."""
+    deadline = time.monotonic() + 30
+    while (found := scraped(port).get(("trinity_sync_newest_step", "checkpoint"))) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found
+
+
+def test_images_that_wait_evictions_and_memory_can_be_scraped(job: Job, tmp_path: Path) -> None:
+    spool = job.spool.folder.parent
+    settings = Settings(home=tmp_path, spool=spool)
+    port = WorkerMetrics().serve(settings, at(free_port()))
+    for step in (1, 2, 3):  # two slots, so the first is evicted
+        job.stage(step, {"model": {"w": torch.zeros(3)}})
+    found = scraped(port)
+    assert found["trinity_sync_pending_images",] == 2
+    assert 0 < found["trinity_sync_pending_age_seconds",] < 600
+    assert found["trinity_sync_evicted_images_total", "checkpoint"] == 1
+    assert found["trinity_sync_evicted_images_total", "state_dict"] == 0
+    assert found["trinity_sync_spool_free_bytes",] > 0
+    job.commit(2)
+    job.commit(3)
+    found = scraped(port)
+    assert found["trinity_sync_pending_images",] == found["trinity_sync_pending_age_seconds",] == 0
+
+
+def test_a_worker_without_a_save_yet_says_how_much_memory_is_free(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path, spool=tmp_path / "shm/none")
+    port = WorkerMetrics().serve(settings, at(free_port()))
+    assert scraped(port)["trinity_sync_spool_free_bytes",] > 0
+
+
+def test_corrupted_steps_readers_and_other_workers_commits_are_read_from_the_root(
+    job: Job, tmp_path: Path
+) -> None:
+    settings = Settings(home=tmp_path, spool=job.spool.folder.parent)
+    metrics = WorkerMetrics()
+    metrics.count_committed_save(request(job, 2), [], **TIMES)  # the others are of other workers
+    for step in (1, 2, 7):
+        commit_files(job.root, step, at=time.time())
+    mark_corrupted(job.root, 1, Corruption({MODEL: "is missing"}, 1.7e9))
+    registry = VersionRegistry()
+    registry.record(Version(7, 1, "checkpoint", str(job.root)), now=1.7e9)
+    registry.set_serving("rollout-0", 2, now=1.7e9, run=1)
+    (job.root / ".trinity_sync/weights").mkdir(parents=True)
+    barrier = {"trainer": "running", "explorers": {}}
+    state = {"registry": registry.to_json(), "barrier": barrier, "written_at": 1.7e9}
+    write_state(job.root, state)
+    write_address(job.root, "synchronizer", "weights")
+    register_job(settings, job.root)
+    observer = RootObserver(settings, StackSettings(), metrics.read_newest)
+    observer.observe()
+    labels = {"job": job.spool.folder.name, "kind": "checkpoint"}
+    assert metrics.registry.get_sample_value("trinity_sync_newest_step", labels) == 7
+    samples = [sample for family in observer.collect() for sample in family.samples]
+    found = {sample.name: sample for sample in samples}
+    assert found["trinity_sync_corrupted_steps"].value == 1
+    assert found["trinity_sync_root_free_bytes"].value > 0
+    lag = found["trinity_sync_reader_lag_steps"]
+    assert (lag.labels["reader"], lag.value) == ("rollout-0", 5)
+
+
+def corrupted_steps(observer: RootObserver) -> dict[str, float]:
+    """By job."""
+    return {
+        sample.labels["job"]: sample.value
+        for family in observer.collect()
+        for sample in family.samples
+        if sample.name == "trinity_sync_corrupted_steps"
+    }
+
+
+def test_a_round_reads_only_the_newest_manifest_and_only_if_it_has_changed(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(home=tmp_path, spool=job.spool.folder.parent)
+    register_job(settings, job.root)
+    for step in (1, 2, 3):
+        commit_files(job.root, step)
+    parsed: list[int] = []
+    parse = manifests.parse_manifest
+
+    def counting(content: bytes, path: Path | str, step: int) -> Manifest:
+        parsed.append(step)
+        return parse(content, path, step)
+
+    newest: list[tuple[str, int, int]] = []
+    observer = RootObserver(
+        settings,
+        StackSettings(),
+        lambda _, kind, found: newest.append((kind, found.run, found.step)),
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(manifests, "parse_manifest", counting)
+        observer.observe()
+        observer.observe()
+    assert parsed == [3]
+    assert newest == [("checkpoint", 1, 3), ("state_dict", 1, 3)]
+    commit_files(job.root, 3, run=2)  # resumed from 2
+    observer.observe()
+    assert newest[2:] == [("checkpoint", 2, 3), ("state_dict", 2, 3)]
+
+
+def test_corruption_marks_of_known_steps_are_looked_up_rarely(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(home=tmp_path, spool=job.spool.folder.parent)
+    register_job(settings, job.root)
+    name, corruption = job.spool.folder.name, Corruption({MODEL: "is missing"}, 1.7e9)
+    observer = RootObserver(settings, StackSettings(), lambda *_: None)
+    for step in (1, 2):
+        commit_files(job.root, step)
+        mark_corrupted(job.root, step, corruption)
+        observer.observe()
+        assert corrupted_steps(observer) == {name: step}
+    commit_files(job.root, 3)
+    observer.observe()
+    mark_corrupted(job.root, 3, corruption)
+    shutil.rmtree(job.root / "global_step_1")
+    observer.observe()
+    assert corrupted_steps(observer) == {name: 1}
+    monkeypatch.setattr(node_metrics, "RECHECK_S", 0.0)
+    observer.observe()
+    assert corrupted_steps(observer) == {name: 2}
+
+
+def test_a_root_or_registry_that_fails_is_logged_once_and_hides_no_other(
+    job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = Settings(home=tmp_path / "home", spool=job.spool.folder.parent)
+    name = job.spool.folder.name
+    register_job(settings, job.root)
+    commit_files(job.root, 1)
+    observer = RootObserver(settings, StackSettings(), lambda *_: None)
+    unreadable = tmp_path / ("x" * 300)  # the file system refuses to look it up
+    register_job(settings, unreadable)
+    for _ in range(2):
+        observer.observe()
+        assert corrupted_steps(observer) == {name: 0}
+    assert caplog.text.count("cannot read") == 1
+    (job.root / ITERATION_FILES["checkpoint"]).unlink()
+    (job.root / ITERATION_FILES["checkpoint"]).mkdir()
+    for _ in range(2):
+        observer.observe()
+        assert corrupted_steps(observer) == {}
+    assert caplog.text.count("cannot read") == 2
+    (job.root / ITERATION_FILES["checkpoint"]).rmdir()
+    (settings.home / "roots/a.json").mkdir()
+    for _ in range(2):
+        observer.observe()
+        assert corrupted_steps(observer) == {}
+    assert caplog.text.count("cannot read") == 3
+    (settings.home / "roots/a.json").rmdir()
+    observer.observe()
+    assert corrupted_steps(observer) == {name: 0}
+
+
+def exported(port: int) -> set[str]:
+    """Names of all metrics, also of those without a value yet."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        return set(re.findall(r"^# TYPE (\S+)", answer.read().decode(), flags=re.M))
+
+
+def test_the_alerts_and_the_dashboard_name_metrics_that_are_exported(tmp_path: Path) -> None:
+    folder = Path(__file__).parents[3] / "deploy"
+    rules = [
+        rule
+        for group in yaml.safe_load((folder / "alerts.yaml").read_text())["groups"]
+        for rule in group["rules"]
+    ]
+    panels = json.loads((folder / "dashboard.json").read_text())["panels"]
+    shown = [target["expr"] for panel in panels for target in panel["targets"]]
+    settings = Settings(home=tmp_path, spool=tmp_path)
+    known = exported(WorkerMetrics().serve(settings, at(free_port())))
+    used = set()
+    for expression in [*(rule["expr"] for rule in rules), *shown]:
+        found = re.findall(r"trinity_sync_\w+", expression)
+        assert found, expression
+        used |= {re.sub(r"_(bucket|sum|count)$", "", name) for name in found}
+    assert used <= known, used - known
+    assert known <= used | {"trinity_sync_saves_created"}, "nothing shows these"
+    for rule in rules:
+        assert {"summary"} <= rule["annotations"].keys(), rule["alert"]
+
+
+def test_a_port_that_is_taken_is_a_sentence(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(StackError, match=f"127.0.0.1:{port}"):
+            WorkerMetrics().serve(Settings(home=tmp_path), at(port))
+
+
+def test_a_flow_that_counts_can_be_handed_to_ray() -> None:
+    """Prefect hands the flow to every task, pickled with what it refers to."""
+    from ray import cloudpickle
+
+    from flows.save import save_step
+
+    assert cloudpickle.loads(cloudpickle.dumps(save_step)).name == "save-step"

@@ -1,0 +1,244 @@
+"""What the worker does with images that no flow run will persist."""
+
+import logging
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.job import Job
+from tests.unit.conftest import Open
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.orchestration.on_node import persist_component
+from trinity_sync.orchestration.recovery.flow_runs import allow_eviction, find_orphaned_saves
+from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.snapshot.ticket import failure_path
+from trinity_sync.storage.commit import commit, free_committed_slots
+from trinity_sync.storage.discovery import require_committed
+from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.placement import await_node_shards
+from trinity_sync.storage.runs import open_run
+
+
+def find_orphaned_steps(job: Job) -> list[int]:
+    """Steps that a flow run would be requested for."""
+    return [request.step for request in find_orphaned_saves(job.spool.folder.parent, grace_s=-1)]
+
+
+def commit_and_die_after_the_manifest(job: Job, step: int) -> None:
+    """The real commit, killed at the instant after the rename of the manifest."""
+    script = textwrap.dedent(
+        f"""
+        import os, signal
+        from pathlib import Path
+        from trinity_sync.snapshot.spool import JobSpool
+        from trinity_sync.storage import commit as commits
+        from trinity_sync.snapshot.save_id import SaveId
+        from trinity_sync.storage.persist import WriteOptions, persist
+        from trinity_sync.storage.placement import NodeShards
+        save = SaveId(**{vars(job.save(step))!r})
+        spool = JobSpool(Path({str(job.spool.folder)!r}))
+        share = NodeShards("here", str(spool.folder), {{"actor": (0,)}})
+        written = persist(share, save, "model", WriteOptions())
+        write = commits.write_manifest_into
+        def write_and_die(*arguments):
+            write(*arguments)
+            os.kill(os.getpid(), signal.SIGKILL)
+        commits.write_manifest_into = write_and_die
+        commits.commit(save, written)
+        """
+    )
+    job.stage(step, {"model": {"w": torch.ones(10)}})
+    died = subprocess.run([sys.executable, "-c", script], check=False)
+    assert died.returncode == -signal.SIGKILL
+    assert read_manifest(job.root, step) is not None
+
+
+def mark(job: Job, step: int) -> Path:
+    return job.root / f"global_step_{step}/.full_checkpoint"
+
+
+def test_a_commit_that_died_after_its_manifest_is_finished(job: Job) -> None:
+    commit_and_die_after_the_manifest(job, 5)
+    assert read_latest_pointer(job.root, "checkpoint") is None
+    assert not mark(job, 5).exists()
+    assert find_orphaned_steps(job) == []
+    assert read_latest_pointer(job.root, "checkpoint") == 5
+    assert read_latest_pointer(job.root, "state_dict") == 5
+    assert mark(job, 5).exists()
+    assert job.spool.tickets() == ([], [])
+
+
+def test_a_commit_that_has_just_been_made_frees_its_slots_itself(job: Job) -> None:
+    commit_and_die_after_the_manifest(job, 5)
+    manifest = read_manifest(job.root, 5)
+    assert manifest
+
+    def recover_at(moment: float) -> None:
+        assert find_orphaned_saves(job.spool.folder.parent, grace_s=2.0, clock=lambda: moment) == []
+
+    recover_at(manifest.committed_at + 1.9)
+    assert len(job.spool.tickets()[0]) == 1
+    recover_at(manifest.committed_at + 2.1)
+    assert job.spool.tickets() == ([], [])
+
+
+def test_an_image_that_is_not_part_of_a_commit_is_compared_with_it_once(job: Job) -> None:
+    job.stage(5, {"model": {"w": torch.ones(10)}})
+    job.commit(5)
+    job.stagers.pop(0).close()  # by a process that was started meanwhile
+    job.stage(5, {"model": {"w": torch.zeros(10)}})
+    assert find_orphaned_steps(job) == []
+    ((late,), _) = job.spool.tickets()
+    assert late.failed
+    mark(job, 5).unlink()
+    assert find_orphaned_steps(job) == []
+    assert not mark(job, 5).exists()  # the commit was not finished again
+
+
+def test_a_commit_that_died_does_not_move_the_pointer_back(job: Job) -> None:
+    commit_and_die_after_the_manifest(job, 5)
+    job.stage(6, {"model": {"w": torch.ones(10)}})
+    job.commit(6)
+    assert find_orphaned_steps(job) == []
+    assert read_latest_pointer(job.root, "checkpoint") == 6
+    assert job.spool.tickets() == ([], [])
+
+
+def test_a_commit_that_died_and_was_left_behind_is_not_pointed_at(job: Job) -> None:
+    open_run(job.root, "first", 0)
+    job.stage(4, {"model": {"w": torch.ones(10)}})
+    job.commit(4)
+    commit_and_die_after_the_manifest(job, 5)
+    open_run(job.root, "second", 4)
+    assert find_orphaned_steps(job) == []
+    assert read_latest_pointer(job.root, "checkpoint") == 4
+    assert job.spool.tickets() == ([], [])
+
+
+def test_a_commit_that_cannot_be_finished_leaves_the_others_alone(job: Job) -> None:
+    commit_and_die_after_the_manifest(job, 5)
+    (job.root / "latest_state_dict_iteration.txt").mkdir()
+    job.stage(6, {"model": {"w": torch.ones(10)}})
+    assert find_orphaned_steps(job) == [6]
+    (job.root / "latest_state_dict_iteration.txt").rmdir()
+    assert find_orphaned_steps(job) == [6]
+    assert read_latest_pointer(job.root, "state_dict") == 5
+
+
+def test_a_job_that_cannot_be_looked_at_leaves_the_others_alone_and_is_named_once(
+    job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.stage(6, {"model": {"w": torch.ones(10)}})
+    (tmp_path / "a").mkdir()  # comes before the others
+    other = open_job_spool(job.spool.folder.parent, tmp_path / "a")
+    (other.folder / "actor.model.rank0.0.slot.ticket").mkdir()
+    with caplog.at_level(logging.WARNING):
+        assert find_orphaned_steps(job) == [6]
+        assert find_orphaned_steps(job) == [6]
+    assert len([each for each in caplog.records if str(other.folder) in each.message]) == 1
+
+
+def save_by_a_function_and_die(job: Job, spool: Path) -> None:
+    """A trainer that is killed before a server has taken its request."""
+    script = textwrap.dedent(
+        f"""
+        import asyncio, os, signal
+        from pathlib import Path
+        from trinity_sync.client.coordinator import CheckpointCoordinator
+        from trinity_sync.client.save_trigger import SaveTrigger
+        from trinity_sync.settings import Settings
+        settings = Settings(spool=Path({str(spool)!r}))
+        away = SaveTrigger(settings, "http://127.0.0.1:9/api")
+        saves = CheckpointCoordinator({str(job.root)!r}, settings=settings, trigger=away)
+        def write():
+            folder = Path({str(job.root)!r}) / "global_step_5/actor"
+            folder.mkdir(parents=True)
+            (folder / "adapter.bin").write_bytes(b"lora")
+        saves.save_sync(write, 5)
+        asyncio.run(saves.register_and_monitor(5, checkpoint_thread_count=1))
+        os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    died = subprocess.run([sys.executable, "-c", script], check=False)
+    assert died.returncode == -signal.SIGKILL
+
+
+def commit_functions(request: SaveRequest) -> None:
+    (share,) = await_node_shards(request.save, rank_timeout_s=0)
+    saved = persist_component(request, None, share, True)
+    assert len(saved.statuses) == request.expected
+    commit(request.save, saved.written, saved.statuses)
+
+
+def test_a_save_of_functions_alone_is_requested_for_a_trainer_that_died(
+    job: Job, spool_folder: Path
+) -> None:
+    save_by_a_function_and_die(job, spool_folder)
+    (request,) = find_orphaned_saves(spool_folder, grace_s=-1)
+    assert find_orphaned_saves(spool_folder, grace_s=60) == []
+    assert (request.step, request.kind, request.components) == (5, "checkpoint", ())
+    commit_functions(request)
+    assert [each.path for each in require_committed(job.root, 5).files] == ["actor/adapter.bin"]
+    free_committed_slots(job.spool, request.save, [])
+    assert not list(job.spool.receipts.iterdir())
+    assert find_orphaned_saves(spool_folder, grace_s=-1) == []
+
+
+def test_a_commit_of_functions_alone_that_died_after_its_manifest_is_finished(
+    job: Job, spool_folder: Path
+) -> None:
+    save_by_a_function_and_die(job, spool_folder)
+    (request,) = find_orphaned_saves(spool_folder, grace_s=-1)
+    commit_functions(request)
+    for name in ("latest_checkpointed_iteration.txt", "latest_state_dict_iteration.txt"):
+        (job.root / name).unlink()
+    mark(job, 5).unlink()
+    assert find_orphaned_saves(spool_folder, grace_s=60) == []
+    assert read_latest_pointer(job.root, "checkpoint") is None
+    assert find_orphaned_saves(spool_folder, grace_s=-1) == []
+    assert read_latest_pointer(job.root, "checkpoint") == 5
+    assert mark(job, 5).exists()
+    assert not list(job.spool.receipts.iterdir())
+
+
+def test_a_save_of_functions_that_failed_is_not_asked_for_again(
+    job: Job, spool_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_by_a_function_and_die(job, spool_folder)
+    (request,) = find_orphaned_saves(spool_folder, grace_s=-1)
+    allow_eviction(spool_folder, request.flow_run["parameters"], "the disk is full")
+    assert find_orphaned_saves(spool_folder, grace_s=-1) == []
+    commit_functions(request)  # a retry by hand still has its statuses
+    require_committed(job.root, 5)
+    (job.spool.receipts / "1.6.checkpoint.request.json").write_text("{}")
+    assert find_orphaned_saves(spool_folder, grace_s=-1) == []
+    assert "1.6.checkpoint.request.json" in caplog.text
+
+
+def test_the_request_of_functions_of_a_job_that_another_has_replaced_is_dropped(
+    job: Job, spool_folder: Path, coordinator_of: Open
+) -> None:
+    save_by_a_function_and_die(job, spool_folder)
+    job.root.rename(job.root.with_name("moved"))
+    (request,) = find_orphaned_saves(spool_folder, grace_s=-1)  # perhaps it is not mounted
+    coordinator_of()
+    assert find_orphaned_saves(spool_folder, grace_s=-1) == []
+    assert not list((spool_folder / request.job / "receipts").glob("*.request.json"))
+
+
+def test_the_images_of_a_cancelled_save_give_way_and_are_not_asked_for_again(job: Job) -> None:
+    for step in (5, 6):
+        job.stage(step, {"model": {"w": torch.ones(10)}})
+    (request, _) = find_orphaned_saves(job.spool.folder.parent, grace_s=-1)
+    allow_eviction(job.spool.folder.parent, request.flow_run["parameters"], "cancelled by a person")
+    cancelled, other = sorted(job.spool.tickets()[0], key=lambda image: image.ticket.step)
+    assert (cancelled.ticket.step, cancelled.failed, other.failed) == (5, True, False)
+    assert failure_path(cancelled.slot).read_text() == "cancelled by a person"
+    assert find_orphaned_steps(job) == [6]
+    allow_eviction(job.spool.folder.parent, {"another": "flow"}, "no save at all")

@@ -1,0 +1,396 @@
+"""What crashes leave on disk and in memory, and what reconcile makes of it."""
+
+import asyncio
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+import torch
+from prefect.client.orchestration import get_client
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from tests.support.answers import server
+from tests.support.job import Job
+from tests.support.steps import MODEL
+from trinity_sync.catalog.database import get_catalog_url, open_catalog
+from trinity_sync.catalog.mirror import find_differences
+from trinity_sync.errors import CatalogError
+from trinity_sync.layout import step_folder
+from trinity_sync.orchestration.job_registry import register_job
+from trinity_sync.orchestration.recovery.reconcile import GRACE_S, reconcile, repair_known_roots
+from trinity_sync.settings import Settings
+from trinity_sync.snapshot.slot import Slot
+from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.snapshot.ticket import seal
+from trinity_sync.storage.discovery import require_committed
+from trinity_sync.storage.gc import Finding, remove_temporaries
+from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.metrics import write_metrics
+from trinity_sync.storage.save import mark_failed
+
+LATER_S = 7200.0
+
+
+@pytest.fixture
+def settings(job: Job, tmp_path: Path) -> Settings:
+    return Settings(spool=job.spool.folder.parent, home=tmp_path / "home")
+
+
+def run(job: Job, settings: Settings, *, later_s: float = 0.0) -> list[Finding]:
+    """What one without a server finds, so many seconds from now, the catalog aside."""
+    found = reconcile(settings, [job.root], None, grace_s=GRACE_S - later_s)
+    return [finding for finding in asyncio.run(found) if finding.what != "catalog"]
+
+
+def save(job: Job, *steps: int, run: int = 1) -> None:
+    for step in steps:
+        job.stage(step, {"model": {"w": torch.arange(5000.0) * step}}, run=run)
+        job.commit(step, run=run)
+
+
+def written_but_never_committed(job: Job, step: int) -> Path:
+    """The temporary file of a save whose flow died, and whose image gave way to later ones."""
+    job.stage(step, {"model": {"w": torch.ones(10)}})
+    (written,) = job.persist(step)
+    for sealed in job.spool.tickets()[0]:
+        Path(f"{sealed.slot}.ticket").unlink()
+    return Path(written.temporary)
+
+
+def test_a_node_whose_clock_is_a_day_ahead_removes_no_file_of_a_save_in_flight(
+    job: Job, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = written_but_never_committed(job, 1)
+    later = time.time() + 86_400
+    monkeypatch.setattr(time, "time", lambda: later)
+    run(job, settings)
+    assert left.exists()
+
+
+def test_old_export_files_of_a_removed_step_are_removed(job: Job, settings: Settings) -> None:
+    save(job, 1, 2)
+    exports = job.root / ".trinity_sync/exports"
+    for step in (1, 2):
+        half = exports / f"global_step_{step}.actor/model-00001.safetensors"
+        half.parent.mkdir(parents=True)
+        half.write_bytes(bytes(1000))
+    shutil.rmtree(step_folder(job.root, 1))
+    assert run(job, settings) == []
+    (found,) = run(job, settings, later_s=LATER_S)
+    assert (found.what, found.state) == ("exports of step 1", "repaired")
+    assert [path.name for path in exports.iterdir()] == ["global_step_2.actor"]
+
+
+def test_other_files_among_the_exports_are_ignored(job: Job, settings: Settings) -> None:
+    exports = job.root / ".trinity_sync/exports"
+    exports.mkdir(parents=True)
+    (exports / "global_step_01.actor").touch()
+    assert run(job, settings, later_s=LATER_S) == []
+
+
+def test_nothing_is_found_where_all_is_well(job: Job, settings: Settings) -> None:
+    save(job, 1, 2)
+    assert run(job, settings, later_s=LATER_S) == []
+
+
+def test_a_pointer_that_lags_or_was_emptied_is_moved(job: Job, settings: Settings) -> None:
+    save(job, 1, 2)
+    (job.root / "latest_checkpointed_iteration.txt").write_text("1")
+    (job.root / "latest_state_dict_iteration.txt").write_text("")
+    mended = run(job, settings)
+    assert [finding.state for finding in mended] == ["repaired", "repaired"]
+    assert "named step 1, names step 2 now" in mended[0].why
+    assert (
+        read_latest_pointer(job.root, "checkpoint")
+        == read_latest_pointer(job.root, "state_dict")
+        == 2
+    )
+    assert run(job, settings) == []
+
+
+def test_a_pointer_at_a_removed_step_moves_to_the_newest_that_is_left(
+    job: Job, settings: Settings
+) -> None:
+    save(job, 1, 2)
+    shutil.rmtree(step_folder(job.root, 2))
+    run(job, settings)
+    assert read_latest_pointer(job.root, "checkpoint") == 1
+
+
+def test_a_pointer_at_another_systems_checkpoint_is_left_alone(
+    job: Job, settings: Settings
+) -> None:
+    save(job, 1)
+    shard = step_folder(job.root, 9) / MODEL
+    shard.parent.mkdir(parents=True)
+    shard.touch()
+    (job.root / "latest_checkpointed_iteration.txt").write_text("9")
+    assert run(job, settings) == []
+    assert read_latest_pointer(job.root, "checkpoint") == 9
+    shard.rename(step_folder(job.root, 9) / "data.pt")  # what a driver leaves of a lost save
+    assert [each.state for each in run(job, settings)] == ["repaired"]
+    assert read_latest_pointer(job.root, "checkpoint") == 1
+
+
+def test_a_pointer_that_cannot_be_made_good_is_reported(job: Job, settings: Settings) -> None:
+    save(job, 1)
+    (step_folder(job.root, 1) / "actor/model_world_size_1_rank_0.pt").unlink()
+    found = run(job, settings)
+    assert {finding.state for finding in found} == {"left"}
+    assert "is missing" in found[0].why
+
+
+def test_a_workers_start_moves_the_pointers_of_known_roots(job: Job, settings: Settings) -> None:
+    save(job, 1)
+    register_job(settings, job.root)
+    (job.root / "latest_checkpointed_iteration.txt").unlink()
+    assert len(repair_known_roots(settings)) == 1
+    assert read_latest_pointer(job.root, "checkpoint") == 1
+
+
+def test_temporary_files_are_removed_once_they_are_not_needed(job: Job, settings: Settings) -> None:
+    temporary = written_but_never_committed(job, 3)
+
+    def remove(**conditions: object) -> list[Finding]:
+        default = {"images": set(), "busy": set(), "before": time.time() + 1}
+        return list(remove_temporaries(job.root, **{**default, **conditions}))  # type: ignore[arg-type]
+
+    image = temporary.name.removesuffix(".tmp").rpartition(".")[2]
+    assert remove(images={image}) == []
+    assert remove(busy={3}) == []
+    assert remove(before=temporary.stat().st_mtime - 1) == []
+    assert [finding.state for finding in remove(busy=None)] == ["left"]
+    assert temporary.exists()
+    assert [finding.state for finding in remove(busy={4})] == ["repaired"]
+    assert not temporary.exists()
+
+
+def test_temporary_files_are_left_while_no_server_can_be_asked(
+    job: Job, settings: Settings
+) -> None:
+    temporary = written_but_never_committed(job, 3)
+    assert run(job, settings) == []
+    (finding,) = run(job, settings, later_s=LATER_S)
+    assert (finding.state, temporary.exists()) == ("left", True)
+    assert "does not answer" in finding.why
+
+
+def test_what_a_replaced_step_left_is_removed(job: Job, settings: Settings) -> None:
+    save(job, 1)
+    left = job.root / ".trinity_sync/replacing/global_step_1"
+    shutil.copytree(step_folder(job.root, 1), left)
+    trash = job.root / ".trinity_sync/trash/global_step_0.x"
+    shutil.copytree(step_folder(job.root, 1), trash)
+    assert [finding.state for finding in run(job, settings)] == ["repaired", "repaired"]
+    assert not left.exists()
+    assert not trash.exists()
+    require_committed(job.root, 1)
+
+
+def test_a_step_that_lost_its_name_in_mid_exchange_is_put_back(
+    job: Job, settings: Settings
+) -> None:
+    """Where the file system has no exchange there is a moment without the folder."""
+    save(job, 1)
+    replacing = job.root / ".trinity_sync/replacing"
+    replacing.mkdir(parents=True)
+    shutil.copytree(step_folder(job.root, 1), replacing / "global_step_1")
+    step_folder(job.root, 1).rename(replacing / "global_step_1.replaced")
+    run(job, settings)
+    require_committed(job.root, 1)
+    assert list(replacing.iterdir()) == []
+
+
+def test_a_step_that_lost_its_name_to_what_is_no_commit_is_left(
+    job: Job, settings: Settings
+) -> None:
+    """A save of that number began to write before anybody had put it back."""
+    save(job, 1)
+    left = job.root / ".trinity_sync/replacing/global_step_1.replaced"
+    left.parent.mkdir(parents=True)
+    step_folder(job.root, 1).rename(left)
+    step_folder(job.root, 1).mkdir()
+    what = [(each.what, each.state) for each in run(job, settings)]
+    assert (".trinity_sync/replacing/global_step_1.replaced", "left") in what
+    step_folder(job.root, 1).rmdir()
+    run(job, settings)
+    require_committed(job.root, 1)
+
+
+def test_a_step_that_lost_its_name_to_a_fetched_one_is_restored(
+    job: Job, settings: Settings
+) -> None:
+    save(job, 1, 2)
+    fetching = job.root / ".trinity_sync/fetching"
+    fetching.mkdir(parents=True)
+    step_folder(job.root, 1).rename(fetching / "global_step_1.replaced")
+    shutil.copytree(step_folder(job.root, 2), fetching / "global_step_2.replaced")
+    run(job, settings)
+    require_committed(job.root, 1)
+    assert list(fetching.iterdir()) == []
+
+
+def test_memory_of_a_removed_job_is_freed(job: Job, settings: Settings, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    spool = open_job_spool(settings.spool, other)
+    slot = Slot(spool.slot("actor", "model", 0, 0))
+    slot.image(1 << 20)
+    other.rmdir()
+    (finding,) = run(job, settings, later_s=LATER_S)
+    assert (finding.state, finding.why) == ("left", "a process has it open")
+    slot.close(remove=False)
+    assert run(job, settings) == []  # it is too young
+    (finding,) = run(job, settings, later_s=LATER_S)
+    assert finding.state == "repaired"
+    assert "bytes of memory freed" in finding.why
+    assert not spool.folder.exists()
+    assert job.spool.folder.exists()
+
+
+def test_memory_with_a_sealed_image_is_left_and_named(
+    job: Job, settings: Settings, tmp_path: Path
+) -> None:
+    job.stage(1, {"model": {"w": torch.ones(10)}})
+    job.root.rename(tmp_path / "away")
+    (finding,) = run(job, settings, later_s=LATER_S)
+    assert (finding.state, len(job.spool.tickets()[0])) == ("left", 1)
+    assert "it has 1 unsaved images" in finding.why
+
+
+def test_temporary_files_of_records_are_removed_and_other_files_kept(
+    job: Job, settings: Settings
+) -> None:
+    save(job, 1)
+    private = job.root / ".trinity_sync"
+    for name in ("runs", "leases", "pins", "metrics", "placements", "exports", "stored"):
+        (private / name).mkdir(exist_ok=True)
+    places = (job.root, private, *(path for path in private.iterdir() if path.is_dir()))
+    ours = [folder / f".1.json.{uuid4().hex}.tmp" for folder in places]
+    others = [job.root / ".editor.tmp", private / "pins/.swap.1a2b.tmp", job.root / "a.tmp"]
+    theirs = step_folder(job.root, 1) / "actor/.editor.tmp"
+    for path in (*ours, *others, theirs):
+        path.touch()
+    assert run(job, settings) == []  # they may have their names in a moment
+    found = run(job, settings, later_s=LATER_S)
+    assert sorted(each.what for each in found) == sorted(
+        path.relative_to(job.root).as_posix() for path in ours
+    )
+    assert not any(path.exists() for path in ours)
+    assert all(path.exists() for path in (*others, theirs))
+
+
+def test_memory_with_a_ticket_that_cannot_be_read_is_left_and_named(
+    job: Job, settings: Settings, tmp_path: Path
+) -> None:
+    job.stage(1, {"model": {"w": torch.ones(10)}})
+    (ticket,) = job.spool.folder.glob("*.ticket")
+    ticket.write_bytes(b"torn")
+    job.stager().close()
+    job.root.rename(tmp_path / "away")
+    (finding,) = run(job, settings, later_s=LATER_S)
+    assert finding.state == "left"
+    assert f"ticket {ticket} is torn" in finding.why
+
+
+def test_a_failed_save_whose_image_waits_is_named(job: Job, settings: Settings) -> None:
+    job.stage(1, {"model": {"w": torch.ones(10)}})
+    mark_failed(job.spool, job.save(1), "disk full")
+    (finding,) = run(job, settings)
+    assert finding.state == "left"
+    assert "model of step 1" in finding.what
+
+
+def test_a_root_that_cannot_be_written_does_not_hold_up_the_others(
+    job: Job, settings: Settings, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    (other / ".trinity_sync/replacing").mkdir(parents=True)
+    (other / ".trinity_sync/commit.lock").mkdir()  # not even root can open it
+    save(job, 1)
+    (job.root / "latest_checkpointed_iteration.txt").unlink()
+    found = asyncio.run(reconcile(settings, [other, job.root], None))
+    assert {finding.state for finding in found if finding.where == str(other)} == {"left"}
+    assert read_latest_pointer(job.root, "checkpoint") == 1
+
+
+def test_steps_that_the_catalog_missed_are_written_into_it(job: Job, settings: Settings) -> None:
+    save(job, 1, 2)
+    (found,) = asyncio.run(reconcile(settings, [job.root], None))
+    assert (found.what, found.state) == ("catalog", "repaired")
+    assert "lacks 2 steps" in found.why
+    with open_catalog(get_catalog_url(settings)) as engine:
+        assert find_differences(engine, job.root) == []
+    assert asyncio.run(reconcile(settings, [job.root], None)) == []
+
+
+def test_a_corrupted_row_of_the_catalog_is_written_again(job: Job, settings: Settings) -> None:
+    save(job, 1)
+    write_metrics(job.root, 1, 1, {"reward": 0.5})
+    asyncio.run(reconcile(settings, [job.root], None))
+    with open_catalog(get_catalog_url(settings)) as engine:
+        with engine.begin() as connection:
+            connection.exec_driver_sql("UPDATE steps SET metrics = 'abc'")
+        with pytest.raises(CatalogError, match=r"corrupted: .* jobs reindex ROOT"):
+            find_differences(engine, job.root)
+        (found,) = asyncio.run(reconcile(settings, [job.root], None))
+        assert (found.what, found.state) == ("catalog", "repaired")
+        assert find_differences(engine, job.root) == []
+
+
+def test_a_catalog_that_is_away_is_said_and_holds_up_nothing(
+    job: Job, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(job, 1, 2)
+    (job.root / "latest_checkpointed_iteration.txt").write_text("1")
+    monkeypatch.setenv("TRINITY_SYNC_STACK__CATALOG__URL", "sqlite:////proc/nowhere/catalog.db")
+    found = asyncio.run(reconcile(settings, [job.root], None))
+    assert [(each.what, each.state) for each in found] == [
+        ("latest_checkpointed_iteration.txt", "repaired"),
+        ("catalog", "left"),
+    ]
+
+
+def run_with(url: str, job: Job, settings: Settings) -> list[Finding]:
+    async def run() -> list[Finding]:
+        async with get_client() as client:
+            return await reconcile(settings, [job.root], client, grace_s=GRACE_S - LATER_S)
+
+    with temporary_settings({PREFECT_API_URL: url}):
+        return [finding for finding in asyncio.run(run()) if finding.what != "catalog"]
+
+
+def test_files_are_repaired_though_the_server_refuses_the_login(
+    job: Job, settings: Settings
+) -> None:
+    save(job, 1)
+    (job.root / "latest_checkpointed_iteration.txt").unlink()
+    temporary = written_but_never_committed(job, 3)
+    with server({}, login="who:what") as url:
+        found = run_with(url, job, settings)
+    assert [(each.what, each.state) for each in found] == [
+        ("runs", "left"),
+        ("latest_checkpointed_iteration.txt", "repaired"),
+        (str(temporary.relative_to(job.root)), "left"),
+    ]
+    assert "401 Unauthorized" in found[0].why
+
+
+def test_images_wait_and_files_are_repaired_though_nothing_is_deployed(
+    job: Job, settings: Settings
+) -> None:
+    save(job, 1)
+    (job.root / "latest_checkpointed_iteration.txt").unlink()
+    job.stage(2, {"model": {"w": torch.ones(10)}})
+    ((image,), _) = job.spool.tickets()
+    seal(image.slot, replace(image.ticket, monotonic_s=0.0))  # as if it were sealed at boot
+    with server({"/flow_runs/filter": (200, "[]")}) as url:
+        found = run_with(url, job, settings)
+    assert [(each.what, each.state) for each in found] == [
+        ("save actor step 2", "left"),
+        ("latest_checkpointed_iteration.txt", "repaired"),
+    ]
+    assert "run: trinity-sync deploy" in found[0].why

@@ -1,0 +1,250 @@
+"""What the Prefect UI shows of a save: how it went, or what failed, what is safe, what to type."""
+
+import json
+import logging
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from tests.support.job import Job
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.errors import SaveError
+from trinity_sync.layout import KINDS
+from trinity_sync.orchestration import prefect_queries
+from trinity_sync.orchestration.quantities import (
+    format_bytes,
+    format_duration,
+    format_rate,
+    make_artifact_key,
+)
+from trinity_sync.orchestration.recovery.node import EvictionReporter
+from trinity_sync.orchestration.run_page import (
+    FailedTask,
+    NodeResources,
+    SaveFailure,
+    describe_commit,
+    describe_failure,
+    make_failed_task,
+)
+from trinity_sync.snapshot import spool
+from trinity_sync.snapshot.spool import (
+    EVICTIONS,
+    Eviction,
+    count_evictions,
+    read_evictions,
+    record_eviction,
+)
+from trinity_sync.storage.commit import commit
+from trinity_sync.storage.save import mark_failed
+
+
+def request_of(job: Job, step: int) -> SaveRequest:
+    return job.request(step)
+
+
+def test_the_page_of_a_commit_says_first_how_it_went(job: Job) -> None:
+    states = {"model": {"w": torch.zeros(9)}, "optim": {"w": torch.zeros(99)}}
+    job.stage(40, states)
+    written = job.persist(40, "model", "optim")
+    submitted = written[0].submitted_at
+    manifest = commit(
+        job.save(40),
+        written,
+        started_at=submitted + 0.25,
+        persisted_at=submitted + 1.25,
+        clock=lambda: submitted + 1.5,
+    )
+    resources = NodeResources(2, 41 * 10**9, 64 * 10**9, 100 * manifest.nbytes)
+    pointers = {"checkpoint": (30, 40), "state_dict": (30, 40)}
+    page = describe_commit(request_of(job, 40), manifest, written, pointers, resources)  # type: ignore[arg-type]
+    assert page.startswith(f"### {job.root.name}: save actor step 40: committed\n")
+    for words in (
+        f"**{format_duration(written[0].stall_s)}** (slowest rank: 0)",
+        "**1.5 s** = queue 0.25 + write 1.00 + commit 0.25 s",
+        f"{format_bytes(manifest.nbytes)}, 2 files, 1 rank on 1 node",
+        "checkpoint: moved from 30 to 40",
+        "2 more images wait; spool 41.0 GB of 64.0 GB used",
+        "room for about 100 more of these",
+        f"trinity-sync diff {job.root} 30 40",
+        f"trinity-sync report {job.root}",
+        "| model | `here` | 1 |",
+        "actor/optim_world_size_1_rank_0.pt",
+    ):
+        assert words in page, page
+    assert manifest.files[0].digest not in page
+
+
+def test_the_page_of_a_failure_says_what_failed_what_is_safe_and_what_to_type(job: Job) -> None:
+    tasks = [FailedTask("node-3", "optim", "no space | left", "/ckpts/optim_rank_3.pt")]
+    failure = SaveFailure("failed", "cannot write\noptim", tasks, 30, {"node-3": 4, "node-4": 0})
+    page = describe_failure(request_of(job, 40), failure)
+    for words in (
+        "save actor step 40: failed",
+        "> cannot write\n> optim",
+        "| `node-3` | optim | `/ckpts/optim_rank_3.pt` | no space \\| left |",
+        "step 30 is the newest committed one",
+        "4 images still in memory (4 on `node-3`)",
+        f"trinity-sync retry {job.root} 40",
+    ):
+        assert words in page, page
+    for outcome in ("evicted", "superseded"):
+        page = describe_failure(request_of(job, 40), SaveFailure(outcome, "why"))  # type: ignore[arg-type]
+        assert "trinity-sync retry" not in page
+        assert "no longer in memory" in page
+
+
+def test_the_pages_of_a_save_on_many_nodes_stay_short(job: Job) -> None:
+    names = [f"node-{number}" for number in range(3000)]
+    tasks = [FailedTask(name, "optim", "no space left") for name in names]
+    failure = SaveFailure("failed", "no space left", tasks, 30, dict.fromkeys(names, 8))
+    page = describe_failure(request_of(job, 40), failure)
+    assert "| `node-0` | optim |" in page
+    assert "| and 2,900 more |  |  | on 2,900 nodes: see the logs |" in page
+    assert "24,000 images still in memory (8 on `node-0`, " in page
+    assert "8 on `node-99`, and on 2,900 more nodes)" in page
+    assert len(page) < 10_000
+
+    job.stage(40, {"model": {"w": torch.zeros(9)}})
+    (file,) = job.persist(40)
+    manifest = commit(job.save(40), [file])
+    written = [replace(file, node=name) for name in names]
+    page = describe_commit(request_of(job, 40), manifest, written, {}, None)
+    assert "| model | 3,000 nodes | 3,000 |" in page
+    assert len(page) < 10_000
+
+
+def test_a_failed_task_names_its_rank_and_file() -> None:
+    error = SaveError("cannot write it", path=Path("/ckpts/a.pt"), rank=3)
+    sent = pickle.loads(pickle.dumps(error))  # by Ray
+    failed = make_failed_task("here", "model", sent)
+    assert (failed.what, failed.path) == ("model of rank 3", "/ckpts/a.pt")
+    assert make_failed_task("here", "model", SaveError("no")) == FailedTask("here", "model", "no")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 ms"),
+        (0.1062, "106 ms"),
+        (2.44, "2.4 s"),
+        (42, "42 s"),
+        (99.9, "2 min"),
+        (840, "14 min"),
+        (5400, "1.5 h"),
+        (12 * 86400, "12 d"),
+    ],
+)
+def test_durations_are_short(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+def test_sizes_have_their_unit_and_keys_are_those_that_prefect_accepts() -> None:
+    assert [*map(format_bytes, (0, 999, 1000, 999_960, 5e9))] == [
+        "0 B",
+        "999 B",
+        "1.0 kB",
+        "1.0 MB",
+        "5.0 GB",
+    ]
+    assert format_rate(2e9, 0.5) == "4.0 GB/s"
+    assert format_rate(0, 1) == format_rate(1, 0) == ""
+    key = make_artifact_key("save", Path("/data/My_Run.1"))
+    assert key.startswith("save-my-run-1-")
+    assert key == key.lower()
+
+
+def test_an_image_that_is_lost_is_written_down_and_reported_once(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.spool.make()
+    (job.spool.folder / "root").write_text(str(job.root))
+    reporter = EvictionReporter(job.spool.folder.parent)
+    for step in (1, 2, 3):
+        job.stage(step, {"model": {"w": torch.zeros(3)}})
+    (lost,) = read_evictions(job.spool.folder)
+    assert (lost.step, lost.component, lost.rank, lost.for_step) == (1, "model", 0, 3)
+    assert "not persisted within" in lost.why
+    with caplog.at_level(logging.WARNING):
+        reporter.report()
+        reporter.report()
+        EvictionReporter(job.spool.folder.parent).report()  # of a worker that has just started
+    assert caplog.text.count(f"checkpoint of step 1 of {job.root} is lost") == 1
+
+
+def test_the_file_of_evictions_does_not_grow_without_end_and_counts_what_it_drops(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spool, "MAX_BYTES", 2000)
+    job.spool.make()
+    folder = job.spool.folder
+    per_rank = 40
+
+    def record(rank: int) -> None:
+        for step in range(per_rank):
+            record_eviction(folder, eviction_of(step, rank))
+
+    with ThreadPoolExecutor(4) as ranks:
+        list(ranks.map(record, range(4)))
+    assert (folder / EVICTIONS).stat().st_size < 2500
+    last = [each.step for each in read_evictions(folder) if each.rank == 0]
+    assert 0 < len(read_evictions(folder)) < 20
+    assert last == sorted(last)
+    assert count_evictions(folder) == {"checkpoint": 4 * per_rank}
+
+
+def test_a_file_of_evictions_that_has_not_changed_is_not_parsed_again(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.spool.make()
+    folder = job.spool.folder
+    parsed = []
+    loads = json.loads
+    monkeypatch.setattr(spool.json, "loads", lambda line: parsed.append(line) or loads(line))
+    record_eviction(folder, eviction_of(1))
+    for _ in range(3):
+        assert len(read_evictions(folder)) == count_evictions(folder).total() == 1
+    assert len(parsed) == 1
+    record_eviction(folder, eviction_of(2))
+    assert [each.step for each in read_evictions(folder)] == [1, 2]
+
+
+def eviction_of(step: int, rank: int = 0) -> Eviction:
+    return Eviction(
+        "a" * 16, 1, step, "checkpoint", "actor", "model", rank, step + 2, 1.7e9, "late"
+    )
+
+
+def test_an_eviction_is_an_event_of_a_checkpoint_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = []
+    monkeypatch.setattr(prefect_queries, "emit_event", lambda **event: sent.append(event))
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+        for outcome in ("evicted", "failed"):
+            for kind in KINDS:
+                prefect_queries.emit_step_event(outcome, tmp_path, 1, job="ckpts", run=1, kind=kind)
+    found = [(each["event"].rpartition(".")[2], each["payload"]["kind"]) for each in sent]
+    assert ("evicted", "checkpoint") in found
+    assert ("evicted", "state_dict") not in found
+    assert [kind for outcome, kind in found if outcome == "failed"] == [*KINDS]
+
+
+def test_an_image_whose_failure_was_reported_is_not_reported_again_as_evicted(job: Job) -> None:
+    job.stage(1, {"model": {"w": torch.zeros(3)}})
+    mark_failed(job.spool, job.save(1), "the disk is full")
+    for step in (2, 3):
+        job.stage(step, {"model": {"w": torch.zeros(3)}})
+    assert read_evictions(job.spool.folder) == []
+
+
+def test_a_torn_line_hides_no_other_eviction(job: Job) -> None:
+    for step in (1, 2, 3):
+        job.stage(step, {"model": {"w": torch.zeros(3)}})
+    with (job.spool.folder / EVICTIONS).open("ab") as file:
+        file.write(b'{"image": "a\n[1]\n{"step": -1}\n')
+    assert [each.step for each in read_evictions(job.spool.folder)] == [1]

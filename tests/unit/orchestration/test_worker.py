@@ -1,0 +1,187 @@
+"""What holds a worker up, and what it says of its trouble, without a Prefect server."""
+
+import asyncio
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import UUID, uuid4
+
+import anyio
+import pytest
+import torch
+from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.responses import WorkerFlowRunResponse
+
+from tests.conftest import environment
+from tests.support.job import Job
+from trinity_sync.fs.locks import acquire_commit_lock
+from trinity_sync.orchestration.job_registry import register_job
+from trinity_sync.orchestration.worker import TrinitySyncWorker
+from trinity_sync.settings import Settings
+from trinity_sync.storage.latest_pointer import read_latest_pointer
+
+
+@pytest.fixture(autouse=True)
+def settings(job: Job, tmp_path: Path) -> Iterator[Settings]:
+    named = {
+        "PREFECT_API_URL": "http://127.0.0.1:9/api",
+        "PREFECT_HOME": str(tmp_path / "prefect"),
+        "PREFECT_LOGGING_TO_API_ENABLED": "false",
+        "TRINITY_SYNC_HOME": str(tmp_path / "home"),
+        "TRINITY_SYNC_SPOOL": str(job.spool.folder.parent),
+    }
+    from prefect.context import refresh_global_settings_context
+
+    with environment(named):
+        refresh_global_settings_context()
+        yield Settings()
+    refresh_global_settings_context()
+
+
+def test_a_root_that_hangs_does_not_hold_up_a_workers_start(job: Job, settings: Settings) -> None:
+    job.stage(4, {"model": {"w": torch.zeros(3)}})
+    job.commit(4)
+    pointer = job.root / "latest_checkpointed_iteration.txt"
+    pointer.unlink()
+    register_job(settings, job.root)
+
+    async def start_and_stop() -> None:
+        async with TrinitySyncWorker(work_pool_name="any"):
+            pass
+
+    with acquire_commit_lock(job.root):  # so long a commit, or a file system that is gone
+        asyncio.run(asyncio.wait_for(start_and_stop(), 60))
+    for thread in threading.enumerate():
+        if thread.name == "repair-roots":
+            thread.join()
+    assert read_latest_pointer(job.root, "checkpoint") == 4
+
+
+def test_a_spool_that_cannot_be_used_is_said_and_a_server_that_is_away_is_none(
+    settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings.spool.chmod(0o755)
+
+    def said() -> list[str]:
+        return [each.message for each in caplog.records if "restarting it" in each.message]
+
+    async def start_and_wait() -> None:
+        async with TrinitySyncWorker(work_pool_name="any"):
+            while not said():
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(start_and_wait(), 60))
+    (message,) = said()
+    assert f"run: chmod 700 {settings.spool}" in message
+
+
+class Standing(TrinitySyncWorker):
+    """A worker whose runs last until the test ends them."""
+
+    type = "standing"
+
+    def __init__(self) -> None:
+        super().__init__(work_pool_name="any")
+        self.ends: dict[UUID, asyncio.Event] = defaultdict(asyncio.Event)
+
+    async def acquire_run(self, flow_run: FlowRun) -> bool:
+        return True
+
+    async def execute_run(self, flow_run: FlowRun) -> None:
+        with anyio.CancelScope() as self._running[flow_run.id]:
+            await self.ends[flow_run.id].wait()
+        del self._running[flow_run.id]
+
+
+def due_runs(queue: UUID, jobs: str) -> list[WorkerFlowRunResponse]:
+    """A run of each job, by its letter, in the order in which they are due."""
+    runs = [FlowRun(id=uuid4(), flow_id=UUID(int=1), tags=[f"job:{job}"]) for job in jobs]
+    return [
+        WorkerFlowRunResponse(work_pool_id=UUID(int=2), work_queue_id=queue, flow_run=run)
+        for run in runs
+    ]
+
+
+def test_a_job_whose_runs_hang_gets_no_more_than_half_of_a_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRINITY_SYNC_STACK__WORKER__MAX_RUNS", "4")
+    worker, queue = TrinitySyncWorker(work_pool_name="any"), uuid4()
+    active: dict[UUID, str] = {}
+    monkeypatch.setattr(worker, "is_active", active.__contains__)
+
+    def begin(due: list[WorkerFlowRunResponse]) -> str:
+        for each in (begun := worker.select_runs(due)):
+            active[each.flow_run.id] = each.flow_run.tags[0].removeprefix("job:")
+            due.remove(each)
+        return "".join(active[each.flow_run.id] for each in begun)
+
+    def end(job: str) -> None:
+        del active[next(run for run, of in active.items() if of == job)]
+
+    due = due_runs(queue, "AAAAAAAA")  # they all hang
+    assert begin(due) == "AA"
+    assert begin(due) == ""
+    due += due_runs(queue, "BBC")
+    assert begin(due) == "BC"
+    assert begin(due) == ""
+    end("B")
+    assert begin(due) == "B"
+    end("B")
+    end("C")
+    assert begin(due) == ""
+    assert begin(due_runs(uuid4(), "A")) == "A"  # of another queue
+
+
+def test_the_burst_of_a_job_is_not_first_in_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRINITY_SYNC_STACK__WORKER__MAX_RUNS", "8")
+    worker = TrinitySyncWorker(work_pool_name="any")
+    begun = worker.select_runs(due_runs(uuid4(), "AAAABBC"))
+    assert "".join(each.flow_run.tags[0].removeprefix("job:") for each in begun) == "ABCABA"
+
+
+async def settle() -> None:
+    """Let all tasks get as far as they can without an event."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_each_queue_has_places_of_its_own_so_that_no_save_waits_for_maintenance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRINITY_SYNC_STACK__WORKER__MAX_RUNS", "2")
+    pool, syncs, checkpoints, maintenance = (uuid4() for _ in range(4))
+
+    def due(queue: UUID, count: int) -> list[WorkerFlowRunResponse]:
+        runs = [FlowRun(id=uuid4(), flow_id=uuid4()) for _ in range(count)]
+        return [
+            WorkerFlowRunResponse(work_pool_id=pool, work_queue_id=queue, flow_run=run)
+            for run in runs
+        ]
+
+    async def work() -> None:
+        worker = Standing()
+        care, saves = due(maintenance, 3), due(checkpoints, 3)
+        async with anyio.create_task_group() as worker._runs_task_group:
+
+            async def take(*waiting: WorkerFlowRunResponse) -> set[UUID]:
+                """Runs that are under way after a look at those that wait."""
+                await worker._submit_scheduled_flow_runs(list(waiting))
+                await settle()
+                return set(worker._running)
+
+            first_care = {run.flow_run.id for run in care[:2]}
+            first_saves = {run.flow_run.id for run in saves[:2]}
+            assert await take(*care) == first_care
+            assert await take(*care, *saves) == first_care | first_saves
+            (sync,) = due(syncs, 1)
+            busy = await take(sync, *saves, *care)
+            assert busy == first_care | first_saves | {sync.flow_run.id}
+            worker.ends[saves[0].flow_run.id].set()
+            await settle()
+            now = busy - {saves[0].flow_run.id} | {saves[2].flow_run.id}
+            assert await take(saves[2], care[2]) == now
+            worker._runs_task_group.cancel_scope.cancel()
+
+    asyncio.run(work())

@@ -1,0 +1,180 @@
+"""A run is retried only when no process of this node executes it, without a Prefect server."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from tests.support.answers import server
+from trinity_sync.client import save_trigger
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.client.save_trigger import SaveTrigger
+from trinity_sync.orchestration.recovery.flow_runs import ACQUIRED_BY, recover_zombie, retry_crashed
+from trinity_sync.orchestration.worker import TrinitySyncWorker
+from trinity_sync.settings import Settings
+from trinity_sync.snapshot.spool import try_run_lock
+
+NODE = "this-node"
+DEAD = f"{ACQUIRED_BY}{NODE}/1/1"
+"""How a process of this node that is dead took a run: pid 1 began at another time."""
+RUN, FLOW = str(uuid4()), str(uuid4())
+SAVE = SaveRequest(root="/ckpts", step=4, run=1)
+
+
+@contextmanager
+def at_work(spool: Path, run: str = RUN) -> Iterator[subprocess.Popen[str]]:
+    """Another process of this node that executes a run, as a worker does."""
+    script = (
+        "import sys; from pathlib import Path; from uuid import UUID\n"
+        "from trinity_sync.snapshot.spool import try_run_lock\n"
+        f"with try_run_lock(Path({str(spool)!r}), UUID({run!r})) as free:\n"
+        "    print(free, flush=True); sys.stdin.read()\n"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", script], **pipes) as process:  # type: ignore[call-overload]
+        try:
+            assert process.stdout.readline() == "True\n"
+            yield process
+        finally:
+            process.kill()
+
+
+@contextmanager
+def prefect(*states: tuple[str, str, str]) -> Iterator[list[dict[str, Any]]]:
+    """A server that knows the run, with the states (type, name, message) that it went through.
+
+    Yields:
+        The states that the run is set to.
+    """
+    history = [
+        {
+            "id": str(uuid4()),
+            "type": kind,
+            "name": name,
+            "message": message,
+            "timestamp": f"2026-01-01T00:00:0{number}Z",
+        }
+        for number, (kind, name, message) in enumerate(states)
+    ]
+    run = {
+        "id": RUN,
+        "flow_id": FLOW,
+        "name": "save actor step 4",
+        "idempotency_key": SAVE.key,
+        "state": history[-1],
+    }
+    accepted = {"status": "ACCEPT", "details": {"type": "accept_details"}, "state": history[-1]}
+    asked: list[tuple[str, str]] = []
+    answers = {
+        f"/flow_runs/{RUN}/set_state": (201, json.dumps(accepted)),
+        f"/flow_runs/{RUN}": (200, json.dumps(run)),
+        "/flow_run_states": (200, json.dumps(history)),
+        "/flow_runs/filter": (200, json.dumps([run])),
+        "/task_runs/filter": (200, "[]"),
+        "/admin/version": (200, '"3.8.8"'),
+    }
+    seen: list[dict[str, Any]] = []
+    with server(answers, asked=asked) as url, temporary_settings({PREFECT_API_URL: url}):
+        yield seen
+        seen += [json.loads(body)["state"] for path, body in asked if path.endswith("set_state")]
+
+
+def begin(spool: Path) -> None:
+    async def ask() -> None:
+        async with get_client() as client:
+            await retry_crashed(client, UUID(RUN), f"{NODE}/2/2", spool=spool)
+
+    asyncio.run(ask())
+
+
+CRASHED = ("PENDING", "Pending", DEAD), ("CRASHED", "Crashed", "Nothing was heard of it.")
+
+
+def test_a_run_that_a_server_calls_crashed_is_not_begun_again_while_it_runs_here(
+    spool_folder: Path,
+) -> None:
+    with prefect(*CRASHED) as states, at_work(spool_folder):
+        begin(spool_folder)
+    assert states == []
+
+
+def test_it_is_begun_again_once_its_process_is_killed(spool_folder: Path) -> None:
+    with prefect(*CRASHED) as states, at_work(spool_folder) as process:
+        process.kill()
+        process.wait()
+        begin(spool_folder)
+    assert [state["name"] for state in states] == ["AwaitingRetry"]
+
+
+def test_it_is_begun_again_also_where_another_run_is_executed(spool_folder: Path) -> None:
+    with prefect(*CRASHED) as states, at_work(spool_folder, str(uuid4())):
+        begin(spool_folder)
+    assert [state["name"] for state in states] == ["AwaitingRetry"]
+
+
+@pytest.mark.parametrize("executed", [True, False])
+def test_a_run_that_runs_here_is_not_ended_whoever_took_it_before(
+    spool_folder: Path, executed: bool
+) -> None:
+    """Its process has the lock before the server knows by whom it is taken."""
+
+    async def ask() -> None:
+        async with get_client() as client:
+            run = FlowRun(id=UUID(RUN), flow_id=UUID(FLOW))
+            await recover_zombie(client, run, f"{NODE}/2/2", spool=spool_folder)
+
+    under_way = ("PENDING", "Pending", DEAD), ("RUNNING", "Running", "")
+    with prefect(*under_way) as states, at_work(spool_folder, RUN if executed else str(uuid4())):
+        asyncio.run(ask())
+    assert [state["name"] for state in states] == ([] if executed else ["Crashed"])
+
+
+def test_a_worker_takes_no_run_that_a_process_of_its_node_executes(
+    spool_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRINITY_SYNC_SPOOL", str(spool_folder))
+
+    async def take() -> tuple[bool, bool]:
+        """Whether it is taken, and whether its lock is free then."""
+        worker = TrinitySyncWorker(work_pool_name="any")
+        async with get_client() as worker._client:
+            taken = await worker.acquire_run(FlowRun(id=UUID(RUN), flow_id=UUID(FLOW)))
+            with try_run_lock(spool_folder, UUID(RUN)) as free:
+                return taken, free
+
+    with prefect(("PENDING", "Pending", DEAD)) as states, at_work(spool_folder):
+        assert asyncio.run(take()) == (False, False)
+    assert states == []
+    with prefect(("PENDING", "Pending", DEAD)) as states:
+        assert asyncio.run(take()) == (True, False)
+    assert [state["name"] for state in states] == ["Pending"]
+
+
+def test_a_run_that_a_server_calls_crashed_has_not_failed_while_it_runs_here(
+    spool_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(save_trigger, "CRASH_GRACE_S", -1.0)  # it is over
+    with prefect(*CRASHED):
+        trigger = SaveTrigger(Settings(spool=spool_folder), PREFECT_API_URL.value())
+
+        def state() -> str:
+            async def ask() -> str:
+                outcomes = await trigger.outcomes([SAVE])
+                await trigger.disconnect()
+                return outcomes[SAVE.key].state
+
+            return asyncio.run(ask())
+
+        with at_work(spool_folder):
+            assert state() == "running"
+        assert state() == "failed"

@@ -1,0 +1,70 @@
+"""The demo leaves nothing behind but its folder, and ends at Ctrl-C in one line."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trinity_sync.fs.locks import acquire_file_lock
+from trinity_sync.orchestration.job_registry import list_known_roots, register_job
+from trinity_sync.settings import Settings
+from trinity_sync.snapshot.spool import open_job_spool
+
+DEMO = Path(__file__).parents[3] / "examples/demo/demo.py"
+PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+"""With the command of this environment, which has client and stack."""
+
+
+def test_the_demos_images_and_notes_go_and_those_of_other_jobs_stay(
+    tmp_path: Path, spool_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", PATH)
+    monkeypatch.setenv("TRINITY_SYNC_HOME", str(tmp_path / "home"))
+    spec = importlib.util.spec_from_file_location("demo", DEMO)
+    assert spec is not None
+    assert spec.loader is not None
+    demo = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(demo)
+    settings = Settings(home=tmp_path / "home", spool=spool_folder)
+    output = tmp_path / "demo-output"
+    for root in (mine := output / "job-1", theirs := tmp_path / "job-2"):
+        root.mkdir(parents=True)
+        register_job(settings, root)
+    spools = [open_job_spool(spool_folder, root).folder for root in (mine, theirs)]
+    (output / "rendezvous-1").touch()
+    demo.clean_up(settings, output)
+    assert [spool.exists() for spool in spools] == [False, True]
+    assert list_known_roots(settings) == [theirs]
+    assert list(output.iterdir()) == [mine]
+
+
+def test_ctrl_c_while_the_stack_starts_is_one_line_and_130(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    env = os.environ | {
+        "TRINITY_SYNC_HOME": str(home),
+        "PATH": PATH,
+        "PYTHONPATH": str(DEMO.parents[2]),
+        "PYTHONUNBUFFERED": "1",
+    }
+    home.mkdir()
+    with acquire_file_lock(
+        home / "stack.lock"
+    ):  # another start is under way, and this one waits for it
+        process = subprocess.Popen(
+            [sys.executable, DEMO],
+            cwd=tmp_path,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout
+        assert "starting" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert said.count("\n") == 1

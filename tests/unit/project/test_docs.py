@@ -1,0 +1,197 @@
+"""What the documents cite is there, and what they show can be run."""
+
+import ast
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import typer
+
+from trinity_sync.cli.commands import app
+
+REPOSITORY = Path(__file__).parents[3]
+DOCS = REPOSITORY / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+DOCUMENTS = [
+    *PAGES,
+    *(REPOSITORY / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")),
+]
+CODE = [
+    path
+    for part in ("trinity_sync", "flows", "tasks")
+    for path in (REPOSITORY / part).rglob("*.py")
+]
+UNIT_TESTS = sorted(REPOSITORY.glob("tests/unit/**/test_*.py"))
+TESTS = "\n".join(path.read_text() for path in REPOSITORY.glob("tests/**/*.py"))
+BLOCK = re.compile(r"^([ ]*)```(\w+)?[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(path: Path, *languages: str) -> Iterator[str]:
+    for indent, language, text in BLOCK.findall(path.read_text()):
+        if language in languages:
+            yield "\n".join(line.removeprefix(indent) for line in text.splitlines())
+
+
+@pytest.mark.parametrize(("page", "count"), [("invariants", 150), ("reports", 25)])
+def test_every_row_is_shown_by_a_test_that_exists(page: str, count: int) -> None:
+    text = (DOCS / f"contributing/{page}.md").read_text()
+    cited = re.findall(r"[a-z0-9]+(?:_[a-z0-9]+){2,}", "".join(re.findall(r"\|[^|]+\|\n", text)))
+    assert len(cited) > count
+    there = set(re.findall(r"def test_(\w+)\(", TESTS))
+    there |= {path.stem.removeprefix("test_") for path in REPOSITORY.glob("tests/**/test_*.py")}
+    assert [name for name in cited if name.removeprefix("test_") not in there] == []
+
+
+def test_every_test_in_the_table_of_engines_exists() -> None:
+    cited = re.findall(r"`(test_\w+)`", (DOCS / "reference/engines.md").read_text())
+    assert len(cited) > 15
+    assert [name for name in cited if f"def {name}(" not in TESTS] == []
+
+
+def test_every_file_of_tests_that_is_cited_exists() -> None:
+    cited = {
+        path
+        for document in DOCUMENTS
+        for path in re.findall(r"tests/[\w/]+\.py", document.read_text())
+    }
+    assert [path for path in sorted(cited) if not (REPOSITORY / path).exists()] == []
+
+
+def test_a_unit_test_is_in_the_folder_of_its_package() -> None:
+    packages = {path.stem for path in (REPOSITORY / "trinity_sync").iterdir()}
+    packages |= {"flows", "benchmarks", "project"}
+    files = [path.relative_to(REPOSITORY / "tests/unit") for path in UNIT_TESTS]
+    assert [path for path in files if path.parts[0] not in packages] == []
+
+
+def test_every_link_of_the_documents_outside_of_the_site_leads_to_a_file() -> None:
+    dead = [
+        f"{document.name}: {target}"
+        for document in DOCUMENTS
+        if document not in PAGES
+        for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", document.read_text())
+        if not (document.parent / target).exists()
+    ]
+    assert dead == []
+
+
+def test_the_path_of_a_save_names_functions_that_exist() -> None:
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| \d+ \|[^|]+\|([^|]+)\|([^|]+)\|$", text, re.MULTILINE)
+    assert len(rows) == 10
+    for functions, files in rows:
+        defined = set()
+        for name in re.findall(r"`([\w/.]+)`", files):
+            (path,) = (
+                p for p in (REPOSITORY / name, REPOSITORY / "trinity_sync" / name) if p.is_file()
+            )
+            defined |= {
+                node.name for node in ast.walk(ast.parse(path.read_text())) if hasattr(node, "name")
+            }
+        cited = {part for name in re.findall(r"`([\w.]+)`", functions) for part in name.split(".")}
+        assert cited <= defined
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(DOCS).as_posix())
+def test_the_python_of_a_page_compiles_and_imports_what_is_there(page: Path) -> None:
+    for text in blocks(page, "python"):
+        compile(text, page.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("trinity_sync"):
+                with suppress(ImportError):  # of what is not installed here
+                    module = importlib.import_module(node.module)
+                    lacking = [each.name for each in node.names if not hasattr(module, each.name)]
+                    assert lacking == [], f"{node.module} has no {lacking}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(DOCS).as_posix())
+def test_the_commands_of_a_page_can_be_parsed(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for job in ("ckpts", "operated", "fresh"):  # an argument that is a folder is a root
+        (tmp_path / job).mkdir()
+    monkeypatch.chdir(tmp_path)
+    group = typer.main.get_command(app)
+    for line in commands_of(page):
+        found, words = group, line
+        while words and words[0] in getattr(found, "commands", {}):
+            found, words = found.commands[words[0]], words[1:]
+        assert not hasattr(found, "commands"), f"trinity-sync {shlex.join(line)} is no command"
+        found.make_context(line[0], list(words))
+
+
+def commands_of(page: Path) -> Iterator[list[str]]:
+    """Yield the words after ``trinity-sync`` of each command in the blocks of a page."""
+    text = "\n".join(blocks(page, "sh", "console")).replace("\\\n", " ")
+    for line in text.splitlines():
+        if found := re.match(
+            r"(?:\$ )?(?:\w+=\S+ )*trinity-sync ((?:[^#|;&\"']|\"[^\"]*\"|'[^']*')*)", line
+        ):
+            yield shlex.split(found[1])
+
+
+def test_every_message_that_is_quoted_is_one_of_the_code() -> None:
+    texts = "\n".join(text for path in CODE for text in literals(path))
+    quoted = [
+        (page.name, message)
+        for page in PAGES
+        for message in re.findall(r"`([^`]+)`\{\.message\}", page.read_text())
+    ]
+    assert len(quoted) > 5
+    assert [each for each in quoted if any(p not in texts for p in parts_of(each[1]))] == []
+
+
+def literals(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def parts_of(message: str) -> list[str]:
+    """Return the texts around the values of a message, which stand as ``…`` in a document."""
+    return [part.strip() for part in message.split("…") if part.strip()]
+
+
+def test_every_variable_that_is_named_is_a_setting() -> None:
+    code = "\n".join(path.read_text() for path in CODE)
+    settings = {name.upper() for name in re.findall(r"^    (\w+): ", code, re.MULTILINE)}
+    named = {
+        name
+        for document in [*DOCUMENTS, *REPOSITORY.glob("deploy/*.yaml")]
+        for name in re.findall(
+            r"TRINITY_SYNC_(?:STACK__\w+?__)?([A-Z][A-Z_]*[A-Z])\b", document.read_text()
+        )
+    }
+    assert sorted(n for n in named - settings if f"TRINITY_SYNC_{n}" not in code) == []
+
+
+def test_every_error_has_an_advice() -> None:
+    from trinity_sync import errors
+
+    text = (DOCS / "_hooks/advice.py").read_text()
+    advised = set(re.findall(r'^    "(\w+)": ', text, re.MULTILINE))
+    assert advised == {
+        name
+        for name, each in vars(errors).items()
+        if isinstance(each, type) and issubclass(each, errors.TrinitySyncError)
+    }
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("how-to/*.md")), ids=lambda path: path.stem)
+def test_a_how_to_ends_with_a_check_that_it_works(page: Path) -> None:
+    assert re.findall(r"^## (.*)$", page.read_text(), re.MULTILINE)[-1] == "Check that it works"
+
+
+def test_the_api_page_has_all_public_names() -> None:
+    import trinity_sync
+    from trinity_sync import adapter, errors
+
+    text = (DOCS / "reference/api.md").read_text()
+    described = set(re.findall(r"^::: [\w.]+\.(\w+)$", text, re.MULTILINE))
+    names = [*trinity_sync.__all__, *adapter.__all__]
+    public = {name for name in names if not hasattr(errors, name)}
+    assert public - {"__version__"} <= described

@@ -1,0 +1,581 @@
+"""What others wrote runs nothing here, and what flows are given leads nowhere else."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+
+from tests.conftest import environment
+from tests.support.answers import server
+from tests.support.job import Job
+from tests.support.steps import commit_files
+from trinity_sync.catalog.database import open_catalog
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.errors import (
+    CatalogError,
+    CommitError,
+    ConfigError,
+    ManifestError,
+    SaveError,
+    SpoolError,
+    StackError,
+    TrinitySyncError,
+)
+from trinity_sync.fs.locks import acquire_commit_lock
+from trinity_sync.fs.records import add_digest
+from trinity_sync.layout import MANIFEST, shard_file, step_folder
+from trinity_sync.orchestration.job_registry import (
+    list_known_roots,
+    register_job,
+    require_allowed,
+    require_allowed_store,
+    select_roots,
+)
+from trinity_sync.orchestration.on_node import (
+    persist_component,
+    replicate_to_remote,
+    upload_to_required_remote,
+)
+from trinity_sync.remote.download import fetch
+from trinity_sync.remote.remote_root import Remote, refuse_credentials
+from trinity_sync.remote.upload import replicate
+from trinity_sync.settings import Settings, StackSettings
+from trinity_sync.snapshot.spool import get_job_spool
+from trinity_sync.stack import daemon, embedded, services, state_file
+from trinity_sync.stack.daemon import Daemon
+from trinity_sync.stack.services import StackState
+from trinity_sync.storage.commit import commit
+from trinity_sync.storage.diff import diff
+from trinity_sync.storage.export_requests import (
+    ExportRequest,
+    list_export_requests,
+    write_export_request,
+)
+from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.placement import NodeShards
+from trinity_sync.storage.quarantine import fetching_folder
+from trinity_sync.storage.restore import load_states
+from trinity_sync.storage.save_functions import CallableStatus
+from trinity_sync.storage.verify_load import load_newest
+from trinity_sync.tensors.safe_load import TRUSTED, load_file
+
+
+class Runs:
+    """A pickle that makes a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+@pytest.fixture
+def trap(job: Job, tmp_path: Path) -> Path:
+    """A step with a file that would run something; the file that shows it."""
+    ran = tmp_path / "ran"
+    for step in (1, 2):
+        job.stage(step, {"model": {"w": torch.zeros(3), "more": Runs(ran)}})
+        job.commit(step)
+    return ran
+
+
+def shards(job: Job) -> list[Path]:
+    return [step_folder(job.root, step) / "actor" / shard_file("model", 1, 0) for step in (1, 2)]
+
+
+def of_others(path: Path) -> None:
+    """As if somebody else might have written it."""
+    path.chmod(0o666)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda job: load_states(job.root, 2, "actor"),
+        lambda job: load_newest(job.root),
+        lambda job: diff(job.root, 1, 2),
+        lambda job: load_file(shards(job)[1]),
+    ],
+    ids=["load", "verify", "diff", "file"],
+)
+def test_what_others_may_have_written_runs_nothing(job: Job, trap: Path, read: Any) -> None:
+    for shard in shards(job):
+        of_others(shard)
+    with pytest.raises(
+        CommitError, match=r"is not this user's alone.* set TRINITY_SYNC_TRUSTED_PATHS="
+    ):
+        read(job)
+    assert not trap.exists()
+
+
+def test_a_file_of_another_user_runs_nothing(job: Job, trap: Path) -> None:
+    if os.getuid():
+        pytest.skip("only root can give files away")
+    os.chown(shards(job)[1], 12345, 12345)
+    with pytest.raises(CommitError, match="is not this user's alone"):
+        load_states(job.root, 2, "actor")
+    assert not trap.exists()
+
+
+SWAPPER = """
+import os, sys
+name, theirs, ours, begun = sys.argv[1:]
+open(begun, "w").close()
+while True:
+    for file in (ours, theirs):  # a rename between two names of one file does nothing
+        os.link(file, name + ".next")
+        os.rename(name + ".next", name)
+"""
+
+
+@pytest.fixture
+def swapped(job: Job, trap: Path, tmp_path: Path) -> Iterator[Path]:
+    """The shard of step 2, whose name others give to their own file and to one of ours in turn."""
+    shard = shards(job)[1]
+    theirs, ours, begun = (tmp_path / name for name in ("theirs", "ours", "begun"))
+    os.link(shard, theirs)
+    of_others(theirs)
+    ours.write_bytes(bytes(shard.stat().st_size))
+    command = [sys.executable, "-c", SWAPPER, *map(str, (shard, theirs, ours, begun))]
+    with subprocess.Popen(command) as swapper:
+        try:
+            while not begun.exists():
+                assert swapper.poll() is None
+            yield shard
+        finally:
+            assert swapper.poll() is None
+            swapper.kill()
+
+
+def loaded_without_manifest(root: Path, _: Path) -> None:
+    for step in (1, 2):
+        (step_folder(root, step) / MANIFEST).unlink(missing_ok=True)
+    load_newest(root)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda root, _: load_states(root, 2, "actor"),
+        lambda _, shard: load_file(shard),
+        lambda _, shard: load_file(shard, mmap=True),
+        loaded_without_manifest,
+    ],
+    ids=["load", "file", "mapped", "verify"],
+)
+def test_a_file_that_is_swapped_while_it_is_loaded_runs_nothing(
+    job: Job, trap: Path, swapped: Path, read: Any
+) -> None:
+    refused = 0
+    while refused < 50 and not trap.exists():
+        try:
+            read(job.root, swapped)
+        except CommitError as error:
+            refused += "is not this user's alone" in str(error)
+        except (OSError, RuntimeError, EOFError, KeyError, UnpicklingError, TrinitySyncError):
+            continue  # ours, which holds nothing
+    assert not trap.exists()
+
+
+def test_an_image_that_others_may_have_written_runs_nothing(job: Job, trap: Path) -> None:
+    for slot in job.spool.folder.glob("*.slot"):
+        of_others(slot)
+    with pytest.raises(CommitError, match="is not this user's alone"):
+        load_states(job.root, 2, "actor", spool=job.spool)
+    assert not trap.exists()
+
+
+def test_ones_own_files_and_those_that_are_trusted_are_loaded_whole(
+    job: Job, trap: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_states(job.root, 2, "actor")
+    assert trap.exists()
+    trap.unlink()
+    of_others(shards(job)[1])
+    monkeypatch.setenv(TRUSTED, f"/elsewhere:{job.root}")
+    load_states(job.root, 2, "actor")
+    assert trap.exists()
+
+
+def test_tensors_and_random_states_of_others_are_loaded(job: Job) -> None:
+    rng = {"numpy": np.random.RandomState(1).get_state(), "cpu": torch.get_rng_state()}
+    job.stage(1, {"model": {"w": torch.randn(3)}, "extra_state": {"rng": rng}})
+    job.commit(1, "model", "extra_state")
+    own = load_states(job.root, 1, "actor")
+    for path in (step_folder(job.root, 1) / "actor").glob("*.pt"):
+        of_others(path)
+    theirs = load_states(job.root, 1, "actor")
+    assert torch.equal(own["model"]["w"], theirs["model"]["w"])
+    found = theirs["extra_state"]["rng"]["numpy"]
+    assert np.array_equal(rng["numpy"][1], found[1])
+
+
+def test_an_array_of_objects_is_not_plain(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    torch.save({"a": np.array([Runs(tmp_path / "ran")], dtype=object)}, path)
+    of_others(path)
+    with pytest.raises(CommitError, match="holds more than tensors"):
+        load_file(path)
+    assert not (tmp_path / "ran").exists()
+
+
+def edited(root: Path, change: Any) -> None:
+    """A manifest that somebody made with the right digest of its own text."""
+    path = step_folder(root, 1) / MANIFEST
+    body = json.loads(path.read_text())
+    del body["digest"]
+    change(body)
+    path.write_text(add_digest(json.dumps(body)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda body: body["files"][0].update(path="../../outside"),
+        lambda body: body["files"][0].update(path="/etc/passwd"),
+        lambda body: body["files"][0].update(role="../critic"),
+        lambda body: body["files"][0].update(path=7),
+        lambda body: body.update(files=None),
+        lambda body: body["callables"].append(
+            {"name": "f", "rank": 0, "seconds": 1, "files": ["../outside"]}
+        ),
+    ],
+)
+def test_a_manifest_that_leads_elsewhere_or_is_none_is_refused(tmp_path: Path, change: Any) -> None:
+    commit_files(tmp_path, 1)
+    edited(tmp_path, change)
+    with pytest.raises(ManifestError):
+        read_manifest(tmp_path, 1)
+
+
+def request(job: Job, **other: Any) -> SaveRequest:
+    return job.request(**{"step": 1, **other})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"roles": ["../.."]},
+        {"components": ["../model"]},
+        {"step": -1},
+        {"root": "ckpts"},
+        {"identity": "../.."},
+    ],
+)
+def test_a_request_that_names_no_role_component_or_path_is_refused(
+    job: Job, wrong: dict[str, Any]
+) -> None:
+    with pytest.raises((ValidationError, ConfigError)):
+        request(job, **wrong)
+
+
+def test_images_are_taken_from_the_jobs_own_spool_alone(job: Job, tmp_path: Path) -> None:
+    assert get_job_spool(job.spool.folder, job.save(1)) == job.spool
+    with pytest.raises(SpoolError, match="not of"):
+        get_job_spool(job.spool.folder, replace(job.save(1), root=str(tmp_path / "other")))
+    job.spool.folder.chmod(0o777)
+    with pytest.raises(SpoolError, match="open to other users"):
+        get_job_spool(job.spool.folder, job.save(1))
+    job.spool.folder.chmod(0o700)
+
+
+def test_a_task_reads_and_writes_nothing_for_the_spool_of_another_job(
+    job: Job, tmp_path: Path
+) -> None:
+    job.stage(1, {"model": {"w": torch.zeros(3)}})
+    (sealed,) = job.spool.tickets()[0]
+    other = tmp_path / "other"
+    other.mkdir()
+    request = SaveRequest(root=str(other), step=1, run=1, components=("model",))
+    shards = NodeShards("here", str(job.spool.folder), {"actor": (0,)})
+    with pytest.raises(SpoolError, match="not of"):
+        persist_component(request, "model", shards)
+    assert list(other.iterdir()) == []
+    assert [image.ticket for image in job.spool.tickets()[0]] == [sealed.ticket]
+
+
+def test_flows_work_where_they_are_allowed_to(tmp_path: Path) -> None:
+    allowed = StackSettings(worker={"allowed_paths": [tmp_path / "jobs"]})
+    (tmp_path / "jobs" / "one").mkdir(parents=True)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "jobs" / "link").symlink_to(tmp_path / "out")
+    one = tmp_path / "jobs" / "one"
+    assert select_roots(str(one), Settings(), allowed) == [one]
+    require_allowed(tmp_path / "out", StackSettings())
+    for path in (tmp_path / "out", tmp_path / "jobs/../out", tmp_path / "jobs/link"):
+        with pytest.raises(ConfigError, match=r"worker\.allowed_paths names"):
+            require_allowed(path, allowed)
+
+
+SPELLED = [
+    "file://{}",
+    "local://{}",
+    "file://{}/../theirs",
+    "file:/{}",
+    "file:{}",
+    "FILE://{}",
+    "async_wrapper::file://{}",
+    "async_wrapper://::file://{}",
+    "simplecache::file://{}",
+    "filecache::local://{}",
+    "dir::file://{}",
+    "dir://{}::file:///",
+    "zip://x::file://{}/a.zip",
+    "s3://bucket/job::file://{}",
+    "reference://{}",
+    "asynclocal://{}",
+    "generic://file://{}",
+    "sftp://localhost{}",
+    "webhdfs://localhost{}",
+    "hdfs://default{}",
+    "memory://{}",
+    "{}",
+]
+
+
+@pytest.mark.parametrize("spelled", SPELLED)
+def test_a_folder_that_is_not_allowed_is_no_store_however_it_is_spelled(
+    job: Job, tmp_path: Path, spelled: str
+) -> None:
+    job.stage(1, {"model": {"w": torch.zeros(3)}})
+    job.commit(1)
+    commit_files(tmp_path / "theirs", 1)
+    before = (step_folder(tmp_path / "theirs", 1) / MANIFEST).read_bytes()
+    url = spelled.format(tmp_path / "theirs")
+    with environment({"TRINITY_SYNC_STACK__WORKER__ALLOWED_PATHS": str(job.root)}):
+        for task in (replicate_to_remote, upload_to_required_remote):
+            with pytest.raises(ConfigError):
+                task(str(job.root), 1, url, *([0] if task is replicate_to_remote else []))
+    assert (step_folder(tmp_path / "theirs", 1) / MANIFEST).read_bytes() == before
+
+
+@pytest.mark.parametrize("inside", ["file://{}/copies", "local://{}/copies", "file://~/copies"])
+def test_a_store_in_an_allowed_folder_or_elsewhere_is_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    allowed = StackSettings(worker={"allowed_paths": [tmp_path]})
+    require_allowed_store(inside.format(tmp_path), allowed)
+    require_allowed_store("s3://bucket/job", allowed)
+    (tmp_path / "copies").symlink_to("/")
+    with pytest.raises(ConfigError, match=r"worker\.allowed_paths names"):
+        require_allowed_store(inside.format(tmp_path), allowed)
+
+
+def test_jobs_that_are_not_allowed_any_more_are_not_looked_after(tmp_path: Path) -> None:
+    roots = [tmp_path / "one", tmp_path / "two"]
+    for root in roots:
+        root.mkdir()
+        register_job(Settings(home=tmp_path / "home"), root)
+    assert sorted(list_known_roots(Settings(home=tmp_path / "home"))) == roots
+    allowed = StackSettings(worker={"allowed_paths": roots[:1]})
+    assert list_known_roots(Settings(home=tmp_path / "home"), allowed) == roots[:1]
+
+
+def test_a_password_in_a_url_is_not_repeated() -> None:
+    for url in (
+        "s3://user:hidden@bucket/job",
+        "s3://bucket/job?key=hidden",
+        "dir::s3://me:hidden@b/j",
+    ):
+        for refuse in (refuse_credentials, Remote):
+            with pytest.raises(ConfigError) as refused:
+                refuse(url)
+            assert "hidden" not in str(refused.value)
+    for url in ("postgresql+psycopg//user:hidden@host/db", "nothing://user:hidden@host/db"):
+        with pytest.raises(CatalogError) as failed, open_catalog(url):
+            pass
+        assert "hidden" not in str(failed.value)
+
+
+def test_what_others_link_from_the_root_is_not_written_to(job: Job, tmp_path: Path) -> None:
+    job.stage(1, {"model": {"w": torch.ones(3)}})
+    job.commit(1)
+    replicate(job.root, f"file://{tmp_path}/store", 1)
+    mine, new = tmp_path / "mine", tmp_path / "new"
+    mine.write_text("mine")
+    shard = f"actor/{shard_file('model', 1, 0)}"
+    link = fetching_folder(new) / "global_step_1" / shard
+    link.parent.mkdir(parents=True)
+    link.symlink_to(mine)
+    fetch(f"file://{tmp_path}/store", 1, new)
+    (step,) = load_states(new, 1, "actor").values()
+    assert step["w"].sum() == 3
+    (new / ".trinity_sync" / "commit.lock").unlink()
+    (new / ".trinity_sync" / "commit.lock").symlink_to(mine)
+    with (
+        pytest.raises(OSError, match="Too many levels of symbolic links"),
+        acquire_commit_lock(new),
+    ):
+        pass
+    assert mine.read_text() == "mine"
+
+
+def test_a_receipt_that_names_a_file_elsewhere_commits_nothing(job: Job, tmp_path: Path) -> None:
+    (job.root / "secret").write_text("mine")
+    receipt = CallableStatus("f", 1, 1, "checkpoint", 0, "", "finished", files=("../secret",))
+    with pytest.raises(SaveError, match="outside of the step's folder"):
+        commit(job.save(1), [], [receipt])
+
+
+@pytest.fixture
+def careless() -> Iterator[None]:
+    """New files may be written by everybody, unless whoever makes them says otherwise."""
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.parametrize("mode", [0o646, 0o664, 0o666])
+def test_source_files_are_not_trusted_at_the_request_of_others(
+    tmp_path: Path, careless: None, mode: int
+) -> None:
+    write_export_request(tmp_path, ExportRequest(1, 1, "actor", trust_remote_code=True))
+    (own,) = list_export_requests(tmp_path)
+    assert own.trust_remote_code
+    (path,) = (tmp_path / ".trinity_sync" / "exports").glob("*.request")
+    path.chmod(mode)
+    (theirs,) = list_export_requests(tmp_path)
+    assert not theirs.trust_remote_code
+
+
+def test_an_export_request_under_another_name_is_passed_over(tmp_path: Path) -> None:
+    write_export_request(tmp_path, ExportRequest(1, 1, "actor"))
+    exports = tmp_path / ".trinity_sync" / "exports"
+    (exports / "global_step_2.actor.request").mkdir()
+    os.mkfifo(exports / "global_step_3.actor.request")
+    (exports / "global_step_4.actor.request").symlink_to("global_step_1.actor.request")
+    for step, role in ((5, "actor/../../.."), (6, "actor")):
+        request = {"run": 1, "step": 5, "role": role}
+        (exports / f"global_step_{step}.actor.request").write_text(json.dumps(request))
+    assert list_export_requests(tmp_path) == [ExportRequest(1, 1, "actor")]
+
+
+def mode_of(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+def test_what_lets_one_into_the_stack_is_for_nobody_else_to_read(
+    tmp_path: Path, careless: None
+) -> None:
+    for name in ("stack.json", "ray_token"):  # of a careless day
+        (tmp_path / name).write_text("known to all")
+    with environment({"RAY_AUTH_MODE": ""}):
+        auth = services._ray_auth(tmp_path)
+    state_file.write_state(tmp_path, StackState(ray_auth=auth))
+    token = Path(auth["RAY_AUTH_TOKEN_PATH"])
+    assert (mode_of(token), mode_of(tmp_path / "stack.json")) == (0o600, 0o600)
+    assert token.read_text() != "known to all"
+    (tmp_path / "stack.json").chmod(0o644)
+    assert embedded.find(Settings(home=tmp_path)) == StackState(ray_auth=auth)
+    assert mode_of(tmp_path / "stack.json") == 0o600
+    with environment({"RAY_AUTH_MODE": ""}):
+        before, _ = token.read_text(), services._ray_auth(tmp_path)
+    assert token.read_text() == before
+
+
+@pytest.mark.parametrize("mode", ["", "disabled"])
+def test_the_ray_node_of_a_stack_has_a_token_whatever_a_training_does(
+    tmp_path: Path, mode: str
+) -> None:
+    with environment({"RAY_AUTH_MODE": mode}):
+        assert services._ray_auth(tmp_path)["RAY_AUTH_MODE"] == "token"
+    with environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "theirs"}):
+        assert services._ray_auth(tmp_path)["RAY_AUTH_TOKEN"] == "theirs"
+
+
+def test_a_server_that_answers_without_its_password_is_refused() -> None:
+    version = {"/admin/version": (200, '"3.8.8"')}
+    own = StackState(server=Daemon("1/1", "server.log"))
+    with server(version, login="trinity-sync:secret") as url:
+        services.require_refusals(StackSettings(), replace(own, api_url=url))
+    with server(version) as url:
+        with pytest.raises(StackError, match=f"{url} accepts requests without its password"):
+            services.require_refusals(StackSettings(), replace(own, api_url=url))
+        none = StackSettings(server={"password": "none"})
+        services.require_refusals(none, replace(own, api_url=url))
+    with pytest.raises(StackError, match=r"cannot check that the Prefect server .* requires"):
+        services.require_refusals(StackSettings(), replace(own, api_url=url))
+
+
+def test_what_answers_a_call_to_ray_neither_way_is_not_taken_for_a_refusal() -> None:
+    with (
+        server({}) as url,
+        pytest.raises(StackError, match=r"cannot check that the Ray cluster .* requires"),
+    ):
+        services.accepts_calls(url.removeprefix("http://").removesuffix("/api"))
+
+
+def test_what_the_parts_of_a_stack_write_is_for_nobody_else_to_read(
+    tmp_path: Path, careless: None
+) -> None:
+    log = tmp_path / "home" / "logs" / "one.log"
+    log.parent.mkdir(parents=True)  # of a careless day
+    started = daemon.start([sys.executable, "-c", ""], env={}, cwd=tmp_path, log=log)
+    daemon.stop(started, 5)
+    assert mode_of(log.parent) == 0o700
+
+
+def test_nobody_else_may_write_where_the_stack_looks_for_its_modules(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    home.chmod(0o777)
+    with (
+        pytest.raises(StackError, match="nothing answers"),
+        environment({"PREFECT_API_URL": "http://127.0.0.1:9/api"}),
+    ):
+        embedded.up(Settings(home=home))
+    assert mode_of(home) == 0o755
+    if os.getuid():
+        pytest.skip("only root can give folders away")
+    os.chown(home, 12345, 12345)
+    with pytest.raises(StackError, match="others than this user may write home"):
+        embedded.up(Settings(home=home))
+
+
+def test_a_home_below_another_users_folder_of_a_shared_one_is_refused(tmp_path: Path) -> None:
+    if os.getuid():
+        pytest.skip("only root can give folders away")
+    tmp_path.chmod(0o1777)  # as /var/tmp
+    (tmp_path / "theirs").mkdir()
+    os.chown(tmp_path / "theirs", 12345, 12345)
+    with pytest.raises(StackError, match="belongs to another user"):
+        services.make_home(tmp_path / "theirs/host")
+    assert list((tmp_path / "theirs").iterdir()) == []
+    services.make_home(tmp_path / "own/host")
+
+
+def test_the_server_asks_for_a_password_that_only_its_user_can_read_unless_it_is_told_not_to(
+    tmp_path: Path, careless: None
+) -> None:
+    settings = Settings(home=tmp_path)
+    with environment({}):
+        first = services._server_auth(settings, StackSettings())
+        assert services._server_auth(settings, StackSettings()) == first
+        without = StackSettings(server={"password": "none"})
+        assert services._server_auth(settings, without) == ""
+    file = tmp_path / services.PASSWORD_FILE
+    assert (file.read_text(), mode_of(file)) == (first, 0o600)
+    user, _, password = first.partition(":")
+    assert (user, len(password)) == ("trinity-sync", 64)
+
+
+def test_a_stack_that_others_may_have_written_is_not_touched(tmp_path: Path) -> None:
+    state = StackState(ray_folder=str(tmp_path / "mine"))
+    (tmp_path / "mine").mkdir()
+    state_file.write_state(tmp_path, state)
+    of_others(tmp_path / "stack.json")
+    with pytest.raises(StackError, match="others may write it"):
+        embedded.down(Settings(home=tmp_path))
+    assert (tmp_path / "mine").exists()

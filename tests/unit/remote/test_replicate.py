@@ -1,0 +1,322 @@
+"""Copies in a store that speaks S3, and in a folder: whole or not committed, whatever dies."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import boto3
+import pytest
+import torch
+from s3fs import S3FileSystem
+
+from tests.support.job import Job
+from tests.unit.conftest import SECRET
+from trinity_sync.errors import CommitError, ConfigError, RemoteError
+from trinity_sync.layout import MANIFEST
+from trinity_sync.remote.download import fetch
+from trinity_sync.remote.remote_root import UPLOADED, Remote
+from trinity_sync.remote.required import prune_remote
+from trinity_sync.remote.upload import replicate
+from trinity_sync.snapshot.job_identity import open_identity, read_identity
+from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.storage.discovery import find_newest
+from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.leases import list_leases
+from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.restore import load_states
+from trinity_sync.storage.runs import open_run
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/store/job"
+
+
+@pytest.fixture(params=["s3", "file"])
+def any_url(request: pytest.FixtureRequest, url: str) -> str:
+    return url if request.param == "file" else f"s3://{request.getfixturevalue('bucket')}/job"
+
+
+def state(value: float) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((5000,), value)}
+
+
+@pytest.fixture
+def commit(job: Job) -> Callable[..., Job]:
+    def commit(step: int, *, run: int = 1, value: float | None = None) -> Job:
+        states = {"model": state(step if value is None else value), "optim": state(0)}
+        job.stage(step, states, run=run)
+        job.commit(step, "model", "optim", run=run)
+        return job
+
+    return commit
+
+
+def file_of(step: int, component: str = "model") -> str:
+    return f"actor/{component}_world_size_1_rank_0.pt"
+
+
+def test_a_copy_is_the_step_file_by_file_and_back_again(
+    commit: Callable[..., Job], any_url: str, tmp_path: Path
+) -> None:
+    job = commit(4)
+    done = replicate(job.root, any_url, 4, read_back=True)
+    assert (done.uploaded, done.nbytes) == (2, read_manifest(job.root, 4).nbytes)
+    (there,) = Remote(any_url).list_steps()
+    assert (there.manifest, there.state) == (read_manifest(job.root, 4), "valid")
+    assert set(Remote(any_url).list_file_sizes(4)) == {file_of(4), file_of(4, "optim"), MANIFEST}
+    assert list_leases(job.root) == []
+
+    back = tmp_path / "another machine"
+    assert fetch(any_url, None, back)[1]
+    assert find_newest(back) == read_manifest(job.root, 4)
+    assert torch.equal(load_states(back, 4, "actor")["model"]["w"], state(4)["w"])
+    assert read_latest_pointer(back, "checkpoint") == read_latest_pointer(back, "state_dict") == 4
+    assert not fetch(any_url, 4, back)[1]
+
+
+def test_what_is_there_is_not_sent_again(commit: Callable[..., Job], url: str) -> None:
+    job = commit(4)
+    replicate(job.root, url, 4)
+    assert replicate(job.root, url, 4).uploaded == 0
+
+
+KILLED = """
+import os, signal, sys
+from trinity_sync.remote.remote_root import Remote
+from trinity_sync.remote.upload import replicate
+note = Remote.record_upload
+def note_and_die(self, step, record):
+    note(self, step, record)
+    os.kill(os.getpid(), signal.SIGKILL)
+Remote.record_upload = note_and_die
+replicate(sys.argv[1], sys.argv[2], 4, parallel=1)
+"""
+
+
+def kill_after_the_first_file(job: Job, url: str) -> None:
+    died = subprocess.run([sys.executable, "-c", KILLED, str(job.root), url], check=False)
+    assert died.returncode == -signal.SIGKILL
+
+
+def test_a_killed_upload_is_not_committed_and_resumes(
+    commit: Callable[..., Job], any_url: str
+) -> None:
+    job = commit(4)
+    kill_after_the_first_file(job, any_url)
+    assert [(step.step, step.state) for step in Remote(any_url).list_steps()] == [
+        (4, "not committed")
+    ]
+    assert replicate(job.root, any_url, 4).uploaded == 1
+    assert Remote(any_url).read_step(4).state == "valid"
+    assert not any(UPLOADED in name for name in Remote(any_url).list_file_sizes(4))
+
+
+def test_a_file_that_was_written_over_since_is_sent_again(
+    commit: Callable[..., Job], any_url: str
+) -> None:
+    job = commit(4)
+    kill_after_the_first_file(job, any_url)
+    size = read_manifest(job.root, 4).find_file(file_of(4)).nbytes
+    Remote(any_url).write_file(4, file_of(4), b"x" * size)
+    assert replicate(job.root, any_url, 4).uploaded == 2
+
+
+def test_a_step_that_a_later_run_committed_again_replaces_the_old_copy(
+    commit: Callable[..., Job], url: str, tmp_path: Path
+) -> None:
+    job = commit(4)
+    replicate(job.root, url, 4)
+    open_run(job.root, "first", 0)
+    open_run(job.root, "second", 0)
+    commit(4, run=2, value=-4)
+    assert replicate(job.root, url, 4).uploaded == 1  # the optimizer's file is the same
+    fetch(url, 4, tmp_path / "back")
+    again = load_states(tmp_path / "back", 4, "actor")["model"]["w"]
+    assert torch.equal(again, state(-4)["w"])
+    assert open_run(tmp_path / "back", "resumed", 4).number == 3
+
+
+def test_a_file_that_is_corrupted_here_is_not_copied(commit: Callable[..., Job], url: str) -> None:
+    job = commit(4)
+    path = job.root / "global_step_4" / file_of(4)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CommitError, match="is corrupted"):
+        replicate(job.root, url, 4)
+    assert Remote(url).read_step(4).state == "not committed"
+
+
+def test_a_step_that_is_not_committed_is_not_copied(job: Job, url: str) -> None:
+    with pytest.raises(CommitError, match="is not committed"):
+        replicate(job.root, url, 4)
+    assert Remote(url).list_steps() == []
+
+
+def test_the_newest_copies_stay_and_the_one_just_made(
+    commit: Callable[..., Job], tmp_path: Path
+) -> None:
+    url = f"file://{tmp_path}/store"
+    for step in (1, 2, 3, 4):
+        job = commit(step)
+        replicate(job.root, url, step)
+    assert replicate(job.root, url, 1, keep_last=2).removed == (2,)
+    assert [step.step for step in Remote(url).list_steps()] == [1, 3, 4]
+
+
+def test_a_corrupted_copy_is_not_committed_and_a_valid_download_resumes(
+    commit: Callable[..., Job], url: str, tmp_path: Path
+) -> None:
+    job = commit(4)
+    replicate(job.root, url, 4)
+    good = Remote(url).read_file(4, file_of(4))
+    Remote(url).write_file(4, file_of(4), bytes(len(good)))
+    with pytest.raises(RemoteError, match="is corrupted"):
+        fetch(url, 4, tmp_path / "back")
+    assert find_newest(tmp_path / "back") is None
+    Remote(url).write_file(4, file_of(4), good)
+    assert fetch(url, 4, tmp_path / "back")[0] == find_newest(tmp_path / "back")
+
+
+def test_a_copy_never_takes_the_place_of_another_step(
+    commit: Callable[..., Job], tmp_path: Path
+) -> None:
+    url = f"file://{tmp_path}/store"
+    job = commit(4)
+    replicate(job.root, url, 4)
+    shutil.rmtree(job.root / "global_step_4")
+    commit(4, value=9)
+    before = read_manifest(job.root, 4)
+    with pytest.raises(CommitError, match="Move it away"):
+        fetch(url, 4, job.root)
+    assert read_manifest(job.root, 4) == before
+
+
+def test_a_bucket_that_refuses_writes_is_a_sentence(
+    commit: Callable[..., Job], s3: boto3.client, bucket: str
+) -> None:
+    deny = {
+        "Effect": "Deny",
+        "Principal": "*",
+        "Action": ["s3:PutObject"],
+        "Resource": f"arn:aws:s3:::{bucket}/*",
+    }
+    policy = {"Version": "2012-10-17", "Statement": [deny]}
+    s3.put_bucket_policy(Bucket=bucket, Policy=json.dumps(policy))
+    job = commit(4)
+    with pytest.raises(RemoteError, match=r"cannot write .* to s3://") as refused:
+        replicate(job.root, f"s3://{bucket}/job", 4)
+    assert SECRET not in str(refused.value)
+    assert list_leases(job.root) == []
+
+
+def test_a_bucket_that_is_missing_is_a_sentence(commit: Callable[..., Job], s3: object) -> None:
+    with pytest.raises(RemoteError, match="bucket does not exist"):
+        replicate(commit(4).root, "s3://no-such-bucket/job", 4)
+
+
+def test_a_store_that_is_away_is_a_sentence(
+    commit: Callable[..., Job], s3: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    S3FileSystem.clear_instance_cache()
+    with pytest.raises(RemoteError, match=r"127\.0\.0\.1:9"):
+        replicate(commit(4).root, "s3://bucket/job", 4)
+    S3FileSystem.clear_instance_cache()
+
+
+def test_urls_that_hold_credentials_are_refused_without_repeating_them() -> None:
+    with pytest.raises(ConfigError, match="environment") as refused:
+        Remote(f"s3://key:{SECRET}@bucket/job")
+    assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize("url", ["bucket/job", "s3://", "nonsense://x/y"])
+def test_what_is_no_url_of_a_store_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError):
+        Remote(url)
+
+
+def test_copies_in_a_remote_that_is_not_required_go_by_its_policy(
+    commit: Callable[..., Job], url: str
+) -> None:
+    job = commit(4)
+    commit(5)
+    for step in (4, 5):
+        replicate(job.root, url, step)
+    assert prune_remote(job.root, url, "all", 0) == ()
+    assert prune_remote(job.root, url, "last=1", 0) == (4,)
+    assert [step.step for step in Remote(url).list_steps()] == [5]
+
+
+@pytest.fixture
+def other(job: Job, tmp_path: Path, spool_folder: Path) -> Iterator[Job]:
+    """The job that begins in the root of the first one, which was moved away."""
+    moved = job.root.rename(tmp_path / "moved")
+    job.root = moved
+    root = tmp_path / "ckpts"
+    root.mkdir()
+    open_identity(root)
+    made = Job(root, open_job_spool(spool_folder, root))
+    yield made
+    for stager in made.stagers.values():
+        stager.close()
+
+
+def test_a_recreated_root_neither_adds_to_the_remote_of_the_old_one_nor_removes_its_steps(
+    commit: Callable[..., Job], any_url: str, request: pytest.FixtureRequest
+) -> None:
+    old = commit(20)
+    replicate(old.root, any_url, 20)
+    new = request.getfixturevalue("other")
+    new.stage(10, {"model": state(1)})
+    new.commit(10)
+    with pytest.raises(ConfigError, match=r"another job, whose root is .*remote=URL.*remote pull"):
+        replicate(new.root, any_url, 10, keep_last=1)
+    with pytest.raises(ConfigError, match="another job"):
+        prune_remote(new.root, any_url, "last=1", 0)
+    with pytest.raises(ConfigError, match="another job"):
+        fetch(any_url, 20, new.root)
+    assert [step.step for step in Remote(any_url).list_steps()] == [20]
+
+
+def test_a_moved_root_goes_on_in_its_remote(
+    commit: Callable[..., Job], url: str, request: pytest.FixtureRequest
+) -> None:
+    job = commit(20)
+    replicate(job.root, url, 20)
+    request.getfixturevalue("other")
+    open_identity(job.root)  # at its new path
+    commit(30)
+    replicate(job.root, url, 30)
+    assert [step.step for step in Remote(url).list_steps()] == [20, 30]
+
+
+def test_a_copy_of_a_root_that_trains_on_needs_a_remote_of_its_own(
+    commit: Callable[..., Job], url: str, tmp_path: Path
+) -> None:
+    job = commit(20)
+    replicate(job.root, url, 20)
+    copy = tmp_path / "copy"
+    shutil.copytree(job.root, copy)
+    open_identity(copy)  # as its coordinator does
+    with pytest.raises(ConfigError, match="is a copy"):
+        replicate(copy, url, 20)
+    replicate(copy, f"{url}-2", 20)
+    replicate(job.root, url, 20)
+
+
+def test_a_pulled_step_continues_the_job_of_the_remote(
+    commit: Callable[..., Job], url: str, tmp_path: Path
+) -> None:
+    job = commit(20)
+    replicate(job.root, url, 20)
+    fetch(url, None, tmp_path / "back")
+    assert read_identity(tmp_path / "back") == read_identity(job.root)
+    assert replicate(tmp_path / "back", url, 20).uploaded == 0

@@ -1,0 +1,389 @@
+"""Steps that count once they are in a store: sent, found again elsewhere, and by one training."""
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import boto3
+import pytest
+import torch
+from s3fs import S3FileSystem
+from typer.testing import CliRunner
+
+from tests.support.job import Job
+from trinity_sync.cli.commands import app
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.client.outcomes import Outcome
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.client.save_trigger import SaveTrigger
+from trinity_sync.errors import (
+    ConfigError,
+    RemoteError,
+    SaveFailedError,
+    SupersededError,
+)
+from trinity_sync.layout import step_folder
+from trinity_sync.remote.remote_root import Remote
+from trinity_sync.remote.required import prune_remote, replicate_missing, replicate_required
+from trinity_sync.retention.planner import Rules, plan_removals
+from trinity_sync.retention.policies import All, LastN
+from trinity_sync.retention.prune import remove_steps
+from trinity_sync.retention.step_infos import NOT_REPLICATED, list_step_infos
+from trinity_sync.settings import Settings, StackSettings
+from trinity_sync.snapshot.job_identity import read_identity
+from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.stack.doctor_job import check_root
+from trinity_sync.storage.commit import commit, free_committed_slots
+from trinity_sync.storage.discovery import find_newest
+from trinity_sync.storage.job_settings import is_replicated, read_required_remote
+from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.pins import pin
+from trinity_sync.storage.quarantine import rewind
+from trinity_sync.storage.runs import find_newest_run, open_run
+
+SHARD = "actor/model_world_size_1_rank_0.pt"
+
+
+class Asked(SaveTrigger):
+    """No server: the test does what the flow would, and says how that ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answer = Outcome("running")
+
+    def submit(self, request: SaveRequest) -> None:
+        pass
+
+    async def outcomes(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
+        return {request.key: self.answer for request in requests}
+
+
+@dataclass
+class Machine:
+    """A root and a memory of its own, and a training there; the store is all they share."""
+
+    folder: Path
+    spool: Path
+    url: str
+    closing: ExitStack
+
+    def start(self, key: str, *, load: bool = True) -> CheckpointCoordinator:
+        saves = CheckpointCoordinator(
+            self.folder / "ckpts",
+            run_key=key,
+            job={"remote": self.url, "remote_required": True},
+            settings=Settings(spool=self.spool, home=self.folder),
+            trigger=Asked(),
+        )
+        self.closing.callback(saves.close, timeout=0)
+        if load and (step := saves.latest_step()) is not None:
+            saves.load(step)
+        return saves
+
+    def commit(self, saves: CheckpointCoordinator, step: int, *, sent: bool = True) -> None:
+        """What the flow of a save does."""
+        saves.save(step, {"model": state(step)})
+        job = Job(saves.root, saves.spool)
+        run = find_newest_run(saves.root)
+        assert run
+        written = job.persist(step, run=run.number)
+        save = job.save(step, run=run.number)
+        commit(save, written)
+        free_committed_slots(saves.spool, save, written)
+        if sent:
+            replicate_required(saves.root, self.url, step)
+
+
+Make = Callable[..., Machine]
+
+
+@pytest.fixture
+def machine(tmp_path: Path, spool_folder: Path) -> Iterator[Make]:
+    with ExitStack() as closing:
+
+        def make(name: str, url: str = f"file://{tmp_path}/store/job") -> Machine:
+            (tmp_path / name).mkdir()
+            return Machine(tmp_path / name, spool_folder / name, url, closing)
+
+        yield make
+
+
+def state(step: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((5000,), float(step))}
+
+
+def test_a_new_machine_resumes_from_the_newest_step_in_the_remote(
+    machine: Make, bucket: str
+) -> None:
+    url = f"s3://{bucket}/job"
+    first = machine("first", url)
+    saves = first.start("one")
+    for step in (1, 2):
+        first.commit(saves, step)
+    second = machine("second", url)
+    resumed = second.start("two", load=False)
+    latest = resumed.latest()
+    assert latest == step_folder(resumed.root, 2)
+    assert torch.equal(resumed.load(2)["model"]["w"], state(2)["w"])
+    second.commit(resumed, 3)
+    assert [step.manifest.run for step in Remote(first.url).list_steps() if step.manifest] == [
+        1,
+        1,
+        2,
+    ]
+
+
+def test_a_root_that_was_removed_resumes_the_job_of_its_required_remote(machine: Make) -> None:
+    one = machine("one")
+    saves = one.start("first")
+    one.commit(saves, 1)
+    identity = read_identity(saves.root)
+    shutil.rmtree(saves.root)
+    again = one.start("second")
+    assert (again.latest_step(), read_identity(again.root)) == (1, identity)
+    one.commit(again, 2)
+
+
+def test_a_training_of_its_own_does_not_begin_with_the_required_remote_of_another(
+    machine: Make,
+) -> None:
+    one, two = machine("one"), machine("two")
+    one.commit(one.start("first"), 1)
+    with CheckpointCoordinator(
+        two.folder / "ckpts", settings=Settings(spool=two.spool, home=two.folder), trigger=Asked()
+    ) as own:
+        assert own.begin() == 1
+    with pytest.raises(ConfigError, match=f"another job, whose root is {one.folder}"):
+        two.start("second")
+    assert [step.step for step in Remote(one.url).list_steps()] == [1]
+
+
+def test_a_root_that_has_the_newest_or_a_newer_one_fetches_nothing(
+    machine: Make,
+) -> None:
+    one = machine("one")
+    saves = one.start("first")
+    one.commit(saves, 1)
+    one.commit(saves, 2, sent=False)
+    again = one.start("second", load=False)
+    assert again.latest() == step_folder(again.root, 2)
+    assert [step.step for step in Remote(one.url).list_steps()] == [1]
+
+
+def test_a_machine_that_returns_fetches_the_steps_of_a_later_run(
+    machine: Make,
+) -> None:
+    first, second = machine("first"), machine("second")
+    old = first.start("one")
+    first.commit(old, 1)
+    new = second.start("two")
+    second.commit(new, 2)
+    first.commit(old, 2, sent=False)  # it had not heard of the other
+    back = first.start("three", load=False)
+    manifest = read_manifest(back.root, 2)
+    assert manifest
+    assert (manifest.run, find_newest(back.root)) == (2, manifest)
+    assert not list((back.root / ".trinity_sync/fetching").iterdir())
+
+
+def test_of_two_trainings_that_write_to_one_remote_the_superseded_one_is_refused(
+    machine: Make,
+) -> None:
+    first, second, third = machine("first"), machine("second"), machine("third")
+    old = first.start("one")
+    first.commit(old, 1)
+    new, other = second.start("two"), third.start("three")
+    second.commit(new, 2)
+    with pytest.raises(SupersededError, match=r"run 2 at file://.* resumed from step 1"):
+        first.commit(old, 2)
+    with pytest.raises(SupersededError, match=r"run 2 at file://.* belongs to another training"):
+        third.commit(other, 2)
+    there = Remote(first.url).read_step(2)
+    assert (there.state, there.manifest) == ("valid", read_manifest(new.root, 2))
+
+
+@pytest.mark.parametrize("kind", ["s3", "file"])
+def test_of_two_concurrent_commits_of_a_step_one_succeeds(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    s3 = kind == "s3"
+    where = f"s3://{request.getfixturevalue('bucket')}" if s3 else f"file://{tmp_path}"
+    remote = Remote(f"{where}/job")
+    assert remote.create_file(4, "manifest.json", b"mine")
+    assert not remote.create_file(4, "manifest.json", b"theirs")
+    assert remote.read_file(4, "manifest.json") == b"mine"
+    assert remote.supports_exclusive_create()
+
+
+def test_an_exclusively_created_file_is_complete_or_absent_on_a_full_disk(small_disk: Path) -> None:
+    remote, content = Remote(f"file://{small_disk}/job"), bytes(3 << 20)
+    remote.write_file(3, "in the way", content)
+    with pytest.raises(RemoteError, match="No space left"):
+        remote.create_file(4, "manifest.json", content)
+    assert remote.read_file(4, "manifest.json") is None
+    (small_disk / "job/global_step_3/in the way").unlink()
+    assert remote.create_file(4, "manifest.json", content)
+
+
+def test_a_corrupted_copy_is_skipped_for_the_step_before(
+    machine: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = machine("first")
+    saves = first.start("one")
+    for step in (1, 2):
+        first.commit(saves, step)
+    whole = Remote(first.url).read_file(2, SHARD)
+    assert whole
+    Remote(first.url).write_file(2, SHARD, bytes(len(whole)))
+    resumed = machine("second").start("two")
+    assert resumed.latest() == step_folder(resumed.root, 1)
+    assert "using the step before" in caplog.text
+
+
+def test_a_step_corrupted_here_is_fetched_again(machine: Make) -> None:
+    one = machine("one")
+    saves = one.start("first")
+    one.commit(saves, 1)
+    (step_folder(saves.root, 1) / SHARD).write_bytes(b"cut")
+    again = one.start("second")
+    assert again.latest() == step_folder(again.root, 1)
+
+
+def test_waiting_for_a_save_waits_for_the_remote_and_raises_its_error(
+    machine: Make,
+) -> None:
+    one = machine("one")
+    saves = one.start("first")
+    one.commit(saves, 1)
+    saves.wait_all(10)
+    one.commit(saves, 2, sent=False)
+    assert len(saves.commit_seconds) == 1
+    saves._watcher._trigger.answer = Outcome("failed", "the store is full")  # type: ignore[attr-defined]
+    with pytest.raises(
+        SaveFailedError, match=r"brought to file://.*in the root only: the store is full"
+    ):
+        saves.wait_all(10)
+    saves._watcher._trigger.answer = Outcome("running")  # type: ignore[attr-defined]
+    one.commit(saves, 3)
+    saves.wait_all(10)
+
+
+def test_a_step_that_was_not_replicated_is_kept_and_sent_after_the_next_save(
+    machine: Make,
+) -> None:
+    one = machine("one")
+    saves = one.start("first")
+    for step in (1, 2):
+        one.commit(saves, step, sent=False)
+    one.commit(saves, 3)
+    rules = Rules(LastN(1), All())
+    made = plan_removals(list_step_infos(saves.root), rules, time.time())
+    assert [(kept.step, why) for kept, why in made.kept][:2] == [
+        (1, NOT_REPLICATED),
+        (2, NOT_REPLICATED),
+    ]
+    assert replicate_missing(saves.root, one.url) == [1, 2]
+    made = plan_removals(list_step_infos(saves.root), rules, time.time())
+    assert [step.step for step in remove_steps(saves.root, made).removed] == [1, 2]
+    assert [step.state for step in Remote(one.url).list_steps()] == ["valid"] * 3
+
+
+def test_the_policy_of_a_remote_removes_neither_the_newest_nor_a_pinned_step(
+    machine: Make,
+) -> None:
+    one = machine("one")
+    saves = one.start("first")
+    for step in (1, 2, 3, 4):
+        one.commit(saves, step)
+    pin(saves.root, 2)
+    assert prune_remote(saves.root, one.url, "all", 0) == ()
+    assert prune_remote(saves.root, one.url, "last=1", 0) == (1, 3)
+    assert [step.step for step in Remote(one.url).list_steps()] == [2, 4]
+    other = machine("other").start("second", load=False)
+    assert prune_remote(other.root, one.url, "last=1", 0) == ()  # it has not sent step 2
+
+
+def test_a_root_keeps_its_required_remote_and_is_not_rewound(machine: Make) -> None:
+    one = machine("one")
+    saves = one.start("first")
+    for step in (1, 2):
+        one.commit(saves, step)
+    settings = Settings(spool=saves.settings.spool, home=one.folder)
+    again = CheckpointCoordinator(saves.root, settings=settings, trigger=Asked())
+    one.closing.callback(again.close, timeout=0)
+    assert read_required_remote(again.root) == one.url
+    with pytest.raises(ConfigError, match=r"coordinator\.load\(1\)"):
+        rewind(again.root, 1)
+
+
+def test_a_torn_file_of_the_settings_is_named_and_training_goes_on(machine: Make) -> None:
+    one = machine("one")
+    saves = one.start("first")
+    (saves.root / ".trinity_sync/job.json").write_text("{")
+    found = {check.name: check for check in check_root(saves.root, saves.settings, StackSettings())}
+    assert (found["settings"].state, "job.json is torn" in found["settings"].found) == (
+        "fail",
+        True,
+    )
+    one.commit(saves, 1, sent=False)
+    saves.wait_all(10)
+    settings = Settings(spool=saves.settings.spool, home=one.folder)
+    with CheckpointCoordinator(saves.root, settings=settings, trigger=Asked()) as again:
+        assert again.latest_step() == 1
+
+
+def test_a_training_does_not_begin_without_its_required_remote(
+    tmp_path: Path, spool_folder: Path, s3: boto3.client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(spool=spool_folder)
+    job = {"remote": "s3://no-such-bucket/{job}", "remote_required": True}
+    with pytest.raises(RemoteError, match=r"cannot write .* s3://no-such-bucket/ckpts-"):
+        CheckpointCoordinator(tmp_path / "ckpts", job=job, settings=settings)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    S3FileSystem.clear_instance_cache()
+    with pytest.raises(RemoteError, match=r"127\.0\.0\.1:9"):
+        CheckpointCoordinator(tmp_path / "ckpts", job=job, settings=settings)
+    S3FileSystem.clear_instance_cache()
+
+
+def test_a_job_gets_a_required_remote_with_its_next_start(machine: Make, tmp_path: Path) -> None:
+    one = machine("one")
+    root = one.folder / "ckpts"
+    root.mkdir()
+    job = Job(root, open_job_spool(one.spool, root))
+    open_run(root, "before", 0)
+    job.stage(1, {"model": state(1)})
+    job.commit(1)
+    manifest = read_manifest(root, 1)
+    assert manifest
+    assert is_replicated(root, manifest)  # there is none
+    saves = one.start("first")
+    assert not is_replicated(root, manifest)
+    one.commit(saves, 2)
+    assert replicate_missing(root, one.url) == [1]
+    for stager in job.stagers.values():
+        stager.close()
+
+
+def test_steps_in_a_remote_are_listed_and_verified(machine: Make) -> None:
+    one = machine("one")
+    saves = one.start("first")
+    one.commit(saves, 1)
+    one.commit(saves, 2, sent=False)
+    run = CliRunner().invoke
+    assert '"in_remote": true' in run(app, ["ls", str(saves.root), "-o", "json"]).output
+    assert "in remote" in run(app, ["ls", str(saves.root)]).output
+    found = {check.name: check for check in check_root(saves.root, saves.settings, StackSettings())}
+    assert (found["remote"].state, "it lacks [2]" in found["remote"].found) == ("warn", True)
+    assert "\tvalid" in run(app, ["verify", one.url]).output
+    content = Remote(one.url).read_file(1, SHARD)
+    assert content
+    Remote(one.url).write_file(1, SHARD, bytes(len(content)))
+    found = run(app, ["verify", one.url, "1"])
+    assert (found.exit_code, f"\tcorrupted\t{SHARD} has other bytes" in found.output) == (3, True)
+    shutil.rmtree(saves.root)
+    assert "jobs set" in run(app, ["show", "s3://bucket/job", "1"]).output

@@ -1,0 +1,535 @@
+"""Retention removes what policies let go of, never what somebody needs, and never half a step."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import environment
+from tests.support.dying import in_a_process
+from tests.support.job import Job
+from tests.support.steps import MODEL, commit_files, info
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.errors import ConfigError
+from trinity_sync.layout import steps_on_disk
+from trinity_sync.orchestration.on_node import prune_after_commit
+from trinity_sync.retention.planner import Removal, RemovalPlan, Rules, plan_removals
+from trinity_sync.retention.policies import All, StepInfo, parse_policy
+from trinity_sync.retention.prune import prune as drive
+from trinity_sync.retention.prune import remove_steps
+from trinity_sync.retention.step_infos import list_step_infos
+from trinity_sync.settings import Settings
+from trinity_sync.snapshot.ticket import ticket_path
+from trinity_sync.storage.block_reuse import WORTHWHILE, acquire_spare
+from trinity_sync.storage.discovery import find_newest, require_committed
+from trinity_sync.storage.export_requests import (
+    EXPORT_HOLDS_S,
+    ExportRequest,
+    fail_export_request,
+    remove_export_request,
+    write_export_request,
+)
+from trinity_sync.storage.job_settings import write_job_settings
+from trinity_sync.storage.latest_pointer import advance_latest_pointer, read_latest_pointer
+from trinity_sync.storage.leases import acquire_lease
+from trinity_sync.storage.metrics import read_metrics, write_metrics
+from trinity_sync.storage.pins import pin
+from trinity_sync.storage.quarantine import quarantine_folder, rewind
+from trinity_sync.storage.runs import open_run
+from trinity_sync.storage.save_functions import CallableStatus, write_status
+
+SPARE_PATTERN = ".trinity_sync/spare/*"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    made = tmp_path / "ckpts"
+    made.mkdir()
+    return made
+
+
+def rules(checkpoints: str = "last=1", syncs: str = "last=2") -> Rules:
+    return Rules(parse_policy(checkpoints), parse_policy(syncs))
+
+
+def planned(root: Path, checkpoints: str = "last=1", syncs: str = "last=2") -> RemovalPlan:
+    return plan_removals(list_step_infos(root), rules(checkpoints, syncs), now=2e9)
+
+
+def prune(root: Path, checkpoints: str = "last=1", syncs: str = "last=2", **other: Path) -> Removal:
+    return remove_steps(root, planned(root, checkpoints, syncs), **other)
+
+
+def numbers(steps: list[StepInfo]) -> list[int]:
+    return [each.step for each in steps]
+
+
+def spared(removal: Removal) -> dict[int, str]:
+    return {each.step: why for each, why in removal.spared}
+
+
+def test_a_plan_has_removed_steps_and_reasons_for_the_others(root: Path) -> None:
+    for step in range(1, 7):
+        commit_files(root, step)
+    pin(root, 2, "the paper's")
+    made = planned(root, "last=2,every=3")
+    reasons = {each.step: why for each, why in made.kept}
+    assert list(reasons) == [2, 3, 5, 6]
+    assert reasons[2] == "pinned: the paper's"
+    assert reasons[3] == "a multiple of 3"
+    assert reasons[5] == "one of the last 2"
+    assert reasons[6].startswith("newest checkpoint; newest state_dict; the latest pointer of ")
+    assert numbers(list(made.removed)) == [1, 4]
+    assert made.nbytes == 2 * 1002
+    assert steps_on_disk(root) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_removed_step_leaves_no_files(root: Path) -> None:
+    for step in range(1, 5):
+        commit_files(root, step)
+        write_metrics(root, 1, step, {"reward": step})
+        (root / f".trinity_sync/exports/global_step_{step}.actor").mkdir(parents=True)
+    done = prune(root, "last=2")
+    assert numbers(done.removed) == [1, 2]
+    assert (done.nbytes, done.spared) == (2004, [])
+    assert steps_on_disk(root) == [3, 4]
+    assert list((root / ".trinity_sync/trash").iterdir()) == []
+    assert [read_metrics(root, 1, step) for step in (2, 3)] == [{}, {"reward": 3.0}]
+    left = sorted(path.name for path in (root / ".trinity_sync/exports").iterdir())
+    assert left == ["global_step_3.actor", "global_step_4.actor"]
+    for step in (3, 4):
+        require_committed(root, step)
+    assert prune(root, "last=2").removed == []
+
+
+def test_no_more_than_the_confirmed_steps_and_folders_are_removed(root: Path) -> None:
+    for name in ("20200101T000000Z", "20200102T000000Z"):
+        (quarantine_folder(root) / name).mkdir(parents=True)
+    for step in (1, 2):
+        commit_files(root, step)
+    newest = Rules(parse_policy("last=1"), All(), quarantine=parse_policy("last=1"))
+    confirmed = drive(root, newest, 2e9, dry_run=True)
+    commit_files(root, 3)
+    (quarantine_folder(root) / "20200103T000000Z").mkdir()
+    done = drive(root, newest, 2e9, confirmed=confirmed)
+    assert (done.removed, done.quarantine) == ([1], ["20200101T000000Z"])
+    assert steps_on_disk(root) == [2, 3]
+    assert len(list(quarantine_folder(root).iterdir())) == 2
+
+
+def test_checkpoints_and_syncs_are_judged_apart(root: Path) -> None:
+    for step in range(1, 9):
+        commit_files(root, step, kind="checkpoint" if step % 4 == 0 else "state_dict")
+    prune(root, "all", "last=2")
+    assert steps_on_disk(root) == [4, 6, 7, 8]
+
+
+def test_the_newest_step_of_each_kind_is_always_kept(root: Path) -> None:
+    commit_files(root, 10)
+    commit_files(root, 20)
+    commit_files(root, 30, kind="state_dict")
+    commit_files(root, 40, kind="state_dict")
+    prune(root, "every=10", "last=1")
+    assert steps_on_disk(root) == [10, 20, 40]
+    prune(root, "last=1", "last=1")
+    assert steps_on_disk(root) == [20, 40]
+    assert find_newest(root).step == 20
+
+
+def test_what_a_training_resumes_from_stays_though_older_runs_went_further(root: Path) -> None:
+    for step in (10, 20, 30):
+        commit_files(root, step)
+    open_run(root, "first", 0)
+    open_run(root, "second", 10)
+    commit_files(root, 20, run=2)
+    assert find_newest(root).step == 20
+    prune(root)
+    assert steps_on_disk(root) == [20]
+
+
+def begun_again(root: Path) -> None:
+    """A training of three steps; then one that begins at step 0, by mistake maybe."""
+    open_run(root, "first", 0)
+    for step in (8000, 9000, 10000):
+        commit_files(root, step)
+    commit_files(root, 10001, kind="state_dict")
+    open_run(root, "second", 0)
+    for step in (10, 20, 30, 40):
+        commit_files(root, step, run=2)
+
+
+def test_a_training_that_loaded_nothing_removes_no_step_of_the_one_before(root: Path) -> None:
+    begun_again(root)
+    assert numbers(prune(root, "last=3", "last=1").removed) == [10]
+    assert steps_on_disk(root) == [20, 30, 40, 8000, 9000, 10000, 10001]
+    reasons = {each.step: why for each, why in planned(root).kept}
+    assert reasons[8000] == "all are kept (steps superseded by a run that began at step 0)"
+
+
+def test_superseded_steps_are_removed_by_the_policy_of_quarantine(root: Path) -> None:
+    begun_again(root)
+    policies = Rules(parse_policy("last=3"), parse_policy("last=1"), parse_policy("last=1"))
+    remove_steps(root, plan_removals(list_step_infos(root), policies, now=2e9))
+    assert steps_on_disk(root) == [20, 30, 40, 10001]
+
+
+@pytest.mark.parametrize("how", ["loaded", "rewound"])
+def test_a_training_that_goes_on_from_the_one_before_counts_its_steps_again(
+    root: Path, how: str
+) -> None:
+    begun_again(root)
+    if how == "loaded":
+        open_run(root, "third", 10000)
+    else:
+        rewind(root, 10000)
+    commit_files(root, 10500, run=3)
+    prune(root, "last=2")
+    there = steps_on_disk(root)
+    assert [step for step in there if step > 1000 and step != 10001] == [10000, 10500]
+    assert (40 in there) == (how == "loaded")  # of the training that it did not go on from
+
+
+def test_a_step_with_a_pending_export_is_kept(root: Path) -> None:
+    for step in (10, 20, 30):
+        commit_files(root, step)
+    request = ExportRequest(1, 10, "actor")
+    plan_before = planned(root)
+    write_export_request(root, request)
+    done = remove_steps(root, plan_before)
+    assert spared(done) == {10: "the export of the model of actor is pending"}
+    assert steps_on_disk(root) == [10, 30]
+    remove_export_request(root, 10, "actor")
+    prune(root)
+    assert steps_on_disk(root) == [30]
+
+
+def test_a_failed_or_missing_export_does_not_keep_its_step(root: Path) -> None:
+    for step in (10, 20, 30):
+        commit_files(root, step)
+    fail_export_request(root, ExportRequest(1, 10, "actor"))
+    write_export_request(root, ExportRequest(1, 20, "actor"))
+    prune(root)
+    assert steps_on_disk(root) == [20, 30]
+    (request,) = (root / ".trinity_sync/exports").glob("*20.actor.request")
+    os.utime(request, (0, request.stat().st_mtime - EXPORT_HOLDS_S))
+    prune(root)
+    assert steps_on_disk(root) == [30]
+
+
+def test_the_step_that_a_run_resumed_from_stays_until_it_has_a_checkpoint(root: Path) -> None:
+    for step in (10, 20, 30):
+        commit_files(root, step)
+    open_run(root, "first", 0)
+    open_run(root, "second", 10)
+    prune(root)
+    assert steps_on_disk(root) == [10, 30]
+    commit_files(root, 15, run=2)
+    prune(root)
+    assert steps_on_disk(root) == [15]
+
+
+def test_a_corrupted_step_is_no_successor_and_is_left_to_people(root: Path) -> None:
+    for step in (1, 2, 3):
+        commit_files(root, step)
+    os.truncate(root / "global_step_3" / MODEL, 10)
+    made = planned(root)
+    assert {each.step: why for each, why in made.kept}[3].startswith("the latest pointer")
+    assert "is corrupted" in made.kept[-1][1]
+    remove_steps(root, made)
+    assert steps_on_disk(root) == [2, 3]
+    assert find_newest(root).step == 2
+
+
+def test_what_is_no_commit_is_left_alone(root: Path) -> None:
+    (root / "global_step_1/actor").mkdir(parents=True)  # veRL's own, or a save on its way
+    commit_files(root, 2)
+    (root / "global_step_2/manifest.json").write_text("{torn")
+    commit_files(root, 3)
+    commit_files(root, 4)
+    prune(root)
+    assert steps_on_disk(root) == [1, 2, 4]
+
+
+def test_a_policy_that_keeps_nothing_is_refused(root: Path) -> None:
+    for step in (1, 2, 3):
+        commit_files(root, step)
+    with pytest.raises(ConfigError, match=r"'every=100' keeps none of its 3 steps.* Add last=1"):
+        planned(root, "every=100")
+    assert steps_on_disk(root) == [1, 2, 3]
+
+
+def test_a_lone_step_needs_no_policy_to_stay(root: Path) -> None:
+    commit_files(root, 1)
+    assert prune(root, "every=100").removed == []
+
+
+# what happens between the plan and its end
+
+
+def test_a_step_that_is_claimed_after_the_plan_is_spared(root: Path) -> None:
+    for step in (1, 2, 3, 4):
+        commit_files(root, step)
+    made = planned(root)
+    pin(root, 1)
+    lease = acquire_lease(root, 2, "explorer 7")
+    done = remove_steps(root, made)
+    assert numbers(done.removed) == [3]
+    assert spared(done) == {1: "pinned", 2: "leased by explorer 7"}
+    lease.release()
+    assert numbers(prune(root).removed) == [2]
+
+
+def test_no_step_is_removed_before_a_newer_one_is_valid(root: Path) -> None:
+    for step in (1, 2):
+        commit_files(root, step)
+    made = planned(root)
+    os.truncate(root / "global_step_2" / MODEL, 10)
+    done = remove_steps(root, made)
+    assert done.removed == []
+    assert "the newer step 2 is not valid" in spared(done)[1]
+    assert find_newest(root).step == 1
+
+
+def test_a_step_that_was_committed_again_after_the_plan_is_spared(root: Path) -> None:
+    for step in (1, 2, 3):
+        commit_files(root, step)
+    made = planned(root)
+    commit_files(root, 1, run=2)
+    assert spared(remove_steps(root, made)) == {1: "it was committed again meanwhile"}
+
+
+def test_a_pointer_that_moved_after_the_plan_is_respected(root: Path) -> None:
+    for step in (1, 2):
+        commit_files(root, step)
+    made = planned(root)
+    (root / "latest_checkpointed_iteration.txt").write_text("1")
+    assert "latest pointer" in spared(remove_steps(root, made))[1]
+
+
+def test_a_step_with_a_pending_checkpoint_is_kept(job: Job) -> None:
+    weight = {"w": torch.zeros(100)}
+    job.stage(3, {"model": weight}, kind="state_dict")
+    job.commit(3, kind="state_dict")
+    job.stage(3, {"optim": weight}, also=("model",))  # its model is the sync's file
+    for step in (4, 5):
+        job.stage(step, {"model": weight}, kind="state_dict")
+        job.commit(step, kind="state_dict")
+    spool = job.spool.folder.parent
+    assert spared(prune(job.root, syncs="last=1", spool=spool)) == {3: "a save of it is in flight"}
+    job.commit(3, "model", "optim")
+    assert find_newest(job.root).step == 3
+
+
+def test_a_superseded_image_keeps_no_step(job: Job) -> None:
+    open_run(job.root, "first", 0)
+    job.stage(20, {"model": {"w": torch.ones(3)}})  # its save fails, and nobody needs its slot
+    open_run(job.root, "second", 10)
+    for step in (20, 30):
+        commit_files(job.root, step, run=2)
+    assert numbers(prune(job.root, spool=job.spool.folder.parent).removed) == [20]
+
+
+def test_a_step_with_a_write_in_flight_is_kept(job: Job) -> None:
+    for step in (1, 2, 3):
+        commit_files(job.root, step)
+    (job.root / "global_step_1/actor/.optim.pt.1a2b.tmp").touch()
+    spool = job.spool.folder.parent
+    receipt = CallableStatus("lora", 1, 2, "checkpoint", 0, f"{os.getpid()}/0", state="finished")
+    write_status(job.spool, receipt)
+    assert list(spared(prune(job.root, spool=spool))) == [1, 2]
+    os.utime(job.root / "global_step_1/actor/.optim.pt.1a2b.tmp", (1.7e9, 1.7e9))
+    assert numbers(prune(job.root, spool=spool).removed) == [1]
+
+
+def ticket_of(job: Job, step: int) -> Path:
+    """The ticket of an image of a step that no commit was asked for."""
+    slot = job.stage(step, {"optim": {"w": torch.zeros(3)}}) and next(
+        sealed.slot for sealed in job.spool.tickets()[0] if sealed.ticket.step == step
+    )
+    return ticket_path(slot)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"{", b"[]", b'{"format": 99}'])
+def test_a_ticket_without_a_step_keeps_no_step_and_is_named(
+    job: Job, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2, 3):
+        commit_files(job.root, step)
+    path = ticket_of(job, 9)
+    path.write_bytes(content)
+    done = prune(job.root, spool=job.spool.folder.parent)
+    assert numbers(done.removed) == [1, 2]
+    (said,) = [record.message for record in caplog.records if str(path) in record.message]
+    assert "Remove the ticket" in said
+
+
+@pytest.mark.parametrize("change", [{"format": 99}, {"rank": 3}, {"components": "no list"}])
+def test_an_altered_ticket_keeps_the_step_that_it_names(job: Job, change: dict[str, Any]) -> None:
+    for step in (1, 2, 3):
+        commit_files(job.root, step)
+    path = ticket_of(job, 2)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    spool = job.spool.folder.parent
+    done = prune(job.root, spool=spool)
+    assert numbers(done.removed) == [1]
+    assert f"the spool may have an image of it: ticket {path}" in spared(done)[2]
+    open_run(job.root, "first", 0)
+    open_run(job.root, "second", 1)  # leaves what it names behind
+    commit_files(job.root, 4, run=2)
+    assert numbers(prune(job.root, spool=spool).removed) == [2, 3]
+
+
+def test_a_torn_callable_status_keeps_its_own_step_only(job: Job) -> None:
+    for step in (1, 2, 3):
+        commit_files(job.root, step)
+    write_status(job.spool, CallableStatus("lora", 1, 2, "checkpoint", 0, "1/1", state="finished"))
+    (path,) = job.spool.receipts.iterdir()
+    path.write_text('{"st')
+    done = prune(job.root, spool=job.spool.folder.parent)
+    assert numbers(done.removed) == [1]
+    assert f"receipt {path} of step 2 is torn" in spared(done)[2]
+    path.unlink()
+    assert numbers(prune(job.root, spool=job.spool.folder.parent).removed) == [2]
+
+
+def test_large_files_of_one_step_are_kept_for_reuse(root: Path) -> None:
+    for step in (1, 2, 3, 4):
+        commit_files(root, step, nbytes=2 * WORTHWHILE)
+    prune(root)
+    assert len(list(root.glob(SPARE_PATTERN))) == 1
+    assert acquire_spare(root, root / "next", WORTHWHILE)
+
+
+def test_without_block_reuse_all_space_is_freed(root: Path) -> None:
+    for step in (1, 2):
+        commit_files(root, step, nbytes=2 * WORTHWHILE)
+    remove_steps(root, planned(root), recycle=False)
+    assert list(root.glob(SPARE_PATTERN)) == []
+
+
+# crashes
+
+
+def history(root: Path) -> Path:
+    root.mkdir()
+    for step in (1, 2, 3):
+        commit_files(root, step, nbytes=WORTHWHILE)
+    return root
+
+
+def test_a_killed_prune_leaves_complete_steps_or_none(tmp_path: Path) -> None:
+    whole = history(tmp_path / "whole")
+    changes = in_a_process(lambda: prune(whole, "last=1"), tmp_path)
+    assert changes > 10
+    for moment in range(1, changes + 1):
+        root = history(tmp_path / str(moment))
+        in_a_process(lambda root=root: prune(root, "last=1"), tmp_path, die_before=moment)
+        for step in steps_on_disk(root):
+            require_committed(root, step)
+        assert find_newest(root).step == 3
+        prune(root)
+        assert steps_on_disk(root) == [3]
+        assert list((root / ".trinity_sync/trash").iterdir()) == []
+        for spare in root.glob(SPARE_PATTERN):
+            assert spare.stat().st_nlink == 1
+
+
+def test_planning_looks_at_nothing_but_what_it_is_given() -> None:
+    made = plan_removals([info(step) for step in range(5)], rules("last=2"), now=0)
+    assert numbers(list(made.removed)) == [0, 1, 2]
+
+
+def test_metrics_of_two_calls_add_up_and_those_of_another_run_do_not_count(root: Path) -> None:
+    write_metrics(root, 1, 4, {"reward": 1.0, "loss": 3.0})
+    write_metrics(root, 1, 4, {"reward": 2.0})
+    assert read_metrics(root, 1, 4) == {"reward": 2.0, "loss": 3.0}
+    write_metrics(root, 2, 4, {"reward": 5.0})
+    assert read_metrics(root, 1, 4) == {}
+    assert read_metrics(root, 2, 4) == {"reward": 5.0}
+
+
+def test_the_best_checkpoint_stays(root: Path) -> None:
+    for step, reward in ((1, 0.1), (2, 0.8), (3, 0.2), (4, 0.3)):
+        commit_files(root, step)
+        write_metrics(root, 1, step, {"reward": reward})
+    prune(root, "last=1,best=1:reward:max")
+    assert steps_on_disk(root) == [2, 4]
+    advance_latest_pointer(root, "checkpoint", 1, 4)
+    assert read_latest_pointer(root, "checkpoint") == 4
+
+
+def test_a_training_records_metrics_before_and_after_the_commit(job: Job) -> None:
+    settings = Settings(spool=job.spool.folder.parent, home=job.root.parent / "home")
+    saves = CheckpointCoordinator(job.root, settings=settings)
+    saves.record_metrics(4, {"reward": torch.tensor(0.25)})
+    job.stage(4, {"model": {"w": torch.zeros(3)}})
+    job.commit(4)
+    saves.record_metrics(4, {"loss": 2})
+    with pytest.raises(ConfigError, match="cannot be used in a retention policy"):
+        saves.record_metrics(4, {"eval:reward": 1.0})
+    with pytest.raises(ConfigError, match="is not a number"):
+        saves.record_metrics(4, {"reward": "high"})
+    saves.close()
+    (step,) = list_step_infos(job.root)
+    assert step.metrics == {"reward": 0.25, "loss": 2.0}
+
+
+def test_the_driver_plans_removes_and_tells_what_went(root: Path) -> None:
+    for step in (1, 2, 3):
+        commit_files(root, step)
+    old = quarantine_folder(root) / "20200101T000000Z/global_step_9"
+    old.mkdir(parents=True)
+    told: list[int] = []
+    policies = Rules(parse_policy("last=1"), All(), quarantine=parse_policy("newer=1d"))
+    trial = drive(root, policies, 2e9, dry_run=True, on_removed=told.extend)
+    assert (trial.removed, trial.quarantine, told) == ([1, 2], ["20200101T000000Z"], [])
+    assert steps_on_disk(root) == [1, 2, 3]
+    assert old.exists()
+    done = drive(root, policies, 2e9, on_removed=told.extend)
+    assert (done.removed, told, done.nbytes) == ([1, 2], [1, 2], trial.nbytes)
+    assert [each.state for each in done.outcomes] == ["removed", "removed", "kept"]
+    assert steps_on_disk(root) == [3]
+    assert not old.exists()
+
+
+def prune_after(root: Path, step: int, keep: int, home: Path) -> None:
+    """Prune as the flow of a save does, with a home of its own."""
+    request = SaveRequest(root=str(root), run=1, run_key="", step=step, keep=keep)
+    with environment({"TRINITY_SYNC_HOME": str(home), "TRINITY_SYNC_SPOOL": str(home / "spool")}):
+        prune_after_commit(request)
+
+
+def test_a_save_that_is_committed_after_newer_steps_does_not_remove_itself(
+    root: Path, tmp_path: Path
+) -> None:
+    for step in (200, 300, 100):  # it was retried
+        commit_files(root, step)
+    prune_after(root, 100, 2, tmp_path)
+    assert steps_on_disk(root) == [100, 200, 300]
+    prune_after(root, 300, 2, tmp_path)
+    assert steps_on_disk(root) == [200, 300]
+
+
+@pytest.mark.parametrize(
+    ("policy", "left"),
+    [
+        ("best=1:reward:max,last=1", [1, 3, 4]),
+        ("every=2", [2, 3, 4]),
+        ("all", [1, 2, 3, 4]),
+        ("last=1", [3, 4]),
+        (None, [3, 4]),  # the default keeps all, and is no policy that somebody has set
+    ],
+)
+def test_the_keep_of_a_save_removes_no_step_that_the_policy_of_the_job_keeps(
+    root: Path, tmp_path: Path, policy: str | None, left: list[int]
+) -> None:
+    for step in (1, 2, 3, 4):
+        commit_files(root, step)
+        write_metrics(root, 1, step, {"reward": -step})
+    write_job_settings(root, {"keep": policy})
+    prune_after(root, 4, 2, tmp_path)
+    assert steps_on_disk(root) == left

@@ -1,0 +1,106 @@
+"""Retentions, saves and readers at once, in processes of their own: nothing is lost."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.steps import commit_files
+from trinity_sync.layout import steps_on_disk
+from trinity_sync.storage.discovery import find_newest, require_committed
+
+BEGIN = """
+import json, sys, time
+from pathlib import Path
+from tests.support.steps import MODEL, commit_files
+from trinity_sync.errors import CommitError
+from trinity_sync.storage.leases import acquire_lease
+from trinity_sync.fs.locks import acquire_commit_lock
+from trinity_sync.retention.policies import parse_policy
+from trinity_sync.retention.planner import Rules, plan_removals
+from trinity_sync.retention.prune import remove_steps
+from trinity_sync.retention.step_infos import list_step_infos
+from trinity_sync.storage.discovery import find_newest, require_committed
+root = Path(sys.argv[1])
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+RETAIN = """
+removed = []
+while not (root / "stop").exists():
+    rules = Rules(parse_policy(sys.argv[2]), parse_policy("last=1"))
+    made = plan_removals(list_step_infos(root), rules, 0)
+    removed += [each.step for each in remove_steps(root, made).removed]
+print(json.dumps(removed))
+"""
+SAVE = """
+for step in range(100, 160):
+    with acquire_commit_lock(root):  # as a commit does
+        commit_files(root, step)
+    assert find_newest(root).step == step
+(root / "stop").touch()
+print("null")
+"""
+READ = """
+read = 0
+while not (root / "stop").exists():
+    try:
+        lease = acquire_lease(root, find_newest(root).step, "reader")
+    except CommitError:
+        continue  # it went between the question and the lease
+    with lease:
+        for _ in range(5):
+            manifest = require_committed(root, lease.step)
+            assert len((root / f"global_step_{lease.step}" / MODEL).read_bytes()) == 1000
+        read += 1
+print(json.dumps(read))
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    made = tmp_path / "ckpts"
+    made.mkdir()
+    for step in range(20):
+        commit_files(made, step)
+    return made
+
+
+def at_once(root: Path, *bodies: tuple[str, ...]) -> list:
+    """Run each body with its arguments in a process; what they print in the end."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", BEGIN + body, str(root), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for body, *arguments in bodies
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes)
+    return [json.loads(output) for output in outputs]
+
+
+def test_saves_readers_and_two_retentions_at_once_lose_nothing(root: Path) -> None:
+    _, once, twice, read = at_once(
+        root, (SAVE,), (RETAIN, "last=2"), (RETAIN, "last=3,every=10"), (READ,)
+    )
+    assert read > 0
+    assert len(once + twice) == len(set(once + twice))  # each step was removed by one of them
+    assert find_newest(root).step == 159
+    left = steps_on_disk(root)
+    assert {*left, *once, *twice} == {*range(20), *range(100, 160)}
+    assert {158, 159} <= {*left}
+    for step in left:
+        require_committed(root, step)
+    assert not any((root / ".trinity_sync/trash").iterdir())

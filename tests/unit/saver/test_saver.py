@@ -1,0 +1,400 @@
+"""Without a stack, a process of the client's environment commits what trainers save."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from tests.support.answers import server
+from tests.support.job import Job
+from trinity_sync import CheckpointCoordinator, Settings
+from trinity_sync import saver as saver_module
+from trinity_sync.client.saver_control import LOCK, LOG, SERVED, WAKE, SaverControl
+from trinity_sync.errors import SaveError, SaveFailedError
+from trinity_sync.fs.atomic import lengthen_pauses
+from trinity_sync.fs.locks import is_locked
+from trinity_sync.pipeline.save import NodeWriting
+from trinity_sync.saver import Saver
+from trinity_sync.snapshot.job_identity import IDENTITY_FILE
+from trinity_sync.storage.job_settings import write_job_settings
+from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.placement import NodeRanks
+from trinity_sync.storage.restore import load_states
+
+Make = Callable[..., CheckpointCoordinator]
+
+TRAINER = """
+import os, signal, sys
+import psutil, torch
+from trinity_sync import CheckpointCoordinator
+
+saves = CheckpointCoordinator(sys.argv[1])
+start = saves.latest_step(settle_s=60) or 0
+if start:
+    print(start, saves.load(start)["model"]["w"].unique().item(), flush=True)
+for step in (start + 1, start + 2):
+    if step > 1 and "saver dies" in sys.argv:
+        saves.wait_all(60)
+        for saver in psutil.process_iter(["cmdline"]):
+            if (saver.info["cmdline"] or [""])[-1] == str(saves.settings.spool):
+                saver.kill()
+                saver.wait()
+    saves.save(step, {"model": {"w": torch.full((9,), float(step))}, "optim": {"step": step}})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def await_that(holds: Callable[[], object], what: str) -> None:
+    until, pauses = time.monotonic() + 60, lengthen_pauses()
+    while not holds():
+        assert time.monotonic() < until, what
+        time.sleep(next(pauses))
+
+
+def is_announced(job: Job, step: int) -> bool:
+    outcomes = (job.root / ".trinity_sync/outcomes").glob("*.jsonl")
+    return any(f"/step{step}/" in each.read_text() for each in outcomes)
+
+
+def savers_of(spool: Path) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        line = process.info["cmdline"] or []
+        if line[-2:] == ["trinity_sync.saver", str(spool)]:
+            found.append(process)
+    return found
+
+
+@pytest.fixture
+def settings(spool_folder: Path, tmp_path: Path) -> Iterator[Settings]:
+    yield Settings(spool=spool_folder, home=tmp_path / "home", saver="auto")
+    for saver in savers_of(spool_folder):
+        saver.kill()
+
+
+@pytest.fixture
+def coordinator(job: Job, settings: Settings) -> Iterator[Make]:
+    made = []
+
+    def make(**others: object) -> CheckpointCoordinator:
+        made.append(CheckpointCoordinator(job.root, settings=settings, **others))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close(timeout=0)
+
+
+def train(root: Path, settings: Settings, folder: Path, *arguments: str) -> str:
+    """Run a trainer that resumes, saves two steps and dies of SIGKILL; return what it prints."""
+    program = folder / "train.py"
+    program.write_text(TRAINER)
+    variables = {**os.environ, **settings.to_variables(), "PYTHONPATH": str(Path.cwd())}
+    done = subprocess.run(
+        [sys.executable, program, root, *arguments],
+        cwd=folder,
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    return done.stdout
+
+
+def test_what_a_trainer_has_saved_before_it_was_killed_is_committed(
+    tmp_path: Path, settings: Settings
+) -> None:
+    root, folder = tmp_path / "ckpts", tmp_path / "own"
+    folder.mkdir()
+    for name in ("tasks", "flows", "trinity_sync"):  # modules of the user
+        (folder / f"{name}.py").write_text("raise RuntimeError")
+    (folder / "trinity_sync.py").unlink()
+    assert train(root, settings, folder) == ""
+    assert train(root, settings, folder) == "2 2.0\n"
+    await_that(lambda: read_latest_pointer(root, "checkpoint") == 4, "step 4 is committed")
+    assert load_states(root, 4, "actor")["optim"] == {"step": 4}
+    await_that(lambda: not savers_of(settings.spool), "it ends after its trainers")
+    assert not is_locked(settings.spool / LOCK)
+    assert not [*settings.spool.glob("*/*.ticket")]
+
+
+def test_a_trainer_that_saves_again_later_finds_the_same_saver(
+    coordinator: Make, settings: Settings
+) -> None:
+    saves = coordinator()
+    for step in (1, 2):
+        saves.save(step, {"model": {"w": torch.ones(3)}})
+        saves.wait_all(60)
+    (saver,) = savers_of(settings.spool)
+    libraries = {Path(each.path).name for each in saver.memory_maps()}
+    assert not any(name.startswith("libtorch") for name in libraries)
+    assert saver.memory_info().rss < 100e6
+
+
+def test_a_save_that_fails_is_told_and_can_be_submitted_again(coordinator: Make, job: Job) -> None:
+    saves = coordinator(job={"rank_timeout_s": 5.0}, roles=("actor", "critic"))
+    saves.save(4, {"model": {"w": torch.ones(3)}}, role="actor")
+    with pytest.raises(SaveFailedError, match="role critic has submitted nothing"):
+        saves.wait_all(60)
+    for role in ("actor", "critic"):
+        saves.save(4, {"model": {"w": torch.zeros(3)}}, role=role)
+    saves.wait_all(60)
+    assert load_states(job.root, 4, "actor")["model"]["w"].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_a_saver_that_was_killed_is_started_again(
+    coordinator: Make, settings: Settings, job: Job, signum: signal.Signals
+) -> None:
+    saves = coordinator()
+    saves.save(1, {"model": {"w": torch.ones(3)}})
+    saves.wait_all(60)
+    (first,) = savers_of(settings.spool)
+    first.suspend()
+    saves.save(2, {"model": {"w": torch.ones(3)}})
+    first.send_signal(signum)
+    first.resume()
+    saves.wait_all(60)
+    assert read_latest_pointer(job.root, "checkpoint") == 2
+    assert [each.pid for each in savers_of(settings.spool)] != [first.pid]
+
+
+def test_a_saver_that_cannot_be_started_fails_the_save_by_name(
+    coordinator: Make, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves = coordinator()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/nowhere/python")
+        with pytest.raises(SaveError, match="the saver cannot be started"):
+            saves.save(1, {"model": {"w": torch.ones(3)}})
+        for embedded in ("", None):
+            patch.setattr(sys, "executable", embedded)
+            with pytest.raises(SaveError, match=r"sys\.executable names no Python"):
+                saves.save(1, {"model": {"w": torch.ones(3)}})
+        patch.setattr(sys, "executable", "/bin/false")
+        saves.save(2, {"model": {"w": torch.ones(3)}})
+        with pytest.raises(SaveFailedError, match=rf"exit code 1; its log is .*{LOG}"):
+            saves.wait_all(60)
+    saves.save(2, {"model": {"w": torch.ones(3)}})
+    saves.wait_all(60)
+
+
+def test_two_savers_of_a_spool_are_one(settings: Settings) -> None:
+    command = [sys.executable, "-m", "trinity_sync.saver", str(settings.spool)]
+    keeps = [subprocess.Popen(command) for _ in range(2)]
+    await_that((settings.spool / WAKE).exists, "one of them serves")
+    pipe = os.open(settings.spool / WAKE, os.O_WRONLY)
+    await_that(lambda: [each.poll() for each in keeps].count(0) == 1, "the other one has ended")
+    os.close(pipe)
+    assert [each.wait(60) for each in keeps] == [0, 0]
+
+
+@pytest.mark.parametrize("keep", ["of the save", "of the job"])
+def test_older_steps_are_removed(coordinator: Make, job: Job, keep: str) -> None:
+    saves = coordinator()
+    if keep == "of the job":
+        write_job_settings(job.root, {"keep": "last=2"})
+    for step in range(1, 5):
+        saves.save(step, {"model": {"w": torch.ones(3)}}, keep=2 if keep == "of the save" else 0)
+        saves.wait_all(60)
+    await_that(lambda: len([*job.root.glob("global_step_*/manifest.json")]) == 2, "two steps stay")
+
+
+def test_functions_are_awaited(coordinator: Make, job: Job) -> None:
+    saves = coordinator()
+    target = job.root / "global_step_3/actor/other.bin"
+
+    def write() -> None:
+        target.parent.mkdir(parents=True)
+        target.write_bytes(b"mine")
+
+    saves.save_async("other", write, 3)
+    asyncio.run(saves.register_and_monitor(3, checkpoint_thread_count=1))
+    saves.wait_all(60)
+    assert read_latest_pointer(job.root, "checkpoint") == 3
+    assert target.read_bytes() == b"mine"
+
+
+def test_ranks_on_several_nodes_need_the_stack_and_are_told_so(
+    coordinator: Make, settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    here, there = (NodeRanks(node, "/dev/shm/x", (rank,)) for rank, node in enumerate("ab"))
+    saves = coordinator(places=[here, there], world_size=2)
+    assert "no Prefect server is known" in caplog.text
+    saves.save(1, {"model": {"w": torch.ones(3)}})
+    assert savers_of(settings.spool) == []
+
+
+def test_a_known_stack_is_asked_instead(
+    coordinator: Make, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    saves = coordinator()
+    saves.save(1, {"model": {"w": torch.ones(3)}})
+    saves.close(timeout=0)
+    assert savers_of(settings.spool) == []
+
+
+def test_a_save_after_the_end_of_its_saver_outlives_the_trainer(
+    tmp_path: Path, settings: Settings
+) -> None:
+    train(tmp_path / "ckpts", settings, tmp_path, "saver dies")
+    await_that(
+        lambda: read_latest_pointer(tmp_path / "ckpts", "checkpoint") == 2, "step 2 is committed"
+    )
+
+
+def test_a_trainer_that_comes_as_the_saver_ends_keeps_it(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver_module, "LINGER_S", 0)
+    control, left = SaverControl(settings.spool, settings.home), []
+
+    class Late(Saver):
+        def _pause(self, pipe: int) -> bool:
+            left.append(super()._pause(pipe))
+            if len(left) == 1:
+                self._idle_until = 0
+                control.wake()
+            else:
+                control.release("none")
+            return left[-1]
+
+    Late(settings.spool, NodeWriting()).run()
+    assert left[:2] == [False, True]
+    assert savers_of(settings.spool) == []
+    control.wake()
+    await_that(lambda: savers_of(settings.spool), "the next one is started")
+
+
+def test_a_saver_whose_root_does_not_answer_stays(
+    coordinator: Make, job: Job, monkeypatch: pytest.MonkeyPatch, settings: Settings
+) -> None:
+    monkeypatch.setattr(saver_module, "START_S", 0.1)  # below ANSWER_S
+    monkeypatch.setattr(saver_module, "LINGER_S", 0)
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    saves = coordinator()
+    saves.save(1, {"model": {"w": torch.ones(3)}})
+    saves.close(timeout=0)
+    (job.spool.folder / SERVED).touch()
+    identity = job.root / IDENTITY_FILE
+    known = identity.read_bytes()
+    identity.unlink()
+    os.mkfifo(identity)  # who reads it waits for a writer
+    looked = threading.Event()
+
+    class Observed(Saver):
+        def _pause(self, pipe: int) -> bool:
+            looked.set()
+            return super()._pause(pipe)
+
+    thread = threading.Thread(target=Observed(settings.spool, NodeWriting()).run, daemon=True)
+    thread.start()
+    assert looked.wait(60)
+    thread.join(1)
+    stays = thread.is_alive()
+    with identity.open("wb", buffering=0) as pipe:
+        identity.with_suffix(".new").write_bytes(known)
+        identity.with_suffix(".new").rename(identity)
+        pipe.write(known)
+    assert stays
+    thread.join(60)
+    assert read_latest_pointer(job.root, "checkpoint") == 1
+
+
+def test_roles_may_save_other_components_than_the_first_one(coordinator: Make, job: Job) -> None:
+    saves = coordinator(roles=("actor", "critic"))
+    for step in (1, 2):  # the saver finds the second one's first role alone
+        saves.save(step, {"model": {"w": torch.ones(3)}}, role="actor")
+        if step == 2:
+            await_that(lambda: is_announced(job, 2), "it is being committed")
+        saves.save(step, {"model": {"w": torch.ones(3)}, "optim": {"a": step}}, role="critic")
+        saves.wait_all(60)
+    assert load_states(job.root, 2, "critic")["optim"] == {"a": 2}
+
+
+def test_the_saver_leaves_the_saves_of_a_stack_alone(
+    coordinator: Make, tmp_path: Path, job: Job, settings: Settings, spool_folder: Path
+) -> None:
+    places = [NodeRanks("a", str(job.spool.folder), (0,)), NodeRanks("b", "/none", (1,))]
+    of_stack = settings.model_copy(update={"saver": "stack"})
+    on_two_nodes = CheckpointCoordinator(
+        job.root, world_size=2, places=places, run_key="run", settings=of_stack
+    )
+    on_two_nodes.save(1, {"model": {"w": torch.ones(3)}})
+    with CheckpointCoordinator(tmp_path / "other", settings=settings) as other:
+        for step in (1, 2):
+            other.save(step, {"model": {"w": torch.ones(3)}})
+            other.wait_all(60)
+    (image,) = job.spool.tickets()[0]
+    assert not image.failed
+    on_two_nodes.close(timeout=0)
+
+
+def test_a_failure_is_told_although_a_stack_has_come_up_since(
+    coordinator: Make, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves = coordinator(job={"rank_timeout_s": 2.0}, roles=("actor", "critic"))
+    saves.save(4, {"model": {"w": torch.ones(3)}}, role="actor")
+    await_that(lambda: is_announced(job, 4), "the saver has it")
+    answers = {"/admin/version": (200, '"3.8.8"'), "/flow_runs/filter": (200, "[]")}
+    with server(answers) as url:
+        monkeypatch.setenv("PREFECT_API_URL", url)
+        with pytest.raises(SaveFailedError, match="role critic has submitted nothing"):
+            saves.wait_all(60)
+
+
+SIGPIPE_ENDS = """
+import os, signal, sys
+from pathlib import Path
+from trinity_sync.client.saver_control import WAKE, SaverControl
+
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as programs do whose output goes to head
+spool = Path(sys.argv[1])
+os.mkfifo(spool / WAKE)
+pipe = os.open(spool / WAKE, os.O_RDONLY | os.O_NONBLOCK)
+control = SaverControl(spool, spool)
+control.wake()
+os.close(pipe)
+control.wake()
+"""
+
+
+def test_the_end_of_a_saver_does_not_end_a_trainer_without_a_handler_of_sigpipe(
+    settings: Settings,
+) -> None:
+    subprocess.run([sys.executable, "-c", SIGPIPE_ENDS, settings.spool], check=True)
+
+
+def test_a_saver_without_a_home_logs_to_the_spool(
+    job: Job, settings: Settings, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    homeless = settings.model_copy(update={"home": tmp_path / "file" / "home"})
+    with CheckpointCoordinator(job.root, settings=homeless) as saves:
+        saves.save(1, {"model": {"w": torch.ones(3)}})
+    await_that(lambda: "save actor step 1" in (settings.spool / LOG).read_text(), "it is logged")
+
+
+def test_a_saver_of_many_runs_keeps_few_files_open(
+    settings: Settings, tmp_path: Path, job: Job
+) -> None:
+    open_files = []
+    with CheckpointCoordinator(job.root, settings=settings) as first:
+        first.save(1, {"model": {"w": torch.ones(3)}})
+        first.wait_all(60)
+        for number in range(saver_module.LOGS + 4):
+            with CheckpointCoordinator(tmp_path / f"{number}", settings=settings) as saves:
+                saves.save(1, {"model": {"w": torch.ones(3)}})
+            open_files.append(savers_of(settings.spool)[0].num_fds())
+    assert max(open_files[-4:]) < min(open_files[:4]) + saver_module.LOGS

@@ -1,0 +1,492 @@
+"""Staging: one copy into warm slots, sealed; a trainer is never held up for ever."""
+
+import errno
+import gc
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from tests.support.job import Job
+from tests.support.meanwhile import when_opened
+from trinity_sync.errors import ImageError, SpoolError, SpoolFullError
+from trinity_sync.fs.records import encode_body
+from trinity_sync.layout import SPOOL_FORMAT
+from trinity_sync.snapshot import slot_pool
+from trinity_sync.snapshot.slot import Slot
+from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.snapshot.stager import Stager
+from trinity_sync.snapshot.ticket import failure_path, lock_slot, seal, ticket_path
+from trinity_sync.storage.save import mark_failed
+
+
+def staged_state(job: Job, step: int) -> dict[str, torch.Tensor]:
+    sealed = [s for s in job.spool.tickets()[0] if s.ticket.step == step]
+    with lock_slot(sealed[0].slot) as content:
+        copy = bytes(content[: sealed[0].ticket.nbytes])
+    import io
+
+    return torch.load(io.BytesIO(copy), weights_only=True)
+
+
+def test_what_is_staged_is_the_state_at_the_call(job: Job) -> None:
+    weight = torch.arange(10.0)
+    job.stage(1, {"model": {"w": weight}})
+    weight.fill_(-1)
+    assert staged_state(job, 1)["w"].tolist() == list(range(10))
+
+
+def test_slots_are_reused_and_never_shrink(job: Job) -> None:
+    inodes = set()
+    for step, size in enumerate((10_000, 900_000, 5, 700_000), start=1):
+        job.stage(step, {"model": {"w": torch.full((size,), float(step))}})
+        assert torch.equal(staged_state(job, step)["w"], torch.full((size,), float(step)))
+        inodes |= {s.slot.stat().st_ino for s in job.spool.tickets()[0]}
+        job.commit(step)
+    assert len(inodes) <= 2
+    assert max(p.stat().st_size for p in job.spool.folder.glob("*.slot")) >= 3_600_000
+
+
+def test_a_structure_that_changes_between_saves_leaves_no_trace_of_the_old_one(job: Job) -> None:
+    states = [
+        {"a": torch.zeros(1000), "b": torch.ones(10)},
+        {"a": torch.ones(1000), "b": torch.zeros(10)},
+        {"b": torch.ones(3, dtype=torch.bfloat16), "c": {"d": torch.tensor(2.5)}},
+        {"a": torch.zeros(1000), "b": torch.ones(10)},
+    ]
+    for step, state in enumerate(states, start=1):
+        job.stage(step, {"model": state})
+        job.commit(step)
+        file = job.root / f"global_step_{step}/actor/model_world_size_1_rank_0.pt"
+        again = torch.load(file, weights_only=True)
+        assert again.keys() == state.keys()
+        again_leaves = torch.utils._pytree.tree_leaves(again)
+        for one, other in zip(again_leaves, torch.utils._pytree.tree_leaves(state), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_staging_keeps_no_reference_to_the_live_tensors(job: Job) -> None:
+    import weakref
+
+    weight = torch.zeros(10)
+    seen = weakref.ref(weight)
+    job.stage(1, {"model": {"w": weight}})
+    del weight
+    gc.collect()
+    assert seen() is None
+
+
+def test_an_image_whose_save_failed_gives_way_at_once_and_loudly(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.stage(1, {"model": {"w": torch.zeros(3)}})
+    mark_failed(job.spool, job.save(1), "the disk is full")
+    job.stage(2, {"model": {"w": torch.zeros(3)}})
+    with caplog.at_level(logging.WARNING):
+        staged = job.stage(3, {"model": {"w": torch.ones(3)}})
+    assert "Evicting unsaved image" in caplog.text
+    assert staged.waited_s < 0.1
+    assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [2, 3]
+
+
+def test_the_oldest_image_gives_way_when_nothing_saves_them(job: Job) -> None:
+    for step in (1, 2, 3):
+        job.stage(step, {"model": {"w": torch.zeros(3)}})
+    assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [2, 3]
+
+
+def test_while_nobody_saves_training_does_not_wait_for_images_that_are_old_already(
+    job: Job,
+) -> None:
+    now = [1e10]
+    job.stagers[0] = Stager(job.spool, slot_wait_s=30, clock=lambda: now[0])
+    for step in range(1, 6):
+        staged = job.stage(step, {"model": {"w": torch.zeros(3)}})
+        assert staged.waited_s < 1
+        now[0] += 60
+    assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [4, 5]
+
+
+def test_weights_are_evicted_for_newer_ones_while_a_checkpoint_waits_for_its_writer(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [1e10]
+    job.stagers[0] = Stager(job.spool, slot_wait_s=300, clock=lambda: now[0])
+    job.stage(1, {"model": {"w": torch.zeros(3)}})
+    for step in (2, 3, 4):
+        staged = job.stage(step, {"model": {"w": torch.zeros(3)}}, kind="state_dict")
+        assert staged.waited_s < 1
+        now[0] += slot_pool.WEIGHTS_WAIT_S
+    assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [1, 4]
+    assert caplog.text.count("Evicting unsaved image") == 2
+
+
+def test_a_checkpoint_outlives_weights_however_old_it_is(job: Job) -> None:
+    now = [1e10]
+    job.stagers[0] = Stager(job.spool, slot_wait_s=300, clock=lambda: now[0])
+    job.stage(1, {"model": {"w": torch.zeros(3)}})
+    for step in range(2, 40):  # for 800 seconds nothing is persisted
+        now[0] += 20
+        job.stage(step, {"model": {"w": torch.zeros(3)}}, kind="state_dict")
+    assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [1, 39]
+
+
+def test_weights_get_a_slot_of_their_own_if_checkpoints_hold_all(job: Job) -> None:
+    now = [1e10]
+    job.stagers[0] = Stager(job.spool, slot_wait_s=300, clock=lambda: now[0])
+    for step in (1, 2):
+        job.stage(step, {"model": {"w": torch.zeros(3)}})
+    for step in (3, 4, 5):
+        now[0] += 200
+        staged = job.stage(step, {"model": {"w": torch.zeros(3)}}, kind="state_dict")
+        assert staged.waited_s < 1
+    assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [1, 2, 5]
+    job.stagers[0].wait_at_most(1)  # the process is about to end: the newest weights count
+    assert job.stage(6, {"model": {"w": torch.zeros(3)}}, kind="state_dict").waited_s < 1
+    assert len(job.spool.tickets()[0]) == 3
+
+
+def test_no_image_of_a_save_is_evicted_for_its_second_submission(job: Job) -> None:
+    job.stagers[0] = Stager(job.spool, slot_wait_s=0)
+    job.stage(1, {"optim": {"w": torch.zeros(3)}})  # of one component alone
+    for value in (2.0, 3.0):
+        state = {"w": torch.full((3,), value)}
+        job.stage(2, {"model": state, "optim": state}, kind="state_dict")
+    found = [image.ticket for image in job.spool.read_step(1, 2)[0]]
+    submissions = [
+        {ticket.monotonic_s for ticket in found if ticket.component == component}
+        for component in ("model", "optim")
+    ]
+    assert submissions[0] == submissions[1]
+    assert len(submissions[0]) == 2
+
+
+def test_weights_get_a_slot_also_beside_an_image_of_another_release(job: Job) -> None:
+    job.stagers[0] = Stager(job.spool, slot_wait_s=0)
+    job.stage(1, {"model": {"w": torch.zeros(3)}})
+    (sealed,) = job.spool.tickets()[0]
+    body = msgspec.to_builtins(sealed.ticket)
+    ticket_path(sealed.slot).write_text(encode_body(body, SPOOL_FORMAT + 1))
+    for step in (2, 3):
+        job.stage(step, {"model": {"w": torch.zeros(3)}})
+    job.stage(4, {"model": {"w": torch.zeros(3)}}, kind="state_dict")
+    assert len([*job.spool.folder.glob("*.ticket")]) == 4
+
+
+def test_a_save_that_waits_for_a_slot_says_so_and_fails_in_time(
+    job: Job, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_pool, "LONG_WAIT_S", 0.01)
+    job.stagers[0] = Stager(job.spool, slot_wait_s=0.1, clock=lambda: 1e10)
+    for step in (1, 2):
+        job.stage(step, {"model": {"w": torch.zeros(3)}})
+    with pytest.raises(SpoolError, match="step 3, role actor, rank 0: model is not saved"):
+        job.stage(3, {"model": {"w": torch.zeros(3)}})
+    assert caplog.text.count("Step 3 waits for a slot for model") == 1
+
+
+def test_a_wall_clock_that_is_set_forward_evicts_no_fresh_image(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.stagers[0] = Stager(job.spool, slot_wait_s=60)
+    for step in (1, 2):
+        job.stage(step, {"model": {"w": torch.zeros(3)}})
+    an_hour_ago = time.time() - 3600  # by the clock as it is set now
+    for sealed in job.spool.tickets()[0]:
+        os.utime(ticket_path(sealed.slot), (an_hour_ago, an_hour_ago))
+    committer = threading.Timer(0.05, job.commit, args=(1,))
+    committer.start()
+    job.stage(3, {"model": {"w": torch.zeros(3)}})
+    committer.join()
+    assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [2, 3]
+    assert "Evicting" not in caplog.text
+
+
+def test_images_of_a_process_that_was_killed_are_evicted_oldest_first(job: Job) -> None:
+    script = textwrap.dedent(
+        f"""
+        import os, signal, torch
+        from pathlib import Path
+        from tests.support.job import Job
+        from trinity_sync.snapshot.spool import JobSpool
+        job = Job(Path({str(job.root)!r}), JobSpool(Path({str(job.spool.folder)!r})))
+        for step in (1, 2):
+            job.stage(step, {{"model": {{"w": torch.zeros(3)}}}})
+        os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    died = subprocess.run([sys.executable, "-c", script], check=False)
+    assert died.returncode == -signal.SIGKILL
+    first = job.spool.read_step(1, 1)[0][0]
+    os.utime(ticket_path(first.slot))  # as of a wall clock that was set back in between
+    job.stage(3, {"model": {"w": torch.zeros(3)}})
+    assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [2, 3]
+
+
+def test_images_of_before_a_reboot_are_evicted(job: Job) -> None:
+    for step in (1, 2):
+        job.stage(step, {"model": {"w": torch.zeros(3)}})
+    for sealed in job.spool.tickets()[0]:
+        seal(sealed.slot, replace(sealed.ticket, monotonic_s=time.monotonic() + 1e6))
+    job.stagers.pop(0).close()
+    job.stagers[0] = Stager(job.spool, slot_wait_s=60)
+    assert job.stage(3, {"model": {"w": torch.zeros(3)}}).waited_s < 60
+
+
+def test_an_image_whose_ticket_is_torn_is_evicted(job: Job) -> None:
+    for step in (1, 2):
+        job.stage(step, {"model": {"w": torch.zeros(3)}})
+    torn = job.spool.read_step(1, 2)[0][0]
+    ticket_path(torn.slot).write_text("{")
+    job.stagers[0] = Stager(job.spool, slot_wait_s=60)
+    job.stage(3, {"model": {"w": torch.zeros(3)}})
+    assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [1, 3]
+
+
+def test_an_image_that_another_trainer_has_just_sealed_is_not_evicted(job: Job) -> None:
+    now = [1e10]
+    job.stagers[0] = other = Stager(job.spool, slots=1, slot_wait_s=30, clock=lambda: now[0])
+    job.stage(1, {"model": {"w": torch.zeros(3)}})
+    now[0] += 60
+
+    def clock() -> float:
+        if job.spool.read_step(1, 1)[0]:  # its age has been asked for
+            job.commit(1)
+            job.stagers[0] = other
+            job.stage(2, {"model": {"w": torch.ones(3)}})
+        return now[0]
+
+    job.stagers[0] = Stager(job.spool, slots=1, slot_wait_s=0.2, clock=clock)
+    with pytest.raises(SpoolError, match="step 3"):
+        job.stage(3, {"model": {"w": torch.zeros(3)}})
+    assert [s.ticket.step for s in job.spool.tickets()[0]] == [2]
+    other.close()
+
+
+def test_an_image_that_is_being_written_never_gives_way(job: Job) -> None:
+    for step in (1, 2):
+        job.stage(step, {"model": {"w": torch.full((3,), float(step))}})
+    first, second = (s.slot for s in job.spool.tickets()[0])
+    with (
+        lock_slot(first),
+        lock_slot(second),
+        pytest.raises(SpoolError, match=r"step 3, role actor"),
+    ):
+        job.stage(3, {"model": {"w": torch.zeros(3)}})
+    assert staged_state(job, 1)["w"].tolist() == [1, 1, 1]
+
+
+def test_a_slot_that_is_being_filled_keeps_its_lock_while_slots_are_prewarmed(job: Job) -> None:
+    slot = job.stager()._slots.list_slots("actor", "model", 0)[0]
+    assert slot.try_lock()
+    job.stager().prewarm("actor", "model", 0, 1 << 20)
+    other = Slot(slot.path)
+    assert not other.try_lock()
+    slot.unlock()
+    assert other.try_lock()
+    job.stager().prewarm("actor", "model", 0, 1 << 20)
+    other.close(remove=False)
+
+
+def test_a_view_that_outlives_its_lock_does_not_keep_it(job: Job) -> None:
+    """A failed write's traceback kept its view, and so every retry of it waiting for ever."""
+    job.stage(1, {"model": {"w": torch.zeros(3)}})
+    slot = job.spool.tickets()[0][0].slot
+    with lock_slot(slot) as content:
+        view = content[:10]
+    assert job.stager()._slots.list_slots("actor", "model", 0)[0].try_lock()
+    assert len(view) == 10
+
+
+def test_a_slot_that_becomes_free_is_taken_before_anything_gives_way(job: Job) -> None:
+    patient = Stager(job.spool, slot_wait_s=60)
+    job.stagers[0] = patient
+    for step in (1, 2):
+        job.stage(step, {"model": {"w": torch.zeros(3)}})
+    committer = threading.Timer(0.05, job.commit, args=(1,))
+    committer.start()
+    staged = job.stage(3, {"model": {"w": torch.zeros(3)}})
+    committer.join()
+    assert staged.waited_s > 0
+    assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [2, 3]
+
+
+def test_a_spool_that_is_too_small_says_how_many_bytes_it_lacks(job: Job) -> None:
+    with pytest.raises(SpoolFullError, match=r"TRINITY_SYNC_SPOOL"):
+        job.spool.require_room(1 << 60)
+    stager = job.stager()
+    with pytest.raises(SpoolFullError, match=r"needs [\d,]+ more bytes and [\d,]+ are free"):
+        stager.prewarm("actor", "model", 0, 1 << 50)
+    job.stage(1, {"model": {"w": torch.zeros(3)}})  # and goes on working
+
+
+def test_a_slot_that_its_commit_frees_does_not_count_as_given_way(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    def commit_meanwhile() -> float:
+        if job.spool.read_step(1, 1)[0] and job.spool.read_step(1, 2)[0]:
+            job.commit(1)
+        return time.monotonic()
+
+    job.stagers[0] = Stager(job.spool, slot_wait_s=60, clock=commit_meanwhile)
+    for step in (1, 2, 3):
+        job.stage(step, {"model": {"w": torch.zeros(3)}})
+    assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [2, 3]
+    assert "Evicting" not in caplog.text
+
+
+def test_in_a_full_spool_all_is_sealed_or_nothing(job: Job) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    states = {"model": {"w": torch.zeros(3)}, "optim": {"s": torch.ones(3)}}
+    second = job.spool.slot("actor", "optim", 0, 0)
+    temporary = second.with_name(f"{second.name}.ticket.tmp")
+    with (
+        when_opened(temporary, full),
+        pytest.raises(SpoolError, match=r"nothing was submitted, because .* No space left"),
+    ):
+        job.stage(1, states)
+    assert job.spool.tickets() == ([], [])
+    assert not temporary.exists()
+    job.stage(1, states)
+    assert len(job.spool.tickets()[0]) == 2
+
+
+def test_a_job_whose_folder_another_process_removed_at_its_end_saves(job: Job) -> None:
+    stager = job.stager()
+    job.spool.remove_if_unused()
+    assert not job.spool.folder.exists()
+    job.stage(1, {"model": {"w": torch.zeros(3)}})
+    assert stager is job.stager()
+    assert len(job.spool.tickets()[0]) == 1
+
+
+def test_a_state_that_cannot_be_saved_hands_nothing_over(job: Job) -> None:
+    with pytest.raises(
+        ImageError, match=r"step 1, role actor, rank 0.*extra_state cannot be staged"
+    ):
+        job.stage(1, {"model": {"w": torch.zeros(3)}, "extra_state": (i for i in range(3))})
+    assert job.spool.tickets() == ([], [])
+    job.stage(1, {"model": {"w": torch.zeros(3)}})
+
+
+def test_a_sealed_image_outlives_a_process_killed_the_next_instant(job: Job) -> None:
+    script = textwrap.dedent(
+        """
+        import os, signal, sys, torch
+        from pathlib import Path
+        from trinity_sync.snapshot.job_identity import read_identity
+        from trinity_sync.snapshot.spool import open_job_spool
+        from trinity_sync.snapshot.save_id import Origin
+        from trinity_sync.snapshot.stager import Stager
+        spool, root = Path(sys.argv[1]), sys.argv[2]
+        save = root, 1, "", 5, "checkpoint", ("actor",), "actor", 0, 1
+        origin = Origin(*save, identity=read_identity(root))
+        Stager(open_job_spool(spool, root)).stage(origin, {"model": {"w": torch.arange(1e5)}})
+        os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    arguments = [sys.executable, "-c", script, str(job.spool.folder.parent), str(job.root)]
+    died = subprocess.run(arguments, check=False)
+    assert died.returncode == -signal.SIGKILL
+    job.commit(5)
+    file = job.root / "global_step_5/actor/model_world_size_1_rank_0.pt"
+    assert torch.equal(torch.load(file, weights_only=True)["w"], torch.arange(1e5))
+
+
+def test_another_users_spool_is_refused(tmp_path: Path) -> None:
+    open_to_all = tmp_path / "spool"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    with pytest.raises(SpoolError, match="chmod 700"):
+        open_job_spool(open_to_all, tmp_path)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    with pytest.raises(SpoolError, match="not a folder"):
+        open_job_spool(link, tmp_path)
+
+
+def test_closing_removes_free_slots_and_keeps_sealed_ones(job: Job) -> None:
+    job.stage(1, {"model": {"w": torch.zeros(3)}})
+    job.stagers.pop(0).close()
+    left = {path.name for path in job.spool.folder.glob("*.slot*")}
+    assert left == {"actor.model.rank0.0.slot", "actor.model.rank0.0.slot.ticket"}
+    job.spool.remove_if_unused()
+    assert job.spool.folder.exists()
+
+
+def test_a_job_that_has_ended_leaves_nothing_in_shared_memory(job: Job) -> None:
+    job.stage(1, {"model": {"w": torch.zeros(3)}})
+    job.commit(1)
+    (job.spool.folder / "metadata").mkdir()
+    job.stagers.pop(0).close()
+    job.spool.remove_if_unused()
+    assert not job.spool.folder.exists()
+
+
+def test_ranks_that_end_at_the_same_moment_do_not_trip_over_each_other(job: Job) -> None:
+    for _ in range(200):
+        job.spool.receipts.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(4) as ranks:
+            for end in [ranks.submit(job.spool.remove_if_unused) for _ in range(4)]:
+                end.result()
+    assert not job.spool.folder.exists()
+
+
+def test_a_folder_that_another_process_removed_names_its_job_again(tmp_path: Path) -> None:
+    spool = open_job_spool(tmp_path / "spool", tmp_path / "ckpts")
+    spool.remove_if_unused()
+    assert not spool.folder.exists()
+    stager = Stager(spool)
+    stager.prewarm("actor", "model", 0, 4096)
+    assert spool.root == tmp_path / "ckpts"
+    stager.close()
+
+
+@pytest.mark.parametrize("changed", ["nothing", "a small tensor", "the end of a large one"])
+def test_a_state_is_held_if_no_byte_of_it_has_changed_however_large(job: Job, changed: str) -> None:
+    state = {f"small.{number}": torch.full((7,), float(number)) for number in range(100)}
+    state["large"] = torch.arange(3_000_000.0)
+    job.stage(1, {"model": state})
+    if changed == "a small tensor":
+        state["small.99"][6] = -1
+    elif changed == "the end of a large one":
+        state["large"][-1] = -1
+    held = job.stager().holds(job.origin(1), "model", state)
+    assert held == (changed == "nothing")
+
+
+@pytest.mark.parametrize("changed", ["nothing", "a small tensor", "a large one, by an optimizer"])
+def test_an_overlapped_save_goes_by_samples_of_large_tensors(job: Job, changed: str) -> None:
+    state = {"small": torch.zeros(7), "large": torch.arange(3_000_000.0)}
+    job.stage(1, {"model": state})
+    if changed == "a small tensor":
+        state["small"][6] = -1
+    elif changed != "nothing":
+        state["large"] += 1
+    held = job.stager().holds(job.origin(1), "model", state, overlap=True)
+    assert held == (changed == "nothing")
+
+
+def test_the_failure_of_a_save_is_never_noted_beside_the_image_of_a_later_one(job: Job) -> None:
+    job.stagers[0] = Stager(job.spool, slot_wait_s=0.0)  # whatever waits may be evicted
+    for step in (1, 2):
+        job.stage(step, {"model": {"w": torch.ones(10)}})
+    (slot,) = (sealed.slot for sealed in job.spool.tickets()[0] if sealed.ticket.step == 1)
+    evict = partial(job.stage, 3, {"model": {"w": torch.ones(10)}})
+    with when_opened(failure_path(slot), evict):
+        mark_failed(job.spool, job.save(1), "its disk was full")
+    assert {s.ticket.step: s.failed for s in job.spool.tickets()[0]} == {1: True, 3: False}

@@ -1,0 +1,196 @@
+"""A daemon that does not get ready is reported with what its user needs to know."""
+
+import os
+import resource
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import psutil
+import pytest
+
+from tests.support.waiting import until
+from trinity_sync.errors import StackError
+from trinity_sync.fs.process import is_process_alive, read_process_identity
+from trinity_sync.settings import Settings, StackSettings
+from trinity_sync.stack import daemon, embedded, services
+from trinity_sync.stack.daemon import Daemon, StartupDeadline
+from trinity_sync.stack.services import StackState
+
+RAY = """
+print("Local node IP: 127.0.0.1")
+print("\\x1b[31mException: The current node timed out during startup.\\x1b[39m")
+print("--------------------------")
+"""
+
+
+def start(code: str, folder: Path) -> Daemon:
+    return daemon.start([sys.executable, "-c", code], env={}, cwd=folder, log=folder / "one.log")
+
+
+def test_one_that_ends_is_reported_with_the_telling_line_of_its_log(tmp_path: Path) -> None:
+    (tmp_path / "one.log").write_text("Exception: of an earlier start\n")
+    with pytest.raises(StackError) as caught:
+        daemon.await_ready("the Ray node", start(RAY, tmp_path), lambda: False, StartupDeadline(60))
+    said = str(caught.value)
+    assert said.startswith(
+        "the Ray node ended while it started: Exception: The current node timed out during startup."
+    )
+    assert str(tmp_path / "one.log") in said
+
+
+def test_one_that_ends_without_a_word_leaves_the_words_of_earlier_ones_out(tmp_path: Path) -> None:
+    (tmp_path / "one.log").write_text("Exception: of an earlier start\n")
+    with pytest.raises(StackError, match=r"ended while it started\. Its log"):
+        daemon.await_ready("the server", start("", tmp_path), lambda: False, StartupDeadline(60))
+
+
+def test_the_last_one_has_time_of_its_own_when_others_used_up_the_rest(tmp_path: Path) -> None:
+    deadline = StartupDeadline(0)
+    sleeper = start("import time; time.sleep(60)", tmp_path)
+    try:
+        asked = iter([False, False, True])
+        daemon.await_ready("it", sleeper, lambda: next(asked), deadline, at_least_s=60)
+    finally:
+        daemon.stop(sleeper, 5)
+
+
+def test_one_that_is_late_is_reported_with_what_took_the_time(tmp_path: Path) -> None:
+    deadline = StartupDeadline(0)
+    with deadline.measure("the Prefect server"):
+        pass
+    sleeper = start("import time; time.sleep(60)", tmp_path)
+    try:
+        with pytest.raises(StackError, match="since the start: the Prefect server 0 s, it 0 s"):
+            daemon.await_ready("it", sleeper, lambda: False, deadline)
+    finally:
+        daemon.stop(sleeper, 5)
+
+
+NAMED = r"""
+import ctypes, pathlib, sys
+ctypes.CDLL(None).prctl(15, b"ray) S 1 (\xe5\x8f\x82\xe6\x95\xb0")  # PR_SET_NAME
+pathlib.Path("named").touch()
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def named(tmp_path: Path) -> Iterator[int]:
+    """A process whose name the kernel has cut within a character, after 15 bytes."""
+    command = [sys.executable, "-c", NAMED]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, cwd=tmp_path) as process:
+        while not (tmp_path / "named").exists():
+            assert process.poll() is None
+        yield process.pid
+        process.communicate()
+
+
+def test_a_process_is_known_whatever_bytes_it_has_for_a_name(named: int) -> None:
+    assert Path(f"/proc/{named}/comm").read_bytes() == b"ray) S 1 (\xe5\x8f\x82\xe6\x95\n"
+    assert psutil.Process(named).ppid() == os.getpid()
+    assert is_process_alive(read_process_identity(named))
+
+
+def test_the_name_of_a_process_does_not_change_when_the_clock_is_set(
+    named: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = read_process_identity(named)
+    assert name.split("/")[1] == Path(f"/proc/{named}/stat").read_text(errors="ignore").split()[-31]
+    proc = tmp_path / "proc"  # in which the kernel says from then on that the boot was later
+    proc.mkdir()
+    (proc / str(named)).symlink_to(f"/proc/{named}")
+    (proc / "stat").write_text(f"btime {int(psutil.boot_time()) + 3600}\n")
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(proc))
+    assert read_process_identity(named) == name
+
+
+def test_what_is_named_is_stopped_whatever_bytes_others_have_for_a_name(
+    named: int, tmp_path: Path
+) -> None:
+    sleeper = start("import time; time.sleep(60)", tmp_path)
+    daemon.stop(sleeper, 5)
+    assert not sleeper.lives
+    assert is_process_alive(read_process_identity(named))
+
+
+HIDDEN = """
+import ctypes, os, subprocess, sys
+from pathlib import Path
+from trinity_sync.stack import daemon
+from trinity_sync.fs.process import is_process_alive, read_process_identity
+theirs = read_process_identity(subprocess.Popen(["sleep", "60"]).pid)
+os.setgroups([])  # that of root may see all
+os.setgid(12345)
+os.setuid(12345)
+ctypes.CDLL(None).prctl(4, 1)  # PR_SET_DUMPABLE: its own are not hidden, as of who logs in
+ours = daemon.start(["sleep", "60"], env=os.environ, cwd=Path("/"), log=Path(sys.argv[1]))
+assert is_process_alive(theirs) and is_process_alive(ours.process)
+daemon.stop(ours, 5)
+assert is_process_alive(theirs) and not is_process_alive(ours.process)
+"""
+
+
+def test_processes_of_others_that_the_kernel_hides_stop_nobody() -> None:
+    isolated = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
+    if os.getuid() or subprocess.run([*isolated, "true"], check=False).returncode:
+        pytest.skip("only root can hide processes")
+    mount = 'mount -t proc -o hidepid=1 proc /proc && exec "$0" "$@"'
+    with TemporaryDirectory() as folder:  # tmp_path is for nobody else
+        os.chown(folder, 12345, 12345)
+        command = [*isolated, "sh", "-c", mount, sys.executable, "-c", HIDDEN, f"{folder}/log/log"]
+        subprocess.run(command, check=True, timeout=60)
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file grows beyond 100 bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_what_was_started_and_cannot_be_written_down_is_stopped(tmp_path: Path) -> None:
+    server = start("import time; time.sleep(60)", tmp_path)
+    settings, started = Settings(home=tmp_path), StackState("http://127.0.0.1:9/api", server=server)
+    with pytest.raises(OSError, match="too large"), full_disk():
+        embedded._start(lambda *_: started, None, settings, StackSettings(), StackState())
+    assert not server.lives
+    assert embedded.find(settings) is None
+
+
+def test_a_full_disk_leaves_no_half_of_the_file_of_authorities(tmp_path: Path) -> None:
+    settings, state = Settings(home=tmp_path), StackState(api_url="http://127.0.0.1:9/api")
+    with pytest.raises(OSError, match="too large"), full_disk():
+        services.build_environment(settings, StackSettings(), state)
+    named = services.build_environment(settings, StackSettings(), state)[
+        "PREFECT_API_SSL_CERT_FILE"
+    ]
+    assert ssl.create_default_context(cafile=named).get_ca_certs()
+
+
+def test_a_daemon_and_its_session_yield_to_the_training(tmp_path: Path) -> None:
+    started = daemon.start(
+        ["sleep", "60"], env=dict(os.environ), cwd=tmp_path, log=tmp_path / "logs/log"
+    )
+    try:
+        daemon.lower_priority(started, 19)
+        assert os.getpriority(os.PRIO_PROCESS, started.pid) == 19
+        group = Path(f"/proc/{started.pid}/autogroup")
+        if group.exists():  # otherwise the niceness of the process counts
+            assert group.read_text().split()[-1] == "19"
+    finally:
+        daemon.stop(started, 5)
+
+
+def test_the_priority_of_a_daemon_that_has_ended_is_left_alone(tmp_path: Path) -> None:
+    ended = daemon.start(["true"], env=dict(os.environ), cwd=tmp_path, log=tmp_path / "logs/log")
+    until(lambda: not ended.lives, "the end of the daemon")
+    daemon.lower_priority(ended, 19)

@@ -1,0 +1,246 @@
+"""What is wrong is found and comes with what to do; looking changes nothing."""
+
+import json
+import os
+import pwd
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+
+import prefect
+import pytest
+import torch
+from prefect.settings import PREFECT_API_AUTH_STRING, temporary_settings
+
+from tests.conftest import environment
+from tests.support.answers import server
+from tests.support.job import Job
+from tests.support.restricted import restricted
+from trinity_sync.cli.app import PROBLEM_FOUND
+from trinity_sync.orchestration.prefect_queries import compute_clock_skew
+from trinity_sync.settings import Settings, StackSettings
+from trinity_sync.stack.doctor import Check, check_logout, check_packages, run_checks
+from trinity_sync.stack.doctor_job import check_root
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs() -> Iterator[None]:
+    with environment({}):
+        yield
+
+
+@pytest.fixture
+def committed(job: Job) -> Job:
+    job.stage(4, {"model": {"w": torch.zeros(3)}})
+    job.commit(4)
+    return job
+
+
+def checks(job: Job, spool: Path | None = None) -> dict[str, Check]:
+    settings = Settings(home=job.root / "no home", spool=spool or job.spool.folder.parent)
+    return {check.name: check for check in run_checks(settings, job.root)}
+
+
+def states(job: Job) -> dict[str, str]:
+    return {name: check.state for name, check in checks(job).items()}
+
+
+def test_a_job_in_order_is_ok_and_is_left_as_it_was(committed: Job) -> None:
+    before = sorted(committed.root.rglob("*"))
+    found = states(committed)
+    ours = ("python", "spool", "disk", "steps", "latest checkpoint", "room for images")
+    for name in (*ours, "file system", "locks between processes", "atomic rename of a folder"):
+        assert found[name] == "ok"
+    assert sorted(committed.root.rglob("*")) == before
+
+
+def test_what_is_away_fails_with_what_to_do(committed: Job) -> None:
+    found = checks(committed)
+    for name in ("prefect server", "ray"):
+        assert found[name].state == "fail"
+        assert "trinity-sync up" in found[name].todo
+    with environment(
+        {
+            "PREFECT_API_URL": "http://127.0.0.1:9/api",
+            "TRINITY_SYNC_STACK__RAY__ADDRESS": "127.0.0.1:9",
+        }
+    ):
+        found = checks(committed)
+    assert "127.0.0.1:9" in found["prefect server"].found
+    assert "127.0.0.1:9" in found["ray"].found
+
+
+def test_a_server_that_wants_a_login_is_asked_with_it(committed: Job) -> None:
+    version = {"/admin/version": (200, f'"{prefect.__version__}"')}
+    with server(version, login="who:what") as url, environment({"PREFECT_API_URL": url}):
+        with temporary_settings({PREFECT_API_AUTH_STRING: "who:what"}):
+            found = checks(committed)
+        assert found["prefect server"].state == "ok"
+        assert found["work pool"].found == "there is no work pool trinity-sync"
+        found = checks(committed)
+        assert "401" in found["prefect server"].found
+        assert "PREFECT_API_AUTH_STRING" in found["prefect server"].found
+
+
+def test_a_spool_that_is_open_to_others_fails(committed: Job) -> None:
+    spool = committed.spool.folder.parent
+    spool.chmod(0o755)
+    found = checks(committed)["spool"]
+    assert (found.state, found.todo.startswith(f"run: chmod 700 {spool}")) == ("fail", True)
+
+
+def test_a_spool_on_a_disk_is_a_warning_and_a_missing_one_is_not(
+    committed: Job, tmp_path: Path
+) -> None:
+    assert checks(committed, spool=tmp_path / "none")["spool"].state == "ok"
+    assert not (tmp_path / "none").exists()
+    (tmp_path / "spool").mkdir(mode=0o700)
+    assert checks(committed, spool=tmp_path / "spool")["spool"].state == "warn"
+
+
+def test_a_pointer_that_lags_and_a_step_that_is_cut_are_warnings(committed: Job) -> None:
+    (committed.root / "latest_checkpointed_iteration.txt").write_text("3")
+    (committed.root / "global_step_9").mkdir()
+    found = checks(committed)
+    assert "the newest is step 4" in found["latest checkpoint"].found
+    assert "reconcile" in found["latest checkpoint"].todo
+    assert (found["steps"].state, "[9]" in found["steps"].found) == ("warn", True)
+
+
+def test_images_that_wait_for_long_and_torn_tickets_are_named(committed: Job) -> None:
+    committed.stage(5, {"model": {"w": torch.zeros(3)}})
+    name = f"images of {committed.spool.folder.name}"
+    assert states(committed)[name] == "ok"
+    settings = Settings(home=committed.root / "none", spool=committed.spool.folder.parent)
+    later = {c.name: c for c in run_checks(settings, clock=lambda: time.time() + 3600)}
+    assert (later[name].state, "steps [5]" in later[name].found) == ("warn", True)
+    (ticket,) = committed.spool.folder.glob("*.ticket")
+    ticket.write_text("{")
+    assert states(committed)[name] == "fail"
+
+
+def test_how_far_a_servers_clock_is_ahead_goes_by_the_second_that_its_answer_names() -> None:
+    date = "Sun, 22 Nov 2026 05:00:10 GMT"
+    theirs = datetime(2026, 11, 22, 5, 0, 10, tzinfo=timezone.utc).timestamp()
+    assert compute_clock_skew(date, theirs - 31, theirs - 30) == 30
+    assert compute_clock_skew(date, theirs + 31, theirs + 32) == -30
+    assert compute_clock_skew(date, theirs + 0.1, theirs + 0.9) == 0
+    assert (
+        compute_clock_skew(date, theirs - 5, theirs + 0.9) == 0
+    )  # it was asked long before it answered
+    assert compute_clock_skew(None, theirs, theirs) == 0
+
+
+def test_images_of_a_job_whose_root_is_gone_are_named(committed: Job) -> None:
+    committed.stage(5, {"model": {"w": torch.zeros(3)}})
+    committed.root.rename(committed.root.with_name("moved"))
+    settings = Settings(home=committed.root / "none", spool=committed.spool.folder.parent)
+    found = {check.name: check for check in run_checks(settings)}
+    mine = found[f"images of {committed.spool.folder.name}"]
+    assert (mine.state, str(committed.root) in mine.found) == ("warn", True)
+    assert f"rm -r {committed.spool.folder}" in mine.todo
+
+
+def test_what_the_file_system_of_a_root_lacks_is_named(tmp_path: Path) -> None:
+    with restricted(tmp_path, "flock", "link") as root:
+        found = {check.name: check for check in check_root(root, Settings(), StackSettings())}
+    assert found["locks between processes"].state == "fail"
+    assert "docs/concepts/file-systems.md" in found["locks between processes"].todo
+    assert found["hard links"].state == "ok"
+    assert "files are copied" in found["hard links"].found
+    assert "which other nodes may see" in found["file system"].found
+    assert found["recycled files"].found.startswith("no")
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
+def test_a_root_that_cannot_be_written_fails(committed: Job) -> None:
+    committed.root.chmod(0o500)
+    assert states(committed)["root"] == "fail"
+
+
+def test_packages_out_of_their_range_or_missing_are_named() -> None:
+    found = check_packages(["typer<0.1", "no-such-package>=1", "rich>=1", "x; extra == 'dev'"])
+    assert found.state == "fail"
+    assert "typer is " in found.found
+    assert "no-such-package is missing" in found.found
+    assert "rich" not in found.found
+    assert check_packages(["rich>=1"]).state == "ok"
+
+
+@pytest.mark.parametrize(
+    "name", ["prefect.flow_engine.run_flow", "prefect.events.clients.get_events_subscriber"]
+)
+def test_a_prefect_of_an_unsupported_version_is_a_failed_check(tmp_path: Path, name: str) -> None:
+    (tmp_path / "prefect-3.4.0.dist-info").mkdir()
+    (tmp_path / "prefect-3.4.0.dist-info/METADATA").write_text("Name: prefect\nVersion: 3.4.0\n")
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import prefect.flow_engine, prefect.events.clients\n"
+        f"del {name}\n"
+        "from trinity_sync.cli import main; main()"
+    )
+    with environment({"TRINITY_SYNC_HOME": str(tmp_path / "home")}):
+        done = subprocess.run(
+            [sys.executable, "-c", program, "doctor", "-o", "json"], capture_output=True, text=True
+        )
+    assert (done.returncode, done.stderr) == (PROBLEM_FOUND, "")
+    found = {row["name"]: row for row in json.loads(done.stdout)["checks"]}
+    assert "prefect is 3.4.0, not " in found["packages"]["message"]
+    assert found["prefect server"]["status"] == "fail"
+    assert "cannot be checked" in found["prefect server"]["message"]
+    assert found["spool"]["status"] == "ok"
+
+
+@pytest.fixture
+def logind(tmp_path: Path) -> Iterator[Path]:
+    """A ``busctl`` that answers as that of a node with systemd, what ``answer`` in its folder says.
+
+    No systemd runs where these tests do.
+    """
+    command = tmp_path / "bin/busctl"
+    command.parent.mkdir()
+    command.write_text(f"#!/bin/sh\necho $* > {command}.asked\ncat {tmp_path}/answer\n")
+    command.chmod(0o755)
+    with environment({"PATH": f"{command.parent}:{os.environ['PATH']}"}):
+        yield tmp_path
+
+
+@pytest.fixture
+def somebody() -> pwd.struct_passwd:
+    """A user of this machine who is no system user."""
+    return next(user for user in pwd.getpwall() if user.pw_uid > 999)
+
+
+def test_a_spool_that_systemd_removes_at_logout_is_a_warning(
+    logind: Path, somebody: pwd.struct_passwd
+) -> None:
+    spool, uid = Path("/dev/shm/trinity_sync-test"), somebody.pw_uid
+    (logind / "answer").write_text("b true\n")
+    found = check_logout(spool, uid, logind)
+    assert found
+    assert (found.state, "RemoveIPC" in found.found) == ("warn", True)
+    assert f"loginctl enable-linger {somebody.pw_name}" in found.todo
+    asked = (logind / "bin/busctl.asked").read_text().split()
+    assert asked[1:] == ["org.freedesktop.login1", "/org/freedesktop/login1", asked[3], "RemoveIPC"]
+
+
+def test_a_spool_that_systemd_leaves_alone_is_no_warning(
+    logind: Path, somebody: pwd.struct_passwd, tmp_path: Path
+) -> None:
+    spool, uid = Path("/dev/shm/trinity_sync-test"), somebody.pw_uid
+    (logind / "answer").write_text("b true\n")
+    assert check_logout(spool, 0, logind) is None  # root's, as those of system users, stay
+    assert check_logout(tmp_path, uid, logind) is None
+    (logind / "answer").write_text("b false\n")
+    assert check_logout(spool, uid, logind) is None
+    (logind / "answer").write_text("b true\n")
+    assert check_logout(spool, uid, logind)
+    (logind / somebody.pw_name).touch()  # lingers
+    assert check_logout(spool, uid, logind) is None
+
+
+def test_a_node_without_systemd_has_no_warning_of_it(somebody: pwd.struct_passwd) -> None:
+    assert check_logout(Path("/dev/shm/trinity_sync-test"), somebody.pw_uid) is None

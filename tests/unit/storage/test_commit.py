@@ -1,0 +1,886 @@
+"""The commit protocol: a step is committed or it is not, whatever is missing, late or broken."""
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import environment
+from tests.support.job import Job
+from tests.support.steps import MODEL
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.errors import (
+    CommitError,
+    EvictedError,
+    ImageError,
+    ManifestError,
+    MissingShardsError,
+    SaveError,
+    SupersededError,
+    TicketError,
+)
+from trinity_sync.fs.direct_io import digest_cached_file
+from trinity_sync.layout import KINDS, Kind
+from trinity_sync.orchestration.on_node import commit_step
+from trinity_sync.retention.step_infos import list_step_infos
+from trinity_sync.snapshot.job_identity import open_identity
+from trinity_sync.snapshot.ticket import ticket_path
+from trinity_sync.storage.commit import commit, free_committed_slots
+from trinity_sync.storage.discovery import find_newest, require_committed
+from trinity_sync.storage.gc import remove_replaced
+from trinity_sync.storage.job_settings import write_job_settings
+from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.manifest import is_committed, read_manifest
+from trinity_sync.storage.metrics import write_metrics
+from trinity_sync.storage.persist import WriteOptions, persist
+from trinity_sync.storage.pins import pin, tag
+from trinity_sync.storage.runs import find_newest_run, open_run
+from trinity_sync.storage.save import discard
+from trinity_sync.storage.save_functions import CallableStatus
+
+
+def state(value: float, size: int = 5000) -> dict[str, Any]:
+    return {"w": torch.full((size,), value)}
+
+
+def folder(job: Job, step: int) -> Path:
+    return job.root / f"global_step_{step}"
+
+
+def test_a_committed_step_names_every_file_with_size_and_digest(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "meta/huggingface").mkdir(parents=True)
+    (tmp_path / "meta/huggingface/config.json").write_text("{}")
+    (tmp_path / "meta/fsdp_config.json").write_text('{"world_size": 1}')
+    states = {"model": state(1), "optim": state(2), "extra_state": {"rng": 3}}
+    job.stage(7, states, metadata=tmp_path / "meta")
+    manifest = job.commit(7, "model", "optim", "extra_state", "metadata")
+    assert [file.path for file in manifest.files] == [
+        "actor/model_world_size_1_rank_0.pt",
+        "actor/optim_world_size_1_rank_0.pt",
+        "actor/extra_state_world_size_1_rank_0.pt",
+        "actor/fsdp_config.json",
+        "actor/huggingface/config.json",
+    ]
+    assert read_manifest(job.root, 7) == require_committed(job.root, 7)
+    for record in manifest.files:
+        path = folder(job, 7) / record.path
+        assert path.stat().st_size == record.nbytes
+        assert digest_cached_file(path) == record.digest
+    assert (folder(job, 7) / ".full_checkpoint").exists()
+    assert (
+        read_latest_pointer(job.root, "checkpoint")
+        == read_latest_pointer(job.root, "state_dict")
+        == 7
+    )
+    assert job.spool.tickets() == ([], [])  # the slots are free again
+    assert not list(folder(job, 7).rglob("*.tmp"))
+
+
+def test_before_the_commit_no_file_has_its_name(job: Job) -> None:
+    job.stage(1, {"model": state(1)})
+    job.persist(1)
+    assert not list(folder(job, 1).rglob("*.pt"))
+    assert not (folder(job, 1) / ".full_checkpoint").exists()
+    assert find_newest(job.root) is None
+
+
+def test_a_sync_and_a_checkpoint_of_one_step_write_the_model_once(job: Job) -> None:
+    job.stage(3, {"model": state(1)}, kind="state_dict")
+    job.stage(3, {"optim": state(2)}, also=("model",))
+    first = job.commit(3, kind="state_dict")
+    assert not (folder(job, 3) / ".full_checkpoint").exists()
+    model = folder(job, 3) / "actor/model_world_size_1_rank_0.pt"
+    inode = model.stat().st_ino
+    both = job.commit(3, "model", "optim")
+    assert model.stat().st_ino == inode
+    assert (first.kinds, both.kinds) == (("state_dict",), ("checkpoint", "state_dict"))
+    assert len(read_manifest(job.root, 3).files) == 2
+    assert (folder(job, 3) / ".full_checkpoint").exists()
+
+
+@pytest.mark.parametrize("first", ["state_dict", "checkpoint"])
+def test_a_sync_and_a_checkpoint_that_both_wrote_the_model_both_commit(
+    job: Job, first: Kind
+) -> None:
+    kinds: list[Kind] = ["state_dict", "checkpoint"]
+    for kind in kinds:
+        job.stage(3, {"model": state(3)}, kind=kind)
+    images = {sealed.ticket.image for sealed in job.spool.tickets()[0]}
+    written = {kind: job.persist(3, kind=kind) for kind in kinds}
+    for kind in sorted(kinds, key=lambda kind: kind != first):
+        commit(job.save(3, kind=kind), written[kind])
+    manifest = require_committed(job.root, 3)
+    assert manifest.kinds == ("checkpoint", "state_dict")
+    assert manifest.images == images
+    path = folder(job, 3) / manifest.files[0].path
+    assert path.stat().st_ino == written[first][0].identity[0]  # it was official, and stays
+    assert digest_cached_file(path) == manifest.files[0].digest
+    assert not list(folder(job, 3).rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("kind", ["state_dict", "checkpoint"])
+def test_what_is_submitted_again_with_other_values_is_refused(job: Job, kind: Kind) -> None:
+    job.stage(3, {"model": state(1)}, kind=kind)
+    job.commit(3, kind=kind)
+    job.stagers.pop(0).close()  # by a process that was started meanwhile
+    job.stage(3, {"model": state(2)}, kind="checkpoint")
+    with pytest.raises(SaveError, match=r"has committed actor/model\S+ .* with other content"):
+        job.commit(3)
+    assert torch.load(folder(job, 3) / MODEL)["w"][0] == 1
+    assert [sealed.ticket.step for sealed in job.spool.tickets()[0]] == [3]  # it is not lost
+
+
+def test_of_a_step_that_is_submitted_twice_before_its_commit_no_components_are_mixed(
+    job: Job,
+) -> None:
+    job.stage(2, {"model": state(0)}, kind="state_dict")
+    job.stage(3, {"model": state(1), "optim": state(1)})
+    job.commit(2, kind="state_dict")  # so the model's slots are filled in another order
+    job.stage(3, {"model": state(2), "optim": state(2)})
+    job.commit(3, "model", "optim")
+    for name in (MODEL, MODEL.replace("model", "optim")):
+        assert torch.load(folder(job, 3) / name)["w"][0] == 1
+    late = job.spool.tickets()[0]
+    assert [sealed.failed for sealed in late] == [True, True]  # the second one is not saved
+
+
+def test_images_of_two_submissions_are_not_committed_together(job: Job) -> None:
+    written = []
+    for value, component in ((1, "optim"), (2, "model")):
+        job.stage(3, {"model": state(value), "optim": state(value)})
+        written += job.persist(3, component)
+        for sealed in job.spool.tickets()[0]:  # evicted
+            ticket_path(sealed.slot).unlink()
+        job.stagers.pop(0).close()
+    with pytest.raises(MissingShardsError, match="mixes two submissions of rank 0"):
+        commit(job.save(3), written)
+    assert find_newest(job.root) is None
+
+
+def test_what_is_submitted_again_with_the_same_values_is_committed(job: Job) -> None:
+    for _ in range(2):
+        job.stage(3, {"model": state(1)})
+        job.commit(3)
+        job.stagers.pop(0).close()
+    assert job.spool.tickets() == ([], [])
+    assert len(require_committed(job.root, 3).images) == 2
+    assert not list(folder(job, 3).rglob("*.tmp"))
+
+
+def test_an_image_that_its_save_was_committed_without_is_kept_and_said(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.stage(3, {"model": state(1)})
+    written = job.persist(3)
+    job.stage(3, {"optim": state(2)})  # too late: the request named the model alone
+    commit(job.save(3), written)
+    free_committed_slots(job.spool, job.save(3), written)
+    ((late,), _) = job.spool.tickets()
+    assert late.ticket.component == "optim"
+    assert late.failed
+    assert "optim of step 3, role actor, rank 0 is not saved" in caplog.text
+
+
+@pytest.mark.parametrize("what", ["model", "metadata"])
+def test_an_image_that_comes_late_with_the_same_content_joins_the_commit(
+    job: Job, tmp_path: Path, what: str
+) -> None:
+    (tmp_path / "meta").mkdir()
+    (tmp_path / "meta/config.json").write_text("{}")
+    metadata = tmp_path / "meta" if what == "metadata" else None
+    job.stage(3, {"model": state(1)}, metadata=metadata)
+    written = job.persist(3, "model", "metadata")
+    commit(job.save(3), written)
+    job.stagers.pop(0).close()
+    job.stage(3, {"model": state(1)}, metadata=metadata)
+    images = {sealed.ticket.image for sealed in job.spool.tickets()[0]}
+    free_committed_slots(job.spool, job.save(3), written)
+    assert job.spool.tickets() == ([], [])
+    assert images <= require_committed(job.root, 3).images
+
+
+def test_an_image_of_several_files_that_comes_late_joins_only_if_all_are_equal(
+    job: Job, tmp_path: Path
+) -> None:
+    metadata = tmp_path / "meta"
+    metadata.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (metadata / name).write_text("{}")
+    job.stage(3, {"model": state(1)}, metadata=metadata)
+    committed = job.commit(3, "model", "metadata")
+    job.stagers.pop(0).close()
+    (metadata / "tokenizer.json").write_text("[]")
+    job.stage(3, {"model": state(1)}, metadata=metadata)
+    free_committed_slots(job.spool, job.save(3), [])
+    ((late,), _) = job.spool.tickets()
+    assert (late.ticket.component, late.failed) == ("metadata", True)
+    assert late.ticket.image not in require_committed(job.root, 3).images
+    files = {record.path: record.digest for record in require_committed(job.root, 3).files}
+    assert files == {record.path: record.digest for record in committed.files}
+
+
+def test_of_two_attempts_at_a_time_one_commits_and_the_other_finds_it(job: Job) -> None:
+    job.world_size = 2
+    for rank in (0, 1):
+        job.stage(3, {"model": state(rank)}, rank=rank)
+    first, second = job.persist(3), job.persist(3)
+    commit(job.save(3), first)
+    commit(job.save(3), second)
+    manifest = require_committed(job.root, 3)
+    for record, file in zip(manifest.files, first, strict=True):
+        assert (folder(job, 3) / record.path).stat().st_ino == file.identity[0]
+    assert not list(folder(job, 3).rglob("*.tmp"))
+
+
+def test_a_failed_attempt_leaves_the_files_of_the_other(job: Job) -> None:
+    job.stage(3, {"model": state(3)})
+    first, second = job.persist(3), job.persist(3)
+    discard(second)
+    commit(job.save(3), first)
+    require_committed(job.root, 3)
+
+
+def test_a_commit_removes_the_files_of_an_attempt_that_died(job: Job) -> None:
+    job.stage(3, {"model": state(3)})
+    job.persist(3)  # and nobody commits it
+    job.commit(3)
+    assert not list(folder(job, 3).rglob("*.tmp"))
+
+
+def test_a_commit_leaves_the_files_of_another_save_that_is_being_written(job: Job) -> None:
+    job.stage(3, {"model": state(3)}, kind="state_dict")
+    job.stage(3, {"optim": state(4)}, also=("model",))
+    optim = job.persist(3, "optim")
+    job.commit(3, kind="state_dict")
+    commit(job.save(3), [*job.persist(3), *optim])
+    assert require_committed(job.root, 3).kinds == ("checkpoint", "state_dict")
+
+
+def test_a_sync_that_is_retried_leaves_the_image_to_the_checkpoint(job: Job) -> None:
+    for kind in ("state_dict", "checkpoint"):
+        job.stage(3, {"model": state(1)}, kind=kind)  # in the same slot, since it is unchanged
+        job.commit(3, kind="state_dict")
+    assert [sealed.ticket.kind for sealed in job.spool.tickets()[0]] == ["checkpoint"]
+    job.commit(3)
+    assert require_committed(job.root, 3).kinds == ("checkpoint", "state_dict")
+    assert job.spool.tickets() == ([], [])
+
+
+def test_the_checkpoint_waits_for_the_sync_that_writes_its_model(job: Job) -> None:
+    job.stage(3, {"model": state(1)}, kind="state_dict")
+    job.stage(3, {"optim": state(2)}, also=("model",))
+    sync = threading.Timer(0.1, job.commit, args=(3,), kwargs={"kind": "state_dict"})
+    sync.start()
+    written = job.persist(3, "model", "optim", rank_timeout_s=60)
+    sync.join()
+    assert [bool(file.temporary) for file in written] == [False, True]
+
+
+def test_roles_are_committed_together_or_not_at_all(job: Job) -> None:
+    job.roles = ("actor", "critic")
+    job.stage(2, {"model": state(1)})
+    with pytest.raises(MissingShardsError, match="role critic"):
+        job.commit(2)
+    assert read_manifest(job.root, 2) is None
+    job.stage(2, {"model": state(2)}, role="critic")
+    assert job.commit(2).roles == ("actor", "critic")
+
+
+def test_the_sync_of_a_role_is_not_taken_for_that_of_another(job: Job) -> None:
+    for role, other in (("actor", "critic"), ("critic", "actor")):
+        job.stage(2, {"model": state(2)}, kind="state_dict", role=role, roles=(role,))
+        job.roles = (role,)
+        (written,) = job.persist(2, kind="state_dict")
+        assert written.temporary
+        commit(job.save(2, kind="state_dict"), [written])
+        committed = [is_committed(job.root, 1, 2, "state_dict", [each]) for each in (role, other)]
+        assert committed == [True, role == "critic"]
+    assert require_committed(job.root, 2).roles == ("actor", "critic")
+
+
+def test_a_missing_rank_is_named_and_nothing_is_committed(job: Job) -> None:
+    job.world_size = 2
+    job.stage(4, {"model": state(1), "optim": state(1)}, rank=0)
+    with pytest.raises(MissingShardsError, match=r"step 4 .*model of role actor rank 1"):
+        job.commit(4, "model", "optim")
+    assert find_newest(job.root) is None
+    assert read_latest_pointer(job.root, "checkpoint") is None
+
+
+def test_shards_of_another_world_size_are_never_mixed_in(job: Job) -> None:
+    job.world_size = 2
+    job.stage(4, {"model": state(1)}, rank=0)
+    job.stage(4, {"model": state(1)}, rank=1, world_size=3)
+    with pytest.raises(MissingShardsError, match=r"mixes shards of world sizes \[2, 3\]"):
+        job.commit(4)
+    assert find_newest(job.root) is None
+
+
+def test_a_truncated_image_is_named_with_step_role_and_rank(job: Job) -> None:
+    job.stage(4, {"model": state(1)})
+    slot = job.spool.tickets()[0][0].slot
+    os.truncate(slot, 100)
+    with pytest.raises(ImageError, match=r"step 4, role actor, rank 0 .*truncated: 100 of"):
+        job.commit(4)
+    assert find_newest(job.root) is None
+
+
+def test_a_corrupted_ticket_is_named_with_its_path(job: Job) -> None:
+    job.stage(4, {"model": state(1)})
+    path = ticket_path(job.spool.tickets()[0][0].slot)
+    path.write_text(path.read_text().replace('"step": 4', '"step": 5'))
+    with pytest.raises((TicketError, MissingShardsError), match=r"actor\.model\.rank0|role actor"):
+        job.commit(4)
+    assert find_newest(job.root) is None
+    job.stage(6, {"model": state(1)})
+    job.commit(6)
+
+
+def test_a_corrupted_ticket_of_another_role_or_rank_is_not_blamed(job: Job) -> None:
+    job.world_size, job.roles = 2, ("actor", "critic")
+    for role in job.roles:
+        job.stage(4, {"model": state(1)}, role=role)
+    (critic,) = (s.slot for s in job.spool.tickets()[0] if s.ticket.role == "critic")
+    ticket_path(critic).write_bytes(b"torn")
+    save, options = job.save(4), WriteOptions(rank_timeout_s=0)
+    of_actor = replace(job.share, ranks={"actor": (1,)})
+    with pytest.raises(MissingShardsError, match=r"model of role actor rank 1"):
+        persist(of_actor, save, "model", options)
+    of_critic = replace(job.share, ranks={"critic": (0,)})
+    with pytest.raises(TicketError, match="is torn") as caught:
+        persist(of_critic, save, "model", options)
+    error = pickle.loads(pickle.dumps(caught.value))  # it comes from another process
+    assert (error.path, error.role, error.component, error.rank, error.step) == (
+        *(ticket_path(critic), "critic", "model", 0, None),
+    )
+
+
+def test_an_image_that_gave_way_is_never_saved_as_another_step(job: Job) -> None:
+    job.stage(1, {"model": state(1)})
+    sealed = job.spool.tickets()[0][0]
+    job.commit(1)
+    for step in (2, 3):
+        job.stage(step, {"model": state(step)})
+    from trinity_sync.storage.persist import _check
+
+    with pytest.raises(EvictedError, match="was evicted for a later step"):
+        _check(job.save(1), sealed, memoryview(b""))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs a mount of its own")
+def test_a_full_disk_fails_the_save_and_leaves_the_image_for_a_retry(
+    job: Job, small_disk: Path
+) -> None:
+    job.root = small_disk
+    job.stage(4, {"model": state(1, size=2 << 20)})
+    with pytest.raises(SaveError, match=r"step 4, role actor, rank 0.*No space left") as caught:
+        job.commit(4)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert not list(small_disk.rglob("*.tmp"))
+    assert job.spool.tickets()[0][0].ticket.step == 4
+    assert find_newest(job.root) is None
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs a mount of its own")
+def test_a_save_that_fails_for_one_rank_leaves_no_file_of_the_others(
+    job: Job, small_disk: Path
+) -> None:
+    job.root, job.world_size = small_disk, 2
+    for rank in (0, 1):
+        job.stage(10, {"model": state(rank, size=5000 + rank * (2 << 20))}, rank=rank)
+    with pytest.raises(SaveError, match=r"cannot write model .* rank [01] .*: No space left"):
+        job.persist(10)
+    assert not list((folder(job, 10) / "actor").iterdir())
+    subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
+    job.commit(10)
+    require_committed(job.root, 10)
+
+
+def test_a_missing_root_is_named(job: Job) -> None:
+    job.stage(4, {"model": state(1)})
+    shutil.rmtree(job.root)
+    with pytest.raises(SaveError, match=r"ckpts is missing"):
+        job.commit(4)
+
+
+def test_committing_twice_is_harmless(job: Job) -> None:
+    job.stage(4, {"model": state(1)})
+    written = job.persist(4)
+    first = commit(job.save(4), written, clock=lambda: 1.0)
+    assert commit(job.save(4), written, clock=lambda: 1.0) == first
+
+
+def test_a_commit_that_adds_nothing_leaves_the_manifest_as_it_is(job: Job) -> None:
+    """Policies go by the time of the commit."""
+    job.stage(3, {"model": state(3)}, kind="state_dict")
+    job.stage(3, {"optim": state(2)}, also=("model",))
+    job.commit(3, kind="state_dict")
+    whole = job.commit(3, "model", "optim")
+    path = folder(job, 3) / "manifest.json"
+    before = path.read_bytes(), path.stat().st_ino
+    (job.root / "latest_checkpointed_iteration.txt").unlink()  # the first attempt died before it
+    again = job.commit(3, "model", "optim")
+    job.commit(3, kind="state_dict")
+    assert (path.read_bytes(), path.stat().st_ino) == before
+    assert again.committed_at == whole.committed_at
+    assert read_latest_pointer(job.root, "checkpoint") == 3
+
+
+def test_an_attempt_that_finds_its_images_committed_by_another_says_nothing_of_an_eviction(
+    job: Job,
+) -> None:
+    job.stage(3, {"model": state(3)})
+    first = job.persist(3)
+    calls = 0
+
+    def commit_meanwhile() -> float:  # between the look at the spool and the locks of the images
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            commit(job.save(3), first)
+            free_committed_slots(job.spool, job.save(3), first)
+        return 0.0
+
+    (again,) = persist(job.share, job.save(3), "model", WriteOptions(), clock=commit_meanwhile)
+    assert (again.temporary, again.record) == ("", read_manifest(job.root, 3).files[0])
+    assert calls > 2
+
+
+def test_a_retry_of_a_save_that_was_committed_and_removed_says_so_at_once(job: Job) -> None:
+    for step in (3, 4):
+        job.stage(step, {"model": state(step)})
+        job.commit(step)
+    shutil.rmtree(folder(job, 3))
+    waited = iter([0.0, 0.0])  # no third look at the clock, so it has not waited
+    with pytest.raises(SaveError, match=r"step 3 .* was committed at \d.* has been removed"):
+        persist(job.share, job.save(3), "model", WriteOptions(), clock=lambda: next(waited))
+
+
+def test_a_retry_of_save_functions_whose_step_was_committed_and_removed_says_so(
+    job: Job, tmp_path: Path
+) -> None:
+    write_job_settings(job.root, {"rank_timeout_s": 0.1})
+    folder(job, 3).mkdir()
+    (folder(job, 3) / "lora.bin").write_bytes(b"adapter")
+    status = CallableStatus("lora", 1, 3, "checkpoint", 0, "1/1", "finished", files=("lora.bin",))
+    commit(job.save(3), [], [status])
+    shutil.rmtree(folder(job, 3))
+    request = SaveRequest(**vars(job.save(3)), components=(), expected=1)
+    with (
+        environment({"TRINITY_SYNC_HOME": str(tmp_path)}),
+        pytest.raises(SaveError, match="has been removed"),
+    ):
+        commit_step(request, [], job.share, 0.0, 0.0)
+
+
+def test_a_flow_that_is_retried_after_the_images_were_named_commits(job: Job) -> None:
+    job.stage(4, {"model": state(1)})
+    written = job.persist(4)
+    for file in written:  # the commit died after its renames
+        Path(file.temporary).rename(folder(job, 4) / file.record.path)
+    commit(job.save(4), written)
+    require_committed(job.root, 4)
+
+
+def test_a_file_that_was_swapped_before_the_commit_is_not_committed(job: Job) -> None:
+    job.stage(4, {"model": state(1)})
+    written = job.persist(4)
+    final = folder(job, 4) / written[0].record.path
+    Path(written[0].temporary).unlink()
+    final.write_bytes(b"x" * written[0].record.nbytes)
+    with pytest.raises(SaveError, match="changed before its commit"):
+        commit(job.save(4), written)
+    assert find_newest(job.root) is None
+
+
+def test_a_late_save_neither_fails_nor_moves_the_pointer_back(job: Job) -> None:
+    job.stage(10, {"model": state(10)})
+    job.stage(11, {"model": state(11)})
+    job.commit(11)
+    job.commit(10)
+    assert read_latest_pointer(job.root, "checkpoint") == 11
+    assert find_newest(job.root).step == 11
+    require_committed(job.root, 10)
+
+
+@pytest.mark.parametrize("torn", ["", "4", "\x00\x00", "4x", "-1"])
+def test_an_empty_or_torn_latest_pointer_is_repaired_by_the_next_commit(
+    job: Job, torn: str
+) -> None:
+    job.stage(4, {"model": state(1)})
+    job.commit(4)
+    (job.root / "latest_checkpointed_iteration.txt").write_text(torn)
+    assert find_newest(job.root).step == 4
+    job.stage(5, {"model": state(1)})
+    job.commit(5)
+    assert read_latest_pointer(job.root, "checkpoint") == 5
+
+
+def test_a_torn_manifest_does_not_count_and_can_be_committed_over(job: Job) -> None:
+    for step in (4, 5):
+        job.stage(step, {"model": state(step)})
+        job.commit(step)
+    path = folder(job, 5) / "manifest.json"
+    path.write_text(path.read_text()[:100])
+    with pytest.raises(ManifestError, match="torn"):
+        read_manifest(job.root, 5)
+    assert find_newest(job.root).step == 4
+    job.stage(5, {"model": state(5)})
+    job.commit(5)
+    assert find_newest(job.root).step == 5
+
+
+def test_an_edited_manifest_does_not_count(job: Job) -> None:
+    job.stage(4, {"model": state(1)})
+    job.commit(4)
+    path = folder(job, 4) / "manifest.json"
+    body = json.loads(path.read_text())
+    body["files"][0]["nbytes"] += 1
+    path.write_text(json.dumps(body))
+    with pytest.raises(ManifestError, match="its digest differs"):
+        read_manifest(job.root, 4)
+
+
+def test_a_step_with_a_cut_file_is_not_resumed_from(job: Job) -> None:
+    for step in (4, 5):
+        job.stage(step, {"model": state(step)})
+        job.commit(step)
+    os.truncate(folder(job, 5) / "actor/model_world_size_1_rank_0.pt", 10)
+    assert find_newest(job.root).step == 4
+    with pytest.raises(CommitError, match="has 10 bytes"):
+        require_committed(job.root, 5)
+
+
+def test_every_folder_above_a_committed_file_is_durable_before_the_manifest(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+
+    def sync(folder: Path) -> None:
+        assert not (job.root / "global_step_1/manifest.json").exists()
+        synced.append(folder)
+
+    deep = job.root / "global_step_1/actor/adapters/lora"
+    deep.mkdir(parents=True)
+    (deep / "adapter.safetensors").write_bytes(b"weights")
+    job.stage(1, {"model": {"w": torch.zeros(3)}})
+    written = job.persist(1)
+    monkeypatch.setattr("trinity_sync.storage.commit.write_manifest_into", lambda *_: None)
+    monkeypatch.setattr("trinity_sync.storage.commit.update_latest_pointers", lambda *_: None)
+    monkeypatch.setattr("trinity_sync.storage.replace.sync_folder", sync)
+    files = ("actor/adapters/lora/adapter.safetensors",)
+    receipt = CallableStatus("lora", 1, 1, "checkpoint", 0, "1/1", state="finished", files=files)
+    commit(job.save(1), written, [receipt])
+    assert {job.root, *deep.parents} - {*job.root.parents} | {deep} <= {*synced}
+
+
+def test_a_superseded_save_does_not_overtake_a_resumed_run(job: Job) -> None:
+    """A known defect of the system that this one replaces: an abandoned later version came back."""
+    open_run(job.root, "first", 0)
+    job.stage(10, {"model": state(10)})
+    job.commit(10)
+    job.stage(12, {"model": state(12)})  # handed over, not committed yet
+    assert open_run(job.root, "second", 10).number == 2
+    with pytest.raises(SupersededError, match="run 2 resumed from step 10"):
+        job.commit(12)
+    assert find_newest(job.root).step == 10
+    assert read_latest_pointer(job.root, "state_dict") == 10
+
+
+def test_a_save_of_an_earlier_run_before_the_resumed_step_still_commits(job: Job) -> None:
+    open_run(job.root, "first", 0)
+    job.stage(9, {"model": state(9)})
+    job.stage(10, {"model": state(10)})
+    job.commit(10)
+    open_run(job.root, "second", 10)
+    job.commit(9)
+    assert find_newest(job.root).step == 10
+
+
+def checkpoints_of_a_run(job: Job, *steps: int) -> None:
+    open_run(job.root, "first", 0)
+    for step in steps:
+        job.stage(step, {"model": state(step), "optim": state(-step)})
+        job.commit(step, "model", "optim")
+
+
+def test_a_sync_of_the_step_that_a_run_has_loaded_takes_its_checkpoint_over(job: Job) -> None:
+    checkpoints_of_a_run(job, 30, 40)
+    open_run(job.root, "second", 40)
+    job.stage(40, {"model": state(40)}, run=2, kind="state_dict")
+    job.commit(40, run=2, kind="state_dict")
+    found = find_newest(job.root)
+    assert (found.step, found.run, len(found.files)) == (40, 2, 2)
+    assert torch.load(folder(job, 40) / MODEL.replace("model", "optim"))["w"][0] == -40
+    assert find_newest(job.root, "state_dict") == found
+    assert [read_latest_pointer(job.root, kind) for kind in KINDS] == [40, 40]
+    assert job.spool.tickets() == ([], [])
+    assert is_committed(job.root, 2, 40, "state_dict")
+
+
+def test_a_checkpoint_that_is_taken_over_keeps_its_metrics(job: Job) -> None:
+    checkpoints_of_a_run(job, 30, 40)
+    write_metrics(job.root, 1, 40, {"reward": 3.0})
+    open_run(job.root, "second", 40)
+    job.stage(40, {"model": state(40)}, run=2, kind="state_dict")
+    job.commit(40, run=2, kind="state_dict")
+    assert {each.step: each.metrics for each in list_step_infos(job.root)} == {
+        30: {},
+        40: {"reward": 3.0},
+    }
+    job.stage(40, {"model": state(41), "optim": state(41)}, run=3)
+    job.commit(40, "model", "optim", run=3)
+    assert {each.step: each.metrics for each in list_step_infos(job.root)} == {
+        30: {},
+        40: {},
+    }  # replaced
+
+
+@pytest.mark.parametrize("resumed_from", [40, 30, 0])
+def test_a_sync_never_takes_the_newest_checkpoint_away(job: Job, resumed_from: int) -> None:
+    checkpoints_of_a_run(job, 30, 40)
+    open_run(job.root, "second", resumed_from)
+    job.stage(40, {"model": state(-1)}, run=2, kind="state_dict")
+    with pytest.raises(SaveError, match=r"would replace the newest checkpoint, of run 1.*rewind"):
+        job.commit(40, run=2, kind="state_dict")
+    assert (find_newest(job.root).step, find_newest(job.root).run) == (40, 1)
+    assert [read_latest_pointer(job.root, kind) for kind in KINDS] == [40, 40]
+    assert torch.load(folder(job, 40) / MODEL)["w"][0] == 40
+    job.stage(40, {"model": state(-1), "optim": state(-1)}, run=2)
+    job.commit(40, "model", "optim", run=2)  # a whole checkpoint replaces it
+    assert (find_newest(job.root).step, find_newest(job.root).run) == (40, 2)
+
+
+def test_a_sync_may_replace_a_checkpoint_that_is_not_the_newest(job: Job) -> None:
+    checkpoints_of_a_run(job, 30, 40, 50)
+    open_run(job.root, "second", 30)
+    job.stage(40, {"model": state(-1)}, run=2, kind="state_dict")
+    job.commit(40, run=2, kind="state_dict")
+    assert read_latest_pointer(job.root, "checkpoint") == find_newest(job.root).step == 50
+    assert (
+        read_latest_pointer(job.root, "state_dict")
+        == find_newest(job.root, "state_dict").step
+        == 40
+    )
+
+
+@pytest.mark.parametrize("claim", [pin, partial(tag, name="best")])
+def test_a_sync_never_takes_a_pinned_checkpoint_away(job: Job, claim: Callable[..., Any]) -> None:
+    checkpoints_of_a_run(job, 30, 40, 50)
+    claim(job.root, 40)
+    open_run(job.root, "second", 30)
+    job.stage(40, {"model": state(-1)}, run=2, kind="state_dict")
+    with pytest.raises(SaveError, match="of run 1, which is pinned or tagged"):
+        job.commit(40, run=2, kind="state_dict")
+    assert require_committed(job.root, 40).run == 1
+
+
+def test_a_sync_does_not_take_over_a_checkpoint_that_is_corrupted(job: Job) -> None:
+    checkpoints_of_a_run(job, 30, 40)
+    os.truncate(folder(job, 40) / MODEL.replace("model", "optim"), 10)
+    open_run(job.root, "second", 30)
+    job.stage(40, {"model": state(40)}, run=2, kind="state_dict")
+    job.commit(40, run=2, kind="state_dict")
+    assert find_newest(job.root).step == 30
+    assert find_newest(job.root, "state_dict").step == 40
+
+
+def test_a_checkpoint_without_a_model_serves_no_sync(job: Job) -> None:
+    job.stage(10, {"model": state(10)})
+    job.commit(10)
+    job.stage(20, {"optim": state(20)})
+    assert job.commit(20, "optim").kinds == ("checkpoint",)
+    assert read_latest_pointer(job.root, "checkpoint") == find_newest(job.root).step == 20
+    assert (
+        read_latest_pointer(job.root, "state_dict")
+        == find_newest(job.root, "state_dict").step
+        == 10
+    )
+    job.stage(20, {"model": state(20)}, kind="state_dict")
+    job.commit(20, kind="state_dict")
+    assert find_newest(job.root, "state_dict").step == 20
+
+
+def test_a_checkpoint_without_a_model_does_not_take_the_newest_weights_away(job: Job) -> None:
+    checkpoints_of_a_run(job, 10)
+    open_run(job.root, "second", 10)
+    job.stage(10, {"optim": state(1)}, run=2)
+    with pytest.raises(SaveError, match="would replace the newest state_dict"):
+        job.commit(10, "optim", run=2)
+    require_committed(job.root, 10)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_pointer_stays_at_a_newer_step_that_another_system_has_saved(
+    job: Job, resumed: bool
+) -> None:
+    open_run(job.root, "first", 0)
+    (job.root / "global_step_50/actor").mkdir(parents=True)  # by veRL itself
+    (job.root / "global_step_50" / MODEL).touch()
+    pointer = job.root / "latest_checkpointed_iteration.txt"
+    pointer.write_text("50")
+    if resumed:  # from an older step, on purpose and later
+        open_run(job.root, "second", 30)
+    began = (job.root / f".trinity_sync/runs/{1 + resumed}.json").stat().st_mtime
+    os.utime(pointer, times=(began, began + (-1 if resumed else 1)))
+    job.stage(40, {"model": state(40)}, run=2 if resumed else 1)
+    job.commit(40, run=2 if resumed else 1)
+    assert read_latest_pointer(job.root, "checkpoint") == (40 if resumed else 50)
+    assert read_latest_pointer(job.root, "state_dict") == 40
+
+
+def test_a_resumed_run_replaces_the_steps_that_it_reaches_again(job: Job) -> None:
+    open_run(job.root, "first", 0)
+    for step in (10, 11, 12):
+        job.stage(step, {"model": state(step)})
+        job.commit(step)
+    (folder(job, 11) / "data.pt").write_text("the dataloader's, by the new run")
+    (folder(job, 11) / ".nfs0000000000a1").write_text("removed, and still open on NFS")
+    open_run(job.root, "second", 10)
+    job.stage(11, {"model": state(-11)}, run=2)
+    before = folder(job, 11).stat().st_ino
+    job.commit(11, run=2)
+    assert folder(job, 11).stat().st_ino != before  # exchanged as a whole
+    assert read_latest_pointer(job.root, "checkpoint") == 11
+    assert find_newest(job.root).step == 11
+    again = torch.load(folder(job, 11) / "actor/model_world_size_1_rank_0.pt")
+    assert torch.equal(again["w"], state(-11)["w"])
+    assert (folder(job, 11) / "data.pt").exists()
+    assert not list(folder(job, 11).glob(".nfs*"))
+    require_committed(job.root, 11)
+
+
+def test_a_fresh_run_quarantines_the_steps_that_it_replaces(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever forgot to load, or started a second training on the root, loses no step."""
+    open_run(job.root, "first", 0)
+    for step in (10, 20):
+        job.stage(step, {"model": state(step)})
+        job.commit(step)
+    open_run(job.root, "second", 0)
+    job.stage(10, {"model": state(-10)}, run=2)
+    job.commit(10, run=2)
+    assert find_newest(job.root).run == 2
+    (aside,) = (job.root / ".trinity_sync/quarantine").iterdir()
+    assert str(aside) in caplog.text
+    assert not list(aside.rglob(".*.tmp"))
+    folder(job, 10).rename(job.root / "by the second run")
+    (aside / "global_step_10").rename(folder(job, 10))  # as if by hand, to have it back
+    again = torch.load(folder(job, 10) / "actor/model_world_size_1_rank_0.pt")
+    assert torch.equal(again["w"], state(10)["w"])
+    require_committed(job.root, 10)
+    require_committed(job.root, 20)
+
+
+def test_an_interrupted_quarantine_of_a_step_is_finished_later(job: Job) -> None:
+    open_run(job.root, "first", 0)
+    job.stage(10, {"model": state(10)})
+    job.commit(10)
+    replacing = job.root / ".trinity_sync/replacing/global_step_10"
+    shutil.copytree(folder(job, 10), replacing)  # as the exchange leaves it
+    open_run(job.root, "second", 0)
+    job.stage(10, {"model": state(-10)}, run=2)
+    job.commit(10, run=2)
+    (aside,) = (job.root / ".trinity_sync/quarantine").iterdir()
+    shutil.move(aside / "global_step_10", replacing)
+    (found,) = remove_replaced(job.root)
+    assert "quarantined" in found.why
+    assert (aside / "global_step_10").exists()
+    assert not replacing.exists()
+
+
+def test_processes_of_one_run_share_its_number_and_the_next_run_adds_one(job: Job) -> None:
+    assert [open_run(job.root, key, 0).number for key in ("a", "a", "b", "b")] == [1, 1, 2, 2]
+    assert find_newest_run(job.root).key == "b"
+
+
+def test_an_empty_save_is_refused(job: Job) -> None:
+    with pytest.raises(MissingShardsError):
+        commit(job.save(1), [])
+
+
+def test_paths_in_metadata_cannot_leave_the_steps_folder(job: Job) -> None:
+    import io
+    import tarfile
+
+    evil = io.BytesIO()
+    with tarfile.open(fileobj=evil, mode="w") as tar:
+        tar.addfile(tarfile.TarInfo("../../outside"), io.BytesIO())
+    job.stager().stage(job.origin(1), {"model": state(1)}, metadata=evil.getvalue())
+    with pytest.raises(ImageError, match="outside"):
+        persist(job.share, job.save(1), "metadata", WriteOptions(rank_timeout_s=0.05))
+
+
+def test_an_image_of_a_removed_root_is_not_committed_into_the_recreated_one(
+    job: Job,
+) -> None:
+    earlier = open_run(job.root, "the same", 0)
+    job.stage(4, {"model": state(1)})
+    shutil.rmtree(job.root)
+    job.root.mkdir()
+    open_identity(job.root)
+    assert open_run(job.root, "the same", 0) == earlier
+    written = job.persist(4)
+    with pytest.raises(SupersededError, match="removed or moved"):
+        job.commit(4)
+    with pytest.raises(SupersededError, match="removed or moved"):
+        commit(job.save(4), written)
+    assert find_newest(job.root) is None
+
+
+def test_a_run_that_is_retried_after_its_commit_commits_the_same_again(job: Job) -> None:
+    job.stage(4, {"model": state(1), "optim": state(2)})
+    first = job.commit(4, "model", "optim")
+    again = job.commit(4, "model", "optim")
+    assert again.files == first.files
+    require_committed(job.root, 4)
+
+
+def test_a_run_of_functions_alone_that_is_retried_after_its_commit_commits_the_same_again(
+    job: Job,
+) -> None:
+    (folder(job, 4) / "actor").mkdir(parents=True)
+    (folder(job, 4) / "actor/dist_ckpt.bin").write_bytes(b"megatron")
+    receipt = CallableStatus(
+        "dist", 1, 4, "checkpoint", 0, "1/1", "finished", files=("actor/dist_ckpt.bin",)
+    )
+    first = commit(job.save(4), [], [receipt])
+    commit(job.save(4), [])  # by now the receipts are forgotten
+    again = require_committed(job.root, 4)
+    assert (again.files, again.callables) == (first.files, first.callables)
+    with pytest.raises(MissingShardsError, match="nothing was submitted"):
+        commit(job.save(5), [])
+
+
+def test_shards_that_a_function_saw_appear_are_listed_once(job: Job) -> None:
+    job.stage(3, {"model": state(1)}, kind="state_dict")
+    job.stage(3, {"optim": state(2)}, also=("model",))
+    job.commit(3, kind="state_dict")
+    shard = "actor/model_world_size_1_rank_0.pt"
+    receipt = CallableStatus("hf_model", 1, 3, "checkpoint", 0, "1/1", "finished", files=(shard,))
+    manifest = commit(job.save(3), job.persist(3, "model", "optim"), [receipt])
+    assert [file.path for file in manifest.files].count(shard) == 1
+    assert read_manifest(job.root, 3).find_file(shard).component == "model"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs a mount of its own")
+def test_a_read_only_root_fails_the_save_and_is_named(job: Job, small_disk: Path) -> None:
+    job.root = small_disk
+    job.stage(4, {"model": state(1)})
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(SaveError, match=r"step 4, role actor, rank 0.*Read-only file system"):
+        job.commit(4)
+    subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
+    job.commit(4)
+    require_committed(job.root, 4)

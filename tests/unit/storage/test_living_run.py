@@ -1,0 +1,377 @@
+"""A run that begins next to a living one is noticed at once, and a call that reads begins none."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.job import Job
+from tests.support.waiting import until
+from tests.unit.conftest import Open
+from trinity_sync import CheckpointCoordinator
+from trinity_sync.client import commit_watcher
+from trinity_sync.errors import RootInUseError, SupersededError
+from trinity_sync.storage import runs
+from trinity_sync.storage.metrics import read_metrics
+from trinity_sync.storage.quarantine import rewind
+from trinity_sync.storage.runs import list_runs
+
+MODEL = {"model": {"w": torch.ones(3)}}
+
+TRAINING = textwrap.dedent(
+    """
+    import sys, torch
+    from trinity_sync import CheckpointCoordinator, Settings
+    from trinity_sync.errors import TrinitySyncError
+    from trinity_sync.storage import runs as living_run
+
+    root, spool, key, wait_s, take_over = sys.argv[1:]
+    living_run.WAIT_S = float(wait_s)
+    settings = Settings(spool=spool, home=spool)
+    saves = CheckpointCoordinator(
+        root, run_key=key, settings=settings, take_over=bool(int(take_over))
+    )
+    children = []
+    for line in sys.stdin:
+        try:
+            exec(line)
+        except TrinitySyncError as error:
+            print(type(error).__name__, error, flush=True)
+        else:
+            print("done", flush=True)
+    """
+)
+
+
+class Training:
+    """A training in a process of its own, which executes lines of Python."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self.process = process
+
+    def begin(self, line: str) -> None:
+        assert self.process.stdin
+        print(line, file=self.process.stdin, flush=True)
+
+    def end(self) -> str:
+        assert self.process.stdout
+        return self.process.stdout.readline().strip()
+
+    def do(self, line: str) -> str:
+        self.begin(line)
+        return self.end()
+
+    def save(self, step: int) -> str:
+        return self.do(f"saves.save({step}, {{'model': {{'w': torch.ones(3)}}}})")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+Start = Callable[..., Training]
+
+
+@pytest.fixture
+def start(job: Job, spool_folder: Path) -> Iterator[Start]:
+    """Starts trainings of the job; an impatient one does not wait for a living one to end."""
+    started: list[Training] = []
+
+    def begin(key: str, *, wait_s: float = 0.0, take_over: bool = False) -> Training:
+        command = [sys.executable, "-c", TRAINING, str(job.root), str(spool_folder), key]
+        process = subprocess.Popen(
+            [*command, str(wait_s), str(int(take_over))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(Training(process))
+        return started[-1]
+
+    yield begin
+    for each in started:
+        each.process.kill()
+        each.process.communicate()
+
+
+def numbers(job: Job) -> list[tuple[int, int]]:
+    return sorted((run.number, run.resumed_from) for run in list_runs(job.root))
+
+
+BEGINNINGS = (
+    "saves.load(30)",
+    "saves.resumed_from(30)",
+    "saves.save(40, {'model': {'w': torch.ones(3)}})",
+    "saves.upload(40, lambda: {'w': torch.ones(3)})",
+    "saves.save_sync(lambda: None, 40)",
+    "saves.begin()",
+)
+"""Calls that begin a run."""
+
+
+def test_a_second_start_is_refused_while_the_first_one_lives(
+    job: Job, start: Start, coordinator_of: Open
+) -> None:
+    first = coordinator_of(run_key="first")
+    first.save(30, MODEL)
+    job.commit(30)
+    second = start("second")
+    for call in BEGINNINGS:
+        said = second.do(call)
+        assert said.startswith("RootInUseError run 1 of"), call
+        assert f"process {os.getpid()} (" in said
+        assert "take_over=True" in said
+    assert numbers(job) == [(1, 0)]
+    first.save(60, MODEL)
+    job.commit(60)
+
+
+@pytest.mark.parametrize("end", ["saves.close()", "del saves", "sys.exit()", "SIGKILL"])
+def test_a_start_after_the_end_of_the_first_one_is_not_refused(
+    job: Job, start: Start, end: str
+) -> None:
+    first, second = start("first"), start("second")
+    assert first.save(30) == "done"
+    job.commit(30)
+    assert second.do("saves.load(30)").startswith("RootInUseError")
+    if end == "SIGKILL":
+        first.kill()
+    elif end == "sys.exit()":
+        first.begin(end)
+        first.process.wait()
+    else:
+        assert first.do(end) == "done"
+    assert second.do("saves.load(30)") == "done"
+    assert numbers(job) == [(1, 0), (2, 30)]
+
+
+def test_a_start_waits_for_the_first_one_to_end_and_says_for_which_process(
+    job: Job, start: Start
+) -> None:
+    first, second = start("first"), start("second", wait_s=300)
+    assert first.save(30) == "done"
+    job.commit(30)
+    second.begin("saves.load(30)")
+    assert second.process.stderr
+    while "Waiting up to" not in (said := second.process.stderr.readline()):
+        assert said
+    assert f"run 1 of {job.root} is still running: process {first.process.pid} (" in said
+    assert numbers(job) == [(1, 0)]
+    first.kill()
+    assert second.end() == "done"
+    assert numbers(job) == [(1, 0), (2, 30)]
+
+
+def test_a_forked_child_does_not_keep_the_run_of_a_killed_training_alive(
+    job: Job, start: Start
+) -> None:
+    first, second = start("first"), start("second")
+    assert first.save(30) == "done"
+    assert first.do("import os, signal; children.append(os.fork() or signal.pause())") == "done"
+    child = int(first.do("print(children[0], end=' ')").split()[0])
+    first.kill()
+    try:
+        assert second.do("saves.begin()") == "done"
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_of_starts_at_the_same_time_one_begins(job: Job, start: Start) -> None:
+    trainings = [start(f"training {number}") for number in range(4)]
+    assert all(each.do("pass") == "done" for each in trainings)
+    for each in trainings:
+        each.begin("saves.begin()")
+    said = [each.end() for each in trainings]
+    assert said.count("done") == 1
+    assert sum(each.startswith("RootInUseError") for each in said) == 3
+    assert numbers(job) == [(1, 0)]
+
+
+def test_processes_of_one_run_share_it_and_all_of_them_have_to_end(job: Job, start: Start) -> None:
+    actor, critic, second = start("first"), start("first"), start("second")
+    assert actor.do("saves.begin()") == critic.do("saves.begin()") == "done"
+    actor.kill()
+    assert second.do("saves.begin()").startswith("RootInUseError")
+    critic.kill()
+    assert second.do("saves.begin()") == "done"
+
+
+RANK = """
+import sys
+import torch.distributed as dist
+from trinity_sync import CheckpointCoordinator, RootInUseError, Settings
+from trinity_sync.storage import runs as living_run
+living_run.WAIT_S = 0.0
+rank, rendezvous, spool, root = sys.argv[1:]
+dist.init_process_group("gloo", f"file://{rendezvous}", rank=int(rank), world_size=2)
+for call in (lambda: saves.load(30), lambda: saves.begin()):
+    saves = CheckpointCoordinator.of_process_group(root, settings=Settings(spool=spool, home=spool))
+    try:
+        call()
+    except RootInUseError as error:
+        print(error.run, error.holder, flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_all_ranks_of_a_second_start_are_refused(
+    job: Job, coordinator_of: Open, tmp_path: Path, spool_folder: Path
+) -> None:
+    coordinator_of(run_key="first").save(30, MODEL)
+    job.commit(30)
+    given = [str(each) for each in (tmp_path / "rendezvous", spool_folder, job.root)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), *given], stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=120)[0].splitlines() for rank in ranks]
+    assert [len(lines) for lines in said] == [2, 2]
+    assert all(f"1 process {os.getpid()} (" in line for lines in said for line in lines)
+    assert numbers(job) == [(1, 0)]
+
+
+def test_coordinators_that_a_process_makes_one_after_the_other_are_not_refused(
+    job: Job, start: Start
+) -> None:
+    process = start("first")
+    assert process.save(10) == "done"
+    again = "other = CheckpointCoordinator(root, run_key='again', settings=settings)"
+    assert process.do(again) == "done"
+    assert process.do("other.begin()") == "done"
+    assert numbers(job) == [(1, 0), (2, 0)]
+    assert start("second").do("saves.begin()").startswith("RootInUseError run 2 ")
+
+
+def test_a_rewind_next_to_a_living_training_does_not_hide_it(job: Job, start: Start) -> None:
+    first = start("first")
+    for step in (30, 60):
+        assert first.save(step) == "done"
+        job.commit(step)
+    rewind(job.root, 30)
+    assert start("second").do("saves.load(30)").startswith("RootInUseError run 1 ")
+    first.kill()
+
+
+def test_a_training_that_is_taken_over_is_told_at_once_and_its_next_save_is_refused(
+    job: Job,
+    start: Start,
+    coordinator_of: Open,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(commit_watcher, "WATCH_S", 0.05)
+    first = coordinator_of(run_key="first")
+    first.save(30, MODEL)
+    job.commit(30)
+    second = start("second", take_over=True)
+    assert second.do("saves.load(30)") == "done"
+    until(lambda: "is superseded: run 2 has begun at step 30" in caplog.text, "the error")
+    assert f"(process {second.process.pid} (" in caplog.text
+    with pytest.raises(SupersededError, match=r"step 60 of run 1 .* run 2 resumed from step 30"):
+        first.save(60, MODEL)
+    with pytest.raises(SupersededError):
+        first.upload(60, lambda: MODEL["model"])
+    with pytest.raises(SupersededError):
+        first.save_sync(lambda: None, 60)
+    assert caplog.text.count("is superseded: run 2") == 1
+    assert second.save(60) == "done"
+    job.commit(60, run=2)
+
+
+def test_the_setting_takes_over_where_a_switch_makes_the_coordinator(
+    job: Job, start: Start, spool_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = start("first")
+    assert first.do("saves.begin()") == "done"
+    monkeypatch.setattr(runs, "WAIT_S", 0.0)
+    monkeypatch.setenv("TRINITY_SYNC_SPOOL", str(spool_folder))
+    with CheckpointCoordinator(job.root) as saves, pytest.raises(RootInUseError) as refused:
+        saves.begin()
+    assert refused.value.run == 1
+    monkeypatch.setenv("TRINITY_SYNC_TAKE_OVER", "1")
+    with CheckpointCoordinator(job.root) as saves:
+        assert saves.begin() == 2
+
+
+ASKING: dict[str, Callable[[CheckpointCoordinator], object]] = {
+    "run": lambda saves: saves.run,
+    "latest_step": lambda saves: saves.latest_step(settle_s=0.1),
+    "latest": lambda saves: saves.latest(),
+    "check_resume": lambda saves: saves.check_resume(30),
+    "attachment": lambda saves: saves.attachment(30, "position"),
+    "attach": lambda saves: saves.attach("position", b"7", step=40),
+    "prewarm": lambda saves: saves.prewarm({"model": 9}),
+    "record_metrics": lambda saves: saves.record_metrics(30, {"reward": 0.9}),
+    "wait_staged": lambda saves: saves.wait_staged(),
+    "wait_all": lambda saves: saves.wait_all(),
+    "wait_committed": lambda saves: saves.wait_committed(30),
+    "commit_seconds": lambda saves: saves.commit_seconds,
+}
+
+
+@pytest.mark.parametrize("call", ASKING)
+def test_a_call_that_asks_or_annotates_begins_no_run(
+    job: Job, coordinator_of: Open, call: str
+) -> None:
+    training = coordinator_of(run_key="first")
+    training.attach("position", b"7", step=30)
+    training.save(30, MODEL)
+    job.commit(30, "model", "attachments")
+    evaluation = coordinator_of(run_key="second")
+    ASKING[call](evaluation)
+    evaluation.close()
+    assert numbers(job) == [(1, 0)]
+    training.save(60, MODEL)
+    job.commit(60)
+
+
+def test_metrics_that_another_process_records_count_for_the_run_of_their_step(
+    job: Job, coordinator_of: Open
+) -> None:
+    training = coordinator_of(run_key="first")
+    training.save(30, MODEL)
+    evaluation = coordinator_of(run_key="second")
+    evaluation.record_metrics(30, {"reward": 0.9})
+    job.commit(30)
+    evaluation.record_metrics(30, {"length": 7})
+    evaluation.close()
+    assert read_metrics(job.root, 1, 30) == {"reward": 0.9, "length": 7}
+
+
+def test_metrics_of_a_resumed_training_count_for_the_run_that_makes_the_step(
+    job: Job, coordinator_of: Open
+) -> None:
+    first = coordinator_of(run_key="first")
+    for step in (30, 60):
+        first.save(step, MODEL)
+        job.commit(step)
+    second = coordinator_of(run_key="second")
+    second.load(30)
+    second.record_metrics(30, {"reward": 0.3})
+    second.record_metrics(60, {"reward": 0.6})
+    second.close(timeout=0)
+    assert read_metrics(job.root, 1, 30) == {"reward": 0.3}
+    assert read_metrics(job.root, 2, 60) == {"reward": 0.6}
+
+
+def test_metrics_that_a_training_records_before_its_first_save_count_for_its_run(
+    job: Job, coordinator_of: Open
+) -> None:
+    first = coordinator_of(run_key="first")
+    first.record_metrics(10, {"reward": 0.1})
+    first.save(10, MODEL)
+    job.commit(10)
+    second = coordinator_of(run_key="second")
+    second.record_metrics(10, {"reward": 0.2})  # it loads nothing
+    until(lambda: read_metrics(job.root, 1, 10) == {"reward": 0.2}, "what is recorded at once")
+    second.save(10, MODEL)
+    until(lambda: read_metrics(job.root, 2, 10) == {"reward": 0.2}, "what is recorded again")

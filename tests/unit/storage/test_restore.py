@@ -1,0 +1,305 @@
+"""Committed shards come back from the spool or from disk, and always as the manifest has them."""
+
+import json
+import logging
+import signal
+import subprocess
+import sys
+import textwrap
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.job import Job
+from trinity_sync.errors import CommitError
+from trinity_sync.fs.direct_io import PIECE, digest_cached_file, open_direct, read_fd
+from trinity_sync.snapshot.slot import Slot
+from trinity_sync.snapshot.spool import JobSpool, open_job_spool
+from trinity_sync.snapshot.ticket import cached_file_path, read_cached_file, write_cached_file
+from trinity_sync.storage.restore import RestoredShard, load_shards, load_states
+
+SHARD = "actor/model_world_size_1_rank_0.pt"
+
+
+def state(value: float, size: int = 5000) -> dict[str, Any]:
+    return {"w": torch.full((size,), value)}
+
+
+def save(job: Job, step: int, value: float) -> None:
+    job.stage(step, {"model": state(value)})
+    job.commit(step)
+
+
+def load_shard(root: Path, step: int, path: str, *, spool: JobSpool | None = None) -> RestoredShard:
+    (restored,) = load_shards(root, step, [path], spool=spool)
+    return restored
+
+
+def load(job: Job, step: int) -> RestoredShard:
+    restored = load_shard(job.root, step, SHARD, spool=job.spool)
+    expected = torch.load(job.root / f"global_step_{step}" / SHARD)
+    assert torch.equal(restored.state["w"], expected["w"])
+    return restored
+
+
+def kept_slots(job: Job) -> list[Path]:
+    return sorted(slot for slot in job.spool.folder.glob("*.slot") if read_cached_file(slot))
+
+
+def test_a_committed_step_is_restored_from_the_spool_without_its_file(job: Job) -> None:
+    save(job, 1, 1.5)
+    assert load(job, 1).source == "spool"
+    assert load_shard(job.root, 1, SHARD).source == "disk"
+
+
+def test_each_slot_restores_the_step_that_it_holds(job: Job) -> None:
+    for step in (1, 2):
+        job.stage(step, {"model": state(step)})
+    for step in (1, 2):
+        job.commit(step)
+    assert [load(job, step).source for step in (1, 2)] == ["spool", "spool"]
+
+
+def test_a_slot_that_was_filled_again_restores_the_old_step_no_more(job: Job) -> None:
+    save(job, 1, 1)
+    assert len(kept_slots(job)) == 1
+    job.stage(2, {"model": state(2)})  # sealed, not committed
+    assert kept_slots(job) == []
+    assert load(job, 1).source == "disk"
+
+
+def test_what_was_restored_is_not_changed_by_the_next_save(job: Job) -> None:
+    save(job, 1, 1)
+    restored = load(job, 1)
+    save(job, 2, 2)
+    assert torch.equal(restored.state["w"], torch.full((5000,), 1.0))
+
+
+def test_a_borrowed_state_is_the_slot_which_is_locked_meanwhile(job: Job) -> None:
+    save(job, 1, 1)
+    (path,) = kept_slots(job)
+    slot = Slot(path)
+    shards = load_shards(job.root, 1, [SHARD], spool=job.spool, borrow=[SHARD])
+    weight = next(shards).state["w"]
+    assert torch.equal(weight, torch.full((5000,), 1.0))
+    assert str(path) in Path("/proc/self/maps").read_text().split("rw-p", 1)[1]
+    assert not slot.try_lock()
+    shards.close()
+    assert slot.try_lock()
+    slot.close(remove=False)
+
+
+def test_what_is_written_to_a_borrowed_state_does_not_reach_the_slot(job: Job) -> None:
+    save(job, 1, 1)
+    with closing(load_shards(job.root, 1, [SHARD], spool=job.spool, borrow=[SHARD])) as shards:
+        next(shards).state["w"].zero_()
+    assert load(job, 1).source == "spool"
+
+
+def test_a_state_that_cannot_be_borrowed_is_read_from_disk(job: Job) -> None:
+    save(job, 1, 1)
+    (slot,) = kept_slots(job)
+    for content in (slot.read_bytes()[:5000], b""):
+        slot.write_bytes(content)
+        (restored,) = load_shards(job.root, 1, [SHARD], spool=job.spool, borrow=[SHARD])
+        assert restored.source == "disk"
+        assert torch.equal(restored.state["w"], torch.full((5000,), 1.0))
+
+
+def test_slots_of_equal_files_are_borrowed_and_unlocked_when_that_ends_early(job: Job) -> None:
+    names = ("model", "optim")
+    job.stage(1, {name: state(1) for name in names})
+    job.commit(1, *names)
+    paths = [f"actor/{name}_world_size_1_rank_0.pt" for name in names]
+    with closing(load_shards(job.root, 1, paths, spool=job.spool, borrow=paths)) as shards:
+        next(shards)
+    for path in kept_slots(job):
+        slot = Slot(path)
+        assert slot.try_lock()
+        slot.close(remove=False)
+
+
+@pytest.mark.parametrize("borrow", [[], [SHARD]], ids=["copied", "borrowed"])
+@pytest.mark.parametrize("place", [0.0, 0.5, 1.0], ids=["first", "middle", "last"])
+def test_a_kept_image_with_a_flipped_byte_is_not_used(
+    job: Job, place: float, borrow: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    save(job, 1, 1)
+    (slot,) = kept_slots(job)
+    kept = read_cached_file(slot)
+    assert kept is not None
+    content = bytearray(slot.read_bytes())
+    content[int(place * (kept.nbytes - 1))] ^= 1
+    slot.write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        (restored,) = load_shards(job.root, 1, [SHARD], spool=job.spool, borrow=borrow)
+    assert restored.source == "disk"
+    assert torch.equal(restored.state["w"], torch.full((5000,), 1.0))
+    assert f"no longer holds {SHARD}" in caplog.text
+
+
+def test_a_note_of_another_file_is_passed_over(job: Job) -> None:
+    save(job, 1, 1)
+    (slot,) = kept_slots(job)
+    kept = read_cached_file(slot)
+    assert kept is not None
+    write_cached_file(slot, replace(kept, file_digest="xxh3-128:" + "0" * 32))
+    assert load(job, 1).source == "disk"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"step": 1}', "\x00"])
+def test_a_note_that_is_torn_is_passed_over(job: Job, text: str) -> None:
+    save(job, 1, 1)
+    (slot,) = kept_slots(job)
+    cached_file_path(slot).write_text(text)
+    assert load(job, 1).source == "disk"
+
+
+def test_a_missing_or_truncated_slot_is_skipped(job: Job) -> None:
+    save(job, 1, 1)
+    (slot,) = kept_slots(job)
+    slot.write_bytes(slot.read_bytes()[:5000])
+    assert load(job, 1).source == "disk"
+    slot.unlink()
+    assert load(job, 1).source == "disk"
+
+
+def test_a_folder_of_small_files_leaves_no_note(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "meta").mkdir()
+    (tmp_path / "meta/config.json").write_text("{}")
+    job.stage(1, {"model": state(1)}, metadata=tmp_path / "meta")
+    job.commit(1, "model", "metadata")
+    assert [slot.name for slot in kept_slots(job)] == ["actor.model.rank0.0.slot"]
+
+
+def test_a_restart_after_a_kill_finds_the_image_in_memory(job: Job) -> None:
+    script = textwrap.dedent(
+        """
+        import os, signal, sys, torch
+        from pathlib import Path
+        from trinity_sync.snapshot.job_identity import read_identity
+        from trinity_sync.snapshot.spool import JobSpool, open_job_spool
+        from trinity_sync.snapshot.save_id import Origin
+        from trinity_sync.snapshot.stager import Stager
+        spool, root = Path(sys.argv[1]), sys.argv[2]
+        save = root, 1, "", 5, "checkpoint", ("actor",), "actor", 0, 1
+        origin = Origin(*save, identity=read_identity(root))
+        Stager(open_job_spool(spool, root)).stage(origin, {"model": {"w": torch.arange(1e5)}})
+        os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    arguments = [sys.executable, "-c", script, str(job.spool.folder.parent), str(job.root)]
+    assert subprocess.run(arguments, check=False).returncode == -signal.SIGKILL
+    job.commit(5)
+    restored = load(job, 5)
+    assert restored.source == "spool"
+    assert torch.equal(restored.state["w"], torch.arange(1e5))
+    job.stage(6, {"model": state(6)})  # and the slots serve the new trainer
+    job.commit(6)
+    assert load(job, 6).source == "spool"
+
+
+def test_a_closed_trainer_leaves_no_note(job: Job) -> None:
+    save(job, 1, 1)
+    job.stagers.pop(0).close()
+    assert [path.name for path in job.spool.folder.iterdir()] == ["root"]
+    assert load(job, 1).source == "disk"
+
+
+def test_a_file_that_was_cut_short_is_refused_with_a_way_out(job: Job) -> None:
+    save(job, 1, 1)
+    path = job.root / "global_step_1" / SHARD
+    with path.open("r+b") as file:
+        file.truncate(5000)
+    with pytest.raises(
+        CommitError, match=r"step 1 .* is corrupted: .* has 5,000 bytes.*Choose another"
+    ):
+        load_shard(job.root, 1, SHARD)
+
+
+def test_a_file_with_a_flipped_byte_is_refused_with_a_way_out(job: Job) -> None:
+    save(job, 1, 1)
+    path = job.root / "global_step_1" / SHARD
+    content = bytearray(path.read_bytes())
+    content[9000] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CommitError, match=r"is corrupted: its digest.*[Ll]oad another step"):
+        load_shard(job.root, 1, SHARD)
+
+
+def test_a_step_or_a_file_that_is_not_committed_is_refused(job: Job) -> None:
+    job.stage(1, {"model": state(1)})
+    with pytest.raises(CommitError, match="not committed"):
+        load_shard(job.root, 1, SHARD, spool=job.spool)
+    job.commit(1)
+    with pytest.raises(CommitError, match="has no file actor/optim"):
+        load_shard(job.root, 1, "actor/optim_world_size_1_rank_0.pt")
+
+
+def test_shards_come_in_the_order_that_was_asked_for(job: Job) -> None:
+    names = ("model", "optim", "extra_state")
+    job.stage(1, {name: {"is": name} for name in names})
+    job.commit(1, *names)
+    paths = [f"actor/{name}_world_size_1_rank_0.pt" for name in reversed(names)]
+    found = [restored.state["is"] for restored in load_shards(job.root, 1, paths, spool=job.spool)]
+    assert found == ["extra_state", "optim", "model"]
+
+
+def test_a_rank_gets_its_own_states_by_component(job: Job, tmp_path: Path) -> None:
+    job.world_size = 2
+    (tmp_path / "meta").mkdir()
+    (tmp_path / "meta/config.json").write_text("{}")
+    for rank in range(2):
+        states = {"model": {"rank": rank}, "optim": {"rank": -rank}}
+        job.stage(1, states, rank=rank, metadata=None if rank else tmp_path / "meta")
+    job.commit(1, "model", "optim", "metadata")
+    for rank in range(2):
+        found = load_states(job.root, 1, "actor", rank=rank, world_size=2, spool=job.spool)
+        assert found == {"model": {"rank": rank}, "optim": {"rank": -rank}}
+    with pytest.raises(CommitError, match="was saved by 2 rank"):
+        load_states(job.root, 1, "actor")
+
+
+def test_a_job_on_a_file_system_without_direct_io_is_restored(spool_folder: Path) -> None:
+    root = spool_folder / "ckpts"
+    root.mkdir()
+    job = Job(root, open_job_spool(spool_folder / "spool", root))
+    save(job, 1, 1)
+    assert load_shard(root, 1, SHARD).source == "disk"
+    job.stagers.pop(0).close()
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, PIECE, PIECE + 1, 2 * PIECE + 4097])
+def test_files_of_any_length_are_read_whole(tmp_path: Path, nbytes: int) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(torch.randint(256, (nbytes,), dtype=torch.uint8).numpy().tobytes())
+    with open_direct(path) as fd:
+        content, digest = read_fd(fd, nbytes)
+    assert bytes(content) == path.read_bytes()
+    assert digest == digest_cached_file(path)
+
+
+def test_notes_are_small_and_say_what_the_slot_holds(job: Job) -> None:
+    save(job, 1, 1)
+    (slot,) = kept_slots(job)
+    record = json.loads(cached_file_path(slot).read_text())
+    assert (record.pop("format"), len(record.pop("digest"))) == (1, 71)
+    path = job.root / "global_step_1" / SHARD
+    assert record == {
+        "step": 1,
+        "path": SHARD,
+        "nbytes": path.stat().st_size,
+        "file_digest": digest_cached_file(path),
+    }
+
+
+def test_another_number_of_ranks_is_refused_with_the_saved_number(job: Job) -> None:
+    save(job, 1, 1)
+    with pytest.raises(CommitError, match=r"was saved by 1 rank\(s\), and this is rank 1 of 4"):
+        load_states(job.root, 1, "actor", rank=1, world_size=4)
+    with pytest.raises(CommitError, match="has no shards of role critic"):
+        load_states(job.root, 1, "critic")

@@ -1,0 +1,234 @@
+"""An earlier step becomes the newest; there is one to resume from at every instant."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.job import Job
+from trinity_sync.errors import CommitError, StepInUseError, SupersededError
+from trinity_sync.layout import Kind
+from trinity_sync.retention.planner import Rules, plan_removals
+from trinity_sync.retention.policies import All, parse_policy
+from trinity_sync.retention.prune import prune_quarantine, remove_steps
+from trinity_sync.retention.step_infos import list_step_infos
+from trinity_sync.storage.discovery import find_newest, require_committed
+from trinity_sync.storage.latest_pointer import read_latest_pointer, repair_latest_pointer
+from trinity_sync.storage.leases import acquire_lease
+from trinity_sync.storage.pins import list_pins, list_tags, pin, tag
+from trinity_sync.storage.quarantine import rewind
+from trinity_sync.storage.runs import find_newest_run, open_run
+from trinity_sync.weights.committed import find_newest_version
+
+
+def commit(job: Job, *steps: int, run: int = 1, kind: Kind = "checkpoint") -> None:
+    for step in steps:
+        job.stage(step, {"model": {"w": torch.full((9,), step)}}, run=run, kind=kind)
+        job.commit(step, run=run, kind=kind)
+
+
+@pytest.fixture
+def trained(job: Job) -> Job:
+    """Steps 10, 20 and 30 of run 1, and step 40 handed over and not committed yet."""
+    open_run(job.root, "first", 0)
+    commit(job, 10, 20, 30)
+    job.stage(40, {"model": {"w": torch.zeros(9)}})
+    return job
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.glob("global_step_*"))
+
+
+def test_the_step_is_the_newest_and_later_steps_are_quarantined(trained: Job) -> None:
+    before = {step: files(trained.root / f"global_step_{step}") for step in (20, 30)}
+    done = rewind(trained.root, 10)
+    assert find_newest(trained.root).step == 10
+    assert names(trained.root) == ["global_step_10"]
+    assert read_latest_pointer(trained.root, "checkpoint") == 10
+    assert read_latest_pointer(trained.root, "state_dict") == 10
+    assert done.quarantined == (30, 20)
+    assert {step: files(done.folder / f"global_step_{step}") for step in (20, 30)} == before
+
+
+def test_a_save_in_flight_beyond_the_step_is_refused(trained: Job) -> None:
+    rewind(trained.root, 20)
+    with pytest.raises(SupersededError, match="step 40 of run 1"):
+        trained.commit(40)
+    assert find_newest(trained.root).step == 20
+
+
+def test_a_run_that_resumes_goes_on_from_the_step(trained: Job) -> None:
+    rewind(trained.root, 20)
+    run = open_run(trained.root, "resumed", 20)
+    commit(trained, 30, run=run.number)
+    assert (find_newest(trained.root).run, find_newest(trained.root).step) == (3, 30)
+    assert read_latest_pointer(trained.root, "checkpoint") == 30
+
+
+def test_steps_of_later_runs_count_as_newer_whatever_their_number(trained: Job) -> None:
+    open_run(trained.root, "second", 10)
+    commit(trained, 12, run=2)
+    trained.stage(15, {"model": {"w": torch.zeros(9)}}, run=2)
+    assert rewind(trained.root, 20).quarantined == (12, 30)
+    assert find_newest(trained.root).step == 20
+    with pytest.raises(SupersededError, match="step 15 of run 2"):
+        trained.commit(15, run=2)
+
+
+def test_a_rewind_behind_a_run_annuls_what_it_superseded(
+    trained: Job,
+) -> None:
+    commit(trained, 35, kind="state_dict")
+    open_run(trained.root, "second", 20)
+    commit(trained, 25, run=2, kind="state_dict")
+    assert find_newest_version(trained.root, "actor").step == 25
+    rewind(trained.root, 35)
+    assert find_newest_version(trained.root, "actor").step == 35
+    repair_latest_pointer(trained.root, "checkpoint")
+    repair_latest_pointer(trained.root, "state_dict")
+    assert read_latest_pointer(trained.root, "checkpoint") == 30
+    assert read_latest_pointer(trained.root, "state_dict") == 35
+
+
+def test_going_back_to_a_sync_leaves_the_checkpoint_before_it(trained: Job) -> None:
+    commit(trained, 25, kind="state_dict")
+    rewind(trained.root, 25)
+    assert read_latest_pointer(trained.root, "state_dict") == 25
+    assert read_latest_pointer(trained.root, "checkpoint") == 20
+    assert find_newest(trained.root).step == 20
+
+
+def test_going_back_to_the_first_sync_leaves_no_checkpoint(job: Job) -> None:
+    commit(job, 5, kind="state_dict")
+    commit(job, 10)
+    rewind(job.root, 5)
+    assert read_latest_pointer(job.root, "checkpoint") is None
+    assert find_newest(job.root) is None
+    assert find_newest(job.root, "state_dict").step == 5
+
+
+def test_renamed_back_a_step_counts_again(trained: Job) -> None:
+    done = rewind(trained.root, 20)
+    (done.folder / "global_step_30").rename(trained.root / "global_step_30")
+    assert find_newest(trained.root).step == 30
+    assert rewind(trained.root, 30).quarantined == ()
+    assert read_latest_pointer(trained.root, "checkpoint") == 30
+
+
+def test_a_step_that_is_not_committed_or_corrupted_changes_nothing(trained: Job) -> None:
+    (trained.root / "global_step_10/actor/model_world_size_1_rank_0.pt").unlink()
+    with pytest.raises(CommitError, match=r"step 40 .* is not committed"):
+        rewind(trained.root, 40)
+    with pytest.raises(CommitError, match=r"step 10 .* is corrupted"):
+        rewind(trained.root, 10)
+    assert find_newest(trained.root).step == 30
+    assert find_newest_run(trained.root).number == 1
+
+
+def test_a_leased_newer_step_is_not_quarantined(trained: Job) -> None:
+    with (
+        acquire_lease(trained.root, 30, "explorer 7"),
+        pytest.raises(StepInUseError, match="step 30: explorer 7") as refused,
+    ):
+        rewind(trained.root, 10, force=True)
+    assert (refused.value.steps, refused.value.holders) == ((30,), {30: ("explorer 7",)})
+    assert find_newest(trained.root).step == 30
+    assert find_newest_run(trained.root).number == 1
+    with acquire_lease(trained.root, 10, "explorer 7"):  # of the step itself, or of an older one
+        rewind(trained.root, 10)
+
+
+def test_a_pinned_step_is_quarantined_by_force_only(trained: Job) -> None:
+    pin(trained.root, 30, "the paper's")
+    with pytest.raises(StepInUseError, match="step 30: the paper's") as refused:
+        rewind(trained.root, 10)
+    assert refused.value.holders == {30: ("the paper's",)}
+    assert find_newest(trained.root).step == 30
+    assert 30 in rewind(trained.root, 10, force=True).quarantined
+    assert list_pins(trained.root) == []
+
+
+def test_a_tagged_step_is_quarantined_by_force_only_and_loses_its_tags(trained: Job) -> None:
+    tag(trained.root, 10, "start")
+    tag(trained.root, 30, "best")
+    with pytest.raises(StepInUseError, match="step 30: best"):
+        rewind(trained.root, 10)
+    assert 30 in rewind(trained.root, 10, force=True).quarantined
+    assert list(list_tags(trained.root)) == ["start"]
+
+
+def test_steps_stay_in_quarantine_until_a_policy_removes_them(trained: Job) -> None:
+    day = 86_400.0
+    rewind(trained.root, 20, clock=lambda: 0.0)
+    rewind(trained.root, 10, clock=lambda: 3 * day)
+    (trained.root / ".trinity_sync/quarantine/my notes").mkdir()
+    first, second = "19700101T000000Z", "19700104T000000Z"
+
+    def go(policy: str, at: float, **other: bool) -> list[str]:
+        return prune_quarantine(trained.root, parse_policy(policy), at, **other)
+
+    def left() -> list[str]:
+        return sorted(each.name for each in (trained.root / ".trinity_sync/quarantine").iterdir())
+
+    assert go("all", 99 * day) == []
+    assert go("newer=2d", 4 * day, dry_run=True) == [first]
+    assert left() == [first, second, "my notes"]
+    assert go("newer=2d", 4 * day) == [first]
+    remove_steps(
+        trained.root, plan_removals(list_step_infos(trained.root), Rules(All(), All()), now=0)
+    )
+    assert left() == [second, "my notes"]
+    assert list((trained.root / ".trinity_sync/trash").iterdir()) == []
+    assert go("last=1", 99 * day) == []
+    assert find_newest(trained.root).step == 10
+
+
+DIE = """
+import os, signal, sys
+from pathlib import Path
+root, left = Path(sys.argv[1]), int(sys.argv[2])
+def count(event, arguments):
+    global left
+    if event in ("os.rename", "os.link") and str(root) in str(arguments[0]):
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+sys.addaudithook(count)
+from trinity_sync.storage.quarantine import rewind
+rewind(root, 10)
+"""
+
+
+@pytest.mark.parametrize(
+    ("instant", "latest", "pointed_at"),
+    [
+        (0, 30, 30),  # before the run record
+        (1, 30, 30),  # before the first iteration file
+        (2, 30, 10),  # before the second one
+        (3, 30, 10),  # before step 30 is set aside
+        (4, 20, 10),  # before step 20 is
+    ],
+)
+def test_killed_at_any_instant_it_can_be_resumed_from_and_finished(
+    trained: Job, instant: int, latest: int, pointed_at: int
+) -> None:
+    died = subprocess.run([sys.executable, "-c", DIE, str(trained.root), str(instant)], check=False)
+    assert died.returncode == -signal.SIGKILL
+    assert find_newest(trained.root).step == latest
+    assert read_latest_pointer(trained.root, "checkpoint") == pointed_at
+    for step in (latest, pointed_at):
+        require_committed(trained.root, step)
+
+    rewind(trained.root, 10)
+    assert find_newest(trained.root).step == read_latest_pointer(trained.root, "checkpoint") == 10
+    assert find_newest_run(trained.root).number == 2
+    aside = {path.name for path in trained.root.glob(".trinity_sync/quarantine/*/*")}
+    assert aside == {"global_step_20", "global_step_30"}

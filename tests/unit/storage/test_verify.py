@@ -1,0 +1,281 @@
+"""Steps that are read again after their commit: what is found, marked, and pointed at."""
+
+import errno
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.job import Job
+from tests.support.meanwhile import when_opened
+from trinity_sync.errors import CommitError, ConfigError, ManifestError
+from trinity_sync.fs.direct_io import (
+    PIECE,
+    READERS,
+    digest_cached_file,
+    digest_file,
+    open_direct,
+    read_fd,
+)
+from trinity_sync.fs.locks import acquire_commit_lock
+from trinity_sync.layout import step_folder
+from trinity_sync.storage.discovery import find_newest, require_committed
+from trinity_sync.storage.latest_pointer import read_latest_pointer, repair_latest_pointer
+from trinity_sync.storage.manifest import read_manifest, write_manifest
+from trinity_sync.storage.runs import open_run
+from trinity_sync.storage.verify import (
+    VerifiedStep,
+    check_files,
+    choose_files,
+    judge_steps,
+    split_evenly,
+)
+
+SHARD = "actor/model_world_size_1_rank_0.pt"
+
+
+def save(job: Job, *steps: int, run: int = 1, scale: float = 1.0) -> None:
+    for step in steps:
+        state = {"w": torch.arange(5000.0) * step * scale}
+        job.stage(step, {"model": state, "optim": state}, run=run)
+        job.commit(step, "model", "optim", run=run)
+
+
+def shard(job: Job, step: int) -> Path:
+    return step_folder(job.root, step) / SHARD
+
+
+def flip_a_byte(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-2000, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def verify(job: Job, **what: int) -> list[VerifiedStep]:
+    return judge_steps(check_files(choose_files(job.root, **what)))
+
+
+def states(verdicts: list[VerifiedStep]) -> dict[int, str]:
+    return {verdict.step: verdict.state for verdict in verdicts}
+
+
+def pointers(job: Job) -> tuple[int | None, int | None]:
+    return read_latest_pointer(job.root, "checkpoint"), read_latest_pointer(job.root, "state_dict")
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, PIECE, PIECE * READERS * 3 + 17])
+def test_a_digest_in_pieces_equals_that_of_the_file(tmp_path: Path, nbytes: int) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(random.Random(nbytes).randbytes(nbytes))
+    assert digest_file(path, nbytes) == digest_cached_file(path)
+
+
+@pytest.mark.parametrize("content", ["zeros", "one piece, repeated"])
+def test_a_file_that_was_cut_off_has_not_the_digest_of_the_whole(
+    tmp_path: Path, content: str
+) -> None:
+    path, nbytes = tmp_path / "file", PIECE * READERS * 4
+    piece = bytes(PIECE) if content == "zeros" else random.Random(1).randbytes(PIECE)
+    path.write_bytes(piece * READERS * 4)
+    whole = digest_file(path, nbytes)
+    os.truncate(path, nbytes - PIECE)
+    with open_direct(path) as fd:
+        assert whole not in (digest_file(path, nbytes), read_fd(fd, nbytes)[1])
+
+
+def test_whole_steps_stay_as_they_are(job: Job) -> None:
+    save(job, 1, 2)
+    assert states(verify(job, newest=5)) == {1: "valid", 2: "valid"}
+    assert not list(job.root.glob("*/corrupted.json"))
+
+
+def test_an_error_of_the_reader_marks_no_file(job: Job) -> None:
+    def too_many() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    save(job, 1)
+    shard = step_folder(job.root, 1) / "actor/model_world_size_1_rank_0.pt"
+    with when_opened(shard, too_many), pytest.raises(ConfigError, match="says nothing about the"):
+        verify(job, newest=1)
+    assert not list(job.root.glob("*/corrupted.json"))
+
+
+def test_a_flipped_byte_takes_a_step_out_of_use_everywhere(job: Job) -> None:
+    save(job, 1, 2)
+    flip_a_byte(shard(job, 2))
+    require_committed(job.root, 2)  # its sizes are right: only reading can tell
+    (verdict,) = verify(job, newest=1)
+    assert (verdict.step, verdict.state) == (2, "corrupted")
+    assert f"{SHARD} has digest xxh3-128:" in verdict.wrong
+    assert find_newest(job.root).step == 1
+    assert pointers(job) == (1, 1)
+    with pytest.raises(CommitError, match=r"step 2 .* is corrupted: .* verified at 20"):
+        require_committed(job.root, 2)
+
+
+def test_a_cut_a_missing_and_a_linked_file_are_named(job: Job, tmp_path: Path) -> None:
+    save(job, 1, 2, 3)
+    os.truncate(shard(job, 1), 100)
+    shard(job, 2).unlink()
+    (tmp_path / "elsewhere").write_bytes(shard(job, 3).read_bytes())
+    shard(job, 3).unlink()
+    shard(job, 3).symlink_to(tmp_path / "elsewhere")
+    said = {verdict.step: verdict.wrong for verdict in verify(job, newest=3)}
+    assert "has 100 bytes instead of" in said[1]
+    assert "is missing" in said[2]
+    assert "is outside of the step's folder" in said[3]
+
+
+def test_what_was_restored_from_a_copy_counts_again(job: Job, tmp_path: Path) -> None:
+    save(job, 1, 2)
+    shutil.copy(shard(job, 2), tmp_path / "copy")
+    flip_a_byte(shard(job, 2))
+    verify(job, step=2)
+    assert states(verify(job, step=2)) == {2: "corrupted"}
+    shutil.copy(tmp_path / "copy", shard(job, 2))
+    assert states(verify(job, step=2)) == {2: "restored"}
+    assert pointers(job) == (2, 2)
+    assert find_newest(job.root).step == 2
+
+
+def test_a_valid_file_does_not_hide_a_corrupted_one(job: Job) -> None:
+    save(job, 1)
+    flip_a_byte(shard(job, 1))
+    verify(job, step=1)
+    others = [file for file in choose_files(job.root, step=1) if file.record.path != SHARD]
+    (verdict,) = judge_steps(check_files(others))
+    assert (verdict.state, SHARD in verdict.wrong) == ("corrupted", True)
+
+
+def test_a_pointer_stays_where_no_step_can_be_loaded(job: Job) -> None:
+    """A resume stops with an error then, and does not begin at zero without a word."""
+    save(job, 1)
+    flip_a_byte(shard(job, 1))
+    verify(job, newest=1)
+    assert pointers(job) == (1, 1)
+    assert find_newest(job.root) is None
+
+
+def test_a_pointer_does_not_move_back_to_a_superseded_step(job: Job) -> None:
+    open_run(job.root, "first", 0)
+    save(job, 1, 2, 3)
+    open_run(job.root, "second", 1)
+    save(job, 2, run=2)
+    flip_a_byte(shard(job, 2))
+    verify(job, step=2)
+    assert pointers(job) == (1, 1)
+
+
+def test_a_late_finish_does_not_point_at_a_corrupted_step(job: Job) -> None:
+    save(job, 1, 2)
+    flip_a_byte(shard(job, 2))
+    verify(job, step=2)
+    job.stage(2, {"extra_state": {"w": torch.ones(3)}}, kind="state_dict")
+    job.commit(2, "extra_state", kind="state_dict")
+    assert pointers(job) == (1, 1)
+
+
+def test_saves_that_follow_move_the_pointer_on(job: Job) -> None:
+    save(job, 1, 2)
+    flip_a_byte(shard(job, 2))
+    verify(job, step=2)
+    save(job, 3)
+    assert pointers(job) == (3, 3)
+
+
+def test_a_run_that_comes_to_a_corrupted_step_again_replaces_it_mark_and_all(job: Job) -> None:
+    save(job, 1, 2)
+    flip_a_byte(shard(job, 2))
+    verify(job, step=2)
+    save(job, 2, run=2, scale=3.0)
+    assert require_committed(job.root, 2).run == 2
+    assert pointers(job) == (2, 2)
+
+
+def test_files_that_were_replaced_while_they_were_read_are_not_judged(job: Job) -> None:
+    save(job, 1, 2)
+    flip_a_byte(shard(job, 2))
+    checked = check_files(choose_files(job.root, step=2))
+    save(job, 2, run=2, scale=3.0)
+    assert states(judge_steps(checked)) == {2: "replaced"}
+    shutil.rmtree(step_folder(job.root, 2))
+    assert states(judge_steps(checked)) == {2: "replaced"}
+
+
+def test_a_kill_between_mark_and_pointer_is_made_good_by_the_next_look(job: Job) -> None:
+    save(job, 1, 2)
+    flip_a_byte(shard(job, 2))
+    script = textwrap.dedent(
+        f"""
+        import os, signal
+        from trinity_sync.storage import verify
+        def die(*_):
+            os.kill(os.getpid(), signal.SIGKILL)
+        verify.repair_latest_pointer = die
+        verify.judge_steps(verify.check_files(verify.choose_files({str(job.root)!r}, step=2)))
+        """
+    )
+    died = subprocess.run([sys.executable, "-c", script], check=False)
+    assert died.returncode == -signal.SIGKILL
+    assert pointers(job) == (2, 2)
+    assert find_newest(job.root).step == 1  # the manifests say so at every instant
+    with acquire_commit_lock(job.root):
+        assert repair_latest_pointer(job.root, "checkpoint") == (2, 1)
+        assert repair_latest_pointer(job.root, "checkpoint") is None
+    verify(job, step=2)
+    assert pointers(job) == (1, 1)
+
+
+def test_a_torn_mark_still_counts(job: Job) -> None:
+    save(job, 1, 2)
+    (step_folder(job.root, 2) / "corrupted.json").write_text('{"files"')
+    assert find_newest(job.root).step == 1
+    assert states(verify(job, step=2)) == {2: "restored"}
+
+
+def test_samples_of_consecutive_days_cover_every_file(job: Job) -> None:
+    save(job, *range(1, 8))
+    files = {(file.step, file.record.path) for file in choose_files(job.root, newest=99)}
+    nbytes = sum(file.record.nbytes for file in choose_files(job.root, newest=99))
+    budget = nbytes // 5
+    days = [choose_files(job.root, sample=budget, seed=day) for day in range(20_000, 20_006)]
+    assert {(file.step, file.record.path) for day in days for file in day} == files
+    largest = max(file.record.nbytes for day in days for file in day)
+    assert all(sum(f.record.nbytes for f in day) <= budget + largest for day in days)
+    assert days[0] == choose_files(job.root, sample=budget, seed=20_000)
+    assert choose_files(job.root, sample=1, seed=3)
+
+
+def test_split_lists_have_every_file_once_and_similar_sizes(job: Job) -> None:
+    save(job, *range(1, 6))
+    files = choose_files(job.root, newest=9)
+    parts = split_evenly(files, 3)
+    assert sorted(map(str, files)) == sorted(str(file) for part in parts for file in part)
+    sizes = [sum(file.record.nbytes for file in part) for part in parts]
+    assert max(sizes) - min(sizes) <= max(file.record.nbytes for file in files)
+    assert split_evenly([], 3) == []
+
+
+def test_a_step_that_is_not_committed_cannot_be_verified(job: Job) -> None:
+    with pytest.raises(CommitError, match="not committed, so there is nothing to compare"):
+        choose_files(job.root, step=9)
+
+
+def test_a_manifest_that_names_files_elsewhere_is_refused(job: Job) -> None:
+    save(job, 1)
+    manifest = read_manifest(job.root, 1)
+    for path in ("../../secret", "/etc/passwd"):
+        record = type(manifest.files[0])(path, 1, "x")
+        write_manifest(job.root, replace(manifest, files=(record,)))
+        with pytest.raises(ManifestError, match="outside of the step's folder"):
+            choose_files(job.root, step=1)

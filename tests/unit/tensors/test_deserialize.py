@@ -1,0 +1,136 @@
+"""The bytes of a file, in memory, become the state that torch.load gives, without a copy."""
+
+import io
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from tests.unit.snapshot.test_image import (
+    assert_equal,
+    image_of,
+    nested,
+    quantized,
+    quantized_by_channel,
+    states,
+)
+from trinity_sync.errors import ImageError
+from trinity_sync.fs.direct_io import open_direct, read_fd
+from trinity_sync.tensors.deserialize import deserialize
+
+
+def saved(state: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def from_memory(content: bytes) -> Any:
+    return deserialize(memoryview(bytearray(content)))
+
+
+@given(states)
+@settings(max_examples=150, deadline=None)
+def test_any_nested_state_comes_back_as_torch_load_gives_it(state: Any) -> None:
+    assert_equal(from_memory(image_of(state)), state)
+    assert_equal(from_memory(saved(state)), state)
+
+
+def test_tied_tensors_and_views_share_memory_again() -> None:
+    base = torch.randn(100, 7)
+    state = {"base": base, "tied": base, "rows": base[10:20], "turned": base.t()}
+    for content in (image_of(state), saved(state)):
+        again = from_memory(content)
+        assert_equal(again, state)
+        again["base"].zero_()
+        assert all(not tensor.any() for tensor in again.values())
+
+
+def test_all_tensors_are_the_memory_that_was_given() -> None:
+    content = bytearray(image_of({"a": torch.ones(2000), "b": torch.ones(3, dtype=torch.bfloat16)}))
+    start = torch.frombuffer(content, dtype=torch.uint8).data_ptr()
+    for tensor in deserialize(memoryview(content)).values():
+        assert start <= tensor.data_ptr() < start + len(content)
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def anonymous_memory() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+
+@pytest.mark.parametrize("save", [image_of, saved])
+def test_a_tensor_that_is_kept_keeps_no_memory_of_the_others(
+    save: Callable[[Any], bytes], tmp_path: Path
+) -> None:
+    """An optimizer keeps its tensors, and some of them may be small."""
+    small = {f"step {n}": torch.tensor(float(n)) for n in range(100)}
+    large = {f"moment {n}": torch.full((1 << 18,), float(n)) for n in range(32)}
+    (tmp_path / "state.pt").write_bytes(save({**small, **large}))
+    nbytes = (tmp_path / "state.pt").stat().st_size
+    with open_direct(tmp_path / "state.pt") as fd:
+        image, _ = read_fd(fd, nbytes)
+    state = deserialize(image)
+    del image
+    loaded = anonymous_memory()
+    kept = {name: state[name] for name in ("step 7", "moment 3", "moment 4")}
+    freed = sum(tensor.nbytes for tensor in large.values()) - 2 * kept["moment 3"].nbytes
+    del state
+    assert loaded - anonymous_memory() > freed * 0.98
+    for name, tensor in kept.items():
+        assert torch.equal(tensor, {**small, **large}[name])
+
+
+def test_memory_lives_as_long_as_a_tensor_in_it() -> None:
+    tensor = from_memory(image_of({"a": torch.arange(5000), "b": torch.zeros(5000)}))["a"]
+    assert torch.equal(tensor, torch.arange(5000))
+    assert torch.equal(from_memory(saved({"again": tensor}))["again"], tensor)
+
+
+def test_parameters_sparse_tensors_and_subclassed_containers_come_back() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    state = {
+        "module": module.state_dict(),
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "sparse": torch.eye(3).to_sparse(),
+        "random": torch.get_rng_state(),
+    }
+    again = from_memory(image_of(state))
+    assert again["module"]._metadata == state["module"]._metadata
+    assert again["parameter"].requires_grad
+    assert torch.equal(again["sparse"].to_dense(), torch.eye(3))
+    assert torch.equal(again["random"], state["random"])
+
+
+def test_quantized_and_nested_tensors_come_back() -> None:
+    state = {"one": quantized(5, 7), "channels": quantized_by_channel(5, 7), "nested": nested()}
+    again = from_memory(image_of(state))
+    for name in ("one", "channels"):
+        assert again[name].qscheme() == state[name].qscheme()
+        assert torch.equal(again[name].int_repr(), state[name].int_repr())
+        assert torch.equal(again[name].dequantize(), state[name].dequantize())
+    pairs = zip(again["nested"].unbind(), state["nested"].unbind(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_a_file_that_is_cut_short_is_named_as_what_it_is() -> None:
+    content = image_of({"w": torch.zeros(5000)})
+    for length in (0, 10, len(content) // 2, len(content) - 1):
+        with pytest.raises(ImageError, match=r"no file of torch\.save"):
+            from_memory(content[:length])
+
+
+def test_a_compressed_archive_is_refused() -> None:
+    packed = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(saved({"w": torch.zeros(5000)}))) as archive,
+        zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as other,
+    ):
+        for name in archive.namelist():
+            other.writestr(name, archive.read(name))
+    with pytest.raises(ImageError, match="compressed"):
+        from_memory(packed.getvalue())

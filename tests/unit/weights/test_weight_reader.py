@@ -1,0 +1,461 @@
+"""A reader opens the newest version that is complete, from memory or from a commit."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+from tests.support.job import Job
+from tests.support.meanwhile import when_opened
+from tests.support.weights import VersionFile, upload
+from trinity_sync.errors import ImageError, WeightSyncError
+from trinity_sync.fs.direct_io import digest_bytes
+from trinity_sync.retention.planner import Rules, plan_removals
+from trinity_sync.retention.policies import parse_policy
+from trinity_sync.retention.prune import remove_steps
+from trinity_sync.retention.step_infos import list_step_infos
+from trinity_sync.storage.leases import list_leases
+from trinity_sync.storage.manifest import read_manifest, write_manifest
+from trinity_sync.storage.runs import open_run
+from trinity_sync.weights.reader import WeightReader
+from trinity_sync.weights.versions import ImageRef, Version
+
+
+def weights(step: float) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((5000,), float(step)), "b": torch.full((3,), float(step))}
+
+
+@pytest.fixture
+def versions(tmp_path: Path) -> VersionFile:
+    return VersionFile(tmp_path / "version.json")
+
+
+@pytest.fixture
+def reader(versions: VersionFile) -> WeightReader:
+    return WeightReader(versions, name="test", timeout_s=0.1)
+
+
+def loaded(reader: WeightReader, version: Version | None = None) -> tuple[int, float]:
+    """The step that the reader says it has, and the value that it has."""
+    target = weights(-1)
+    step = reader.load_into(target, version)
+    (value,) = set(torch.cat([target["w"], target["b"]]).tolist())
+    return step, value
+
+
+def test_views_read_the_images_in_place(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    whole, tied = torch.randn(50, 20), torch.randn(7)
+    versions.tell(upload(job, 1, {"whole": whole, "one": tied, "other": tied}))
+    with reader.open() as view:
+        found = dict(view.iter_views())
+        assert [*found] == ["whole", "one", "other"]
+        assert view.list_outlines() == [(n, tuple(t.shape), t.dtype) for n, t in found.items()]
+        (image,) = view.images
+        inside = range(image.data_ptr(), image.data_ptr() + len(image))
+        assert all(tensor.data_ptr() in inside for tensor in found.values())
+        assert torch.equal(found["whole"], whole)
+        assert found["one"].data_ptr() == found["other"].data_ptr()
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    """What torch.compile returns, whose inner module is compiled at its first call."""
+    wrapped: nn.Module = torch.compile(module)  # type: ignore[assignment]
+    return wrapped
+
+
+def checkpointed(module: nn.Module) -> nn.Module:
+    apply_activation_checkpointing(module, check_fn=lambda each: isinstance(each, nn.Linear))
+    return module
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "plain": lambda module: module,
+    "compiled": compiled,
+    "DataParallel": nn.DataParallel,
+    "both": lambda module: nn.DataParallel(compiled(module)),
+    "activation checkpointing": checkpointed,
+}
+
+
+@pytest.mark.parametrize("trained", WRAPPERS)
+@pytest.mark.parametrize("served", WRAPPERS)
+def test_wrappers_of_torch_are_no_part_of_a_name(
+    job: Job, versions: VersionFile, reader: WeightReader, trained: str, served: str
+) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
+
+    plain, target = make(), make()
+    versions.tell(upload(job, 1, WRAPPERS[trained](plain).state_dict()))
+    reader.load_into(WRAPPERS[served](target))
+    expected = {name.replace("_checkpoint_wrapped_module.", "") for name in plain.state_dict()}
+    assert {name for name, _ in reader.iter_weights()} == expected
+    for one, other in zip(plain.parameters(), target.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_names_that_are_one_in_the_plain_model_are_refused(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    versions.tell(upload(job, 1, {"0.weight": torch.ones(2), "_orig_mod.0.weight": torch.ones(3)}))
+    with pytest.raises(WeightSyncError, match=r"0\.weight and _orig_mod\.0\.weight are one"):
+        reader.load_into({"0.weight": torch.ones(2)})
+
+
+@pytest.mark.parametrize("deltas", [False, True])
+@pytest.mark.parametrize("source", ["memory", "checkpoint"])
+def test_a_float32_tensor_of_the_model_is_not_rounded_with_the_others(
+    job: Job, versions: VersionFile, deltas: bool, source: str
+) -> None:
+    """Router biases differ in digits that bfloat16 does not have."""
+    close = torch.tensor([6.900, 6.901, 6.902, 6.903])
+    with WeightReader(versions, name="r", deltas=deltas, dtype=torch.bfloat16) as reader:
+        for step in (1, 2, 3):
+            state = {"w": torch.full((5000,), step / 3), "bias": close * step}
+            if source == "memory":
+                version = upload(job, step, state)
+            else:
+                job.stage(step, {"model": state})
+                job.commit(step)
+                version = Version(step, 1, "checkpoint", str(job.root), "actor", ())
+            versions.tell(version)
+            target = {"w": torch.ones(5000, dtype=torch.bfloat16), "bias": torch.ones(4)}
+            reader.load_into(target)
+            assert torch.equal(target["w"], state["w"].bfloat16())
+            assert torch.equal(target["bias"], close * step)
+            if deltas and source == "memory" and step > 1:
+                assert reader.delta_bytes is not None
+            kept = dict(reader.iter_weights(keep_float32=["bias"]))
+            assert torch.equal(kept["bias"], close * step)
+        rounded = dict(reader.iter_weights())
+        assert torch.equal(rounded["bias"], (close * 3).bfloat16())
+
+
+def overwritten(job: Job, step: int) -> Version:
+    """One whose image is not in memory any more."""
+    image = ImageRef("here", str(job.spool.folder / "removed"), "", 0, 1)
+    return Version(step, 1, "memory", str(job.root), images=(image,))
+
+
+def test_the_newest_version_is_loaded(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    for step in (1, 2, 3):
+        versions.tell(upload(job, step, weights(step)))
+        assert asyncio.run(reader.wait_newer(timeout_s=5)) == versions.latest()
+        assert loaded(reader) == (step, step)
+    assert asyncio.run(reader.wait_newer(timeout_s=0.01)) is None
+
+
+def test_a_newer_version_replaces_an_overwritten_one(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    first, *_, last = [upload(job, step, weights(step)) for step in range(1, 5)]
+    versions.tell(last)
+    assert loaded(reader, first) == (4, 4)
+
+
+def test_the_commit_replaces_an_overwritten_version(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    job.stage(3, {"model": weights(3)})
+    version = upload(job, 3, None)
+    versions.tell(version)
+    job.commit(3)
+    for step in (4, 5):  # which nobody is told of
+        upload(job, step, weights(step))
+    with reader.open(version) as view:
+        assert (view.version.step, view.version.source) == (3, "checkpoint")
+        assert [lease.holder for lease in list_leases(job.root)] == ["test"]
+    assert list_leases(job.root) == []
+    assert loaded(reader) == (3, 3)
+
+
+def test_a_commit_is_read_from_its_shards_beside_weights_of_another_format(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    job.stage(3, {"model": weights(3)})
+    manifest = job.commit(3)
+    (shard,) = (file for file in manifest.files if file.is_weights)
+    other = replace(shard, path="actor/huggingface/model.safetensors")
+    copy = job.root / "global_step_3" / other.path
+    copy.parent.mkdir()
+    copy.write_bytes((job.root / "global_step_3" / shard.path).read_bytes())
+    write_manifest(job.root, replace(manifest, files=(*manifest.files, other)))
+    versions.tell(overwritten(job, 3))
+    assert loaded(reader) == (3, 3)
+
+
+def test_a_superseded_commit_does_not_replace_an_overwritten_version(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    open_run(job.root, "first", 0)
+    for step in (10, 12):
+        job.stage(step, {"model": weights(step)})
+        job.commit(step)
+    open_run(job.root, "second", 10)
+    versions.tell(overwritten(job, 10))
+    assert loaded(reader) == (10, 10)
+
+
+def test_a_commit_without_the_weights_of_the_role_does_not_replace_it_either(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    job.stage(1, {"model": weights(1)})
+    job.commit(1)
+    job.roles = ("critic",)
+    job.stage(2, {"model": weights(2)}, role="critic")
+    job.commit(2)
+    versions.tell(overwritten(job, 1))
+    assert loaded(reader) == (1, 1)
+
+
+def test_a_reader_never_has_parts_of_two_runs(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    """A later run commits a step again, leased or not, while a reader opens its files."""
+    job.world_size = 2
+    for run in (1, 2):
+        open_run(job.root, str(run), 0)
+        for rank in (0, 1):
+            job.stage(1, {"model": weights(10 * run + rank)}, rank=rank, run=run)
+        if run == 1:
+            job.commit(1)
+    versions.tell(Version(1, 2, "checkpoint", str(job.root)))
+    second = job.root / "global_step_1/actor/model_world_size_2_rank_1.pt"
+    with (
+        when_opened(second, lambda: job.commit(1, run=2)),
+        reader.open(Version(1, 1, "checkpoint", str(job.root))) as view,
+    ):
+        have = [digest_bytes(memoryview(image.numpy())) for image in view.images]
+    manifest = read_manifest(job.root, 1)
+    assert manifest
+    assert (view.version.run, manifest.run) == (2, 2)
+    assert have == [record.digest for record in manifest.files]
+
+
+def test_an_open_version_is_unchanged_when_its_step_is_replaced(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    for run in (1, 2):
+        open_run(job.root, str(run), 0)
+        job.stage(1, {"model": weights(run)}, run=run)
+        if run == 1:
+            job.commit(1)
+    target = weights(-1)
+    with reader.open(Version(1, 1, "checkpoint", str(job.root))) as view:
+        job.commit(1, run=2)
+        view.load_into(target)
+    assert set(torch.cat([target["w"], target["b"]]).tolist()) == {1.0}
+
+
+def test_an_open_version_outlasts_retention(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    def prune() -> list[int]:
+        made = plan_removals(
+            list_step_infos(job.root), Rules(parse_policy("last=1"), parse_policy("last=1")), 0
+        )
+        return [each.step for each in remove_steps(job.root, made).removed]
+
+    for step in (1, 2):
+        job.stage(step, {"model": weights(step)})
+        job.commit(step)
+    with reader.open(Version(1, 1, "checkpoint", str(job.root))):
+        (lease,) = list_leases(job.root)
+        os.utime(lease.path, (0, lease.path.stat().st_mtime - 3600))  # an hour goes by
+        assert prune() == []
+        assert loaded(reader, Version(1, 1, "checkpoint", str(job.root))) == (1, 1)
+    assert prune() == [1]
+
+
+def test_a_root_that_may_only_be_read_is_read_without_a_lease(
+    job: Job, versions: VersionFile, tmp_path: Path
+) -> None:
+    job.stage(1, {"model": weights(1)})
+    job.commit(1)
+    versions.tell(Version(1, 1, "checkpoint", str(job.root)))
+    mount = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
+    alone = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, str(job.root)]
+    try:
+        subprocess.run([*alone, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("a process may have no mounts of its own here")
+    script = textwrap.dedent(
+        """
+        import sys
+        from pathlib import Path
+        from tests.support.weights import VersionFile
+        from trinity_sync.weights.reader import WeightReader
+        reader = WeightReader(VersionFile(Path(sys.argv[1])), name="guest", timeout_s=0.1)
+        print(dict(reader.iter_weights())["b"].tolist())
+        """
+    )
+    command = [*alone, sys.executable, "-c", script, str(versions.path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "[1.0, 1.0, 1.0]\n"
+    assert f"{job.root} cannot be written by this process" in done.stderr
+    assert "read without a lease, so do not remove them meanwhile" in done.stderr
+
+
+def test_an_older_version_is_never_read(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    job.stage(1, {"model": weights(1)})
+    job.commit(1)
+    old = upload(job, 1, None)
+    versions.tell(upload(job, 2, weights(2)))
+    assert loaded(reader) == (2, 2)
+    assert loaded(reader, old) == (2, 2)
+    versions.tell(old)
+    with pytest.raises(WeightSyncError, match="found no version that it can read"):
+        loaded(reader)
+
+
+def test_a_resumed_runs_smaller_step_is_newer(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    versions.tell(upload(job, 9, weights(9)))
+    assert loaded(reader) == (9, 9)
+    versions.tell(upload(job, 4, weights(4.5), run=2))
+    assert asyncio.run(reader.wait_newer(timeout_s=5)) == versions.latest()
+    assert loaded(reader) == (4, 4.5)
+
+
+def test_readers_read_on_after_the_trainer_was_killed(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    script = textwrap.dedent(
+        """
+        import os, signal, sys, torch
+        from pathlib import Path
+        from trinity_sync.snapshot.job_identity import read_identity
+        from trinity_sync.snapshot.spool import open_job_spool
+        from trinity_sync.snapshot.save_id import Origin
+        from trinity_sync.snapshot.stager import Stager
+        spool, root = Path(sys.argv[1]), sys.argv[2]
+        save = root, 1, "", 5, "state_dict", ("actor",), "actor", 0, 1
+        origin = Origin(*save, identity=read_identity(root))
+        stager = Stager(open_job_spool(spool, root))
+        state = {"w": torch.full((5000,), 5.0), "b": torch.full((3,), 5.0)}
+        stager.stage(origin, {"model": state}, seals=False).result()
+        stager.publish(origin, "model")
+        os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    arguments = [sys.executable, "-c", script, str(job.spool.folder.parent), str(job.root)]
+    assert subprocess.run(arguments, check=False).returncode == -signal.SIGKILL
+    ((slot, said),) = job.spool.published("actor", 1, 5).items()
+    ref = ImageRef("here", str(slot), said.image, 0, said.nbytes)
+    versions.tell(Version(5, 1, "memory", str(job.root), "actor", (ref,)))
+    assert loaded(reader) == (5, 5)
+
+
+def test_a_committed_version_is_read_and_its_digests_are_compared_if_asked(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    job.stage(1, {"model": weights(1)})
+    job.commit(1)
+    version = Version(1, 1, "checkpoint", str(job.root))
+    careful = WeightReader(versions, name="careful", verify=True, timeout_s=0.1)
+    assert loaded(reader, version) == loaded(careful, version) == (1, 1)
+    path = job.root / "global_step_1/actor/model_world_size_1_rank_0.pt"
+    content = bytearray(path.read_bytes())
+    content[content.index(torch.ones(2).numpy().tobytes())] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(WeightSyncError, match="is corrupted"):
+        loaded(careful, version)
+    with pytest.raises(WeightSyncError, match="no shards of role critic"):
+        loaded(reader, replace(version, role="critic"))
+
+
+def test_an_adapter_alone_is_a_version(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    adapter = {"layer.lora_A.weight": torch.ones(4, 2), "layer.lora_B.weight": torch.zeros(2, 4)}
+    versions.tell(upload(job, 1, adapter))
+    found = dict(reader.iter_weights())
+    assert found.keys() == adapter.keys()
+    assert all(torch.equal(found[name], adapter[name]) for name in adapter)
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Iterator[torch.Tensor]:
+    """A DTensor, on the only rank of its mesh."""
+    dist.init_process_group("gloo", f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield distribute_tensor(weights(-1)["w"], init_device_mesh("cpu", (1,)), [Shard(0)])
+    dist.destroy_process_group()
+
+
+def test_a_target_without_memory_for_every_element_is_refused_before_loading(
+    job: Job, versions: VersionFile, reader: WeightReader, sharded: torch.Tensor
+) -> None:
+    versions.tell(upload(job, 1, weights(1)))
+    unfit = {
+        r"w is a DTensor.*to_local\(\)": sharded,
+        r"w has no memory.*to_empty\(device=\.\.\.\)": torch.empty(5000, device="meta"),
+        "w has no memory": weights(-1)["w"].to_sparse(),
+        "w is expanded": torch.full((1,), -1.0).expand(5000),
+    }
+    for message, tensor in unfit.items():
+        target = {"b": weights(-1)["b"], "w": tensor}
+        with pytest.raises(WeightSyncError, match=message):
+            reader.load_into(target)
+        assert target["b"].tolist() == [-1.0] * 3
+
+
+def test_any_target_with_memory_is_loaded_into(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    state = {"w": torch.arange(6000.0).reshape(60, 100), "t": torch.arange(8.0).reshape(2, 4)}
+    versions.tell(upload(job, 1, state))
+    with torch.inference_mode():
+        inference = {"w": torch.zeros(60, 100), "t": torch.zeros(4, 2).t()}
+    parameters = {
+        "w": torch.nn.Parameter(torch.zeros(60, 200)[:, ::2]),
+        "t": torch.nn.Parameter(torch.zeros(4, 2).t()),
+    }
+    for target in (inference, parameters):
+        reader.load_into(target)
+        assert all(torch.equal(target[name], state[name]) for name in state)
+
+
+@dataclass
+class Evil:
+    """Unpickling one makes a folder."""
+
+    folder: Path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.folder),)
+
+
+def test_code_in_an_image_is_not_executed(
+    job: Job, versions: VersionFile, reader: WeightReader, tmp_path: Path
+) -> None:
+    evil = Evil(tmp_path / "made")
+    versions.tell(upload(job, 1, {"w": torch.ones(3), "evil": evil}))
+    with pytest.raises(ImageError, match="hold no weights that can be read"):
+        loaded(reader)
+    assert not evil.folder.exists()
+
+
+def test_a_reader_without_any_version_says_what_to_check(reader: WeightReader) -> None:
+    with pytest.raises(WeightSyncError, match=r"nothing was published.*Does the trainer run"):
+        reader.load_into({})

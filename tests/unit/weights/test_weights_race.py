@@ -1,0 +1,139 @@
+"""Many readers in processes of their own, while a trainer publishes version after version."""
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.job import Job
+from tests.support.weights import VersionFile, digest, first, train, upload
+from trinity_sync.weights.reader import WeightReader
+
+RANKS = 2
+VERSIONS = 200
+FOLLOWED = 40
+NUMEL = 1 << 18
+
+
+@pytest.fixture(scope="module")
+def processes() -> Any:
+    """Processes that have torch imported at their start."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["tests.unit.weights.test_weights_race", "torch._subclasses.fake_tensor"]
+    )
+    return context
+
+
+def states(step: int) -> list[dict[str, torch.Tensor]]:
+    """Of every rank, all elements of which are the step."""
+    return [{f"of_rank{rank}": torch.full((NUMEL,), float(step))} for rank in range(RANKS)]
+
+
+def read_on(versions: VersionFile, log: Path, asleep_s: float) -> None:
+    """Load until the last version; note the least and the greatest element of each."""
+    torch.set_num_threads(1)
+    reader = WeightReader(versions, name=log.name, deltas="deltas" in log.name)
+    target = {name: tensor for state in states(0) for name, tensor in state.items()}
+    while reader.version is None or reader.version.step < VERSIONS:
+        with reader.open() as view:
+            time.sleep(asleep_s)
+            view.load_into(target)
+        found = torch.cat(list(target.values()))
+        with log.open("a") as file:
+            file.write(f"{view.version.step} {found.min():.0f} {found.max():.0f}\n")
+
+
+def lines(log: Path) -> list[list[int]]:
+    if not log.exists():
+        return []
+    whole = [line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [[int(number) for number in line.split()] for line in whole]
+
+
+def test_readers_get_whole_versions_and_never_an_older_one(
+    job: Job, tmp_path: Path, processes: Any
+) -> None:
+    job.world_size = RANKS
+    torch.set_num_threads(1)
+    versions = VersionFile(tmp_path / "version.json")
+    versions.tell(upload(job, 1, *states(1)))
+    asleep_s = {"quick": 0.0, "deltas": 0.0, "slow": 0.03, "killed": 0.01}
+
+    def start(name: str, life: int = 0) -> tuple[Path, Any]:
+        log = tmp_path / f"{name}{life}"
+        process = processes.Process(target=read_on, args=(versions, log, asleep_s[name]))
+        process.start()
+        return log, process
+
+    readers = [start(name) for name in asleep_s]
+    _await(lambda: all(lines(log) for log, _ in readers))
+    for step in range(2, VERSIONS + 1):
+        versions.tell(upload(job, step, *states(step)))
+        if step % 60 == 0 and step < VERSIONS:
+            log, process = readers[-1]
+            _await(lambda log=log: len(lines(log)) > 1)
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+            readers.append(start("killed", life=step))
+        time.sleep(0.002)
+    for _, process in readers:
+        process.join(60)
+    alive = [reader for reader in readers if reader[1].exitcode == 0]
+    assert len(alive) == len(asleep_s)
+    for log, _ in readers:
+        found = lines(log)
+        assert all(step == least == greatest for step, least, greatest in found), found
+        steps = [step for step, _, _ in found]
+        assert steps == sorted(steps)
+    assert all(lines(log)[-1][0] == VERSIONS for log, _ in alive)
+    assert len(list(job.spool.folder.glob("*.slot"))) <= RANKS * (2 + len(asleep_s))
+
+
+def follow(versions: VersionFile, log: Path) -> None:
+    """Load until the last version; note the digest of each and whether deltas made it."""
+    torch.set_num_threads(1)
+    reader = WeightReader(versions, name=log.name, deltas=True)
+    target = {name: t.zero_() for rank in range(RANKS) for name, t in first(rank).items()}
+    while reader.version is None or reader.version.step < FOLLOWED:
+        step = reader.load_into(target)
+        with log.open("a") as file:
+            file.write(f"{step} {digest(target)} {reader.delta_bytes}\n")
+
+
+def test_a_process_that_follows_by_deltas_has_every_bit_of_every_version(
+    job: Job, tmp_path: Path, processes: Any
+) -> None:
+    job.world_size = RANKS
+    versions = VersionFile(tmp_path / "version.json")
+    states = [first(rank) for rank in range(RANKS)]
+    expected = {}
+    log = tmp_path / "log"
+    process = processes.Process(target=follow, args=(versions, log))
+    for step in range(1, FOLLOWED + 1):
+        for state in states:
+            train(state, step)
+        expected[step] = digest({name: t for state in states for name, t in state.items()})
+        versions.tell(upload(job, step, *states))
+        if step == 1:
+            process.start()
+        if step % 4:  # else it is a version that the reader may miss
+            _await(lambda step=step: log.exists() and f"\n{step} " in f"\n{log.read_text()}")
+    process.join(60)
+    found = [line.split() for line in log.read_text().splitlines()]
+    assert {(int(step), is_now) for step, is_now, _ in found} <= expected.items()
+    assert [int(step) for step, *_ in found] == sorted(int(step) for step, *_ in found)
+    sizes = {int(step): int(size) for step, _, size in found if size not in ("None", "0")}
+    assert {step for step in expected if step % 4 in (2, 3)} <= sizes.keys()
+
+
+def _await(condition: Any) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

@@ -1,0 +1,379 @@
+"""Weights reach readers that have no Ray, through the files of the node's spool and of the root."""
+
+import asyncio
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.job import Job
+from tests.support.weights import digest, first, train, upload
+from tests.support.without_ray import follower
+from tests.unit.conftest import Open
+from trinity_sync.errors import ConfigError
+from trinity_sync.settings import Settings
+from trinity_sync.snapshot.job_identity import open_identity
+from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.storage.runs import open_run
+from trinity_sync.weights.committed import CommitNotification
+from trinity_sync.weights.file_registry import FileRegistry
+from trinity_sync.weights.reader import WeightReader
+from trinity_sync.weights.versions import Version, VersionRegistry
+
+State = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def settings(spool_folder: Path) -> Settings:
+    return Settings(spool=spool_folder)
+
+
+@pytest.fixture
+def job(job: Job) -> Job:
+    """A job whose first run has begun, as at a coordinator's first upload or save."""
+    open_run(job.root, "first", 0)
+    return job
+
+
+@pytest.fixture
+def registry(job: Job, settings: Settings) -> FileRegistry:
+    return FileRegistry(job.root, settings=settings)
+
+
+def weights(step: float) -> State:
+    return {"w": torch.full((5000,), float(step))}
+
+
+def save(job: Job, step: int, *states: Any, run: int = 1) -> None:
+    """Stage a state a rank and commit them."""
+    for rank, state in enumerate(states):
+        job.stage(step, {"model": state}, rank=rank, run=run)
+    job.commit(step, run=run)
+
+
+def found(version: Version | None) -> tuple[int, int, str] | None:
+    return (version.run, version.step, version.source) if version else None
+
+
+def newest(registry: FileRegistry) -> tuple[int, int, str] | None:
+    return found(registry.latest())
+
+
+def test_a_process_without_ray_follows_uploads_commits_and_resumes(
+    job: Job, spool_folder: Path
+) -> None:
+    job.world_size = 2
+    states = [first(rank) for rank in range(2)]
+
+    def trained(step: int) -> str:
+        for state in states:
+            train(state, step)
+        every = {name: tensor for state in states for name, tensor in state.items()}
+        return digest({name: every[name] for name in every if "tied" not in name})
+
+    environment = {**os.environ, "TRINITY_SYNC_SPOOL": str(spool_folder)}
+    with follower(job.root, environment) as explorer:
+        for step in (1, 2):
+            explorer.wait()
+            expected = trained(step)
+            upload(job, step, *states)
+            assert explorer.loaded() == [str(step), "1", "memory", expected]
+        explorer.wait()
+        expected = trained(3)
+        save(job, 3, *states)
+        assert explorer.loaded() == ["3", "1", "checkpoint", expected]
+        expected = trained(4)
+        upload(job, 4, *states)
+        save(job, 4, *states)
+        for stager in job.stagers.values():
+            stager.close()  # the trainer ends, and takes its images along
+        explorer.wait()
+        assert explorer.loaded() == ["4", "1", "checkpoint", expected]
+        open_run(job.root, "second", 2)
+        explorer.wait()
+        job.stagers.clear()
+        upload(job, 9, *states)  # of the first run, which the second has superseded
+        expected = trained(3)
+        upload(job, 3, *states, run=2)
+        assert explorer.loaded() == ["3", "2", "memory", expected]
+
+
+def test_a_version_counts_once_the_images_of_all_ranks_are_here(
+    job: Job, registry: FileRegistry
+) -> None:
+    job.world_size = 2
+    upload(job, 1, weights(1))
+    assert newest(registry) is None
+    upload(job, 1, weights(1), weights(1))
+    assert newest(registry) == (1, 1, "memory")
+    upload(job, 2, weights(2))
+    assert newest(registry) == (1, 1, "memory")
+
+
+def test_ranks_that_upload_within_a_tick_of_the_clock_wake_a_wait(
+    job: Job, settings: Settings
+) -> None:
+    """The folder has the same time after the second rank's note as after the first one's."""
+    looks: queue.Queue[None] = queue.Queue()
+
+    class Registry(FileRegistry):
+        def _read_versions(self, scan: bool = False) -> VersionRegistry:
+            versions = super()._read_versions(scan)
+            looks.put(None)
+            return versions
+
+    job.world_size = 2
+    registry = Registry(job.root, settings=settings)
+    tick = time.time_ns()
+
+    async def story() -> Version | None:
+        upload(job, 1, weights(1))
+        os.utime(job.spool.folder, ns=(tick, tick))
+        waits = asyncio.create_task(registry.wait_newer(-1, 10, None))
+        for _ in range(2):  # when it is called, and when it begins to wait
+            await asyncio.to_thread(looks.get, timeout=60)
+        upload(job, 1, weights(1), weights(1))
+        os.utime(job.spool.folder, ns=(tick, tick))
+        return await waits
+
+    assert found(asyncio.run(story())) == (1, 1, "memory")
+
+
+def test_a_step_with_images_on_another_node_is_read_from_its_commit(
+    job: Job, registry: FileRegistry
+) -> None:
+    job.world_size = 2
+    for rank in (0, 1):
+        job.stage(3, {"model": {f"of_rank{rank}": torch.full((9,), 3.0)}}, rank=rank)
+    job.commit(3)
+    assert job.stager(0).publish(job.origin(3, rank=0), "model")
+    assert newest(registry) == (1, 3, "checkpoint")
+    with WeightReader(registry, name="explorer") as reader:
+        assert dict(reader.iter_weights()).keys() == {"of_rank0", "of_rank1"}
+
+
+def test_a_superseded_version_is_not_read(job: Job, registry: FileRegistry) -> None:
+    save(job, 4, weights(4))
+    save(job, 8, weights(8))
+    upload(job, 9, weights(9))
+    assert newest(registry) == (1, 9, "memory")
+    open_run(job.root, "second", 4)
+    assert newest(registry) == (1, 4, "checkpoint")
+    upload(job, 5, weights(5), run=2)
+    assert newest(registry) == (2, 5, "memory")
+
+
+def begin_again(job: Job, settings: Settings) -> Job:
+    """The job of a training that begins with the same run key where another one was."""
+    shutil.rmtree(job.root)
+    job.root.mkdir()
+    open_identity(job.root)
+    open_run(job.root, "first", 0)
+    return Job(job.root, open_job_spool(settings.spool, job.root))
+
+
+def test_images_that_outlived_their_root_are_not_read(
+    job: Job, registry: FileRegistry, settings: Settings
+) -> None:
+    """A trainer was killed, its root removed, and the job begun again with the same run number."""
+    upload(job, 11, weights(11))
+    again = begin_again(job, settings)
+    assert newest(registry) is None
+    upload(again, 1, weights(1))
+    assert newest(registry) == (1, 1, "memory")
+    again.stager().close()
+
+
+@pytest.mark.parametrize("source", ["memory", "checkpoint"])
+def test_a_reader_that_runs_on_follows_the_training_that_begins_again_whatever_its_step(
+    job: Job, registry: FileRegistry, settings: Settings, source: str
+) -> None:
+    def make(job: Job, step: int) -> None:
+        if source == "memory":
+            upload(job, step, weights(step))
+        else:
+            save(job, step, weights(step))
+
+    reader, target = WeightReader(registry, name="explorer"), weights(0)
+    make(job, 11)
+    assert reader.load_into(target) == 11
+
+    async def story() -> tuple[Job, Version | None]:
+        waits = asyncio.create_task(reader.wait_newer(timeout_s=60))
+        await asyncio.sleep(0)
+        again = await asyncio.to_thread(begin_again, job, settings)
+        await asyncio.to_thread(make, again, 1)
+        return again, await waits
+
+    again, version = asyncio.run(story())
+    assert found(version) == (1, 1, source)
+    assert (reader.load_into(target, version), float(target["w"][0])) == (1, 1.0)
+    assert asyncio.run(reader.wait_newer(timeout_s=0)) is None
+    make(again, 2)
+    assert reader.load_into(target) == 2
+    again.stager().close()
+    reader.close()
+
+
+def test_a_reader_that_opens_without_a_wait_goes_to_the_training_that_began_again(
+    job: Job, registry: FileRegistry, settings: Settings
+) -> None:
+    reader, target = WeightReader(registry, name="explorer", timeout_s=5), weights(0)
+    save(job, 11, weights(11))
+    old = registry.latest()
+    assert reader.load_into(target) == 11
+    again = begin_again(job, settings)
+    save(again, 3, weights(3))
+    assert (reader.load_into(target, old), float(target["w"][0])) == (3, 3.0)
+    again.stager().close()
+    reader.close()
+
+
+def test_a_version_removed_with_its_trainer_is_read_from_its_commit(
+    job: Job, registry: FileRegistry
+) -> None:
+    save(job, 3, weights(3))
+    upload(job, 3, weights(3))
+    version = registry.latest()
+    assert found(version) == (1, 3, "memory")
+    for stager in job.stagers.values():
+        stager.close()
+    with WeightReader(registry, name="explorer") as reader, reader.open(version) as view:
+        assert found(view.version) == (1, 3, "checkpoint")
+
+
+def test_a_wait_ends_by_its_time_out(job: Job, registry: FileRegistry) -> None:
+    upload(job, 1, weights(1))
+    reader = WeightReader(registry, name="explorer")
+    assert asyncio.run(reader.wait_newer(timeout_s=0)) == registry.latest()
+    reader.load_into(weights(0))
+    assert asyncio.run(reader.wait_newer(timeout_s=0.05)) is None
+
+
+def test_a_reader_may_start_before_the_job(tmp_path: Path, settings: Settings) -> None:
+    root = tmp_path / "later"
+    registry = FileRegistry(root, settings=settings)
+    assert registry.latest() is None
+
+    async def story() -> Version | None:
+        waits = asyncio.create_task(registry.wait_newer(-1, 60, None))
+        await asyncio.sleep(0)
+        open_run(root, "first", 0)
+        upload(Job(root, open_job_spool(settings.spool, root)), 1, weights(1))
+        return await waits
+
+    assert found(asyncio.run(story())) == (1, 1, "memory")
+
+
+def test_deltas_are_made_without_ray(job: Job, registry: FileRegistry) -> None:
+    state = first()
+    with WeightReader(registry, name="explorer", deltas=True) as reader:
+        for step in (1, 2):
+            train(state, step)
+            upload(job, step, state)
+            loaded = dict(reader.iter_weights())
+            assert digest(loaded) == digest({name: state[name] for name in loaded})
+        assert reader.delta_bytes
+        assert reader.delta_bytes < sum(t.nbytes for t in loaded.values()) / 4
+
+
+@pytest.mark.parametrize("content", ["", "nonsense", "7"])
+def test_a_pointer_that_names_no_commit_does_not_hide_one(job: Job, content: str) -> None:
+    pointer = job.root / "latest_state_dict_iteration.txt"
+    notification = CommitNotification(job.root, "actor")
+    save(job, 2, weights(2))
+    assert found(notification.find_newest([])) == (1, 2, "checkpoint")
+    before = notification.read_signature()
+    pointer.write_text(content)
+    assert notification.read_signature() != before
+    assert found(notification.find_newest([])) == (1, 2, "checkpoint")
+    save(job, 3, weights(3))
+    assert found(notification.find_newest([])) == (1, 3, "checkpoint")
+
+
+def test_weights_committed_to_a_step_after_the_pointer_are_noticed(job: Job) -> None:
+    """A role of its own commits the step first, and the pointer does not move again."""
+    notification = CommitNotification(job.root, "actor")
+    job.roles = ("critic",)
+    job.stage(2, {"model": weights(2)}, role="critic", kind="state_dict")
+    job.commit(2, kind="state_dict")
+    assert notification.find_newest([]) is None
+    before = notification.read_signature()
+    job.roles = ("actor",)
+    job.stage(2, {"model": weights(2)}, kind="state_dict")
+    job.commit(2, kind="state_dict")
+    assert notification.read_signature() != before
+    assert found(notification.find_newest([])) == (1, 2, "checkpoint")
+
+
+def test_a_commit_that_died_before_the_pointer_is_found_by_a_scan(job: Job) -> None:
+    notification = CommitNotification(job.root, "actor")
+    save(job, 2, weights(2))
+    pointer = (job.root / "latest_state_dict_iteration.txt").read_text()
+    assert found(notification.find_newest([])) == (1, 2, "checkpoint")
+    save(job, 3, weights(3))
+    (job.root / "latest_state_dict_iteration.txt").write_text(pointer)
+    assert found(notification.find_newest([])) == (1, 2, "checkpoint")
+    assert found(notification.find_newest([], scan=True)) == (1, 3, "checkpoint")
+
+
+def test_a_reader_without_a_job_is_refused() -> None:
+    with pytest.raises(ConfigError, match="reader explorer has to know the job; pass root"):
+        WeightReader(name="explorer")
+
+
+def test_calls_that_need_ray_say_so_without_it(job: Job) -> None:
+    script = """
+import sys
+sys.modules["ray"] = None
+from trinity_sync.errors import StackError
+from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.weights.publisher import Publisher
+from trinity_sync.weights.synchronizer import Synchronizer
+for call in (lambda: Synchronizer.get_actor(root="x"), lambda: Publisher(None, "x", None)):
+    try:
+        call()
+    except StackError as error:
+        print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    said = done.stdout.splitlines()
+    assert len(said) == 2
+    assert all("pip install ray" in line for line in said)
+
+
+def test_weights_that_readers_would_not_get_are_not_uploaded(
+    coordinator_of: Open, job: Job, settings: Settings
+) -> None:
+    saves = coordinator_of(run_key="first")
+    published, _ = saves.upload(5, lambda: weights(5))
+    assert saves.upload(5, lambda: weights(5))[0] == published  # the same again
+    with pytest.raises(ConfigError, match=r"step 5, .* with other weights"):
+        saves.upload(5, lambda: weights(6))
+    with pytest.raises(ConfigError, match=r"step 4, .* is uploaded after step 5"):
+        saves.upload(4, lambda: weights(4))
+    registry = FileRegistry(job.root, settings=settings)
+    with WeightReader(registry, name="reader") as reader:
+        assert torch.equal(dict(reader.iter_weights())["w"], weights(5)["w"])
+        saves.upload(6, lambda: weights(6))
+        assert torch.equal(dict(reader.iter_weights())["w"], weights(6)["w"])
+
+
+def test_an_upload_whose_image_is_gone_is_made_again(coordinator_of: Open, job: Job) -> None:
+    saves = coordinator_of(run_key="first")
+    published, _ = saves.upload(5, lambda: weights(5))
+    for slot in job.spool.folder.glob("*.slot*"):
+        slot.unlink()
+    again, _ = saves.upload(5, lambda: weights(5))
+    assert published
+    assert again
+    assert again.image != published.image
