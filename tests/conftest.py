@@ -30,13 +30,13 @@ QUIET = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "TRINITY_SYNC_CONFIG": os.devnull,  # not the file of who runs the tests
+    "TRINITY_SYNC_CONFIG": os.devnull,  # not the user's own file
     "TRINITY_SYNC_STACK__SERVER__PORT": "0",
     "TRINITY_SYNC_SAVER": "stack",  # many tests commit what others save, or nothing does
 }
 STACK_VARIABLES = {
     "TRINITY_SYNC_STACK__IO__MAX_MB_PER_S": "160",
-    # tests that run beside others on all cores await it
+    # tests that run next to others on all cores await it
     "TRINITY_SYNC_STACK__WORKER__NICE": "0",
     # a test that begins at three at night sees no more runs than another
     "TRINITY_SYNC_STACK__MAINTENANCE__SCHEDULES": "false",

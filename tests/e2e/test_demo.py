@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).parents[2]
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("sync", ["checkpoint", "memory", "delta", "nccl"])
-def test_a_training_that_was_killed_after_a_hand_over_goes_on_bit_equal(
+def test_a_training_that_was_killed_after_submitting_goes_on_bit_equal(
     stack: StackState, tmp_path: Path, sync: str
 ) -> None:
     paths = os.pathsep.join([str(REPOSITORY / "examples/demo"), str(REPOSITORY)])

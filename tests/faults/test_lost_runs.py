@@ -1,7 +1,7 @@
-"""A run whose end nobody could report does not stay under way for ever, nor does who waits for it.
+"""A run whose end could not be reported does not stay under way for ever, nor does a wait for it.
 
-The worker of most of these tests gives a call up at once that finds no server; by default it tries
-for a minute, and a server that is away for longer does the same to it.
+The worker of most of these tests gives up at once a call that finds no server; by default it tries
+for a minute, and a server that is away for longer has the same effect.
 """
 
 import asyncio
@@ -221,7 +221,7 @@ def test_a_save_whose_worker_was_stopped_is_begun_again(
     assert_nothing_is_under_way(api, run.id)
 
 
-def test_each_node_mends_its_own_runs_and_cancels_the_cancelled(
+def test_each_node_repairs_its_own_runs_and_cancels_the_cancelled(
     saves: CheckpointCoordinator, no_worker: None, stack_settings: Settings, api: Api
 ) -> None:
     request = api.run_of(key(saves, 1)).parameters["request"]
@@ -239,7 +239,7 @@ def test_each_node_mends_its_own_runs_and_cancels_the_cancelled(
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.1, 0.3])
-def test_a_run_cancelled_on_its_way_to_the_worker_ends_as_cancelled(
+def test_a_run_cancelled_before_the_worker_takes_it_ends_as_cancelled(
     saves: CheckpointCoordinator, api: Api, root: Path, after_s: float
 ) -> None:
     saves.save(2, {"model": {"w": torch.ones(SIZE)}})
@@ -262,13 +262,15 @@ def test_tasks_whose_reports_a_server_lost_end_like_their_run(
     with api.client as client:
         client.set_task_run_state(tasks[0].id, Running(), force=True)
 
-    async def mend(late_s: float) -> None:
+    async def end_late_tasks(late_s: float) -> None:
         async with get_client() as client:
             await end_unreported_tasks(client, StackSettings().worker.pool, late_s=late_s)
 
-    asyncio.run(mend(60.0))
-    assert "Running" in [task.state.name for task in api.tasks_of(run)]  # it may be on its way
-    asyncio.run(mend(0.0))
+    asyncio.run(end_late_tasks(60.0))
+    assert "Running" in [
+        task.state.name for task in api.tasks_of(run)
+    ]  # its report may be in flight
+    asyncio.run(end_late_tasks(0.0))
     assert {task.state.name for task in api.tasks_of(run)} == {"Completed"}
 
 
@@ -314,7 +316,7 @@ def test_a_save_that_the_server_refuses_does_not_hold_up_the_others(
         client.update_deployment(deployment.id, DeploymentUpdate(parameter_openapi_schema=narrow))
         try:
             job = Job(root, open_job_spool(stack_settings.spool, root))
-            for step in (2, 3):  # sealed, and nobody asks for them
+            for step in (2, 3):  # sealed, and never requested
                 job.stage(step, {"model": {"w": torch.ones(3)}})
             until(lambda: read_manifest(root, 3), "the commit of step 3")
             assert read_manifest(root, 2) is None

@@ -69,7 +69,7 @@ def test_a_node_that_dies_before_its_images_are_persisted_fails_the_step_and_no_
     assert find_newest(root).step == 6
 
 
-def test_trainers_killed_on_both_nodes_the_instant_after_the_hand_over(
+def test_a_save_of_trainers_on_both_nodes_that_are_killed_right_after_submitting_commits(
     stack: StackState, stack_settings: Settings, root: Path, tmp_path: Path
 ) -> None:
     """Neither has asked for the flow run; the worker that does is on the node of rank 1."""
@@ -99,7 +99,7 @@ def test_trainers_killed_on_both_nodes_the_instant_after_the_hand_over(
                 **os.environ,
                 "TRINITY_SYNC_NODE": settings.node,
                 "TRINITY_SYNC_SPOOL": str(settings.spool),
-                "PREFECT_API_URL": "http://127.0.0.1:9/api",  # where nobody answers
+                "PREFECT_API_URL": "http://127.0.0.1:9/api",  # where nothing answers
                 "GLOO_SOCKET_IFNAME": "lo",
             }
             command = [sys.executable, "-c", script, *arguments, str(rank)]

@@ -49,7 +49,7 @@ class Api:
         return run
 
     def runs_of(self, key: str) -> list[FlowRun]:
-        """As `run_of`, before anybody may have asked for one."""
+        """As `run_of`, where none may exist yet."""
         wanted = FlowRunFilter(idempotency_key=FlowRunFilterIdempotencyKey(any_=[key]))
         with self.client as client:
             return client.read_flow_runs(flow_run_filter=wanted)

@@ -1,4 +1,4 @@
-"""Server and Ray cluster refuse whoever has no credentials; otherwise no stack runs."""
+"""Server and Ray cluster refuse calls without credentials; otherwise no stack runs."""
 
 from pathlib import Path
 

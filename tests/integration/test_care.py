@@ -49,7 +49,7 @@ def run(api: Api, deployment: str, **parameters: Any) -> Any:
 
 
 def table(api: Api, run: Any, root: Path) -> str:
-    """The job's table in the run's page, beside that of the node and Prefect's own artifacts."""
+    """The job's table in the run's page, next to that of the node and Prefect's own artifacts."""
     job = make_artifact_key("", root)
     (found,) = [
         artifact

@@ -67,7 +67,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def history(root: Path) -> None:
-    """Two runs, three steps, a pin, and a metric beside some that are no numbers."""
+    """Two runs, three steps, a pin, and a metric next to some that are no numbers."""
     open_run(root, "first", 0)
     commit_files(root, 10)
     commit_files(root, 20, kind="state_dict")

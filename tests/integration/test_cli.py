@@ -158,7 +158,9 @@ def test_show_of_a_step_that_is_not_committed_is_one_sentence(root: Path) -> Non
     assert "not committed" in done.stderr
 
 
-def test_rewind_asks_first_and_says_what_it_set_aside(root: Path, commit_step: CommitStep) -> None:
+def test_rewind_asks_first_and_says_what_it_quarantined(
+    root: Path, commit_step: CommitStep
+) -> None:
     for step in (10, 20, 30):
         commit_step(step)
     refused = run("rewind", root, 10)  # without a terminal to ask on
@@ -405,7 +407,7 @@ def test_verify_marks_what_is_corrupted_and_ls_shows_it(
     assert "verified at" in run("show", root, 20).stdout
 
 
-def test_reconcile_says_what_it_mended_and_then_that_all_is_well(
+def test_reconcile_says_what_it_repaired_and_then_that_no_problem_is_left(
     root: Path, commit_step: CommitStep, tmp_path: Path
 ) -> None:
     commit_step(10)

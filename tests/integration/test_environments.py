@@ -1,4 +1,4 @@
-"""The client can be installed where people train, as a resolver says that nobody here wrote."""
+"""The client can be installed in the environments of trainers, as an independent resolver says."""
 
 import re
 import subprocess

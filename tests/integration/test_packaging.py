@@ -105,7 +105,7 @@ def test_the_command_starts_from_the_wheel(project: Path, installed: Path) -> No
     assert "trinity-sync ls ckpts" in run(project, installed / "trinity-sync", "--help")
 
 
-def test_the_command_of_a_trainers_environment_gives_way_to_that_of_the_stack(
+def test_the_command_of_a_trainers_environment_starts_that_of_the_stack(
     project: Path, installed: Path, without_stack: Path
 ) -> None:
     path = os.pathsep.join([str(without_stack), str(installed), "/usr/bin", "/bin"])

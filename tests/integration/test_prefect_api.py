@@ -1,4 +1,4 @@
-"""The trainer's calls of Prefect's REST API: to real servers, guarded ones, and wrong ones."""
+"""The trainer's calls of Prefect's REST API: to real, guarded and wrong servers."""
 
 import asyncio
 import json

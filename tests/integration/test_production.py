@@ -38,12 +38,12 @@ KINDS: tuple[Kind, ...] = ("checkpoint", "state_dict")
 
 @pytest.fixture(scope="module")
 def postgres() -> Iterator[str]:
-    """URL of Prefect's database; beside it there is an empty one, ``catalog``."""
+    """URL of Prefect's database; next to it there is an empty database, ``catalog``."""
     if not (tools := Postgres.tools()):
         pytest.skip("no PostgreSQL with pg_trgm; install postgresql and postgresql-contrib")
     with Postgres.running(tools) as server:
         engine = sa.create_engine(driven(server.url), isolation_level="AUTOCOMMIT")
-        with engine.connect() as connection:  # Prefect's has an alembic_version, too
+        with engine.connect() as connection:  # Prefect's also has an alembic_version
             connection.execute(sa.text("CREATE DATABASE catalog"))
         engine.dispose()
         yield server.url
@@ -147,7 +147,7 @@ def test_jobs_on_postgresql_and_with_workers_of_their_own_do_not_meet(
     assert steps == 3
 
 
-def test_each_queue_has_its_place_and_its_runs_take_turns(
+def test_each_queue_has_its_place_and_its_runs_wait_for_one_another(
     stack: StackState, settings: Settings, tmp_path: Path
 ) -> None:
     state = embedded.find(settings)
@@ -178,7 +178,7 @@ def test_each_queue_has_its_place_and_its_runs_take_turns(
         assert first.end_time <= second.start_time
 
 
-def test_nobody_without_the_password_is_let_in_and_it_is_written_nowhere(
+def test_a_call_without_the_password_is_refused_and_it_is_written_nowhere(
     stack: StackState, settings: Settings, tmp_path: Path
 ) -> None:
     with CheckpointCoordinator(tmp_path / "job", settings=settings) as job:

@@ -1,4 +1,4 @@
-"""Trainers of another release beside a job of this one, on one real stack.
+"""Trainers of another release next to a job of this release, on one real stack.
 
 The other release is a copy of the package in which a format is one less or one more.
 """
@@ -93,7 +93,7 @@ def test_a_trainer_of_another_release_is_told_what_to_upgrade_and_its_neighbour_
         assert sorted(path.rpartition(".")[2] for path in kept[spool.folder]) == ["slot", "ticket"]
         assert read_manifest(theirs, 5) is None
 
-    for step in (1, 2, 3):  # beside them, saves are committed and older ones removed
+    for step in (1, 2, 3):  # next to them, saves are committed and older steps removed
         saves.save(step, STATE, keep=1)
         saves.wait_all(90)
     until(lambda: [m.step for m in iter_committed_steps(root)] == [3], "the retention")

@@ -1,4 +1,4 @@
-"""Steps on their way to a store: as a flow run of their own, or as part of the save."""
+"""Steps are copied to a store: by a flow run of their own, or as part of the save."""
 
 import asyncio
 from pathlib import Path

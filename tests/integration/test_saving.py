@@ -180,7 +180,7 @@ def test_a_checkpoint_that_holds_no_more_than_its_steps_sync_commits_all_the_sam
 def test_actor_and_critic_are_one_flow_run_and_one_commit(
     stack: StackState, stack_settings: Settings, root: Path, api: Api
 ) -> None:
-    """A known defect of the system that this one replaces: the critic's save was not counted."""
+    """A defect of the system that trinity_sync replaces: the critic's save was not counted."""
     with CheckpointCoordinator(
         root, roles=["actor", "critic"], settings=stack_settings, require_stack=True
     ) as saves:
@@ -285,7 +285,7 @@ def test_a_clock_that_is_an_hour_ahead_holds_up_neither_a_save_nor_its_retry(
 def test_a_failed_save_function_is_seen_everywhere_and_blocks_nothing_later(
     saves: CheckpointCoordinator, root: Path, api: Api
 ) -> None:
-    """A known defect of the system that this one replaces: ``wait_all()`` hid failed saves."""
+    """A defect of the system that trinity_sync replaces: ``wait_all()`` hid failed saves."""
 
     def fail() -> None:
         raise RuntimeError("no adapter to save")
@@ -299,7 +299,7 @@ def test_a_failed_save_function_is_seen_everywhere_and_blocks_nothing_later(
     run = api.ended(api.run_of(key(saves, 9)).id)
     assert run.state.is_failed()
     (commit,) = (task for task in api.ended_tasks(run, "commit") if kind_of(task) == "commit")
-    assert commit.run_count == 1  # nothing that another attempt could mend
+    assert commit.run_count == 1  # nothing that another attempt could repair
     (page,) = [each.data for each in api.artifacts_of(run) if each.type == "markdown"]
     for words in ("step 9: failed", "no adapter to save", f"trinity-sync retry {root} 9"):
         assert words in page
@@ -311,7 +311,7 @@ def test_a_failed_save_function_is_seen_everywhere_and_blocks_nothing_later(
     assert find_newest(root).step == 12
 
 
-def test_a_component_that_comes_after_its_step_was_handed_over_is_refused(
+def test_a_component_that_comes_after_its_step_was_submitted_is_refused(
     saves: CheckpointCoordinator,
 ) -> None:
     saves.save(19, {"model": STATE})
@@ -369,7 +369,7 @@ def test_a_failed_run_commits_when_it_is_retried(
     require_committed(root, 16)
 
 
-def test_a_save_that_a_later_run_has_left_behind_leaves_no_files(
+def test_a_save_that_a_later_run_has_superseded_leaves_no_files(
     saves: CheckpointCoordinator, root: Path
 ) -> None:
     saves.save(17, {"model": STATE})

@@ -1,4 +1,4 @@
-"""The stack on one machine: started once, mended, stopped without a trace."""
+"""The stack on one machine: started once, repaired, stopped without a trace."""
 
 import os
 import signal
@@ -87,7 +87,7 @@ def test_a_running_stack_keeps_its_settings_and_says_which_are_others_now(
     assert embedded.status(stack_settings, others).changed
 
 
-def test_nobody_else_looks_into_the_folder_of_ray(stack: StackState) -> None:
+def test_no_other_user_reads_the_folder_of_ray(stack: StackState) -> None:
     assert stat.S_IMODE(Path(stack.ray_folder).stat().st_mode) == 0o700
 
 

@@ -1,4 +1,4 @@
-"""A trainer whose environment has the client alone saves through a stack in another one."""
+"""A trainer whose environment has the client alone saves through a stack in another environment."""
 
 import os
 import subprocess

@@ -104,7 +104,7 @@ class Model:
     def superseded(self, run: int, step: int) -> bool:
         """Whether a later run began before this step, or a rewind went back behind this run.
 
-        A run that a rewind went back behind does not count any more.
+        A run that a rewind went back behind no longer counts.
         """
         counting: list[Run] = []
         for number in range(len(self.runs), run, -1):
@@ -173,7 +173,7 @@ class Model:
         return self.pinned | set(self.tags.values()) | self.leased
 
     def kept(self, *, last: int, last_syncs: int) -> set[int]:
-        """The steps that stay, whatever is removed: the newest ones, and those that are needed."""
+        """The steps that stay, whatever is removed: the newest steps, and those that are needed."""
         checkpoints = [step for step in self.by_age() if "checkpoint" in self.steps[step].kinds]
         syncs = [step for step in self.by_age() if "checkpoint" not in self.steps[step].kinds]
         stay = {*checkpoints[-last:], *syncs[-last_syncs:], *self.claimed}

@@ -1,6 +1,6 @@
 """What surrounds a job: its root, other jobs, evaluators and readers; rules of `test_promises`.
 
-Somebody removes, moves or copies a root, and the training starts again; a second job has the same
+A user removes, moves or copies a root, and the training starts again; a second job has the same
 spool; an evaluator asks; readers follow.
 """
 
@@ -71,7 +71,7 @@ class Trainer:
 
 @dataclass(eq=False)
 class Job:
-    """A job, from its first start until its root is removed, beside its model."""
+    """A job, from its first start until its root is removed, and its model."""
 
     root: Path
     number: int
@@ -151,7 +151,7 @@ class World:
         saves=st.integers(0, 2),
     )
     def root_changes(self, what: str, works: bool, saves: int) -> None:
-        """Somebody removes, moves or copies the root, and the training starts again."""
+        """A user removes, moves or copies the root, and the training starts again."""
         root, elsewhere = self.root, self.folder / f"ckpts{next(self.numbers)}"
         model, raised = deepcopy(self.model), dict(self.raised)
         model.leased.clear()

@@ -1,7 +1,7 @@
 """Every byte of every small file is flipped, and every file is cut at every length.
 
 Whatever is altered, the product resumes from a step that was committed, with the state that was
-saved, keeps what is pinned, refuses what was left behind; or it says in an error of its own what is
+saved, keeps what is pinned, refuses what was superseded; or it says in an error of its own what is
 wrong. Shards are altered at many places and are found by verify and by every load.
 """
 
@@ -80,7 +80,7 @@ def test_an_altered_manifest_is_passed_over_for_the_step_before(root: Path) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_altered_iteration_file_moves_no_resume_and_is_mended(root: Path, kind: str) -> None:
+def test_an_altered_iteration_file_moves_no_resume_and_is_repaired(root: Path, kind: str) -> None:
     for where in altered(root / ITERATION_FILES[kind]):
         assert find_newest(root, kind).step == 3, where
         with acquire_commit_lock(root):
@@ -89,9 +89,7 @@ def test_an_altered_iteration_file_moves_no_resume_and_is_mended(root: Path, kin
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_an_altered_run_record_lets_nothing_back_that_was_left_behind(
-    root: Path, number: int
-) -> None:
+def test_an_altered_run_record_lets_no_superseded_step_back(root: Path, number: int) -> None:
     for where in altered(root / f".trinity_sync/runs/{number}.json"):
         with pytest.raises((SupersededError, CommitError)):
             refuse_superseded(root, 1, "1", 4)

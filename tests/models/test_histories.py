@@ -1,5 +1,5 @@
-"""Random histories of saves, crashes, resumes, rewinds, claims, repairs and retentions, beside a
-model of a few sets.
+"""Random histories of saves, crashes, resumes, rewinds, claims, repairs and retentions, next
+to a model of a few sets.
 
 Whatever happened, the newest commit loads with its own state, what is claimed is there, what a
 policy keeps is there, the iteration files name steps that are whole, and nothing comes back from
@@ -115,7 +115,7 @@ class Histories(RuleBasedStateMachine):
         if moment:  # one that dies at any instant is finished by the same call again
             in_a_process(lambda: self._rewind(step), self.folder, die_before=moment)
         self._rewind(step)
-        self.mend()
+        self.repair()
         self.steps = {each: known for each, known in self.steps.items() if each not in newer}
         self.pinned -= newer
         for served in SERVES_AS[kind]:
@@ -165,7 +165,7 @@ class Histories(RuleBasedStateMachine):
         self.leased.pop(step).release()
 
     @rule()
-    def mend(self) -> None:
+    def repair(self) -> None:
         for repair in FILE_REPAIRS:
             assert all(finding.state == "repaired" for finding in repair(self.job.root))
 
@@ -176,7 +176,7 @@ class Histories(RuleBasedStateMachine):
         have = {manifest.step for manifest in iter_committed_steps(self.job.root)}
         assert wanted <= have
         earlier = {step for step, (run, _, _) in self.steps.items() if run < self.fresh}
-        assert have - wanted <= self.crashed | self._resumed_from() | self._pointed_at() | earlier
+        assert have - wanted <= self.crashed | self._resumed_from() | self._in_pointers() | earlier
         self.steps = {step: known for step, known in self.steps.items() if step in have}
         assert not any((self.job.root / ".trinity_sync").glob("trash/*"))
 
@@ -211,7 +211,7 @@ class Histories(RuleBasedStateMachine):
         run = find_newest_run(self.job.root)
         return {run.resumed_from} if run else set()
 
-    def _pointed_at(self) -> set[int | None]:
+    def _in_pointers(self) -> set[int | None]:
         return {read_latest_pointer(self.job.root, kind) for kind in KINDS}
 
     @invariant()

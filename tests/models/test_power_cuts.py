@@ -2,7 +2,7 @@
 
 A whole life is recorded (``powercut``); then each disk that may be left is made, and the product's
 own code is asked what it finds. It must be what a reader could have seen since the last call that
-had returned: the old steps or the new ones, whole, none of them missing, and the same once the
+had returned: the old steps or the new steps, whole, none of them missing, and the same once the
 repairs have run. Of each instant, the disk with all that was done and the one with all that was
 synced are tried always, and ``POWER_CUTS`` others; by default, one at every third instant.
 """
@@ -357,7 +357,7 @@ def test_parts_of_a_manifest_are_durable_before_it_names_them(spool_folder: Path
 
 
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "no_exchange"])
-def test_whenever_the_power_goes_the_old_steps_or_the_new_ones_are_found(
+def test_whenever_the_power_goes_the_old_or_the_new_steps_are_found(
     spool_folder: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
 ) -> None:
     if not exchange:  # as on NFS

@@ -2,7 +2,7 @@
 
 Hypothesis draws the life of a job: trainers that start, resume, save and die; flow runs that are
 doubled, broken off and retried; outages, retention, rewinds, a spool that vanishes. Slots, files,
-commits and the coordinator are the real ones; `prefect_stand_in` plays Prefect and Ray. After each
+commits and the coordinator are real; `prefect_stand_in` plays Prefect and Ray. After each
 rule, what the product says and has on disk is compared with the model. See
 docs/contributing/tests.md.
 
@@ -97,7 +97,7 @@ PARTS = st.sampled_from(
 
 
 class Promises(World, RuleBasedStateMachine):
-    """The jobs of a node, beside their models; rules are of the one whose turn it is."""
+    """The jobs of a node and their models; a rule is of the job whose turn it is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Promises(World, RuleBasedStateMachine):
         self.begin_job(self.folder / "ckpts")
 
     def mount_small(self, folder: Path) -> bool:
-        """Mount a file system with space for a few images; not everybody may."""
+        """Mount a file system with space for a few images; returns whether this user may."""
         folder.mkdir(mode=0o700)
         options = ["-t", "tmpfs", "-o", "size=72k,mode=700", "tmpfs"]
         if subprocess.run(["mount", *options, folder], capture_output=True).returncode:
@@ -252,7 +252,7 @@ class Promises(World, RuleBasedStateMachine):
                 saved.excuse = "functions leave no images that a sweep would find"
         self.end_functions()
         for rank in self.trainers[name].ranks:
-            if how == "SIGKILL":  # nothing is said to anybody, and the kernel releases locks
+            if how == "SIGKILL":  # without a word; the kernel releases the locks
                 rank._watcher.close()
                 rank._run.close()
             else:
@@ -672,7 +672,7 @@ class Promises(World, RuleBasedStateMachine):
         outcomes = [outcome for each in saves for outcome in model.outcomes(each)]
         found = self.loaded(step, {key for each in outcomes for key in each.values})
         fitting = [each for each in outcomes if self.expected(each) == found]
-        assert fitting, f"{what} is committed, and nobody has submitted {found}"
+        assert fitting, f"{what} is committed, and {found} was never submitted"
         model.steps[step] = fitting[0]
         model.steps[step].files |= files
         model.see_what_is_committed(step)
@@ -680,9 +680,9 @@ class Promises(World, RuleBasedStateMachine):
     # ------------------------------------------------------------ steps that stay, and go
 
     @precondition(lambda self: self.model.steps)
-    @rule(which=WHICH, how=st.sampled_from(["pin", "tag", "lease", "nobody claims anything"]))
+    @rule(which=WHICH, how=st.sampled_from(["pin", "tag", "lease", "no claim"]))
     def claim(self, which: int, how: str) -> None:
-        """Somebody needs a step; or nobody needs any."""
+        """A user claims a step, or no step."""
         step = sorted(self.model.steps)[which % len(self.model.steps)]
         if how == "pin":
             pin(self.root, step)
@@ -693,7 +693,7 @@ class Promises(World, RuleBasedStateMachine):
         elif how == "lease" and step not in self.leases:
             self.leases[step] = acquire_lease(self.root, step, "reader")
             self.model.leased.add(step)
-        elif how == "nobody claims anything":
+        elif how == "no claim":
             for claimed in (*self.model.pinned, *self.model.tags):
                 unpin(self.root, claimed)
             for lease in self.leases.values():
@@ -729,7 +729,7 @@ class Promises(World, RuleBasedStateMachine):
         self.model.rewind(step)
         self.job.newest = self.model.newest()  # this was asked for
 
-    # ------------------------------------------------------------ what else happens to a node
+    # ------------------------------------------------------------ what also happens to a node
 
     @property
     def job_spool(self) -> Path:
@@ -738,7 +738,7 @@ class Promises(World, RuleBasedStateMachine):
     @precondition(lambda self: self.job_spool.exists())
     @rule(what=st.sampled_from(["spool vanishes", "spool is copied", "older ticket", "fork"]))
     def mishap(self, what: str) -> None:
-        """Somebody empties /dev/shm or keeps a copy of it, an older client was there, a fork."""
+        """/dev/shm is emptied or copied, an older client was there, a process is forked."""
         if what == "spool vanishes":
             shutil.rmtree(self.job_spool)
             self.images = {name: each for name, each in self.images.items() if each[0] != self.job}
@@ -884,7 +884,7 @@ class Promises(World, RuleBasedStateMachine):
 
     def teardown(self) -> None:
         try:
-            if not sys.exc_info()[0]:  # else the example has failed before
+            if not sys.exc_info()[0]:  # otherwise the example has failed before
                 self.every_save_comes_to_an_end()
         finally:
             with self.open:
@@ -898,7 +898,7 @@ class Promises(World, RuleBasedStateMachine):
             gc.collect()
 
     def every_save_comes_to_an_end(self) -> None:
-        """Each save is committed, superseded, or has failed and somebody was told."""
+        """Each save is committed, superseded, or has failed with a report."""
         self.server.come_back()
         for what in ("works", "sweeps", "works"):
             self.stack_side(what)
@@ -932,7 +932,7 @@ class Promises(World, RuleBasedStateMachine):
                 images = [each for each in self.images.values() if each[0] == self.job]
                 slots = [slot for _, slot, step, *_ in images if step == saved.step]
                 told |= any(Path(f"{slot}.failed").exists() for slot in slots)
-            assert told, f"nobody is told that it was not committed: {saved}"
+            assert told, f"its failure was not reported: {saved}"
 
 
 class Log(logging.Handler):
@@ -959,7 +959,7 @@ class Log(logging.Handler):
 
 def each_start_is_a_process(patch: pytest.MonkeyPatch) -> None:
     """A process takes its own earlier runs over; here each run is to be that of another one."""
-    patch.setattr(run_context, "_living", type("Nobody", (set,), {"add": lambda *_: None})())
+    patch.setattr(run_context, "_living", type("Empty", (set,), {"add": lambda *_: None})())
     patch.setattr(living_run, "WAIT_S", 0.0)
 
 

@@ -77,7 +77,7 @@ def mount_without_plus() -> Iterator[Path]:
 
 @pytest.fixture
 def gate(spool_folder: Path) -> Path:
-    """A pipe: who opens it waits for the other end, across nodes of this machine."""
+    """A pipe: an open of it waits for the other end, across nodes of this machine."""
     os.mkfifo(spool_folder / "gate")
     return spool_folder / "gate"
 
@@ -280,7 +280,7 @@ def test_the_first_claim_of_a_job_is_seen_by_a_node_that_had_found_none(
 def test_a_step_is_known_as_ours_as_soon_as_the_other_node_has_committed_it(
     root: Path, other: Node
 ) -> None:
-    """Else a rank takes it for another system's, and loads what is corrupted."""
+    """Otherwise a rank takes it for another system's, and loads what is corrupted."""
     role_folder = root / "global_step_1/actor"
     role_folder.mkdir(parents=True)
     assert read_run_manifest(root, 1, 1) is None
@@ -443,7 +443,7 @@ def test_a_later_run_on_the_other_node_finds_the_step_that_is_in_its_place(
     assert list(quarantine_folder(root).rglob("global_step_1")), "it was written over"
 
 
-def test_a_step_that_the_other_node_has_committed_anew_is_not_removed_by_an_old_plan(
+def test_a_step_that_the_other_node_has_committed_again_is_not_removed_by_an_old_plan(
     root: Path, spool_folder: Path, other: Node
 ) -> None:
     open_run(root, "old", 0)
@@ -537,7 +537,7 @@ def test_what_replaced_a_step_and_is_still_read_is_left_and_said_once(root: Path
     assert [each.state for each in remove_replaced(root)] == ["repaired"]
 
 
-def test_a_reader_on_the_other_node_has_whole_steps_while_old_ones_are_removed(
+def test_a_reader_on_the_other_node_has_whole_steps_while_old_steps_are_removed(
     root: Path, spool_folder: Path, other: Node
 ) -> None:
     last = 12

@@ -22,7 +22,7 @@ def make_environment(
     Args:
         folder: where; it does not exist yet.
         wheel: what is installed there.
-        extra: of the wheel, whose requirements belong to it, too.
+        extra: of the wheel, whose requirements are also installed.
         also: further packages, with what they need.
     """
     venv.create(folder, symlinks=True)

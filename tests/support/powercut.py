@@ -5,11 +5,11 @@ fsync, so that what happened in between is one change: a name that came or went,
 file. Nothing is mocked but ``os.fsync``, which is passed on. From that, `cuts` derives what POSIX
 lets a file system keep:
 
-- Bytes are certain once their file was synced after them; else the file may have the old ones, the
-  new ones, half of each, zeros, or nothing.
-- A name that came, went or changed is certain once its folder was synced after that; else it may
-  have happened or not, each on its own, in no order. A rename within a folder, of a folder, and an
-  exchange of two happen as a whole. A file that moves between folders may have both names for a
+- Bytes are certain once their file was synced after them. Otherwise the file may have old or new
+  bytes, half of each, zeros, or nothing.
+- A name that came, went or changed is certain once its folder was synced after that. Otherwise it
+  may have happened or not, each on its own, in no order. A rename within a folder, of a folder, and
+  an exchange of two happen as a whole. A file that moves between folders may have both names for a
   while, never none.
 """
 
@@ -26,7 +26,7 @@ from stat import S_ISDIR
 import pytest
 
 RECENT = 4
-"""Uncertain names, the last ones, of which each combination of some sort is tried always."""
+"""The last uncertain names, of which each combination of some sort is tried always."""
 FATES = ("old", "new", "torn", "zeros", "any")
 """Of bytes that were not synced; ``any``: another one for each file."""
 CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.truncate"}
@@ -82,7 +82,7 @@ class Disk:
         return Disk({each: dict(names) for each, names in self.folders.items()}, dict(self.files))
 
     def picture(self, folder: int = 0) -> tuple[object, ...]:
-        """What can be seen of it: equal for disks between which nobody can tell."""
+        """What can be seen of it: equal for disks that cannot be told apart."""
         return tuple(
             (name, self.picture(node) if node <= 0 else (node, self.files.get(node, b"")))
             for name, node in sorted(self.folders.get(folder, {}).items())
@@ -193,7 +193,7 @@ class Recording:
         ]
 
     def _scan(self) -> Disk:
-        """All that is there now; numbers stay with what had a name at the last look, too."""
+        """All that is there now; numbers stay with what also had a name at the last look."""
         found = Disk()
         numbers = {(self.root.stat().st_ino, True): 0}
 

@@ -53,7 +53,7 @@ def make_trainer(
     assert given.device == torch.device("cpu:0")
     # Trainer's torch.load refuses cpu:0, and so its own checkpoints on several CPU ranks
     vars(given)["_setup_devices"] = torch.device("cpu")
-    if "fsdp" in kind:  # Accelerate knows no FSDP on CPU; all else is what a GPU would do
+    if "fsdp" in kind:  # Accelerate knows no FSDP on CPU; the rest is what a GPU would do
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     data = [{"input_ids": row, "labels": row} for row in TOKENS]
     return Trainer(model, given, train_dataset=data, eval_dataset=data, callbacks=callbacks)

@@ -235,7 +235,7 @@ def resume_with_the_callback_of_an_exception(tmp_path: Path, spool: Path) -> Non
     saves = TrinitySyncCallback(root, every_n_steps=1, **commit_here(tmp_path, spool, trigger))
     with pytest.raises(RuntimeError, match="interrupted"):
         fit(Small(), [Interrupt(), saves], steps=4)
-    trigger.settle()
+    trigger.finish()
     resumed = Small()
     fit(resumed, [saves], steps=4, resume=True)
     assert len(resumed.seen) == 2

@@ -31,7 +31,7 @@ class Taken(CommitsHere):
         if request.step < self.step:
             super().submit(request)
         else:
-            self.settle()
+            self.finish()
             (self.folder / f"{request.step}.request").write_text(request.model_dump_json())
 
 

@@ -56,7 +56,7 @@ def one_thread() -> Iterator[None]:
 
 
 class StopAt(TrainerCallback):
-    """Ends the training, as a user does who presses a key."""
+    """Ends the training, as a user does with a key."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -184,7 +184,7 @@ def test_a_hugging_face_trainer_that_has_nothing_to_resume_starts_afresh(
 
 
 class WithMoments(Trainer):
-    """Keeps running moments of its weights, and saves them beside the optimizer and the model."""
+    """Keeps running moments of its weights, and saves them next to the optimizer and the model."""
 
     moments = torch.zeros(16)
     saved_models = 0
@@ -212,7 +212,7 @@ class WithMoments(Trainer):
             self.moments = torch.load(Path(checkpoint) / "moments.pt")
 
 
-def test_what_a_subclass_saves_beside_is_resumed_as_from_trainers_own_checkpoint(
+def test_what_a_subclass_also_saves_is_resumed_as_from_trainers_own_checkpoint(
     one_thread: None, tmp_path: Path, spool_folder: Path
 ) -> None:
     def make(name: str, stop: int = 99) -> tuple[Trainer, TrinitySyncCallback]:
@@ -481,7 +481,7 @@ class Evaluated(TrainerCallback):
             self.saves._get_saves().wait_all()
         except SaveFailedError as error:
             self.failed.append(str(error))
-        self.trigger.settle()  # what is not kept is removed as well
+        self.trigger.finish()  # what is not kept is removed as well
 
 
 def evaluated(

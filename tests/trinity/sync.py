@@ -111,7 +111,7 @@ def test_explorers_get_each_version_by_commits_and_from_memory(
     asyncio.run(story())
 
 
-def test_a_synchronizer_ends_with_the_last_who_used_it(cluster: Any, config: Any) -> None:
+def test_a_synchronizer_ends_with_its_last_user(cluster: Any, config: Any) -> None:
     from tests.trinity.explorer import Module
 
     def is_there() -> bool:

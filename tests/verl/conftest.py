@@ -1,4 +1,4 @@
-"""A stack that has Ray workers of veRL, too, and the tiny model of the example."""
+"""A stack that also has Ray workers of veRL, and the tiny model of the example."""
 
 import os
 import sys

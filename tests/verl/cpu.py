@@ -1,4 +1,4 @@
-"""What veRL 0.9.1 lacks on a CPU, beside a platform of that name; veRL imports it in each process.
+"""What veRL 0.9.1 lacks on a CPU, except a platform of that name; veRL imports it in each process.
 
 ``VERL_USE_EXTERNAL_MODULES`` names it, before our switch. Nothing about saving is touched:
 

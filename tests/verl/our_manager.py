@@ -1,7 +1,7 @@
 """A pytest plugin: veRL's own tests find trinity_sync's manager where veRL's would be.
 
 They expect the files of a save when the call returns, in a folder of any name. So the save is
-waited for here, and the folder becomes a name of the committed one; all else is what users get.
+waited for here, and the folder becomes a name of the committed step; the rest is what users get.
 """
 
 import tempfile

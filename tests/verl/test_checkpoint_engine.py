@@ -77,7 +77,7 @@ def test_rollouts_take_newer_weights_when_they_can_also_once_the_trainer_is_dead
         world.actors.change(step)
         ray.get(
             world.actors.update_weights(global_steps=step, mode="trinity_sync")
-        )  # of nobody else
+        )  # of no other rank
         sent[step] = world.actors.digests()[0]
     assert world.rollouts.digests() == before  # a rollout goes on with what it has
     take_late(world, 13)

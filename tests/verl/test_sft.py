@@ -59,7 +59,7 @@ def story(stack: StackState, world: Path) -> Story:
     return Story(alone, root, uninterrupted, first.losses, resumed)
 
 
-def test_a_killed_training_resumes_at_the_last_step_that_it_handed_over(story: Story) -> None:
+def test_a_killed_training_resumes_at_the_last_step_that_it_submitted(story: Story) -> None:
     begun = list_runs(story.root)[-1].resumed_from
     assert begun == min(story.resumed) - 1
     assert 2 * SAVE_EVERY <= begun < STEPS

@@ -38,7 +38,7 @@ def make_model(seed: int, *, tied: bool = False) -> Qwen2ForCausalLM:
     """
     config = Qwen2Config(
         vocab_size=64,
-        hidden_size=128,  # four heads of 32: vLLM on the CPU takes no smaller ones
+        hidden_size=128,  # four heads of 32: vLLM on the CPU takes no smaller heads
         intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=4,

@@ -265,7 +265,7 @@ def wrap_vacuum_session(
 def begin_transactions_as_writers() -> None:
     """Make the server's SQLite transactions take the write lock when they begin.
 
-    If it is gone, and ``test_prefect_s_own_transactions_refuse_the_slower_one`` fails: remove it.
+    If it is gone, and ``test_prefects_own_transactions_refuse_the_slower_writer`` fails: remove it.
     """
     configuration = look_up("prefect.server.database.configurations.AioSqliteConfiguration")
     begin = look_up(

@@ -47,8 +47,8 @@ class CommitsHere(SaveTrigger):
             finally:
                 self._requests.task_done()
 
-    def settle(self) -> None:
-        """Wait for what follows a commit too: its slots are free then, and old steps pruned."""
+    def finish(self) -> None:
+        """Also wait for what follows a commit: its slots are free then, and old steps pruned."""
         self._requests.join()
 
 

@@ -136,7 +136,7 @@ def refusal(port: int) -> str:
 
 
 @pytest.fixture
-def aside() -> Iterator[ThreadPoolExecutor]:
+def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(1) as thread:
         yield thread
 
@@ -150,10 +150,10 @@ def tied(tiny: Path, tmp_path: Path) -> Path:
 
 
 def test_every_parameter_of_a_sharded_model_comes_once_and_bit_equal_or_all_ranks_raise(
-    tied: Path, tmp_path: Path, aside: ThreadPoolExecutor
+    tied: Path, tmp_path: Path, pool: ThreadPoolExecutor
 ) -> None:
     port = free_port()
-    ranks = aside.submit(on_ranks, train, tied, port, scratch=tmp_path)
+    ranks = pool.submit(on_ranks, train, tied, port, scratch=tmp_path)
     taken = received(port, 2 * len(STRATEGIES))
     model = build(tied)
     expected = dict(model.named_parameters()) | {"model.offsets": model.model.offsets}
@@ -192,11 +192,11 @@ def test_masters_are_sent_after_a_forward_that_left_copies_in_its_own_dtype(
     model(torch.ones(1, 4)).sum().backward()
 
 
-def test_a_rank_without_room_for_a_whole_tensor_leaves_nobody_waiting_for_it(
-    tmp_path: Path, aside: ThreadPoolExecutor
+def test_a_rank_without_room_for_a_whole_tensor_leaves_no_other_rank_waiting(
+    tmp_path: Path, pool: ThreadPoolExecutor
 ) -> None:
     ports = [free_port() for _ in WITHOUT_ROOM]
-    ranks = aside.submit(on_ranks, train_without_room, ports, scratch=tmp_path)
+    ranks = pool.submit(on_ranks, train_without_room, ports, scratch=tmp_path)
     readers = [refusal(port) for port in ports]
     for (_, short), reader, heard in zip(
         WITHOUT_ROOM, readers, zip(*ranks.result(), strict=True), strict=True
@@ -207,12 +207,12 @@ def test_a_rank_without_room_for_a_whole_tensor_leaves_nobody_waiting_for_it(
 
 
 def test_an_engine_without_a_strategy_sends_all_27_of_27_tensors_under_fsdp2(
-    one_rank: None, tiny: Path, aside: ThreadPoolExecutor
+    one_rank: None, tiny: Path, pool: ThreadPoolExecutor
 ) -> None:
     engine = Policy(tiny).engine
     assert not hasattr(engine, "_strategy")
     host = WeightGroupHost(address="127.0.0.1")
-    reader = aside.submit(received, host.port, 1)
+    reader = pool.submit(received, host.port, 1)
     group = host.join(world_size=2, timeout_s=TIMEOUT_S)
     fsdp_sync_weight_nccl(engine, group, version=1)
     ((_, tensors),) = reader.result()

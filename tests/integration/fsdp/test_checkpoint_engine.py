@@ -218,7 +218,7 @@ def test_a_version_that_cannot_be_published_fails_the_update(
     assert same(cached(rollout), weights_of(2))
 
 
-def test_a_new_start_is_not_taken_for_the_last_one(
+def test_a_new_start_is_not_taken_for_the_last_start(
     root: Path, rollout: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = Engine(is_master=True, root=root)

@@ -1,4 +1,4 @@
-"""The images of a real FSDP2 state: laid out once, and filled anew at each save."""
+"""The images of a real FSDP2 state: laid out once, and filled again at each save."""
 
 import io
 from pathlib import Path

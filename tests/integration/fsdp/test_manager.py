@@ -1,4 +1,4 @@
-"""What the checkpoint manager hands over, what it skips, and what it refuses to load."""
+"""What the checkpoint manager saves, what it skips, and what it refuses to load."""
 
 import json
 import logging
@@ -192,7 +192,7 @@ def test_the_log_says_where_a_step_was_restored_from(
     first.save_checkpoint(path(root, 1), 1)
     before = trained.state()
     first.wait_on_save_thread()
-    trigger.settle()
+    trigger.finish()
     if source == "disk":
         for note in (tmp_path / "spool").rglob("*.kept"):
             note.unlink()
@@ -279,7 +279,7 @@ def test_after_a_step_that_cannot_be_loaded_another_one_can(
     trained.step()
     first.save_checkpoint(path(root, 2), 2)
     first.wait_on_save_thread()
-    trigger.settle()
+    trigger.finish()
     for note in (tmp_path / "spool").rglob("*.kept"):
         note.unlink()
     with (Path(path(root, 2)) / "optim_world_size_1_rank_0.pt").open("r+b") as shard:

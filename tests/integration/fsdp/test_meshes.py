@@ -143,7 +143,7 @@ def _manager(trained: Mlp, coordinator: Any = None) -> Any:
 
 
 def _save(layout: str, jobs: Path) -> None:
-    """Save, and put the whole state beside it."""
+    """Save, and put the whole state next to it."""
     import torch.distributed as dist
 
     from tests.integration.fsdp.commits import CommitsHere

@@ -61,7 +61,7 @@ def manager_of(trained: Trained, coordinator: Any = None) -> Any:
 
 
 def save(names: list[str], tiny: Path, jobs: Path) -> None:
-    """Train, save through the manager, and put the whole state beside it."""
+    """Train, save through the manager, and put the whole state next to it."""
     import torch.distributed as dist
 
     from tests.integration.fsdp.commits import CommitsHere
@@ -268,7 +268,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("saved", "by"), CASES)
-def test_model_and_optimizer_are_the_saved_ones_bit_for_bit(
+def test_model_and_optimizer_equal_the_saved_state_bit_for_bit(
     loaded: dict[tuple[str, str], list[dict[str, Any]]], saved: str, by: str
 ) -> None:
     for rank in loaded[saved, by]:
@@ -287,7 +287,7 @@ def test_training_goes_on_as_in_a_run_that_had_the_state_all_along(
 
 
 @pytest.mark.parametrize(("saved", "by"), CASES)
-def test_a_rank_reads_what_it_keeps_and_no_more(
+def test_a_rank_reads_only_what_it_keeps(
     loaded: dict[tuple[str, str], list[dict[str, Any]]], saved: str, by: str
 ) -> None:
     for rank in loaded[saved, by]:

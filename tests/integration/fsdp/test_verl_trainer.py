@@ -184,7 +184,7 @@ def test_the_first_save_says_once_that_the_switch_is_on(
 def test_the_iteration_file_is_left_to_the_commit(
     start: Start, root: Path, config: DictConfig, kind: type, strategy: str
 ) -> None:
-    config.actor_rollout_ref.actor.strategy = strategy  # the driver knows no more of the engine
+    config.actor_rollout_ref.actor.strategy = strategy  # that is all the driver knows of the engine
     trigger = CommitsWhenTold()
     trainer = start(kind, trigger)
     train_to(trainer, 1)
@@ -233,7 +233,7 @@ def test_a_step_of_another_job_is_an_initial_state_and_begins_no_run_there(
     assert len(list_runs(root)) == 1
 
 
-def test_a_resume_waits_for_what_the_run_before_handed_over(
+def test_a_resume_waits_for_what_the_run_before_submitted(
     start: Start, resuming: None, policy: Policy
 ) -> None:
     trigger = CommitsWhenTold()
@@ -296,7 +296,7 @@ def test_a_folder_with_a_dataloaders_position_alone_is_no_checkpoint_of_verl(
     assert find_latest_ckpt_path(str(root)) == str(step_folder(root, 2))
 
 
-def test_an_iteration_file_that_somebody_set_back_is_said_to_have_no_effect(
+def test_an_iteration_file_that_was_set_back_is_said_to_have_no_effect(
     start: Start, resuming: None, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = start()
@@ -313,7 +313,7 @@ def test_an_iteration_file_that_somebody_set_back_is_said_to_have_no_effect(
     assert f"run: trinity-sync rewind {root} 1" in caplog.text
 
 
-def test_an_iteration_file_that_somebody_emptied_stops_no_resume(
+def test_an_emptied_iteration_file_stops_no_resume(
     start: Start, resuming: None, root: Path
 ) -> None:
     trainer = start()
@@ -325,7 +325,7 @@ def test_an_iteration_file_that_somebody_emptied_stops_no_resume(
     assert resumed.global_steps == 1
 
 
-def test_max_ckpt_to_keep_leaves_whole_steps_and_removes_whole_ones(
+def test_max_ckpt_to_keep_keeps_or_removes_a_step_as_a_whole(
     start: Start, config: DictConfig, root: Path
 ) -> None:
     config.trainer.max_actor_ckpt_to_keep = 2
@@ -351,7 +351,7 @@ def test_a_save_because_the_machine_goes_soon_waits_for_its_commit(
     assert read_latest_pointer(root, "checkpoint") == 1
 
 
-def test_a_callback_of_the_user_comes_after_the_hand_over(start: Start) -> None:
+def test_a_callback_of_the_user_comes_after_the_save_is_submitted(start: Start) -> None:
     trainer = start()
     train_to(trainer, 1)
     assert trainer.checkpoint_callback.seen == [(1, True, 1)]

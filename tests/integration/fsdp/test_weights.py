@@ -121,7 +121,7 @@ def test_every_parameter_arrives_once_and_bit_equal(
             assert torch.equal(tensor, expected[name]), name
         with reader.open(version) as view:
             views = dict(view.iter_views())
-            assert views.keys() == expected.keys()  # tied ones under all of their names
+            assert views.keys() == expected.keys()  # tied tensors under all of their names
             assert all(torch.equal(views[name], expected[name]) for name in expected)
 
         fresh = Odd().to(dtype)

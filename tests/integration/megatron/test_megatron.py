@@ -78,7 +78,7 @@ def actor(root: Path, step: int) -> str:
 
 
 def train_and_save(root: Path, tensor: int, *, distributed: bool = True) -> list[float]:
-    """Train three steps and save each, by veRL too; return the losses of two more steps."""
+    """Train three steps and save each, also by veRL; return the losses of two more steps."""
     from tests.integration.megatron.training import Trained
 
     trained = Trained(tensor, distributed=distributed)

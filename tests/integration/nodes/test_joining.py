@@ -23,7 +23,7 @@ from trinity_sync.storage.discovery import require_committed
 
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Settings, Settings]]:
-    """Settings of two machines, which here are two addresses of this one."""
+    """Settings of two machines, which here are two addresses of this machine."""
     spools = [Path(tempfile.mkdtemp(prefix="trinity_sync-test-", dir="/dev/shm")) for _ in "12"]
     first, second = (
         Settings(
@@ -136,7 +136,7 @@ def test_what_is_no_invitation_is_named_and_nothing_is_begun(tmp_path: Path, tex
     assert embedded.find(settings) is None
 
 
-def test_who_could_not_join_has_not_joined(
+def test_a_machine_that_could_not_join_has_not_joined(
     head: StackState, machines: tuple[Settings, Settings], tmp_path: Path
 ) -> None:
     invitation = json.loads((machines[0].home / "join.json").read_text())
@@ -148,7 +148,7 @@ def test_who_could_not_join_has_not_joined(
     assert embedded.find(settings) is None
 
 
-def test_a_head_that_ran_is_mended_where_it_was_whatever_the_shell_says(
+def test_a_head_that_ran_is_restarted_where_it_was_whatever_the_shell_says(
     head: StackState, machines: tuple[Settings, Settings]
 ) -> None:
     before = embedded.find(machines[0])

@@ -86,7 +86,7 @@ def test_readers_on_another_node_share_one_copy(
 ) -> None:
     publish(synchronizer, job, 1, other_node)
     require_has(WeightReader(synchronizer, name="explorer-0"), 1)
-    for step in (2, 3):  # which nobody is told of, and fill the slot of step 1
+    for step in (2, 3):  # not published, and they fill the slot of step 1
         upload(job, step, weights(step))
     require_has(WeightReader(synchronizer, name="explorer-1"), 1)
     asked = [ray.get(synchronizer.get_image_refs.remote(1, 1, [0])) for _ in range(2)]
@@ -104,7 +104,7 @@ def test_where_a_version_was_overwritten_a_newer_one_or_a_commit_is_taken(
     job.stage(3, {"model": weights(3)})
     publish(synchronizer, job, 3, other_node)
     job.commit(3)
-    for step in (4, 5):  # which nobody is told of
+    for step in (4, 5):  # not published
         upload(job, step, weights(step))
     require_has(reader, 3, "checkpoint")
 

@@ -264,8 +264,8 @@ def test_the_port_of_a_host_cannot_be_taken_before_the_trainer_joins() -> None:
         )
         return [(name, tensor.tolist()) for name, tensor in receive_weights(joined)]
 
-    with ThreadPoolExecutor() as aside:
-        received = aside.submit(receive)
+    with ThreadPoolExecutor() as pool:
+        received = pool.submit(receive)
         group = host.join(world_size=2, timeout_s=TIMEOUT_S)
         send_weights([("w", torch.arange(5))], group, version=1)
     assert received.result() == [("w", [0, 1, 2, 3, 4])]
@@ -455,8 +455,8 @@ def test_members_that_chose_different_back_ends_are_named_on_all_sides() -> None
             join(world_size=2, backend=backend, timeout_s=TIMEOUT_S)
         return str(heard.value)
 
-    with ThreadPoolExecutor() as aside:
-        reader = aside.submit(refusal, join, "gloo")
+    with ThreadPoolExecutor() as pool:
+        reader = pool.submit(refusal, join, "gloo")
         heard = [refusal(host.join, "nccl"), reader.result()]
     assert all("rank 0 by nccl, rank 1 by gloo; pass the same backend=" in each for each in heard)
 
@@ -504,8 +504,8 @@ def _gone_once_connected(port: int) -> None:
 
 def test_a_member_that_dies_before_all_are_connected_is_named_at_the_join() -> None:
     host = WeightGroupHost(address="127.0.0.1")
-    with ThreadPoolExecutor() as aside:
-        aside.submit(_gone_once_connected, host.port)
+    with ThreadPoolExecutor() as pool:
+        pool.submit(_gone_once_connected, host.port)
         with pytest.raises(WeightSyncError, match=r"no answer from rank 1 \(host a, pid 1\)"):
             host.join(world_size=2, timeout_s=TIMEOUT_S)
 

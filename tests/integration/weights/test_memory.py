@@ -167,7 +167,7 @@ def test_readers_that_keep_a_base_share_the_deltas(job: Job, synchronizer: Any) 
             train(of, step)
         version = upload(job, step, *states, node=here)
         if by_delta is None:
-            continue  # a version that nobody is told of
+            continue  # a version that is not published
         ray.get(synchronizer.publish.remote(version))
         for reader in readers:
             found = dict(reader.iter_weights())

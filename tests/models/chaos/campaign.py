@@ -10,7 +10,7 @@ from prefect.client.schemas.objects import FlowRun
 
 from tests.integration.prefect_api import Api
 from tests.models.chaos.faults import FAULTS, NEEDS
-from tests.models.chaos.invariants import Commit, Fates, Ledger, fates, violations
+from tests.models.chaos.invariants import Commit, Fates, History, fates, violations
 from tests.models.chaos.report import Report
 from tests.models.chaos.training import RANKS
 from tests.models.chaos.world import Hang, World
@@ -30,7 +30,7 @@ def campaign(report: Report, kinds: Sequence[str] = (), *, on_postgres: bool = F
         kinds: all faults by default; they come in an order by chance, each as often.
         on_postgres: have Prefect's database there, if it is installed.
     """
-    random, minutes, ledger = Random(report.seed), report.minutes, Ledger()
+    random, minutes, history = Random(report.seed), report.minutes, History()
     with World.running(on_postgres=on_postgres) as world:
         here = {"", *world.possible}
         possible = sorted(kind for kind in kinds or FAULTS if NEEDS[kind] in here)
@@ -47,50 +47,50 @@ def campaign(report: Report, kinds: Sequence[str] = (), *, on_postgres: bool = F
                 print(f"{since:4.0f} s  {kind}", end="", flush=True)
                 FAULTS[kind](world, random)
                 over = time.monotonic()
-                world.mend()
+                world.repair()
                 seconds = world.await_commit(over) - over
                 report.recoveries[kind].append(seconds)
                 print(f": a commit {seconds:.1f} s later", flush=True)
-                found = list(violations(world, ledger))
+                found = list(violations(world, history))
                 report.problems += [f"after {kind}: {each}" for each in found]
                 if sum(map(len, report.recoveries.values())) % RECONCILED_EVERY == 0:
                     report.problems += _reconcile(world, grace_s=60.0)
             world.end_training()
-            report.problems += violations(world, ledger)
-            report.fates = _at_rest(world, ledger)
+            report.problems += violations(world, history)
+            report.fates = _at_rest(world, history)
             report.problems += [f"lost: {each}" for each in report.fates.lost]
             report.problems += _reconcile(world, grace_s=0.0)
             report.problems += _left_over(world)
         except Hang as hang:
             report.problems.append(f"HANG: {hang}")
         except TrinitySyncError as error:
-            report.problems.append(f"the stack could not be mended: {error}\n{world.where()}")
+            report.problems.append(f"the stack could not be repaired: {error}\n{world.where()}")
         finally:
             report.problems += world.fell
-            report.starts, report.commits = world.starts, len(ledger.committed)
+            report.starts, report.commits = world.starts, len(history.committed)
             report.versions_read = sum(n["what"] == "read" for n in world.notes("explorer"))
             report.minutes = (time.monotonic() - began) / 60
 
 
-def _at_rest(world: World, ledger: Ledger) -> Fates:
-    """What became of all saves; what an earlier start handed over may still be on its way."""
-    handed_over, deadline = _handed_over(world), time.monotonic() + AT_THE_END_S
+def _at_rest(world: World, history: History) -> Fates:
+    """What became of all saves; those of an earlier start may still be in flight."""
+    submitted, deadline = _submitted(world), time.monotonic() + AT_THE_END_S
     while True:
-        ledger.committed |= world.commits().keys()
-        found = fates(world, ledger, handed_over)
+        history.committed |= world.commits().keys()
+        found = fates(world, history, submitted)
         if not found.lost or time.monotonic() > deadline:
             return found
         time.sleep(1.0)
 
 
-def _handed_over(world: World) -> set[Commit]:
-    """Run and step of the saves of which every rank had handed its part over."""
+def _submitted(world: World) -> set[Commit]:
+    """Run and step of the saves of which every rank had submitted its part."""
     by_rank = [
         {
             (note["run"], note["step"])
             for name in (f"rank{rank}", f"rank{rank}-second")
             for note in world.notes(name)
-            if note["what"] == "handed over"
+            if note["what"] == "submitted"
         }
         for rank in range(RANKS)
     ]
@@ -98,7 +98,7 @@ def _handed_over(world: World) -> set[Commit]:
 
 
 def _reconcile(world: World, grace_s: float) -> list[str]:
-    """Mend what those left behind that were killed, as the schedule does."""
+    """Repair what killed processes left, as the schedule does."""
     run = world.started({"root": str(world.root), "grace_s": grace_s}, "reconcile/reconcile")
 
     def final() -> FlowRun | None:

@@ -1,4 +1,4 @@
-"""A reader that never stops: each newest commit, whole and of one step, while all else breaks."""
+"""A reader that never stops: each newest commit, whole and of one step, while the rest breaks."""
 
 import faulthandler
 import os
@@ -22,7 +22,7 @@ PAUSE_S = 0.3
 def main() -> None:
     root, notes = sys.argv[1], Notes(Path(sys.argv[2]))
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    # there is memory for one Ray cluster: that of the stack serves this training, too
+    # there is memory for one Ray cluster: that of the stack also serves this training
     address = os.environ["TRINITY_SYNC_STACK__RAY__ADDRESS"]
     ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     synchronizer = Synchronizer.get_actor(root=root)

@@ -1,4 +1,4 @@
-"""What is done to a `World`. Each ends its trouble itself, but for what died: that is `World.mend`.
+"""What is done to a `World`. Each ends its trouble itself; `World.repair` restarts what died.
 
 A fault is a function of the world and a source of chance. Those that strike at a moment wait for
 it: a rank about to stage, at it, just sealed, its files half written, its commit near.
@@ -38,7 +38,7 @@ by_trouble = partial(fault, needs="trouble")
 
 
 def moment(world: World, random: Random, what: str = "staging") -> None:
-    """Wait for a rank to note something anew, and then any time up to that of a whole save."""
+    """Wait for the next note of a rank, and then any time up to that of a whole save."""
     since = time.monotonic()
     world.until(
         lambda: any(n["what"] == what and n["at"] > since for n in world.notes()), what, pause=0.002
@@ -60,15 +60,15 @@ def pause_of(process: psutil.Process, seconds: float) -> None:
 
 @fault
 def trainer_rank_killed(world: World, random: Random) -> None:
-    moment(world, random, random.choice(("staging", "handed over")))
+    moment(world, random, random.choice(("staging", "submitted")))
     world.ranks[random.randrange(2)].kill()
     time.sleep(0.2)
     world.kill_training()  # as a launcher does with the others
 
 
 @fault
-def all_ranks_killed_after_hand_over(world: World, random: Random) -> None:
-    moment(world, random, "handed over")
+def all_ranks_killed_after_submitting(world: World, random: Random) -> None:
+    moment(world, random, "submitted")
     world.kill_training()
 
 
@@ -106,21 +106,21 @@ def raylet_killed(world: World, random: Random) -> None:
 
 @fault
 def worker_killed(world: World, random: Random) -> None:
-    moment(world, random, "handed over")
+    moment(world, random, "submitted")
     assert world.stack.worker is not None
     psutil.Process(world.stack.worker.pid).kill()
 
 
 @fault
 def worker_stopped(world: World, random: Random) -> None:
-    moment(world, random, "handed over")
+    moment(world, random, "submitted")
     assert world.stack.worker is not None
     pause_of(psutil.Process(world.stack.worker.pid), random.uniform(1, 10))
 
 
 @fault
 def server_killed(world: World, random: Random) -> None:
-    moment(world, random, random.choice(("staging", "handed over")))
+    moment(world, random, random.choice(("staging", "submitted")))
     assert world.server.server is not None
     server = psutil.Process(world.server.server.pid)
     for each in (*server.children(recursive=True), server):
@@ -137,7 +137,7 @@ def server_stopped(world: World, random: Random) -> None:
 
 @fault
 def network_cut(world: World, random: Random) -> None:
-    moment(world, random, random.choice(("staging", "handed over")))
+    moment(world, random, random.choice(("staging", "submitted")))
     assert world.proxy is not None
     world.proxy.cut()
     time.sleep(random.uniform(0.5, 8))
@@ -154,7 +154,7 @@ def synchronizer_killed(world: World, random: Random) -> None:
 
 @fault
 def explorer_killed(world: World, random: Random) -> None:
-    moment(world, random, "handed over")
+    moment(world, random, "submitted")
     world.kill_explorer()
 
 
@@ -227,7 +227,7 @@ def clock_jumps(world: World, random: Random) -> None:
 
 @partial(fault, needs="postgres")
 def database_killed(world: World, random: Random) -> None:
-    moment(world, random, random.choice(("staging", "handed over")))
+    moment(world, random, random.choice(("staging", "submitted")))
     assert world.postgres is not None
     world.postgres.kill()
     time.sleep(random.uniform(0, 5))
@@ -236,8 +236,8 @@ def database_killed(world: World, random: Random) -> None:
 
 @fault
 def duplicate_trigger(world: World, random: Random) -> None:
-    moment(world, random, "handed over")
-    step = [n["step"] for n in world.notes() if n["what"] == "handed over"][-1]
+    moment(world, random, "submitted")
+    step = [n["step"] for n in world.notes() if n["what"] == "submitted"][-1]
     run = find_newest_run(world.root)
     assert run is not None
     request = SaveRequest(
@@ -263,14 +263,14 @@ def second_trainer(world: World, random: Random) -> None:
     def has_saved() -> bool:
         new = world.notes("rank0-second")[before:]
         ended = any(rank.poll() is not None for rank in (*second, *world.ranks))
-        return ended or "handed over" in [note["what"] for note in new]
+        return ended or "submitted" in [note["what"] for note in new]
 
     try:
         world.until(has_saved, "the second training to save")
         time.sleep(random.uniform(0, 3))
     finally:
         world.kill_training(second)
-        world.kill_training()  # whoever notices, ends both
+        world.kill_training()  # the start that notices ends both
 
 
 def _fill(path: Path) -> None:

@@ -2,7 +2,7 @@
 
 After docs/concepts/save.md: what was said to be committed is there; every commit is whole, of one
 step, and the state of that step to the last bit; the iteration file names a commit; a save that was
-handed over is committed, or somebody was told that it is not.
+submitted is committed, or its failure was reported.
 """
 
 import io
@@ -30,33 +30,33 @@ Commit = tuple[int, int]
 
 
 @dataclass
-class Ledger:
+class History:
     """What was seen over the whole campaign."""
 
     expected: Expected = field(default_factory=Expected)
     committed: set[Commit] = field(default_factory=set)
-    """Ever seen; retention takes the older ones away."""
+    """Ever seen; retention removes older commits."""
     checked: set[tuple[Commit, float]] = field(default_factory=set)
     acknowledged: Commit = (0, 0)
     """The newest that a training was told of."""
 
 
-def violations(world: World, ledger: Ledger) -> Iterator[str]:
+def violations(world: World, history: History) -> Iterator[str]:
     """What does not hold now, while everything is under way."""
-    yield from _newest_is_no_older(world, ledger)
+    yield from _newest_is_no_older(world, history)
     commits = world.commits()
-    ledger.committed |= commits.keys()
+    history.committed |= commits.keys()
     for commit, manifest in sorted(commits.items()):
-        if (commit, manifest.committed_at) not in ledger.checked:
-            yield from _whole(world, manifest, ledger)
-            ledger.checked.add((commit, manifest.committed_at))
+        if (commit, manifest.committed_at) not in history.checked:
+            yield from _whole(world, manifest, history)
+            history.checked.add((commit, manifest.committed_at))
     yield from _verl_finds_a_commit(world)
     for note in world.notes("explorer"):
         if note["what"] in ("torn", "went back"):
             yield f"the explorer read what it must not: {note}"
 
 
-def _newest_is_no_older(world: World, ledger: Ledger) -> Iterator[str]:
+def _newest_is_no_older(world: World, history: History) -> Iterator[str]:
     """Than what the training was told before."""
     told = [
         step
@@ -67,18 +67,18 @@ def _newest_is_no_older(world: World, ledger: Ledger) -> Iterator[str]:
     ]
     found = find_newest(world.root)
     have = (found.run, found.step) if found else (0, 0)
-    runs = {step: run for run, step in sorted(ledger.committed | world.commits().keys())}
+    runs = {step: run for run, step in sorted(history.committed | world.commits().keys())}
     known = [(runs[step], step) for step in told if step in runs]
     for step in set(told) - runs.keys():
         if step > have[1]:
             yield f"step {step} was said to be committed and was never seen; the newest is {have}"
-    ledger.acknowledged = max([ledger.acknowledged, *known])
-    if have < ledger.acknowledged:
-        yield f"the newest commit is {have}, but {ledger.acknowledged} was acknowledged"
+    history.acknowledged = max([history.acknowledged, *known])
+    if have < history.acknowledged:
+        yield f"the newest commit is {have}, but {history.acknowledged} was acknowledged"
     whole = sorted(known)[-KEEP:]
     for run, step in whole:
-        newer = [each for each in ledger.committed if each > (run, step)]
-        if (run, step) >= ledger.acknowledged and len(newer) < KEEP and not _is_there(world, step):
+        newer = [each for each in history.committed if each > (run, step)]
+        if (run, step) >= history.acknowledged and len(newer) < KEEP and not _is_there(world, step):
             yield f"step {step} of run {run} was acknowledged and is not there"
 
 
@@ -89,8 +89,8 @@ def _is_there(world: World, step: int) -> bool:
     return False
 
 
-def _whole(world: World, manifest: Manifest, ledger: Ledger) -> Iterator[str]:
-    """A commit that nobody has looked at yet: digests, then what ``torch.load`` makes of it."""
+def _whole(world: World, manifest: Manifest, history: History) -> Iterator[str]:
+    """A commit that was not checked yet: digests, then what ``torch.load`` makes of it."""
     what = f"step {manifest.step} of run {manifest.run}"
     try:
         if corruption := read_corruption(world.root, manifest.step):
@@ -109,7 +109,7 @@ def _whole(world: World, manifest: Manifest, ledger: Ledger) -> Iterator[str]:
     for rank, state in enumerate(states):
         if state["extra_state"] != {"step": manifest.step, "rank": rank}:
             yield f"{what} has {state['extra_state']} for rank {rank}"
-        if digest(state) != ledger.expected[manifest.step]:
+        if digest(state) != history.expected[manifest.step]:
             yield f"{what}: the state of rank {rank} is not that of the step"
 
 
@@ -142,18 +142,18 @@ def _verl_finds_a_commit(world: World) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Fates:
-    """What became of the saves that all ranks had handed over."""
+    """What became of the saves that all ranks had submitted."""
 
     committed: int
     refused: int
-    """Left behind by a later run, as they must be."""
+    """Superseded by a later run, as they must be."""
     told: list[str]
     """Failed, and said so."""
     lost: list[str]
-    """Neither: there must be none."""
+    """Neither committed nor reported: there must be none."""
 
 
-def fates(world: World, ledger: Ledger, handed_over: set[Commit]) -> Fates:
+def fates(world: World, history: History, submitted: set[Commit]) -> Fates:
     """Ask for each save, once all is at rest, what became of it."""
     runs = {run.number: run for run in list_runs(world.root)}
     failures = "\n".join(  # a line each
@@ -164,7 +164,7 @@ def fates(world: World, ledger: Ledger, handed_over: set[Commit]) -> Fates:
     )
     logs = world.log("rank0") + world.log("rank1") + world.log("rank0-second")
     told, lost, refused, pruned = [], [], 0, 0
-    open_ = sorted(handed_over - ledger.committed)
+    open_ = sorted(submitted - history.committed)
     for run, step in open_:
         if find_superseding_run(runs.values(), run, step):
             refused += 1
@@ -172,7 +172,7 @@ def fates(world: World, ledger: Ledger, handed_over: set[Commit]) -> Fates:
         fields = {"run_key": runs[run].key, "identity": read_identity(world.root)}
         request = SaveRequest(root=str(world.root), run=run, step=step, **fields)
         states = [each.state_name for each in Api().runs_of(request.key)]
-        newer = [each for each in ledger.committed if each > (run, step)]
+        newer = [each for each in history.committed if each > (run, step)]
         if "Completed" in states and len(newer) >= KEEP:  # and removed, between two looks
             pruned += 1
             continue
@@ -182,4 +182,4 @@ def fates(world: World, ledger: Ledger, handed_over: set[Commit]) -> Fates:
             told.append(f"step {step} of run {run}: {states} {''.join(why[:1])[:300]}")
         else:
             lost.append(f"step {step} of run {run}: flow runs {states}")
-    return Fates(len(handed_over & ledger.committed) + pruned, refused, told, lost)
+    return Fates(len(submitted & history.committed) + pruned, refused, told, lost)

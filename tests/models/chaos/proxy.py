@@ -1,4 +1,4 @@
-"""The network between the Prefect server and everybody else: a relay that can be cut."""
+"""The network between the Prefect server and its clients: a relay that can be cut."""
 
 import socket
 import ssl
@@ -22,7 +22,7 @@ class Proxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
-        """Break all connections, and refuse new ones."""
+        """Break all connections, and refuse further connections."""
         self._cut = True
         for each in list(self._open):
             with suppress(OSError):
@@ -51,7 +51,7 @@ class Proxy:
                 continue
             try:
                 client = self._tls.wrap_socket(client, server_side=True) if self._tls else client
-            except OSError:  # who does not trust the certificate
+            except OSError:  # the client does not trust the certificate
                 server.close()
                 continue
             self._open |= {client, server}

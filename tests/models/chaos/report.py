@@ -13,7 +13,7 @@ class Report:
     seed: int
     minutes: float
     recoveries: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Seconds from a fault's end to the commit of a step that was handed over after it."""
+    """Seconds from a fault's end to the commit of a step that was submitted after it."""
     problems: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     starts: int = 0
@@ -39,7 +39,7 @@ class Report:
         if self.fates:
             lines += [
                 "",
-                f"Of the saves that all ranks had handed over, {self.fates.committed} were "
+                f"Of the saves that all ranks had submitted, {self.fates.committed} were "
                 f"committed, {self.fates.refused} left behind by a resume, {len(self.fates.told)} "
                 f"failed and said so, {len(self.fates.lost)} lost.",
                 *(f"- failed: {each}" for each in self.fates.told),

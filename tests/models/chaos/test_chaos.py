@@ -1,4 +1,4 @@
-"""A short campaign with a fixed seed; ``make chaos`` runs longer ones."""
+"""A short campaign with a fixed seed; ``make chaos`` runs longer campaigns."""
 
 import pytest
 

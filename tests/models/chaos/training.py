@@ -1,7 +1,7 @@
 """A real training, tiny and exact: two gloo ranks, whose state at a step is the same in every run.
 
-So whoever reads a step can tell whether it is that of one instant, to the last bit. Run as a rank
-it resumes from the newest commit, hands a step over after the other, notes what it does as lines of
+So a reader of a step can tell whether it is that of one instant, to the last bit. Run as a rank,
+it resumes from the newest commit, submits one step after another, notes what it does as lines of
 JSON, and ends when the file ``stop`` appears.
 """
 
@@ -103,7 +103,7 @@ class Expected:
 
 
 class Notes:
-    """Lines of what a process did, for whoever looks on; `time.monotonic` is the same for all."""
+    """Lines of what a process did, for other processes; `time.monotonic` is the same in all."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)
@@ -138,20 +138,20 @@ def train(root: str, rank: int, rendezvous: str, notes: Notes, stop: Path) -> No
                 notes("failed", steps=[step], why=str(error))
             else:
                 run = run or next(each.number for each in list_runs(root) if each.key == key)
-                notes("handed over", step=step, run=run)
+                notes("submitted", step=step, run=run)
                 waiting.append(step)
         if step % WAIT_EVERY == 0:
-            waiting = settle(saves, waiting, notes, timeout=60.0)
+            waiting = await_saves(saves, waiting, notes, timeout=60.0)
         time.sleep(STEP_S)
-    settle(saves, waiting, notes, timeout=120.0)
+    await_saves(saves, waiting, notes, timeout=120.0)
     saves.close()
     notes("ended")
 
 
-def settle(
+def await_saves(
     saves: CheckpointCoordinator, waiting: list[int], notes: Notes, timeout: float
 ) -> list[int]:
-    """Wait for what was handed over, and note what became of it; returns what is still open."""
+    """Wait for the submitted saves and note their outcomes; returns those still in flight."""
     try:
         saves.wait_all(timeout)
     except SaveTimeoutError as error:

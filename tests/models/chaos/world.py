@@ -35,11 +35,11 @@ T = TypeVar("T")
 
 DISK_MB, SPOOL_MB = 150, 64
 WAIT_S = 240.0
-"""Until something counts as hanging, on a machine that has other work, too."""
+"""Until something counts as hanging, on a machine that also has other work."""
 
 
 class Hang(Exception):
-    """Something did not happen in time; the message says what, and where everybody stood."""
+    """Something did not happen in time; the message says what, and what each process did."""
 
 
 class World:
@@ -87,7 +87,7 @@ class World:
                 world.postgres = open_ones.enter_context(Postgres.running(tools))
             open_ones.callback(world._end)
             world._mount()
-            world.mend()
+            world.repair()
             yield world
 
     @property
@@ -121,11 +121,13 @@ class World:
     # ------------------------------------------------------------ putting it right
 
     def _started_server(self) -> bool:
-        if not self.server.lives:  # or no more: another process may have taken the port just now
+        if (
+            not self.server.lives
+        ):  # or it has ended: another process may have taken the port just now
             self.server = services.start_server(self._server_settings, StackSettings(), self.server)
         return services.is_server_ready(self.server)
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """Start whatever does not run."""
         if not self.server.lives:
             database = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
@@ -259,22 +261,22 @@ class World:
         return self.until(ask, f"a run of {deployment}", pause=1.0)
 
     def await_commit(self, after: float) -> float:
-        """Until a step that was handed over after that time is committed; returns when."""
+        """Until a step that was submitted after that time is committed; returns when."""
 
         def ask() -> float | None:
             if not (self._trains and self.stack.lives and self.server.lives):
-                self.mend()  # it may notice late what it has lost
+                self.repair()  # it may notice late what it has lost
             since = {
                 (note["run"], note["step"])
                 for note in self.notes()
-                if note["what"] == "handed over" and note["at"] > after
+                if note["what"] == "submitted" and note["at"] > after
             }
             return time.monotonic() if max(self.commits(), default=(0, 0)) in since else None
 
         return self.until(ask, "a commit after the fault")
 
     def where(self) -> str:
-        """Where everybody stands: last notes, stacks, ends of logs."""
+        """What each process does: last notes, stacks, ends of logs."""
         for each in (*self.ranks, self.explorer):
             if each and each.poll() is None:
                 each.send_signal(signal.SIGUSR1)

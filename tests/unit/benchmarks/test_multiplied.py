@@ -97,7 +97,7 @@ def test_a_database_tells_its_rows_and_what_they_take(filled: Filled) -> None:
     assert database.in_use() < empty + (full - empty) // 2
 
 
-def test_copied_steps_are_committed_ones(tmp_path: Path) -> None:
+def test_copied_steps_are_committed(tmp_path: Path) -> None:
     content = b"a shard"
     folder = step_folder(tmp_path, 9) / "actor"
     folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""How far a long command is: shown to a person at a terminal, and to nobody else."""
+"""The progress of a long command: shown to a person at a terminal only."""
 
 import os
 import pty
@@ -60,7 +60,7 @@ def at_a_terminal(*arguments: object, home: Path) -> tuple[str, str]:
     ("command", "unit"),
     [(["verify", "ROOT"], "bytes"), (["jobs", "reindex", "ROOT"], "2/2")],
 )
-def test_a_terminal_shows_a_bar_beside_the_output_and_a_pipe_gets_the_output_alone(
+def test_a_terminal_shows_a_bar_next_to_the_output_and_a_pipe_gets_the_output_alone(
     tmp_path: Path, command: list[str], unit: str
 ) -> None:
     root = tmp_path / "ckpts"

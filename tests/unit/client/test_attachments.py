@@ -201,7 +201,7 @@ def test_a_save_whose_flow_failed_and_is_called_again_commits_all_of_it(
     assert saves.attachment(4, "position") == b"17"
     assert require_committed(job.root, 4).find_file("actor/config.json")
     assert torch.equal(load_states(job.root, 4, "actor")["optim"]["m"], states["optim"]["m"])
-    saves._watcher._trigger.settle()
+    saves._watcher._trigger.finish()
     assert not [each for each in job.spool.tickets()[0] if each.ticket.step == 4]
 
 

@@ -1,4 +1,4 @@
-"""Whoever waits for a save hears of its end, whatever the file system does meanwhile."""
+"""Every wait for a save learns of its end, whatever the file system does meanwhile."""
 
 import asyncio
 import gc
@@ -72,7 +72,7 @@ def test_an_error_of_the_file_system_ends_no_watcher(
     assert len([each for each in caplog.records if "Cannot read the status" in each.message]) == 1
 
 
-def test_images_that_join_a_save_in_the_instant_it_is_settled_are_followed(job: Job) -> None:
+def test_images_that_join_a_save_in_the_instant_it_ends_are_followed(job: Job) -> None:
     class Joined(CommitWatcher):
         """As if the training thread submitted the step again between look and end."""
 
@@ -122,7 +122,7 @@ def test_a_process_that_ran_out_of_files_goes_on_to_follow_its_saves(job: Job) -
     gc.collect()  # what asyncio could not make warns within this test
 
 
-def test_nobody_waits_for_a_watcher_that_is_closed(job: Job) -> None:
+def test_no_call_waits_for_a_watcher_that_is_closed(job: Job) -> None:
     job.stage(4, {"model": {"w": torch.zeros(3)}})
     watcher = CommitWatcher(SaveTrigger(Settings(), "http://127.0.0.1:9/api"), job.spool)
     watcher.follow(job.request(4))
@@ -138,7 +138,7 @@ def test_nobody_waits_for_a_watcher_that_is_closed(job: Job) -> None:
     watcher.close()
 
 
-def test_who_waits_for_long_is_told_once_what_for(
+def test_a_long_wait_is_reported_once_with_its_save(
     job: Job, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trinity_sync.client.commit_watcher.SAY_S", 0.1)
@@ -287,7 +287,7 @@ def test_a_manifest_is_read_again_only_when_it_has_changed(
 
 
 class Hanging(BaseHTTPRequestHandler):
-    """Creates flow runs, and never answers who asks for one."""
+    """Creates flow runs, and never answers a read of one."""
 
     asked: ClassVar[list[str]] = []
     over = threading.Event()
@@ -507,7 +507,7 @@ def test_an_image_that_comes_after_the_commit_is_compared_with_it_also_without_a
         assert "model of step 4, role actor, rank 0 is not saved" in failures[0]
 
 
-def test_a_save_that_was_refused_has_not_failed_once_it_is_handed_over_again(
+def test_a_save_that_was_refused_has_not_failed_once_it_is_submitted_again(
     tmp_path: Path,
 ) -> None:
     (request,) = requests_in(tmp_path, [4], components=())
@@ -722,7 +722,7 @@ def _drop_a_coordinator(root: Path, spool: Path, home: Path) -> None:
     saves = CheckpointCoordinator(root, settings=settings, trigger=trigger)
     saves.save(4, {"model": {"w": torch.ones(3)}})
     saves.wait_all()
-    trigger.settle()
+    trigger.finish()
     thread = saves._watcher._thread
     assert thread is not None
     assert list_descriptors() != before

@@ -59,7 +59,7 @@ def test_a_coordinator_writes_the_settings_that_it_is_given(root: Path, spool_fo
         assert read_job_settings(root).keep == "last=3"
 
 
-def test_jobs_beside_each_other_have_policies_of_their_own(tmp_path: Path) -> None:
+def test_jobs_next_to_each_other_have_policies_of_their_own(tmp_path: Path) -> None:
     for name, keep in (("one", "last=1"), ("other", "last=9")):
         (tmp_path / name).mkdir()
         set_job_settings(tmp_path / name, {"keep": keep})
@@ -163,7 +163,7 @@ def give_away(file: Path) -> None:
     [give_away, lambda file: file.chmod(0o664), lambda file: file.chmod(0o646)],
     ids=["owner", "group", "others"],
 )
-def test_a_remote_counts_only_from_a_file_that_nobody_else_may_write(
+def test_a_remote_counts_only_from_a_file_that_no_other_user_may_write(
     root: Path,
     given: Callable[[Path], object],
     caplog: pytest.LogCaptureFixture,

@@ -142,7 +142,7 @@ def log_of(job: Job) -> str:
     return "".join(path.read_text() for path in job.root.glob(".trinity_sync/outcomes/*.jsonl"))
 
 
-def test_a_rank_sees_a_commit_in_the_root_and_asks_nobody(pair: Job) -> None:
+def test_a_rank_sees_a_commit_in_the_root_and_asks_no_server(pair: Job) -> None:
     asked: list[tuple[str, str]] = []
     with server({}, asked=asked) as url, rank_of(pair, 1, url, images_of(pair, 1)) as other:
         other.begin_to_wait()
@@ -179,7 +179,7 @@ def test_a_rank_that_waits_late_knows_how_long_its_commit_took(pair: Job) -> Non
     other.close()
 
 
-def test_a_rank_hears_from_rank_0_of_a_failure_and_asks_nobody(pair: Job) -> None:
+def test_a_rank_hears_from_rank_0_of_a_failure_and_asks_no_server(pair: Job) -> None:
     request = request_of(pair)
     with (
         server({"/flow_runs/filter": flow_run(request, "FAILED")}) as url,

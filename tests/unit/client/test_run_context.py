@@ -11,7 +11,7 @@ from trinity_sync.retention.prune import remove_steps
 from trinity_sync.retention.step_infos import list_step_infos
 
 
-def test_a_run_that_begins_anew_where_steps_are_is_told_once(
+def test_a_run_that_loads_nothing_where_steps_are_is_told_once(
     job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert RunContext(job.root, "first").get().number == 1

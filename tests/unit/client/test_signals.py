@@ -23,7 +23,7 @@ from trinity_sync.storage.restore import load_states
 
 @pytest.fixture
 def others() -> Iterator[list[int]]:
-    """What somebody else's handler of SIGUSR1 has seen."""
+    """What another program's handler of SIGUSR1 has seen."""
     seen: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda signum, _: seen.append(signum))
     yield seen
@@ -122,7 +122,9 @@ def test_what_interrupts_an_emergency_save_ends_it(coordinator_of: Open) -> None
         coordinator_of().emergency_save(4, {"model": Interrupts()}, deadline_s=5)
 
 
-def test_who_takes_the_signal_later_keeps_it(coordinator_of: Open, others: list[int]) -> None:
+def test_the_coordinator_that_takes_the_signal_later_keeps_it(
+    coordinator_of: Open, others: list[int]
+) -> None:
     first, second = coordinator_of(), coordinator_of()
     first.on_preemption(signal.SIGUSR1)
     second.on_preemption(signal.SIGUSR1)

@@ -58,7 +58,7 @@ def trained() -> Trained:
 
 @pytest.fixture
 def checkpoint(trained: Trained, tmp_path: Path) -> Path:
-    """What somebody else saved."""
+    """What another program saved."""
     dcp.save(trained.states, checkpoint_id=tmp_path / "theirs", no_dist=True)
     return tmp_path / "theirs"
 

@@ -58,7 +58,7 @@ def tiny(*, tied: bool = False, layers: int = 2) -> Any:
 
 
 def shards(state: State, mesh_shape: tuple[int, ...]) -> list[State]:
-    """What each rank of an FSDP mesh holds; torch's own process group that talks to nobody."""
+    """What each rank of an FSDP mesh holds; torch's own process group, without other members."""
     names = ("fsdp",) if len(mesh_shape) == 1 else ("ddp", "fsdp")
     found: list[State] = []
     for rank in range(torch.Size(mesh_shape).numel()):

@@ -79,7 +79,9 @@ def test_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("nice", "then"), [(5, 5), (19, 19), (1, 3), (0, 3)])
-def test_who_yields_more_already_keeps_to_it_without_a_privilege(nice: int, then: int) -> None:
+def test_a_thread_that_yields_more_already_keeps_to_it_without_a_privilege(
+    nice: int, then: int
+) -> None:
     child = os.fork()
     if child == 0:
         try:

@@ -37,8 +37,8 @@ from trinity_sync.storage import leases, metrics, restore
 from trinity_sync.storage.leases import acquire_lease, acquire_removal_lock, list_leases
 from trinity_sync.storage.metrics import MetricsLog, read_metrics
 
-SOMEBODY = 12345
-"""The number of a user, and of a group, that is nobody else's."""
+ANOTHER_USER = 12345
+"""The number of a user, and of a group, that is no other's."""
 
 
 @contextmanager
@@ -134,10 +134,10 @@ HANGING = """
     assert hanging.is_alive()
     print("ready", flush=True)
     """
-"""A thread opens a pipe that nobody writes to: it hangs, as a file of a server that is away."""
+"""A thread opens a pipe without a writer: it hangs, as a file of a server that is away."""
 
 
-def test_who_forks_or_opens_another_file_does_not_wait_for_a_file_server_that_is_away(
+def test_a_fork_or_another_open_does_not_wait_for_a_file_server_that_is_away(
     tmp_path: Path,
 ) -> None:
     hangs, lock = tmp_path / "hangs", tmp_path / "lock"
@@ -202,7 +202,7 @@ def test_a_child_of_a_killed_process_keeps_none_of_its_locks(
         slot = Slot(path)
         assert slot.try_lock()
         slot.unlock()
-        slot.close(remove=True)  # nobody else keeps it
+        slot.close(remove=True)  # no other process keeps it
         assert not path.exists()
 
 
@@ -457,8 +457,8 @@ def as_another_user(body: object, *groups: int) -> None:
     if (child := os.fork()) == 0:
         try:
             os.setgroups(groups)
-            os.setgid(SOMEBODY)
-            os.setuid(SOMEBODY)
+            os.setgid(ANOTHER_USER)
+            os.setuid(ANOTHER_USER)
             body()  # type: ignore[operator]
             os._exit(0)
         except BaseException as error:
@@ -508,7 +508,7 @@ def test_all_users_who_may_write_into_a_root_use_its_locks(
     os.umask(0o077)
     private = open_to_all.root / ".trinity_sync"
     private.mkdir(exist_ok=True)
-    os.chown(private, -1, SOMEBODY + 1)
+    os.chown(private, -1, ANOTHER_USER + 1)
     private.chmod(0o2770)
 
     def take(*names: str) -> None:
@@ -517,23 +517,23 @@ def test_all_users_who_may_write_into_a_root_use_its_locks(
                 assert not both
 
     take("ours")
-    as_another_user(lambda: take("ours", "theirs"), SOMEBODY + 1)
+    as_another_user(lambda: take("ours", "theirs"), ANOTHER_USER + 1)
     take("ours", "theirs")
-    assert (private / "theirs").stat().st_uid == SOMEBODY
+    assert (private / "theirs").stat().st_uid == ANOTHER_USER
     private.chmod(0o700)
-    os.chown(private, SOMEBODY, -1)
+    os.chown(private, ANOTHER_USER, -1)
     take("of root in a folder of theirs")
     as_another_user(lambda: take("of root in a folder of theirs"))
 
 
-def test_who_finds_a_lock_that_another_user_is_making_waits_until_it_is_made(
+def test_a_lock_that_another_user_is_making_is_waited_for(
     open_to_all: Job, no_umask: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     private = open_to_all.root / ".trinity_sync"
     private.mkdir(exist_ok=True)
     private.chmod(0o777)
     lock = private / "lock"
-    lock.touch(0o600)  # and the next thing that is done with it is to open it to those who may
+    lock.touch(0o600)  # and next it is opened to the users of the folder
     (asked, ask), (answered, answer) = os.pipe(), os.pipe()
 
     def go_on() -> None:

@@ -67,7 +67,7 @@ def fit(
             error = raised
         finally:
             adapter.end(trainer, error)
-            here["trigger"].settle()
+            here["trigger"].finish()
         return losses
 
     return run

@@ -236,7 +236,7 @@ def test_a_later_run_resumes_from_a_step_of_dcp(coordinator_of: Open) -> None:
     second.resumed_from(2)
     writer = DcpSaver(second).writer(3, keep=2)
     dcp.async_save({"w": torch.ones(3)}, storage_writer=writer, async_stager=writer).result(30)
-    trigger.settle()
+    trigger.finish()
     assert [require_committed(second.root, step).run for step in (2, 3)] == [1, 2]
     assert steps_on_disk(second.root) == [2, 3]
 
@@ -296,7 +296,7 @@ def test_a_later_save_that_cannot_be_staged_is_raised_likewise_and_training_goes
     saves = coordinator_of(trigger=trigger)
     saver = DcpSaver(saves)
     save(saver, 1, {"w": torch.ones(3)}).result(30)
-    trigger.settle()
+    trigger.finish()
     with no_file_above(4 << 20):
         too_large = save(saver, 2, {"w": torch.ones(4 << 20)})
     unpicklable = save(saver, 3, {"w": torch.ones(3), "f": lambda: None})

@@ -13,7 +13,7 @@ from trinity_sync.integrations.after_import import Patch, patch_after_import
 
 @pytest.fixture
 def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Name of a module that nobody has imported yet."""
+    """Name of a module that was not imported yet."""
     (tmp_path / "somebody_elses.py").write_text("said = ['theirs']\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))

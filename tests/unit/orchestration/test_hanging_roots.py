@@ -300,7 +300,7 @@ def test_a_root_that_hangs_while_it_is_mirrored_keeps_no_lock_of_the_catalog(
 ) -> None:
     manifest = step_folder(job.root, 1) / MANIFEST
     manifest.unlink()
-    os.mkfifo(manifest)  # who opens it waits for a writer
+    os.mkfifo(manifest)  # an open of it waits for a writer
     with open_catalog(get_catalog_url(settings)) as engine:
         threading.Thread(target=mirror, args=(engine, job.root, [1]), daemon=True).start()
         time.sleep(0.2)

@@ -94,7 +94,7 @@ def test_a_worker_that_starts_knows_where_the_jobs_of_its_node_stand(
     assert newest_step(port) == 7
 
 
-def test_a_worker_knows_where_the_others_stand_beside_a_job_of_another_release(
+def test_a_worker_knows_the_other_jobs_next_to_a_job_of_another_release(
     job: Job, tmp_path: Path
 ) -> None:
     settings = Settings(home=tmp_path)
@@ -106,7 +106,7 @@ def test_a_worker_knows_where_the_others_stand_beside_a_job_of_another_release(
     assert newest_step(WorkerMetrics().serve(settings, at(free_port()))) == 7
 
 
-def test_a_root_that_was_begun_anew_is_not_where_the_old_one_was(job: Job, tmp_path: Path) -> None:
+def test_a_recreated_root_is_not_at_the_step_of_the_old_root(job: Job, tmp_path: Path) -> None:
     metrics, settings = WorkerMetrics(), Settings(home=tmp_path)
     metrics.count_committed_save(request(job, 40, 2, "old"), [], **TIMES)
     for step in (3, 2):  # the second is late
@@ -120,7 +120,7 @@ def test_a_root_that_hangs_does_not_hold_up_a_workers_start(job: Job, tmp_path: 
     manifest = job.root / "global_step_7/manifest.json"
     manifest.parent.mkdir()
     (job.root / ITERATION_FILES["checkpoint"]).write_text("7")
-    os.mkfifo(manifest)  # whoever opens it waits until somebody writes
+    os.mkfifo(manifest)  # an open of it waits for a writer
     metrics = WorkerMetrics()
     port = metrics.serve(settings, at(free_port()))
     metrics.count_committed_save(request(job, 8), [], **TIMES)

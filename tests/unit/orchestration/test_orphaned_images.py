@@ -110,7 +110,7 @@ def test_a_commit_that_died_does_not_move_the_pointer_back(job: Job) -> None:
     assert job.spool.tickets() == ([], [])
 
 
-def test_a_commit_that_died_and_was_left_behind_is_not_pointed_at(job: Job) -> None:
+def test_a_commit_that_died_and_was_superseded_does_not_move_the_pointer(job: Job) -> None:
     open_run(job.root, "first", 0)
     job.stage(4, {"model": {"w": torch.ones(10)}})
     job.commit(4)
@@ -232,7 +232,9 @@ def test_the_request_of_functions_of_a_job_that_another_has_replaced_is_dropped(
     assert not list((spool_folder / request.job / "receipts").glob("*.request.json"))
 
 
-def test_the_images_of_a_cancelled_save_give_way_and_are_not_asked_for_again(job: Job) -> None:
+def test_the_images_of_a_cancelled_save_may_be_evicted_and_are_not_asked_for_again(
+    job: Job,
+) -> None:
     for step in (5, 6):
         job.stage(step, {"model": {"w": torch.ones(10)}})
     (request, _) = find_orphaned_saves(job.spool.folder.parent, grace_s=-1)

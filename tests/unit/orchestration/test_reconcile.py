@@ -40,7 +40,7 @@ def settings(job: Job, tmp_path: Path) -> Settings:
 
 
 def run(job: Job, settings: Settings, *, later_s: float = 0.0) -> list[Finding]:
-    """What one without a server finds, so many seconds from now, the catalog aside."""
+    """What it finds without a server, so many seconds from now, except in the catalog."""
     found = reconcile(settings, [job.root], None, grace_s=GRACE_S - later_s)
     return [finding for finding in asyncio.run(found) if finding.what != "catalog"]
 
@@ -52,7 +52,7 @@ def save(job: Job, *steps: int, run: int = 1) -> None:
 
 
 def written_but_never_committed(job: Job, step: int) -> Path:
-    """The temporary file of a save whose flow died, and whose image gave way to later ones."""
+    """The temporary file of a save whose flow died, and whose image was evicted later."""
     job.stage(step, {"model": {"w": torch.ones(10)}})
     (written,) = job.persist(step)
     for sealed in job.spool.tickets()[0]:
@@ -207,7 +207,7 @@ def test_a_step_that_lost_its_name_in_mid_exchange_is_put_back(
 def test_a_step_that_lost_its_name_to_what_is_no_commit_is_left(
     job: Job, settings: Settings
 ) -> None:
-    """A save of that number began to write before anybody had put it back."""
+    """A save of that number began to write before it was put back."""
     save(job, 1)
     left = job.root / ".trinity_sync/replacing/global_step_1.replaced"
     left.parent.mkdir(parents=True)

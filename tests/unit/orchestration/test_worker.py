@@ -141,7 +141,7 @@ def test_the_burst_of_a_job_is_not_first_in_line(monkeypatch: pytest.MonkeyPatch
     assert "".join(each.flow_run.tags[0].removeprefix("job:") for each in begun) == "ABCABA"
 
 
-async def settle() -> None:
+async def let_tasks_run() -> None:
     """Let all tasks get as far as they can without an event."""
     for _ in range(10):
         await asyncio.sleep(0)
@@ -168,7 +168,7 @@ def test_each_queue_has_places_of_its_own_so_that_no_save_waits_for_maintenance(
             async def take(*waiting: WorkerFlowRunResponse) -> set[UUID]:
                 """Runs that are under way after a look at those that wait."""
                 await worker._submit_scheduled_flow_runs(list(waiting))
-                await settle()
+                await let_tasks_run()
                 return set(worker._running)
 
             first_care = {run.flow_run.id for run in care[:2]}
@@ -179,7 +179,7 @@ def test_each_queue_has_places_of_its_own_so_that_no_save_waits_for_maintenance(
             busy = await take(sync, *saves, *care)
             assert busy == first_care | first_saves | {sync.flow_run.id}
             worker.ends[saves[0].flow_run.id].set()
-            await settle()
+            await let_tasks_run()
             now = busy - {saves[0].flow_run.id} | {saves[2].flow_run.id}
             assert await take(saves[2], care[2]) == now
             worker._runs_task_group.cancel_scope.cancel()

@@ -123,10 +123,10 @@ def test_it_is_begun_again_also_where_another_run_is_executed(spool_folder: Path
 
 
 @pytest.mark.parametrize("executed", [True, False])
-def test_a_run_that_runs_here_is_not_ended_whoever_took_it_before(
+def test_a_run_that_runs_here_is_not_ended_whichever_worker_took_it_before(
     spool_folder: Path, executed: bool
 ) -> None:
-    """Its process has the lock before the server knows by whom it is taken."""
+    """Its process has the lock before the server knows which worker took it."""
 
     async def ask() -> None:
         async with get_client() as client:

@@ -100,7 +100,7 @@ def test_the_plugin_of_vllm_imports_nothing_else_of_this_package() -> None:
     ],
     ids=["no packages", "no private name", "no public name"],
 )
-def test_a_prefect_beside_which_the_stack_cannot_run_loads_us_with_one_warning(before: str) -> None:
+def test_a_prefect_that_the_stack_cannot_run_with_loads_us_with_one_warning(before: str) -> None:
     done = run(before + LOAD)
     assert done.stdout.strip() == "{'trinity_sync': False}"
     (said,) = done.stderr.strip().splitlines()

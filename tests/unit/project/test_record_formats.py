@@ -1,4 +1,4 @@
-"""Records that another release of trinity-sync has written: left alone, named, and in nobody's way.
+"""Records of another release of trinity-sync: left alone, named, and in the way of nothing.
 
 A record is made as the product makes it; then its format is one less or one more, and its digest is
 right again.
@@ -250,7 +250,7 @@ def test_an_image_of_another_release_keeps_its_slot_and_training_has_others(
     assert len(list(job.spool.folder.glob("*.slot"))) == 4
 
 
-def test_a_save_that_finds_no_room_beside_images_of_another_release_says_why(
+def test_a_save_that_finds_no_room_next_to_images_of_another_release_says_why(
     job: Job, small_disk: Path
 ) -> None:
     job.spool = open_job_spool(small_disk / "spool", job.root)
@@ -324,7 +324,7 @@ def test_a_doctor_names_the_image_and_does_not_have_it_removed(
 
 
 @both
-def test_weights_of_another_release_are_not_read_and_their_slot_is_let_go_of(
+def test_weights_of_another_release_are_not_read_and_their_slot_is_released(
     job: Job, change: int
 ) -> None:
     version = upload(job, 3, first())
@@ -418,7 +418,7 @@ def test_nothing_is_committed_once_another_release_has_begun_a_run(job: Job, cha
 
 
 @both
-def test_a_training_does_not_begin_beside_runs_of_another_release(
+def test_a_training_does_not_begin_next_to_runs_of_another_release(
     job: Job, coordinator_of: Open, change: int
 ) -> None:
     open_run(job.root, "first", 0)
@@ -435,7 +435,7 @@ def test_a_resume_does_not_fall_back_from_the_newest_step_of_another_release(
     for step in (1, 2, 3):
         commit_files(job.root, step)
     of_another_release(step_folder(job.root, 1) / "manifest.json", change)
-    assert find_newest(job.root).step == 3  # another one's older step is in nobody's way
+    assert find_newest(job.root).step == 3  # an older step of another release is in no way
     of_another_release(step_folder(job.root, 3) / "manifest.json", change)
     with pytest.raises(FormatError, match=upgrade(change)):
         coordinator_of().latest()
@@ -467,7 +467,7 @@ def test_iteration_files_are_not_moved_away_from_a_step_of_another_release(
         )  # which is newer, and our own
 
 
-def test_a_rewind_sets_no_step_of_another_release_aside(job: Job) -> None:
+def test_a_rewind_quarantines_no_step_of_another_release(job: Job) -> None:
     for step in (1, 2, 3):
         commit_files(job.root, step)
     of_another_release(step_folder(job.root, 2) / "manifest.json")
@@ -575,7 +575,7 @@ def _stored(job: Job) -> Path:
             for each in (_manifest, _pin, _tag, _lease, _metrics, _export_request, _damage)
         ),
         *((each, [2]) for each in (_receipt, _ticket, _stored)),
-        *((each, []) for each in (_run, _job)),  # nobody can tell which steps they are about
+        *((each, []) for each in (_run, _job)),  # which steps they are about is not known
     ],
     ids=lambda each: each.__name__.strip("_") if callable(each) else "",
 )
@@ -661,7 +661,7 @@ def test_a_step_that_another_release_commits_while_it_is_verified_is_not_judged(
     assert path.read_bytes() == kept
 
 
-def test_what_was_set_aside_stays_where_a_step_of_it_is_of_another_release(job: Job) -> None:
+def test_what_was_quarantined_stays_where_a_step_of_it_is_of_another_release(job: Job) -> None:
     for step in (1, 2, 3):
         commit_files(job.root, step)
     folders = [rewind(job.root, step, clock=lambda at=1e9 + step: at).folder for step in (2, 1)]

@@ -95,7 +95,7 @@ def shards(job: Job) -> list[Path]:
 
 
 def of_others(path: Path) -> None:
-    """As if somebody else might have written it."""
+    """As if another user might have written it."""
     path.chmod(0o666)
 
 
@@ -196,7 +196,7 @@ def test_an_image_that_others_may_have_written_runs_nothing(job: Job, trap: Path
     assert not trap.exists()
 
 
-def test_ones_own_files_and_those_that_are_trusted_are_loaded_whole(
+def test_own_and_trusted_files_are_loaded_whole(
     job: Job, trap: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load_states(job.root, 2, "actor")
@@ -231,7 +231,7 @@ def test_an_array_of_objects_is_not_plain(tmp_path: Path) -> None:
 
 
 def edited(root: Path, change: Any) -> None:
-    """A manifest that somebody made with the right digest of its own text."""
+    """A forged manifest with the right digest of its own text."""
     path = step_folder(root, 1) / MANIFEST
     body = json.loads(path.read_text())
     del body["digest"]
@@ -373,7 +373,7 @@ def test_a_store_in_an_allowed_folder_or_elsewhere_is_allowed(
         require_allowed_store(inside.format(tmp_path), allowed)
 
 
-def test_jobs_that_are_not_allowed_any_more_are_not_looked_after(tmp_path: Path) -> None:
+def test_jobs_that_are_no_longer_allowed_are_not_looked_after(tmp_path: Path) -> None:
     roots = [tmp_path / "one", tmp_path / "two"]
     for root in roots:
         root.mkdir()
@@ -431,7 +431,7 @@ def test_a_receipt_that_names_a_file_elsewhere_commits_nothing(job: Job, tmp_pat
 
 @pytest.fixture
 def careless() -> Iterator[None]:
-    """New files may be written by everybody, unless whoever makes them says otherwise."""
+    """New files may be written by all users, unless their maker says otherwise."""
     before = os.umask(0)
     yield
     os.umask(before)
@@ -466,7 +466,7 @@ def mode_of(path: Path) -> int:
     return path.stat().st_mode & 0o777
 
 
-def test_what_lets_one_into_the_stack_is_for_nobody_else_to_read(
+def test_credentials_of_the_stack_can_be_read_by_no_other_user(
     tmp_path: Path, careless: None
 ) -> None:
     for name in ("stack.json", "ray_token"):  # of a careless day
@@ -517,7 +517,7 @@ def test_what_answers_a_call_to_ray_neither_way_is_not_taken_for_a_refusal() -> 
         services.accepts_calls(url.removeprefix("http://").removesuffix("/api"))
 
 
-def test_what_the_parts_of_a_stack_write_is_for_nobody_else_to_read(
+def test_files_of_the_parts_of_a_stack_can_be_read_by_no_other_user(
     tmp_path: Path, careless: None
 ) -> None:
     log = tmp_path / "home" / "logs" / "one.log"
@@ -527,7 +527,7 @@ def test_what_the_parts_of_a_stack_write_is_for_nobody_else_to_read(
     assert mode_of(log.parent) == 0o700
 
 
-def test_nobody_else_may_write_where_the_stack_looks_for_its_modules(tmp_path: Path) -> None:
+def test_no_other_user_may_write_where_the_stack_looks_for_its_modules(tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
     home.chmod(0o777)

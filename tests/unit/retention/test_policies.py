@@ -57,7 +57,7 @@ def test_a_metric_that_no_step_has_is_a_sentence() -> None:
     assert kept("best=1:reward:max", []) == []
 
 
-def test_one_an_hour_and_one_a_day_are_kept() -> None:
+def test_a_step_an_hour_and_a_step_a_day_are_kept() -> None:
     steps = [info(n, committed_at=n * HOUR / 2) for n in range(96)]  # two days, two an hour
     assert kept("hourly=3", steps) == [90, 92, 94]
     assert kept("daily=7", steps) == [0, 48]

@@ -1,4 +1,4 @@
-"""Retention removes what policies let go of, never what somebody needs, and never half a step."""
+"""Retention removes what no policy keeps, never what is needed, and never half a step."""
 
 import json
 import os
@@ -245,7 +245,7 @@ def test_a_corrupted_step_is_no_successor_and_is_left_to_people(root: Path) -> N
 
 
 def test_what_is_no_commit_is_left_alone(root: Path) -> None:
-    (root / "global_step_1/actor").mkdir(parents=True)  # veRL's own, or a save on its way
+    (root / "global_step_1/actor").mkdir(parents=True)  # veRL's own, or a save in flight
     commit_files(root, 2)
     (root / "global_step_2/manifest.json").write_text("{torn")
     commit_files(root, 3)
@@ -326,7 +326,7 @@ def test_a_step_with_a_pending_checkpoint_is_kept(job: Job) -> None:
 
 def test_a_superseded_image_keeps_no_step(job: Job) -> None:
     open_run(job.root, "first", 0)
-    job.stage(20, {"model": {"w": torch.ones(3)}})  # its save fails, and nobody needs its slot
+    job.stage(20, {"model": {"w": torch.ones(3)}})  # its save fails, and its slot is not needed
     open_run(job.root, "second", 10)
     for step in (20, 30):
         commit_files(job.root, step, run=2)
@@ -521,7 +521,7 @@ def test_a_save_that_is_committed_after_newer_steps_does_not_remove_itself(
         ("every=2", [2, 3, 4]),
         ("all", [1, 2, 3, 4]),
         ("last=1", [3, 4]),
-        (None, [3, 4]),  # the default keeps all, and is no policy that somebody has set
+        (None, [3, 4]),  # the default keeps all, and is no policy that was set
     ],
 )
 def test_the_keep_of_a_save_removes_no_step_that_the_policy_of_the_job_keeps(

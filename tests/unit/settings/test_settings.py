@@ -1,4 +1,4 @@
-"""Settings: where a value comes from, and what is said of a wrong one."""
+"""Settings: where a value comes from, and what is said of a wrong value."""
 
 import os
 import socket

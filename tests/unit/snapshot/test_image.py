@@ -88,7 +88,7 @@ SPECIAL: dict[str, Callable[[], Any]] = {
     "uninitialized": torch.nn.UninitializedBuffer,
     "storage": lambda: torch.randn(70000).untyped_storage(),
 }
-"""What torch.save accepts beside plain tensors and values."""
+"""What torch.save accepts besides plain tensors and values."""
 
 
 @pytest.mark.parametrize("make", SPECIAL.values(), ids=SPECIAL.keys())
@@ -270,14 +270,14 @@ def test_tied_tensors_and_views_stay_shared() -> None:
     assert all(not tensor.any() for tensor in again.values())
 
 
-def test_tying_that_changes_is_laid_out_anew() -> None:
+def test_tying_that_changes_is_laid_out_again() -> None:
     a, b = torch.zeros(4), torch.ones(4)
     known, _ = lay_out([a, a, b])
     layout, _ = lay_out([a, b, b], known)
     assert layout is not known
 
 
-def test_a_plain_value_that_changes_is_laid_out_anew() -> None:
+def test_a_plain_value_that_changes_is_laid_out_again() -> None:
     weight = torch.ones(3)
     known, _ = lay_out({"w": weight, "lr": 0.1})
     assert lay_out({"w": weight + 1, "lr": 0.1}, known)[0] is known
@@ -311,7 +311,7 @@ def test_a_float_that_changes_is_put_into_the_known_layout(rate: float) -> None:
     assert lay_out(state(rate), layout)[0] is layout
 
 
-def test_a_state_is_let_go_of_at_once() -> None:
+def test_a_state_is_released_at_once() -> None:
     numbers = np.ones(1000)
     alive = weakref.ref(numbers)
     gc.disable()
@@ -341,7 +341,7 @@ def test_the_pickle_of_special_tensors_is_the_one_that_torch_writes(state: Any) 
     assert pickle_in(image_of(state)) == pickle_in(saved(state))
 
 
-def test_metadata_of_a_modules_state_that_changes_is_laid_out_anew() -> None:
+def test_metadata_of_a_modules_state_that_changes_is_laid_out_again() -> None:
     state = torch.nn.BatchNorm1d(4).state_dict()
     known, _ = lay_out(state)
     assert lay_out(state, known)[0] is known
@@ -371,7 +371,7 @@ def test_arrays_and_random_states_are_taken_by_value() -> None:
         lambda state: state.update(other=np.zeros(1 << 20)),
     ],
 )
-def test_a_random_state_is_laid_out_anew_only_when_it_has_changed(
+def test_a_random_state_is_laid_out_again_only_when_it_has_changed(
     change: Callable[[Any], None],
 ) -> None:
     state: Any = {"random": np.random.RandomState(1).get_state()}
@@ -394,7 +394,7 @@ def test_an_ordered_state_dict_of_a_module_loads_back() -> None:
     module.load_state_dict(again)
 
 
-def test_parameters_as_they_are_give_the_file_of_detached_ones() -> None:
+def test_parameters_as_they_are_give_the_file_of_detached_tensors() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     module.tied = module[0].weight
     live = partial(module.state_dict, keep_vars=True)

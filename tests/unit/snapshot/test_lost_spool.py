@@ -1,4 +1,4 @@
-"""Somebody removes the spool, or cuts a slot short, while a trainer uses it: the next save works.
+"""The spool is removed, or a slot cut short, while a trainer uses it: the next save works.
 
 systemd's RemoveIPC removes it at a logout, cleaners of temporary files do, and so does ``rm -r``.
 """

@@ -39,7 +39,7 @@ class Held(Stager):
 
 
 class Saves:
-    """A process that saves overlapped, and what it handed over."""
+    """A process that saves overlapped, and what it submitted."""
 
     def __init__(self, folder: Path, *, check: bool = False) -> None:
         self.root = folder / "job"

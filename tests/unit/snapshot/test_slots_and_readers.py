@@ -44,7 +44,7 @@ def test_an_upload_leaves_an_image_without_a_ticket(job: Job) -> None:
     assert steps_published(job) == [1]
 
 
-def test_uploads_take_turns_and_the_newest_stays_readable(job: Job) -> None:
+def test_uploads_alternate_between_two_slots_and_the_newest_stays_readable(job: Job) -> None:
     for step in range(1, 6):
         newest = upload(job, step, weights(step))
         assert steps_published(job) == [step - 1, step][-min(step, 2) :]

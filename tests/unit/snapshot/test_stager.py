@@ -88,7 +88,7 @@ def test_staging_keeps_no_reference_to_the_live_tensors(job: Job) -> None:
     assert seen() is None
 
 
-def test_an_image_whose_save_failed_gives_way_at_once_and_loudly(
+def test_an_image_whose_save_failed_is_evicted_at_once_and_loudly(
     job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
     job.stage(1, {"model": {"w": torch.zeros(3)}})
@@ -101,13 +101,13 @@ def test_an_image_whose_save_failed_gives_way_at_once_and_loudly(
     assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [2, 3]
 
 
-def test_the_oldest_image_gives_way_when_nothing_saves_them(job: Job) -> None:
+def test_the_oldest_image_is_evicted_when_nothing_saves_them(job: Job) -> None:
     for step in (1, 2, 3):
         job.stage(step, {"model": {"w": torch.zeros(3)}})
     assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [2, 3]
 
 
-def test_while_nobody_saves_training_does_not_wait_for_images_that_are_old_already(
+def test_while_nothing_saves_training_does_not_wait_for_images_that_are_old_already(
     job: Job,
 ) -> None:
     now = [1e10]
@@ -119,7 +119,7 @@ def test_while_nobody_saves_training_does_not_wait_for_images_that_are_old_alrea
     assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [4, 5]
 
 
-def test_weights_are_evicted_for_newer_ones_while_a_checkpoint_waits_for_its_writer(
+def test_weights_are_evicted_for_newer_weights_while_a_checkpoint_waits_for_its_writer(
     job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = [1e10]
@@ -173,7 +173,7 @@ def test_no_image_of_a_save_is_evicted_for_its_second_submission(job: Job) -> No
     assert len(submissions[0]) == 2
 
 
-def test_weights_get_a_slot_also_beside_an_image_of_another_release(job: Job) -> None:
+def test_weights_get_a_slot_also_next_to_an_image_of_another_release(job: Job) -> None:
     job.stagers[0] = Stager(job.spool, slot_wait_s=0)
     job.stage(1, {"model": {"w": torch.zeros(3)}})
     (sealed,) = job.spool.tickets()[0]
@@ -275,7 +275,7 @@ def test_an_image_that_another_trainer_has_just_sealed_is_not_evicted(job: Job) 
     other.close()
 
 
-def test_an_image_that_is_being_written_never_gives_way(job: Job) -> None:
+def test_an_image_that_is_being_written_is_never_evicted(job: Job) -> None:
     for step in (1, 2):
         job.stage(step, {"model": {"w": torch.full((3,), float(step))}})
     first, second = (s.slot for s in job.spool.tickets()[0])
@@ -310,7 +310,7 @@ def test_a_view_that_outlives_its_lock_does_not_keep_it(job: Job) -> None:
     assert len(view) == 10
 
 
-def test_a_slot_that_becomes_free_is_taken_before_anything_gives_way(job: Job) -> None:
+def test_a_slot_that_becomes_free_is_taken_before_an_image_is_evicted(job: Job) -> None:
     patient = Stager(job.spool, slot_wait_s=60)
     job.stagers[0] = patient
     for step in (1, 2):
@@ -332,7 +332,7 @@ def test_a_spool_that_is_too_small_says_how_many_bytes_it_lacks(job: Job) -> Non
     job.stage(1, {"model": {"w": torch.zeros(3)}})  # and goes on working
 
 
-def test_a_slot_that_its_commit_frees_does_not_count_as_given_way(
+def test_a_slot_that_its_commit_frees_does_not_count_as_evicted(
     job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
     def commit_meanwhile() -> float:
@@ -419,7 +419,7 @@ def test_another_users_spool_is_refused(tmp_path: Path) -> None:
         open_job_spool(link, tmp_path)
 
 
-def test_closing_removes_free_slots_and_keeps_sealed_ones(job: Job) -> None:
+def test_closing_removes_free_slots_and_keeps_sealed_slots(job: Job) -> None:
     job.stage(1, {"model": {"w": torch.zeros(3)}})
     job.stagers.pop(0).close()
     left = {path.name for path in job.spool.folder.glob("*.slot*")}
@@ -481,7 +481,7 @@ def test_an_overlapped_save_goes_by_samples_of_large_tensors(job: Job, changed: 
     assert held == (changed == "nothing")
 
 
-def test_the_failure_of_a_save_is_never_noted_beside_the_image_of_a_later_one(job: Job) -> None:
+def test_the_failure_of_a_save_is_never_noted_at_the_image_of_a_later_save(job: Job) -> None:
     job.stagers[0] = Stager(job.spool, slot_wait_s=0.0)  # whatever waits may be evicted
     for step in (1, 2):
         job.stage(step, {"model": {"w": torch.ones(10)}})

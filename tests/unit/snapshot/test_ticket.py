@@ -1,4 +1,4 @@
-"""A ticket seals an image; one that was torn, edited or forged is told from a good one."""
+"""A ticket seals an image; a torn, edited or forged ticket is refused."""
 
 from pathlib import Path
 

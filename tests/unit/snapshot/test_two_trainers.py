@@ -259,7 +259,7 @@ def test_a_child_of_a_trainer_shares_no_lock_with_it(trainers: tuple[Trainer, Tr
     assert parent.publish(5)
 
 
-def test_a_child_that_saves_too_is_another_trainer(trainers: tuple[Trainer, Trainer]) -> None:
+def test_a_child_that_also_saves_is_another_trainer(trainers: tuple[Trainer, Trainer]) -> None:
     parent, _ = trainers
     parent.upload(5)
     child = os.fork()

@@ -32,7 +32,7 @@ def start(code: str, folder: Path) -> Daemon:
     return daemon.start([sys.executable, "-c", code], env={}, cwd=folder, log=folder / "one.log")
 
 
-def test_one_that_ends_is_reported_with_the_telling_line_of_its_log(tmp_path: Path) -> None:
+def test_a_daemon_that_ends_is_reported_with_the_telling_line_of_its_log(tmp_path: Path) -> None:
     (tmp_path / "one.log").write_text("Exception: of an earlier start\n")
     with pytest.raises(StackError) as caught:
         daemon.await_ready("the Ray node", start(RAY, tmp_path), lambda: False, StartupDeadline(60))
@@ -43,13 +43,15 @@ def test_one_that_ends_is_reported_with_the_telling_line_of_its_log(tmp_path: Pa
     assert str(tmp_path / "one.log") in said
 
 
-def test_one_that_ends_without_a_word_leaves_the_words_of_earlier_ones_out(tmp_path: Path) -> None:
+def test_a_daemon_that_ends_without_output_is_not_reported_with_that_of_an_earlier_start(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "one.log").write_text("Exception: of an earlier start\n")
     with pytest.raises(StackError, match=r"ended while it started\. Its log"):
         daemon.await_ready("the server", start("", tmp_path), lambda: False, StartupDeadline(60))
 
 
-def test_the_last_one_has_time_of_its_own_when_others_used_up_the_rest(tmp_path: Path) -> None:
+def test_the_last_daemon_has_time_of_its_own_when_others_used_up_the_rest(tmp_path: Path) -> None:
     deadline = StartupDeadline(0)
     sleeper = start("import time; time.sleep(60)", tmp_path)
     try:
@@ -59,7 +61,7 @@ def test_the_last_one_has_time_of_its_own_when_others_used_up_the_rest(tmp_path:
         daemon.stop(sleeper, 5)
 
 
-def test_one_that_is_late_is_reported_with_what_took_the_time(tmp_path: Path) -> None:
+def test_a_daemon_that_is_late_is_reported_with_what_took_the_time(tmp_path: Path) -> None:
     deadline = StartupDeadline(0)
     with deadline.measure("the Prefect server"):
         pass
@@ -135,12 +137,12 @@ assert is_process_alive(theirs) and not is_process_alive(ours.process)
 """
 
 
-def test_processes_of_others_that_the_kernel_hides_stop_nobody() -> None:
+def test_processes_of_others_that_the_kernel_hides_stop_no_daemon() -> None:
     isolated = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
     if os.getuid() or subprocess.run([*isolated, "true"], check=False).returncode:
         pytest.skip("only root can hide processes")
     mount = 'mount -t proc -o hidepid=1 proc /proc && exec "$0" "$@"'
-    with TemporaryDirectory() as folder:  # tmp_path is for nobody else
+    with TemporaryDirectory() as folder:  # tmp_path is for no other user
         os.chown(folder, 12345, 12345)
         command = [*isolated, "sh", "-c", mount, sys.executable, "-c", HIDDEN, f"{folder}/log/log"]
         subprocess.run(command, check=True, timeout=60)

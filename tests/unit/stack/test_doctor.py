@@ -209,28 +209,28 @@ def logind(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def somebody() -> pwd.struct_passwd:
-    """A user of this machine who is no system user."""
+def user() -> pwd.struct_passwd:
+    """A user of this machine, not a system user."""
     return next(user for user in pwd.getpwall() if user.pw_uid > 999)
 
 
 def test_a_spool_that_systemd_removes_at_logout_is_a_warning(
-    logind: Path, somebody: pwd.struct_passwd
+    logind: Path, user: pwd.struct_passwd
 ) -> None:
-    spool, uid = Path("/dev/shm/trinity_sync-test"), somebody.pw_uid
+    spool, uid = Path("/dev/shm/trinity_sync-test"), user.pw_uid
     (logind / "answer").write_text("b true\n")
     found = check_logout(spool, uid, logind)
     assert found
     assert (found.state, "RemoveIPC" in found.found) == ("warn", True)
-    assert f"loginctl enable-linger {somebody.pw_name}" in found.todo
+    assert f"loginctl enable-linger {user.pw_name}" in found.todo
     asked = (logind / "bin/busctl.asked").read_text().split()
     assert asked[1:] == ["org.freedesktop.login1", "/org/freedesktop/login1", asked[3], "RemoveIPC"]
 
 
 def test_a_spool_that_systemd_leaves_alone_is_no_warning(
-    logind: Path, somebody: pwd.struct_passwd, tmp_path: Path
+    logind: Path, user: pwd.struct_passwd, tmp_path: Path
 ) -> None:
-    spool, uid = Path("/dev/shm/trinity_sync-test"), somebody.pw_uid
+    spool, uid = Path("/dev/shm/trinity_sync-test"), user.pw_uid
     (logind / "answer").write_text("b true\n")
     assert check_logout(spool, 0, logind) is None  # root's, as those of system users, stay
     assert check_logout(tmp_path, uid, logind) is None
@@ -238,9 +238,9 @@ def test_a_spool_that_systemd_leaves_alone_is_no_warning(
     assert check_logout(spool, uid, logind) is None
     (logind / "answer").write_text("b true\n")
     assert check_logout(spool, uid, logind)
-    (logind / somebody.pw_name).touch()  # lingers
+    (logind / user.pw_name).touch()  # lingers
     assert check_logout(spool, uid, logind) is None
 
 
-def test_a_node_without_systemd_has_no_warning_of_it(somebody: pwd.struct_passwd) -> None:
-    assert check_logout(Path("/dev/shm/trinity_sync-test"), somebody.pw_uid) is None
+def test_a_node_without_systemd_has_no_warning_of_it(user: pwd.struct_passwd) -> None:
+    assert check_logout(Path("/dev/shm/trinity_sync-test"), user.pw_uid) is None

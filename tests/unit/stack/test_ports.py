@@ -1,4 +1,4 @@
-"""Ports of servers: free ones, which no outgoing connection is given meanwhile."""
+"""Ports of servers: free ports, which no outgoing connection is given meanwhile."""
 
 import random
 import socket
@@ -24,7 +24,9 @@ def test_processes_that_are_seeded_alike_do_not_ask_for_the_same_ports() -> None
     assert len(found) > 1
 
 
-def test_the_port_of_an_earlier_server_is_taken_again_unless_somebody_listens_there() -> None:
+def test_the_port_of_an_earlier_server_is_taken_again_unless_another_process_listens_there() -> (
+    None
+):
     port = free_port()
     url = f"http://127.0.0.1:{port}/api"
     assert free_port(url) == port

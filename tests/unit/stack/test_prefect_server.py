@@ -1,4 +1,4 @@
-"""What stands in the way of a server on SQLite: its garbage, its vacuum, its transactions."""
+"""What blocks a server on SQLite: its garbage, its vacuum, its transactions."""
 
 import subprocess
 import sys
@@ -55,8 +55,8 @@ def test_a_transaction_ends_although_others_wait_and_garbage_is_collected(tmp_pa
 
 
 @pytest.mark.upstream
-def test_python_s_own_collector_stands_in_the_way(tmp_path: Path) -> None:
-    """If this fails, `trinity_sync.stack.prefect_server` is not needed any more."""
+def test_pythons_own_collector_locks_the_database(tmp_path: Path) -> None:
+    """If this fails, `trinity_sync.stack.prefect_server` is no longer needed."""
     assert story(tmp_path, "as it comes") == "database is locked"
 
 
@@ -163,13 +163,13 @@ asyncio.run(story())
 """
 
 
-def test_who_reads_and_then_writes_is_not_refused_because_another_one_was_quicker(
+def test_a_transaction_that_reads_and_then_writes_is_not_refused_because_another_was_quicker(
     tmp_path: Path,
 ) -> None:
     assert told(WRITERS, tmp_path, "in turn") == "rows 2"
 
 
 @pytest.mark.upstream
-def test_prefect_s_own_transactions_refuse_the_slower_one(tmp_path: Path) -> None:
-    """If this fails, `begin_transactions_as_writers` is not needed any more."""
+def test_prefects_own_transactions_refuse_the_slower_writer(tmp_path: Path) -> None:
+    """If this fails, `begin_transactions_as_writers` is no longer needed."""
     assert told(WRITERS, tmp_path, "as they come") == "database is locked"

@@ -1,4 +1,4 @@
-"""A stack whose server and Ray are somebody else's, and do not answer."""
+"""A stack whose server and Ray are run by others, and do not answer."""
 
 import json
 import logging
@@ -82,7 +82,7 @@ def test_env_without_a_stack_fails_in_eval(tmp_path: Path) -> None:
     assert done.stderr == "error: no stack runs\nhint: trinity-sync up\n"
 
 
-def test_a_trainer_that_asks_no_prefect_server_says_who_it_asked(
+def test_a_trainer_whose_address_is_no_prefect_server_says_which_it_asked(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     not_deployed = {"/deployments/name": (404, '{"detail": "Deployment not found"}')}
@@ -100,7 +100,7 @@ def test_a_trainer_that_asks_no_prefect_server_says_who_it_asked(
         assert any(said in message and url in message for message in caplog.messages)
 
 
-def test_who_speaks_another_protocol_at_its_port_is_no_prefect_server() -> None:
+def test_a_server_of_another_protocol_is_no_prefect_server() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -117,6 +117,6 @@ def test_all_interfaces_are_no_address_that_another_machine_could_join(tmp_path:
     assert not (tmp_path / "logs").exists()
 
 
-def test_an_empty_variable_is_an_unset_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRINITY_SYNC_HOME", "")  # else it would be the current folder
+def test_an_empty_variable_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRINITY_SYNC_HOME", "")  # otherwise it would be the current folder
     assert Settings().home == default_home()

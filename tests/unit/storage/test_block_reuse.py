@@ -1,4 +1,4 @@
-"""Spare files: written over by the next save, and never while anybody else could see it."""
+"""Spare files: written over by the next save, never while another process could see it."""
 
 import itertools
 import mmap

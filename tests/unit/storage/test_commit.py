@@ -252,7 +252,7 @@ def test_a_failed_attempt_leaves_the_files_of_the_other(job: Job) -> None:
 
 def test_a_commit_removes_the_files_of_an_attempt_that_died(job: Job) -> None:
     job.stage(3, {"model": state(3)})
-    job.persist(3)  # and nobody commits it
+    job.persist(3)  # and it is never committed
     job.commit(3)
     assert not list(folder(job, 3).rglob("*.tmp"))
 
@@ -365,7 +365,7 @@ def test_a_corrupted_ticket_of_another_role_or_rank_is_not_blamed(job: Job) -> N
     )
 
 
-def test_an_image_that_gave_way_is_never_saved_as_another_step(job: Job) -> None:
+def test_an_evicted_image_is_never_saved_as_another_step(job: Job) -> None:
     job.stage(1, {"model": state(1)})
     sealed = job.spool.tickets()[0][0]
     job.commit(1)
@@ -585,11 +585,11 @@ def test_every_folder_above_a_committed_file_is_durable_before_the_manifest(
 
 
 def test_a_superseded_save_does_not_overtake_a_resumed_run(job: Job) -> None:
-    """A known defect of the system that this one replaces: an abandoned later version came back."""
+    """A defect of the system that trinity_sync replaces: a superseded later version came back."""
     open_run(job.root, "first", 0)
     job.stage(10, {"model": state(10)})
     job.commit(10)
-    job.stage(12, {"model": state(12)})  # handed over, not committed yet
+    job.stage(12, {"model": state(12)})  # submitted, not committed yet
     assert open_run(job.root, "second", 10).number == 2
     with pytest.raises(SupersededError, match="run 2 resumed from step 10"):
         job.commit(12)
@@ -763,7 +763,7 @@ def test_a_resumed_run_replaces_the_steps_that_it_reaches_again(job: Job) -> Non
 def test_a_fresh_run_quarantines_the_steps_that_it_replaces(
     job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever forgot to load, or started a second training on the root, loses no step."""
+    """A user who forgot to load, or started a second training on the root, loses no step."""
     open_run(job.root, "first", 0)
     for step in (10, 20):
         job.stage(step, {"model": state(step)})

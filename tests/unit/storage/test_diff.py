@@ -83,7 +83,7 @@ def test_nested_states_are_compared_by_their_paths(job: Job) -> None:
     assert (change.name, change.relative_l2) == ("state.0.step", 1.0)
 
 
-def test_tensors_longer_than_a_piece_and_empty_ones_are_compared_whole(job: Job) -> None:
+def test_tensors_longer_than_a_piece_and_empty_tensors_are_compared_whole(job: Job) -> None:
     before, after = torch.zeros(PIECE + 3), torch.zeros(PIECE + 3)
     after[0] = after[-1] = 1
     found = changes(job, {"w": before, "e": torch.ones(0)}, {"w": after, "e": torch.ones(0)})
@@ -171,7 +171,7 @@ def rename_file(job: Job, step: int, name: str) -> None:
         ("__0_0.distcp", r"no model of role actor; it was saved by Megatron, load it by Megatron"),
     ],
 )
-def test_weights_of_another_format_are_named_with_who_reads_them(
+def test_weights_of_another_format_are_named_with_what_reads_them(
     job: Job, name: str, message: str
 ) -> None:
     commit(job, 1, {"w": torch.ones(2)})

@@ -1,4 +1,4 @@
-"""A step that is a symbolic link to a folder elsewhere is somebody's own: it counts, and stays."""
+"""A step that is a symbolic link to a folder elsewhere is a user's own: it counts, and stays."""
 
 import os
 from pathlib import Path
@@ -33,7 +33,7 @@ def elsewhere(spool_folder: Path) -> Path:
 
 
 def move_away(folder: Path, elsewhere: Path) -> Path:
-    """What somebody does whose disk is full: move a folder, and link it."""
+    """What a user does whose disk is full: move a folder, and link it."""
     there = elsewhere / folder.name
     os.system(f"cp -r {folder} {there} && rm -r {folder}")
     folder.symlink_to(there)
@@ -159,7 +159,7 @@ def test_it_loads_verifies_and_is_claimed_like_any_other(job: Job, elsewhere: Pa
     assert weights(job, 2) == 2.0
 
 
-def test_a_rewind_sets_the_link_aside_and_renamed_back_it_counts_again(
+def test_a_rewind_quarantines_the_link_and_renamed_back_it_counts_again(
     job: Job, elsewhere: Path
 ) -> None:
     for step in (1, 2):

@@ -1,4 +1,4 @@
-"""A manifest of many files is in parts: whole for those who need all, a part for a rank's own.
+"""A manifest of many files is in parts: a reader of all reads all parts, a rank its own.
 
 Power cuts are in `test_power_cuts`.
 """

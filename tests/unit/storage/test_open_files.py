@@ -153,7 +153,7 @@ def test_a_step_of_more_files_than_the_soft_limit_of_descriptors_is_opened(
 
 
 def test_what_loads_files_by_name_gets_paths_of_open_files_only() -> None:
-    """Whoever joins a folder with a record's path opens what has that name later."""
+    """A loader that joins a folder with a record's path opens what has that name later."""
     package, found = Path(trinity_sync.__file__).parent, []
     for module in [*package.glob("integrations/**/*.py"), *package.glob("client/**/*.py")]:
         if "fsdp" in module.parts:

@@ -164,7 +164,7 @@ def test_nodes_write_their_own_ranks_and_one_of_them_commits(two_nodes: list[Job
 
 
 @pytest.mark.parametrize("run", [1, 2])
-def test_files_of_another_node_that_are_not_in_this_ones_root_fail_the_save_with_both_named(
+def test_files_that_another_node_wrote_to_another_root_fail_the_save_with_both_nodes_named(
     two_nodes: list[Job], run: int
 ) -> None:
     root = two_nodes[0].root

@@ -64,7 +64,7 @@ def test_each_slot_restores_the_step_that_it_holds(job: Job) -> None:
     assert [load(job, step).source for step in (1, 2)] == ["spool", "spool"]
 
 
-def test_a_slot_that_was_filled_again_restores_the_old_step_no_more(job: Job) -> None:
+def test_a_slot_that_was_filled_again_no_longer_restores_the_old_step(job: Job) -> None:
     save(job, 1, 1)
     assert len(kept_slots(job)) == 1
     job.stage(2, {"model": state(2)})  # sealed, not committed

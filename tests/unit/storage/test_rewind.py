@@ -32,7 +32,7 @@ def commit(job: Job, *steps: int, run: int = 1, kind: Kind = "checkpoint") -> No
 
 @pytest.fixture
 def trained(job: Job) -> Job:
-    """Steps 10, 20 and 30 of run 1, and step 40 handed over and not committed yet."""
+    """Steps 10, 20 and 30 of run 1, and step 40 submitted and not committed yet."""
     open_run(job.root, "first", 0)
     commit(job, 10, 20, 30)
     job.stage(40, {"model": {"w": torch.zeros(9)}})
@@ -213,7 +213,7 @@ rewind(root, 10)
         (0, 30, 30),  # before the run record
         (1, 30, 30),  # before the first iteration file
         (2, 30, 10),  # before the second one
-        (3, 30, 10),  # before step 30 is set aside
+        (3, 30, 10),  # before step 30 is quarantined
         (4, 20, 10),  # before step 20 is
     ],
 )

@@ -1,4 +1,4 @@
-"""Steps that are read again after their commit: what is found, marked, and pointed at."""
+"""Steps that are read again after their commit: findings, marks and the latest pointer."""
 
 import errno
 import os
@@ -176,7 +176,7 @@ def test_a_pointer_does_not_move_back_to_a_superseded_step(job: Job) -> None:
     assert pointers(job) == (1, 1)
 
 
-def test_a_late_finish_does_not_point_at_a_corrupted_step(job: Job) -> None:
+def test_a_late_finish_does_not_move_the_pointer_to_a_corrupted_step(job: Job) -> None:
     save(job, 1, 2)
     flip_a_byte(shard(job, 2))
     verify(job, step=2)

@@ -1,4 +1,4 @@
-"""Save strategies: how many shards are written at once, and that nobody waits for the dead."""
+"""Save strategies: how many shards are written at once, and that no process waits for the dead."""
 
 import os
 import signal
@@ -79,7 +79,7 @@ def test_one_shard_is_written_at_a_time(job: Job, strategy: WriteConcurrency) ->
 def test_a_writer_killed_with_its_permit_blocks_no_later_save(
     job: Job, strategy: WriteConcurrency
 ) -> None:
-    """A known defect of the system that this one replaces: later saves waited for ever."""
+    """A defect of the system that trinity_sync replaces: later saves waited for ever."""
     stage(job, 1, strategy)
     in_its_turn = job.root / "global_step_1/actor"
 

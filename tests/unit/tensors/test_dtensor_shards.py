@@ -18,7 +18,7 @@ MESHES = {"4": torch.arange(4), "2x2": torch.tensor([[0, 1], [2, 3]])}
 def dtensor(
     shape: tuple[int, ...], mesh: torch.Tensor, placements: tuple[Placement, ...]
 ) -> DTensor:
-    """A DTensor of rank 0 with a shard that nobody reads."""
+    """A DTensor of rank 0 with a shard that is never read."""
     devices: Any = DeviceMesh("cpu", mesh, _init_backend=False, _rank=0)
     whole = torch.empty(shape)
     spec = DTensorSpec(devices, placements, TensorMeta(whole.shape, whole.stride(), whole.dtype))

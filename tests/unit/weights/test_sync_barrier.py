@@ -74,7 +74,7 @@ def test_a_wait_that_times_out_leaves_the_status_counts_straight() -> None:
     assert barrier.trainer is Status.RUNNING
 
 
-def test_when_the_trainer_gives_up_nobody_goes_on_waiting() -> None:
+def test_when_the_trainer_gives_up_no_explorer_goes_on_waiting() -> None:
     barrier = SyncBarrier()
     barrier.set_explorer("b", Status.RUNNING)
     trainer, first = barrier.arrive(None, 6), barrier.arrive("a")
@@ -93,7 +93,7 @@ def test_an_explorer_that_dies_before_a_broadcast_fails_it_for_all() -> None:
 
 
 @pytest.mark.parametrize("alone", ["trainer", "explorer"])
-def test_nobody_waits_where_there_is_nobody_to_meet(alone: str) -> None:
+def test_a_barrier_without_another_member_is_over_at_once(alone: str) -> None:
     rendezvous = SyncBarrier().arrive(None, 3) if alone == "trainer" else SyncBarrier().arrive("a")
     assert rendezvous.over
     assert rendezvous.version is None

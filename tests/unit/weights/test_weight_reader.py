@@ -148,7 +148,7 @@ def test_a_float32_tensor_of_the_model_is_not_rounded_with_the_others(
 
 
 def overwritten(job: Job, step: int) -> Version:
-    """One whose image is not in memory any more."""
+    """A version whose image is no longer in memory."""
     image = ImageRef("here", str(job.spool.folder / "removed"), "", 0, 1)
     return Version(step, 1, "memory", str(job.root), images=(image,))
 
@@ -178,7 +178,7 @@ def test_the_commit_replaces_an_overwritten_version(
     version = upload(job, 3, None)
     versions.tell(version)
     job.commit(3)
-    for step in (4, 5):  # which nobody is told of
+    for step in (4, 5):  # not published
         upload(job, step, weights(step))
     with reader.open(version) as view:
         assert (view.version.step, view.version.source) == (3, "checkpoint")
@@ -187,7 +187,7 @@ def test_the_commit_replaces_an_overwritten_version(
     assert loaded(reader) == (3, 3)
 
 
-def test_a_commit_is_read_from_its_shards_beside_weights_of_another_format(
+def test_a_commit_is_read_from_its_shards_next_to_weights_of_another_format(
     job: Job, versions: VersionFile, reader: WeightReader
 ) -> None:
     job.stage(3, {"model": weights(3)})

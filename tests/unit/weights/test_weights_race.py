@@ -122,7 +122,7 @@ def test_a_process_that_follows_by_deltas_has_every_bit_of_every_version(
         versions.tell(upload(job, step, *states))
         if step == 1:
             process.start()
-        if step % 4:  # else it is a version that the reader may miss
+        if step % 4:  # otherwise it is a version that the reader may miss
             _await(lambda step=step: log.exists() and f"\n{step} " in f"\n{log.read_text()}")
     process.join(60)
     found = [line.split() for line in log.read_text().splitlines()]
