@@ -491,9 +491,13 @@ class Promises(World, RuleBasedStateMachine):
                 saved.excuse = "its flow run has ended, and its step has been removed since"
             self.model.saves.append(saved)
             for rank in trainer.ranks:
-                asyncio.run(
-                    rank.register_and_monitor(step, is_sync, int(is_sync), int(not is_sync))
-                )
+                try:
+                    asyncio.run(
+                        rank.register_and_monitor(step, is_sync, int(is_sync), int(not is_sync))
+                    )
+                except ConfigError:  # the step's states have failed, and are to be saved again
+                    assert any(each.values and not each.committed for each in earlier)
+                    saved.excuse = "the call has raised"
             self.model.see_what_is_committed(step)
         self.stack_side(flow)
 
