@@ -30,19 +30,21 @@ class Member:
         self._synchronizer = synchronizer
 
     def listen(self) -> int:
+        # takes seconds, which are not those of the rendezvous
+        from trinity_sync.integrations.verl import fsdp_sync_weight_nccl
+
+        self._send = fsdp_sync_weight_nccl
         self._host = WeightGroupHost(address="127.0.0.1")
         return self._host.port
 
     def send(self, step: int, rendezvous: Path) -> None:
         import torch.distributed as dist
 
-        from trinity_sync.integrations.verl import fsdp_sync_weight_nccl
-
         dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
         engine = SimpleNamespace(module=torch.nn.Linear(3, 4), is_param_offload_enabled=False)
         assert ask(self._synchronizer.ready_to_nccl_sync.remote("trainer", step)) == step
         group = self._host.join(world_size=2, timeout_s=20)
-        fsdp_sync_weight_nccl(engine, group, version=step, synchronizer=self._synchronizer)
+        self._send(engine, group, version=step, synchronizer=self._synchronizer)
 
     def receive(self, port: int, *, killed: bool) -> list[str]:
         assert ask(self._synchronizer.ready_to_nccl_sync.remote("explorer", 0)) is not None
