@@ -33,7 +33,6 @@ from trinity_sync.client.outcomes import Outcome, OutcomeLogs, PendingSave, Save
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import SaveFailedError, SaveTimeoutError
-from trinity_sync.fs.atomic import revalidate_folder
 from trinity_sync.fs.records import encode_body
 from trinity_sync.layout import MANIFEST, ROOT_FORMAT, step_folder
 from trinity_sync.retention.planner import Rules, plan_removals
@@ -228,23 +227,23 @@ def test_the_root_is_looked_at_less_often_for_an_old_save_and_at_once_for_a_new_
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trinity_sync.client.commit_watcher.LOOK_S", (0.01, 0.3))
-    looks: dict[str, list[float]] = defaultdict(list)
-    enough = threading.Event()
+    looks: dict[int, list[float]] = defaultdict(list)
+    enough, find = threading.Event(), PendingSave.find_result
 
-    def noted(folder: Path) -> None:
-        looks[folder.name].append(time.monotonic())
-        if len(looks["global_step_9"]) == 4:
+    def noted(save: PendingSave, *how: Any) -> SaveResult | None:
+        looks[save.request.step].append(time.monotonic())
+        if len(looks[9]) == 4:
             enough.set()
-        revalidate_folder(folder)
+        return find(save, *how)
 
-    monkeypatch.setattr("trinity_sync.fs.atomic.revalidate_folder", noted)
+    monkeypatch.setattr(PendingSave, "find_result", noted)
     job.stage(4, {"model": {"w": torch.zeros(3)}})
     watcher = CommitWatcher(Away(), job.spool)
     old, young = requests_in(job.root, (9, 4))
     watcher.follow(old)
     watcher._pending[old.key].since -= 3600
     assert enough.wait(30)
-    assert all(gap >= 0.3 for gap in gaps(looks["global_step_9"][1:]))
+    assert all(gap >= 0.3 for gap in gaps(looks[9][1:]))
     job.commit(4)
     watcher.follow(young)
     with pytest.raises(SaveTimeoutError, match="step9"):
@@ -257,18 +256,19 @@ def test_a_manifest_is_read_again_only_when_it_has_changed(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trinity_sync.client.commit_watcher.LOOK_S", (0.01, 0.01))
-    looks: list[Path] = []
+    looks: list[int] = []
     reads: list[int] = []
+    find = PendingSave.find_result
 
-    def noted(folder: Path) -> None:
-        looks.append(folder)
-        revalidate_folder(folder)
+    def noted(save: PendingSave, *how: Any) -> SaveResult | None:
+        looks.append(save.request.step)
+        return find(save, *how)
 
     def read(root: str, step: int, **of: Any) -> Manifest | None:
         reads.append(step)
         return read_manifest(root, step, **of)
 
-    monkeypatch.setattr("trinity_sync.fs.atomic.revalidate_folder", noted)
+    monkeypatch.setattr(PendingSave, "find_result", noted)
     monkeypatch.setattr("trinity_sync.client.outcomes.read_manifest", read)
     job.stage(4, {"model": {"w": torch.zeros(3)}}, kind="state_dict")
     job.commit(4, kind="state_dict")
