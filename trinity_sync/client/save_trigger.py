@@ -155,7 +155,9 @@ class SaveTrigger:
                 if time.monotonic() - since > BACK_OFF_S[0] and self._evicted([request]):
                     break
                 try:
-                    if not await asyncio.to_thread(self._choose, request.job):
+                    if await asyncio.to_thread(self._choose, request.job):
+                        await asyncio.to_thread(self._saver.connect)
+                    else:
                         await self._api.create_flow_run(request.flow_run)
                 except (RequestRefusedError, SaveError) as error:
                     self._refused[request.key] = str(error)

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -31,6 +32,8 @@ LOCK = "saver.lock"
 WAKE = "saver.wake"
 LOG = "saver.log"
 SERVED = "saver"
+CONNECT_S = 5.0
+"""Seconds for which a process waits for the pipe of a saver that it has started."""
 STARTS = 3
 """Savers in a row that end before they serve, after which saves fail."""
 _DEAD = {errno.ENXIO, errno.EPIPE, errno.ENOENT}
@@ -77,6 +80,17 @@ class SaverControl:
                 if error.errno not in _DEAD:
                     raise SaveError(f"the saver cannot be reached: {error}") from error
                 self._start()
+
+    def connect(self) -> None:
+        """Wait until the saver serves, at most `CONNECT_S`; from then on it stays for this process.
+
+        Raises:
+            SaveError: as `wake`.
+        """
+        until = time.monotonic() + CONNECT_S
+        while self._pipe < 0 and time.monotonic() < until:
+            self.wake()
+            time.sleep(0.02)
 
     def release(self, job: str) -> None:
         """Have the saver no longer serve a job, whose saves a stack commits from now on."""

@@ -132,9 +132,12 @@ def test_a_trainer_that_saves_again_later_finds_the_same_saver(
     coordinator: Make, settings: Settings
 ) -> None:
     saves = coordinator()
+    trigger = saves._watcher._trigger
     for step in (1, 2):
         saves.save(step, {"model": {"w": torch.ones(3)}})
         saves.wait_all(60)
+        await_that(lambda: not trigger.has_unsent, "the trainer holds the saver's pipe")
+        assert trigger._saver._pipe >= 0
     (saver,) = savers_of(settings.spool)
     libraries = {Path(each.path).name for each in saver.memory_maps()}
     assert not any(name.startswith("libtorch") for name in libraries)
