@@ -151,12 +151,12 @@ class Saver:
         except Exception as error:
             outcome = Outcome("failed", str(error))
             logger.error(
-                "%s of %s has failed",
+                "%s of %s has failed: %s",
                 request.run_name,
                 request.root,
+                error,
                 exc_info=not isinstance(error, TrinitySyncError),
             )
-            logger.error("%s", error)
         try:
             if outcome.state == "completed":
                 compare_late_images(self._spool, request)

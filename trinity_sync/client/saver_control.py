@@ -78,7 +78,10 @@ class SaverControl:
             except OSError as error:
                 self._close()
                 if error.errno not in _DEAD:
-                    raise SaveError(f"the saver cannot be reached: {error}") from error
+                    raise SaveError(
+                        f"the saver cannot be reached ({error}); repair that and save again, or "
+                        "run: trinity-sync up"
+                    ) from error
                 self._start()
 
     def connect(self) -> None:
@@ -139,7 +142,10 @@ class SaverControl:
                     env={**os.environ, "PYTHONSAFEPATH": "1"},
                 )
         except OSError as error:
-            raise SaveError(f"the saver cannot be started: {error}") from error
+            raise SaveError(
+                f"the saver cannot be started ({error}); repair that and save again, or run: "
+                "trinity-sync up"
+            ) from error
 
     def _open_log(self) -> BinaryIO:
         try:
