@@ -9,11 +9,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples/demo"))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def verl_on_cpu() -> None:
+@pytest.fixture(scope="package", autouse=True)
+def verl_on_cpu() -> Iterator[None]:
     from grpo_copy.cpu_platform import use_cpu
 
     use_cpu()
+    yield
+    del os.environ["VERL_PLATFORM"]  # processes of other tests do not have this platform
 
 
 @pytest.fixture(scope="package")

@@ -27,7 +27,7 @@ from verl.utils.fsdp_utils import apply_fsdp2
 from tests.integration.fsdp.ranks import on_ranks
 from trinity_sync import WeightSyncError
 from trinity_sync.integrations.verl import fsdp_sync_weight_nccl
-from trinity_sync.integrations.verl.fsdp.engine import iter_full_parameters
+from trinity_sync.integrations.verl.fsdp.broadcast import iter_full_parameters
 from trinity_sync.stack.daemon import free_port
 from trinity_sync.weights.broadcast import receive_weights
 from trinity_sync.weights.weight_group import WeightGroupHost, join_weight_group

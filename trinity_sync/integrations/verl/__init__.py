@@ -10,9 +10,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trinity_sync.integrations.verl.fsdp.broadcast import fsdp_sync_weight_nccl
     from trinity_sync.integrations.verl.fsdp.engine import (
         fsdp_save_state_dict,
-        fsdp_sync_weight_nccl,
         fsdp_upload_state_dict,
         use_trinity_sync,
     )
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "FSDPCheckpointManager": "trinity_sync.integrations.verl.fsdp.manager",
     "fsdp_save_state_dict": "trinity_sync.integrations.verl.fsdp.engine",
-    "fsdp_sync_weight_nccl": "trinity_sync.integrations.verl.fsdp.engine",
+    "fsdp_sync_weight_nccl": "trinity_sync.integrations.verl.fsdp.broadcast",
     "fsdp_upload_state_dict": "trinity_sync.integrations.verl.fsdp.engine",
     "use_trinity_sync": "trinity_sync.integrations.verl.fsdp.engine",
 }
