@@ -33,6 +33,7 @@ from trinity_sync.integrations.verl import (
 )
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.ticket import lock_slot
+from trinity_sync.storage.job_settings import write_job_settings
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.weights.file_registry import FileRegistry
@@ -129,6 +130,7 @@ def test_a_sync_that_could_not_be_staged_is_not_logged_as_submitted(
         sync(1)
         saves.wait_all()
         (slot,) = saves.spool.folder.glob("actor.model.*.slot")
+        write_job_settings(saves.root, {"rank_timeout_s": 1})  # what commits awaits the image
         with lock_slot(slot):
             sync(2)
         with pytest.raises(SaveFailedError, match="step 2"):
