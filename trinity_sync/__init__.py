@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from trinity_sync.client.coordinator import CheckpointCoordinator
     from trinity_sync.client.job_settings import set_job_settings
     from trinity_sync.client.preemption import EmergencySave
+    from trinity_sync.client.save_handle import SaveHandle
     from trinity_sync.client.save_trigger import SaveTrigger
     from trinity_sync.layout import Kind
     from trinity_sync.settings import Settings
@@ -69,6 +70,7 @@ __all__ = [
     "NodeRanks",
     "PublishedVersion",
     "PublishedView",
+    "SaveHandle",
     "SaveTrigger",
     "Staged",
     "SyncSettings",
@@ -105,6 +107,7 @@ _MODULES = {
     "RolloutGate": "trinity_sync.weights.staleness",
     "SaveTrigger": "trinity_sync.client.save_trigger",
     "Settings": "trinity_sync.settings",
+    "SaveHandle": "trinity_sync.client.save_handle",
     "Staged": "trinity_sync.snapshot.stager",
     "SyncSettings": "trinity_sync.weights.sync_barrier",
     "Synchronizer": "trinity_sync.weights.synchronizer",

@@ -168,17 +168,28 @@ class CommitWatcher:
             failures, self._failures = self._failures, []
             return failures
 
-    def wait_for(self, key: str) -> str:
+    def wait_for(self, key: str, deadline: float | None = None) -> str:
         """Wait until one save is not pending; return why it failed, empty if it is committed.
 
         `wait` returns the failure as well.
 
         Raises:
-            SaveTimeoutError: the save is still pending after `close`.
+            SaveTimeoutError: as `wait`.
         """
         with self._lock:
-            self._wait(None, lambda: [save for save in [self._pending.get(key)] if save])
+            self._wait(deadline, lambda: [save for save in [self._pending.get(key)] if save])
             return self._failed.get(key, "")
+
+    def has_committed(self, key: str) -> bool:
+        """Return whether a save that this process has submitted is committed."""
+        with self._lock:
+            save = self._pending.get(key)
+            if save is None:
+                return key not in self._failed
+        with suppress(OSError, TrinitySyncError):  # the root cannot be read
+            # a copy, since the thread looks as well
+            return replace(save).find_result(None, self._spool) is not None
+        return False
 
     def _wait(self, deadline: float | None, pending: Callable[[], Sequence[PendingSave]]) -> None:
         """Wait until none of some saves is pending; call it under the lock."""

@@ -8,6 +8,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,6 +27,7 @@ from trinity_sync.client.preemption import (
     run_emergency_save,
 )
 from trinity_sync.client.run_context import RunContext, make_run_key
+from trinity_sync.client.save_handle import SaveHandle
 from trinity_sync.client.save_submitter import SaveSubmitter
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.client.savers import CallableSaver, DcpFolders, StateSaver
@@ -41,7 +43,7 @@ from trinity_sync.layout import (
 )
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import open_identity
-from trinity_sync.snapshot.save_id import Export
+from trinity_sync.snapshot.save_id import Export, Origin
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool, remove_replaced_spools
 from trinity_sync.snapshot.stager import Staged, Stager
 from trinity_sync.snapshot.ticket import VersionTag
@@ -410,7 +412,7 @@ class CheckpointCoordinator:
         overlap: bool = False,
         keep: int = 0,
         export: Export = "",
-    ) -> Staged:
+    ) -> SaveHandle:
         """Submit the states of a step; the save commits even if this process then dies.
 
         Every rank calls it, for every role, with the same ``step`` and ``kind``. A component that
@@ -439,7 +441,8 @@ class CheckpointCoordinator:
                 model into ``<role>/huggingface/``. `wait_all` waits for it.
 
         Returns:
-            The staged components and bytes, and the seconds for which the caller was stalled.
+            What was staged, the seconds for which the caller was stalled, and whether the save is
+            committed.
 
         Raises:
             ConfigError: an argument is invalid, or ``step`` is before the newest that this process
@@ -470,7 +473,7 @@ class CheckpointCoordinator:
         *,
         role: str = "actor",
         keep: int = 0,
-    ) -> Staged:
+    ) -> SaveHandle:
         """Submit a checkpoint in DCP's format, for `trinity_sync.integrations`.
 
         Args:
@@ -490,7 +493,7 @@ class CheckpointCoordinator:
         try:
             files, metadata = lay_out()
         except Exception as error:
-            return self._states.fail(origin, error)
+            return self._handle(origin, self._states.fail(origin, error))
         return self._save(step, files, role=role, metadata=metadata, keep=keep, began=began)
 
     def wait_staged(self) -> float:
@@ -603,26 +606,6 @@ class CheckpointCoordinator:
         failures = [*self._watcher.wait(deadline), *self._take_failures()]
         if failures:
             raise SaveFailedError("\n".join(failures))
-
-    def wait_committed(self, step: int, *, role: str = "actor", kind: Kind = "checkpoint") -> None:
-        """Wait until one staged save is committed; `wait_all` raises its failure as well.
-
-        Another thread may call it. A save that this process has not staged is not waited for.
-
-        Args:
-            step, role, kind: as in `save`.
-
-        Raises:
-            SaveFailedError: the save was not committed.
-            SaveTimeoutError: the coordinator was closed; the save may still commit.
-            ConfigError: this process is a forked child.
-        """
-        self._require_own_process()
-        if not self._run.number:
-            return
-        key = self._submitter.get_key(check_number("step", step), role, kind)
-        if failure := self._watcher.wait_for(key):
-            raise SaveFailedError(failure)
 
     @property
     def commit_seconds(self) -> Mapping[str, float]:
@@ -838,7 +821,7 @@ class CheckpointCoordinator:
         keep: int = 0,
         export: Export = "",
         began: float | None = None,
-    ) -> Staged:
+    ) -> SaveHandle:
         self._require_own_process()
         step = check_number("step", step)
         keep = check_number(f"step {step}: keep, of which 0 keeps all steps,", keep)
@@ -862,7 +845,7 @@ class CheckpointCoordinator:
         with hold_handlers():
             if kind == "checkpoint":
                 attached = self._attachments.take(step, role)
-            return self._states.save(
+            staged = self._states.save(
                 origin,
                 components,
                 metadata=metadata,
@@ -870,6 +853,16 @@ class CheckpointCoordinator:
                 overlap=overlap,
                 began=began,
             )
+        return self._handle(origin, staged)
+
+    def _handle(self, origin: Origin, staged: Staged) -> SaveHandle:
+        key = self._submitter.get_key(origin)
+        return SaveHandle(
+            **vars(staged),
+            wait_staged=self.wait_staged,
+            wait_committed=partial(self._watcher.wait_for, key),
+            has_committed=partial(self._watcher.has_committed, key),
+        )
 
     @property
     def _is_own(self) -> bool:

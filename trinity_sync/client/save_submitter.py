@@ -153,9 +153,9 @@ class SaveSubmitter:
             submit=self._rank == 0,
         )
 
-    def get_key(self, step: int, role: str, kind: Kind) -> str:
-        """Return the request key of the last attempt of a save."""
-        return _key(self._last_attempt(step, role, kind))
+    def get_key(self, origin: Origin) -> str:
+        """Return the request key of the save of some images."""
+        return _key(origin.save)
 
     def has_failed(self, origin: Origin) -> bool:
         """Return whether this process knows that the save of submitted images has failed."""

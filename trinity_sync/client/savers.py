@@ -157,7 +157,7 @@ class StateSaver:
         if not overlap:
             return submitted.result()
         self._overlapping = submitted
-        return Staged(handle.components, handle.nbytes, handle.stall_s, 0.0)
+        return Staged(handle.components, handle.nbytes, handle.stall_s, 0.0, submitted=submitted)
 
     def upload(
         self, origin: Origin, collect: Callable[[], Any]

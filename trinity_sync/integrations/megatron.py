@@ -31,6 +31,7 @@ from trinity_sync.client.collective import (
     open_on_all_ranks,
 )
 from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.client.save_handle import SaveHandle
 from trinity_sync.client.savers import DcpFolders
 from trinity_sync.errors import ConfigError, ImageError, from_extra
 from trinity_sync.integrations.dcp.planned_file import (
@@ -40,7 +41,6 @@ from trinity_sync.integrations.dcp.planned_file import (
 )
 from trinity_sync.layout import check_name, step_folder
 from trinity_sync.snapshot.image import LaidOut
-from trinity_sync.snapshot.stager import Staged
 from trinity_sync.storage.discovery import require_unreplaced
 
 with from_extra("megatron"):
@@ -112,7 +112,7 @@ class DistCheckpointSaver:
         content_metadata: Mapping[str, Any] | None = None,
         files: Mapping[str, bytes] | None = None,
         keep: int = 0,
-    ) -> Staged:
+    ) -> SaveHandle:
         """Submit a checkpoint; a collective call.
 
         The ranks plan a folder together the first time, and when the structure of its state or the

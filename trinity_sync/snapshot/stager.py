@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,6 +60,8 @@ class Staged:
     """Random names of the sealed images, as in their tickets."""
     failure: str = ""
     """Why nothing was staged, which `CheckpointCoordinator.wait_all` raises; empty otherwise."""
+    submitted: Future["Staged"] | None = field(default=None, repr=False)
+    """The same of an overlapped save, once it is submitted."""
 
 
 @dataclass(frozen=True)

@@ -313,7 +313,6 @@ ASKING: dict[str, Callable[[CheckpointCoordinator], object]] = {
     "record_metrics": lambda saves: saves.record_metrics(30, {"reward": 0.9}),
     "wait_staged": lambda saves: saves.wait_staged(),
     "wait_all": lambda saves: saves.wait_all(),
-    "wait_committed": lambda saves: saves.wait_committed(30),
     "commit_seconds": lambda saves: saves.commit_seconds,
 }
 

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from trinity_sync import SaveHandle
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.savers import DcpFolders
 from trinity_sync.errors import ConfigError, SaveFailedError
@@ -31,7 +32,6 @@ from trinity_sync.integrations.dcp.planned_file import (
     reduce_flags,
 )
 from trinity_sync.layout import check_name, check_number
-from trinity_sync.snapshot.stager import Staged
 
 
 class DcpSaver:
@@ -90,7 +90,7 @@ class DcpSaver:
         """
         return StepWriter(self, check_number("step", step), keep)
 
-    def stage(self, state: dict[str, Any], step: int, keep: int) -> Staged:
+    def stage(self, state: dict[str, Any], step: int, keep: int) -> SaveHandle:
         """Plan, copy and submit a save; see `StepWriter.stage`."""
 
         def lay_out() -> DcpFolders:
@@ -120,7 +120,7 @@ class StepWriter(StorageWriter, AsyncStager):
         self._saver = saver
         self._step = step
         self._keep = keep
-        self._staged: Staged | None = None
+        self._staged: SaveHandle | None = None
         self._metadata = Metadata({})
 
     # ------------------------------------------------------------ stager
@@ -203,7 +203,7 @@ class StepWriter(StorageWriter, AsyncStager):
         Raises:
             ConfigError: a planner of another class than the saver's was used; the step was
                 saved with the saver's.
-            SaveFailedError, SaveTimeoutError: as `CheckpointCoordinator.wait_committed`.
+            SaveFailedError, SaveTimeoutError: as `SaveHandle.wait`.
         """
         own = type(self._saver.make_planner())
         if type(planner) is not own:
@@ -211,7 +211,8 @@ class StepWriter(StorageWriter, AsyncStager):
                 f"step {self._step} is saved by a {own.__name__}, not by the "
                 f"{type(planner).__name__} that was passed to async_save; pass that to DcpSaver"
             )
-        self._saver.saves.wait_committed(self._step, role=self._saver.role)
+        if self._staged is not None:
+            self._staged.wait()
         return make_done([])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from trinity_sync import CheckpointCoordinator, Staged
+from trinity_sync import CheckpointCoordinator, SaveHandle
 from trinity_sync.adapter import (
     MANIFEST,
     Manifest,
@@ -100,7 +100,7 @@ class CommitsPositions(ManagerOfPaths):
 
     def save_checkpoint(
         self, local_path: str | None, *, global_step: int = 0, **named: Any
-    ) -> Staged | None:
+    ) -> SaveHandle | None:
         """Submit a save as the engine's manager does, with the positions in the step's folder.
 
         The path may be the step's folder.

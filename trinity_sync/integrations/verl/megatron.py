@@ -25,7 +25,7 @@ from verl.utils.checkpoint.megatron_checkpoint_manager import (
     MegatronCheckpointManager as VerlMegatronCheckpointManager,
 )
 
-from trinity_sync import CheckpointCoordinator, Staged
+from trinity_sync import CheckpointCoordinator, SaveHandle
 from trinity_sync.adapter import MANIFEST, broadcast_from_rank_0, run_on_all_ranks, split_role_path
 from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.megatron import DistCheckpointSaver, open_checked
@@ -81,7 +81,7 @@ class MegatronCheckpointManager(ManagerOfPaths, VerlMegatronCheckpointManager):
         hdfs_path: str | None = None,
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
-    ) -> Staged | None:
+    ) -> SaveHandle | None:
         """Submit a save of everything that ``save_contents`` names; return once it is staged.
 
         Args:

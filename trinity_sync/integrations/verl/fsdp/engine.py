@@ -13,12 +13,12 @@ from verl.utils.fsdp_utils import (
     offload_fsdp_model_to_cpu,
 )
 
+from trinity_sync import SaveHandle, Staged
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.verl.fsdp.manager import FSDPCheckpointManager
 from trinity_sync.integrations.verl.fsdp.state_dict import get_model_state_to_stage, metadata_folder
 from trinity_sync.layout import split_role_path
-from trinity_sync.snapshot.stager import Staged
 from trinity_sync.tensors.torch_private import get_shard
 
 
@@ -66,7 +66,7 @@ def fsdp_save_state_dict(
     global_step: int,
     coordinator: CheckpointCoordinator,
     logger: logging.Logger,
-) -> Staged | None:
+) -> SaveHandle | None:
     """Submit the weights of an engine for a sync through commits; every rank calls it.
 
     The weights are staged when it returns, so training can continue; explorers find them in

@@ -16,6 +16,7 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import (
     FSDPCheckpointManager as VerlFSDPCheckpointManager,
 )
 
+from trinity_sync import SaveHandle, Staged
 from trinity_sync.client.collective import (
     broadcast_from_rank_0,
     lease_on_rank_0,
@@ -39,7 +40,6 @@ from trinity_sync.integrations.verl.fsdp.state_dict import (
 from trinity_sync.integrations.verl.manager import CommitsPositions, ManagerOfPaths
 from trinity_sync.layout import MANIFEST, Kind, shard_file, split_role_path
 from trinity_sync.snapshot.save_id import Export
-from trinity_sync.snapshot.stager import Staged
 from trinity_sync.storage.discovery import require_unreplaced
 from trinity_sync.storage.restore import RestoredShard, load_shards
 from trinity_sync.weights.publisher import Publisher
@@ -112,7 +112,7 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
         save_as_hf: bool = False,
         *,
         hdfs_path: str | None = None,
-    ) -> Staged | None:
+    ) -> SaveHandle | None:
         """Submit a save of everything that ``save_contents`` names; return once it is staged.
 
         Args:
@@ -173,7 +173,7 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
             self.register_checkpoint(str(local_path), max_ckpt_to_keep)
         return staged
 
-    def save_state_dict(self, local_path: str | None, global_step: int = 0) -> Staged | None:
+    def save_state_dict(self, local_path: str | None, global_step: int = 0) -> SaveHandle | None:
         """Submit the model's weights for a sync; explorers can load them once committed.
 
         The first call before any save stages nothing, as in Trinity: explorers start from the same
@@ -415,7 +415,7 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
         *,
         keep: int = 0,
         export: bool = False,
-    ) -> Staged | None:
+    ) -> SaveHandle | None:
         if not states:
             return None
         metadata = metadata_folder(coordinator, role, self.model, self.processing_class)

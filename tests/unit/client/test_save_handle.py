@@ -1,0 +1,77 @@
+"""The handle that a save returns: what it cost, and whether it is committed."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
+from tests.unit.conftest import Open
+from trinity_sync.errors import SaveFailedError, SaveTimeoutError
+from trinity_sync.snapshot.mutation_guard import SMALL
+from trinity_sync.snapshot.stager import Stager
+
+STATES = {"model": {"w": torch.arange(9.0)}}
+
+
+def test_a_handle_tells_whether_its_save_is_committed(coordinator_of: Open) -> None:
+    trigger = CommitsWhenTold()
+    saves = coordinator_of(trigger=trigger)
+    first = saves.save(4, STATES)
+    assert not first.committed
+    with pytest.raises(SaveTimeoutError, match="step4"):
+        first.wait(0.1)
+    trigger.go.set()
+    first.wait(30)
+    assert first.committed
+    assert (first.components, first.stall_s > 0, first.nbytes > 36) == (("model",), True, True)
+    saves.wait_all(0)  # a handle takes no failure, and leaves nothing to wait for
+
+
+def test_a_rank_other_than_0_finds_the_commit_without_waiting(coordinator_of: Open) -> None:
+    ranks = [coordinator_of(rank, 2, trigger=CommitsHere()) for rank in (0, 1)]
+    first, second = (saves.save(4, STATES) for saves in ranks)
+    first.wait(30)
+    assert second.committed
+    second.wait(0)
+
+
+def test_a_save_that_could_not_be_staged_has_failed(coordinator_of: Open) -> None:
+    saves = coordinator_of(trigger=CommitsHere())
+    saves.save(4, STATES).wait(30)
+    lost = saves.save(5, {"model": {"w": threading.Lock()}})  # nothing can pickle that
+    assert not lost.committed
+    with pytest.raises(SaveFailedError, match=r"step 5.*cannot pickle"):
+        lost.wait()
+    with pytest.raises(SaveFailedError, match="step 5"):  # also for those who have no handle
+        saves.wait_all(30)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_an_overlapped_save_ends_as_it_was_staged(
+    coordinator_of: Open, monkeypatch: pytest.MonkeyPatch, changes: bool
+) -> None:
+    saves = coordinator_of(trigger=CommitsHere())
+    weights = torch.zeros(SMALL)
+    saves.save(4, STATES).wait(30)
+    begin, copy = threading.Event(), Stager._copy
+
+    def copy_later(*arguments: Any, **options: Any) -> Any:
+        assert begin.wait(30)
+        return copy(*arguments, **options)
+
+    monkeypatch.setattr(Stager, "_copy", copy_later)
+    handle = saves.save(5, {"model": {"w": weights}}, overlap=True)
+    assert not handle.committed
+    if changes:
+        weights += 1
+    begin.set()
+    if changes:
+        with pytest.raises(SaveFailedError, match=r"step 5.*changed"):
+            handle.wait(30)
+        with pytest.raises(SaveFailedError, match="step 5"):
+            saves.wait_all(30)
+    else:
+        handle.wait(30)
+    assert handle.committed is not changes
