@@ -1,0 +1,61 @@
+"""The selftest, as someone runs it after `pip install`."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def run(cwd: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    own = {"TRINITY_SYNC_SAVER": "auto", "TRINITY_SYNC_HOME": str(cwd / "home")}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=os.environ | own | variables,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("start", ["python", "torchrun"])
+def test_what_is_promised_is_tried_and_written_down(
+    tmp_path: Path, spool_folder: Path, start: str
+) -> None:
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    arguments = ["-m", "trinity_sync.selftest", "--mib", "8", "--json", "found.json"]
+    done = run(
+        tmp_path,
+        *(launcher if start == "torchrun" else []),
+        *arguments,
+        TRINITY_SYNC_SPOOL=str(spool_folder),
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "found.json").read_text())["results"]
+    assert all(each["is_ok"] for each in results.values())
+    alone = ["save cpu", "overlap cpu", "kill cpu", "weights cpu", "broadcast cpu cpu"]
+    assert [*results] == (["ranks"] if start == "torchrun" else alone)
+    assert all(name in done.stdout for name in results)
+    assert {path.name for path in tmp_path.iterdir()} <= {"found.json", "home"}
+    assert not [path for path in spool_folder.iterdir() if path.is_dir()]
+
+
+def test_a_machine_that_cannot_save_is_told_by_the_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "spool").write_text("")
+    done = run(tmp_path, "-m", "trinity_sync.selftest", "--mib", "1", TRINITY_SYNC_SPOOL="spool")
+    assert done.returncode == 1
+    assert "FAILED  save cpu            SpoolError: " in done.stdout
+    assert "ok      broadcast cpu cpu" in done.stdout  # which needs no spool
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"), [(["nowhere"], "nowhere is no folder"), (["--mib", "0"], "1 at least")]
+)
+def test_wrong_arguments_are_refused(tmp_path: Path, arguments: list[str], said: str) -> None:
+    done = run(tmp_path, "-m", "trinity_sync.selftest", *arguments)
+    assert (done.returncode, said in done.stderr) == (2, True)
