@@ -84,6 +84,7 @@ def _rank(
     os.environ.clear()
     os.environ.update(environment)
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    os.environ.setdefault("TRINITY_SYNC_SPOOL", str(rendezvous.parent / "spool"))
     try:
         import torch.distributed as dist
         from grpo_copy.cpu_platform import use_cpu
