@@ -6,7 +6,7 @@
      ├─ ConfigError                 a setting, path or argument is invalid (also a ValueError)
      │   └─ RootError               the root's file system lacks an operation that a commit needs
      ├─ MissingPackageError         an integration's package is not installed (also an ImportError)
-     ├─ FormatError                 of another release; says which side to upgrade
+     ├─ FormatError                 a root, spool, manifest or run is of another release
      ├─ SpoolError                  the spool of this node cannot be used
      │   ├─ SpoolFullError          too little shared memory; says how many bytes are needed
      │   └─ TicketError             a ticket is torn or corrupted
