@@ -6,7 +6,7 @@
      ├─ ConfigError                 a setting, path or argument is invalid (also a ValueError)
      │   └─ RootError               the root's file system lacks an operation that a commit needs
      ├─ MissingPackageError         an integration's package is not installed (also an ImportError)
-     ├─ FormatError                 another release wrote a record; says which side to upgrade
+     ├─ FormatError                 a root, spool, manifest or run is of another release
      ├─ SpoolError                  the spool of this node cannot be used
      │   ├─ SpoolFullError          too little shared memory; says how many bytes are needed
      │   └─ TicketError             a ticket is torn or corrupted
@@ -74,15 +74,14 @@ class MissingPackageError(TrinitySyncError, ImportError):
 
 
 class FormatError(TrinitySyncError):
-    """Another release of trinity-sync has written a record, in a format that this one cannot read.
+    """A root, a job's spool, a manifest or a run is of a format that this release cannot read.
 
-    The record is neither torn nor corrupted: what it describes is not removed, evicted or replaced.
+    It is neither torn nor corrupted: nothing in it is removed, evicted or replaced.
 
     Attributes:
         path: path of the file; None for the parameters of a flow run.
-        found, known: format of the record, and the format that this release reads.
-        run, step: run and step that the record names; None if it names none. These names keep their
-            meaning in all formats.
+        found, known: format that was found, and the format that this release reads.
+        run: run that a manifest names; None otherwise. It keeps its meaning in all formats.
     """
 
     def __init__(
@@ -93,14 +92,12 @@ class FormatError(TrinitySyncError):
         found: int = 0,
         known: int = 0,
         run: int | None = None,
-        step: int | None = None,
     ) -> None:
         super().__init__(message)
         self.path = path
         self.found = found
         self.known = known
         self.run = run
-        self.step = step
 
     @classmethod
     def between(
@@ -112,13 +109,12 @@ class FormatError(TrinitySyncError):
         writer: str = "the environment that wrote it",
         reader: str = "this environment",
         run: int | None = None,
-        step: int | None = None,
     ) -> "FormatError":
         """Return an error whose message names the environment to upgrade.
 
         Args:
             what: path of the file, or a description of what is not a file.
-            found, known, run, step: as in the class.
+            found, known, run: as in the class.
             writer, reader: descriptions of the two environments.
         """
         older = writer if found < known else reader
@@ -127,7 +123,7 @@ class FormatError(TrinitySyncError):
             f"trinity-sync in {older}. Until then it is left unchanged."
         )
         path = what if isinstance(what, Path) else None
-        return cls(message, path=path, found=found, known=known, run=run, step=step)
+        return cls(message, path=path, found=found, known=known, run=run)
 
 
 class SpoolError(TrinitySyncError):

@@ -58,10 +58,14 @@ ITERATION_FILES: dict[Kind, str] = {
 }
 
 SPOOL_FORMAT = 1
-"""Format of the records of saves in flight: those in a node's spool, and `SaveRequest`."""
+"""Format of a job's folder in a spool, and of `SaveRequest`. "Formats" in
+``docs/reference/files.md`` says which changes need a new number, here and below."""
 ROOT_FORMAT = 1
-"""Format of the records in a job's root, which may be read years later. "Formats" in
-``docs/reference/files.md`` says which changes need a new number."""
+"""Format of all records in a job's root but the manifests and runs."""
+MANIFEST_FORMAT = 1
+"""Format of manifests, which remotes hold as well, and which may be read years later."""
+RUN_FORMAT = 1
+"""Format of the records of runs, for the same reason."""
 
 _STEP_FOLDER = "global_step_"
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")

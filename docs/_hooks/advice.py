@@ -17,7 +17,7 @@ WHAT_TO_DO = {
     "MissingPackageError": "Install the extra that the message names, in this environment.",
     "FormatError": (
         "Upgrade trinity-sync in the environment that the message names, and restart it. Nothing "
-        "is lost meanwhile: the record is neither read nor removed."
+        "is lost meanwhile: what it names is neither read nor removed."
     ),
     "SpoolError": "Check the folder that the message names: its owner, its mode 0700, its space.",
     "SpoolFullError": (

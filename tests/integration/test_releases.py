@@ -17,7 +17,8 @@ import trinity_sync
 from tests.integration.prefect_api import until
 from tests.support.job import Job
 from trinity_sync import CheckpointCoordinator, Settings
-from trinity_sync.snapshot.spool import JobSpool, list_job_spools, open_job_spool
+from trinity_sync.snapshot.job_identity import job_id
+from trinity_sync.snapshot.spool import JobSpool, open_job_spool
 from trinity_sync.storage.discovery import iter_committed_steps
 from trinity_sync.storage.manifest import read_manifest
 
@@ -73,7 +74,7 @@ def images(spool: JobSpool) -> dict[str, bytes]:
 OLDER = {
     ("SPOOL_FORMAT", -1): "the trainer's environment",
     ("SPOOL_FORMAT", 1): "the stack's environment",
-    ("ROOT_FORMAT", -1): "the trainer's environment",
+    ("ROOT_FORMAT", -1): "the environment that wrote it",
     ("ROOT_FORMAT", 1): "this environment",
 }
 
@@ -88,9 +89,9 @@ def test_a_trainer_of_another_release_is_told_what_to_upgrade_and_its_neighbour_
         told = trains(release, theirs)
         wanted = rf"has format {1 + change}, .* reads format 1: upgrade trinity-sync in {older}"
         assert re.search(wanted, told), told
-        (spool,) = (job for job in list_job_spools(stack_settings.spool) if job.root == theirs)
-        kept[spool.folder] = images(spool)
-        assert sorted(path.rpartition(".")[2] for path in kept[spool.folder]) == ["slot", "ticket"]
+        (spool,) = stack_settings.spool.glob(f"{theirs.name}-*")
+        kept[spool] = images(JobSpool(spool))
+        assert sorted(path.rpartition(".")[2] for path in kept[spool]) == ["slot", "ticket"]
         assert read_manifest(theirs, 5) is None
 
     for step in (1, 2, 3):  # next to them, saves are committed and older steps removed
@@ -112,14 +113,15 @@ def test_a_worker_names_the_images_of_a_trainer_of_another_release_that_died(
     theirs = tmp_path / "theirs"
     away = "http://127.0.0.1:9/api"  # it dies before it can ask for a flow run
     assert trains(release, theirs, "dies", PREFECT_API_URL=away) == ""
-    spool = open_job_spool(stack_settings.spool, theirs)
-    (ticket,) = spool.folder.glob("*.ticket")
-    assert json.loads(ticket.read_text())["format"] == 2
+    spool = JobSpool(stack_settings.spool / job_id(theirs))
+    owner = spool.folder / "job.json"
+    assert json.loads(owner.read_text())["format"] == 2
     kept = images(spool)
+    assert any(name.endswith(".ticket") for name in kept)
     log = stack_settings.home / "logs/worker.log"
     until(
         lambda: any(
-            str(ticket) in line and "upgrade trinity-sync in this environment" in line
+            str(owner) in line and "upgrade trinity-sync in this environment" in line
             for line in log.read_text().splitlines()
         ),
         "the worker's warning",

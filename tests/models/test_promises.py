@@ -55,7 +55,6 @@ from trinity_sync.client import run_context
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import (
     ConfigError,
-    FormatError,
     RootInUseError,
     SaveFailedError,
     SpoolError,
@@ -89,8 +88,8 @@ WHICH = st.integers(0, 5)
 NAME = st.sampled_from("AB")
 KIND = st.sampled_from(["checkpoint", "state_dict"])
 KEEP = st.sampled_from([0, 0, 1, 2])
-NO_SPACE = (SpoolError, FormatError)
-"""What a first save raises where no slot is left, perhaps for images of another release."""
+NO_SPACE = (SpoolError,)
+"""What a first save raises where no slot is left."""
 PARTS = st.sampled_from(
     [("model", "optim"), ("optim", "extra_state"), ("model",), ("model", "optim", "extra_state")]
 )
@@ -740,9 +739,9 @@ class Promises(World, RuleBasedStateMachine):
         return self.observer.spool.folder
 
     @precondition(lambda self: self.job_spool.exists())
-    @rule(what=st.sampled_from(["spool vanishes", "spool is copied", "older ticket", "fork"]))
+    @rule(what=st.sampled_from(["spool vanishes", "spool is copied", "older spool", "fork"]))
     def mishap(self, what: str) -> None:
-        """/dev/shm is emptied or copied, an older client was there, a process is forked."""
+        """/dev/shm is emptied or copied, an older client is there, a process is forked."""
         if what == "spool vanishes":
             shutil.rmtree(self.job_spool)
             self.images = {name: each for name, each in self.images.items() if each[0] != self.job}
@@ -752,12 +751,12 @@ class Promises(World, RuleBasedStateMachine):
                 trainer.lost = trainer.staged[0]
         elif what == "spool is copied":
             shutil.copytree(self.job_spool, self.spool / "copy", dirs_exist_ok=True)
-        elif what == "older ticket":
-            slot = self.job_spool / f"actor.model.rank0.{len(self.model.saves) % 4}.slot"
-            ticket = slot.with_name(f"{slot.name}.ticket")
-            if not ticket.exists():
-                slot.touch(mode=0o600)
-                ticket.write_text(encode_body({"step": 3}, SPOOL_FORMAT - 1))
+        elif what == "older spool":
+            other = self.spool / "older-1a2b3c4d"
+            other.mkdir(mode=0o700, exist_ok=True)
+            owner = encode_body({"format": SPOOL_FORMAT - 1, "root": str(self.observer.root)})
+            (other / "job.json").write_text(owner)
+            (other / "actor.model.rank0.0.slot.ticket").write_text(encode_body({"step": 3}))
         else:
             for trainer in self.trainers.values():
                 self.fork(trainer)

@@ -316,7 +316,7 @@ def test_a_text_that_differs_in_any_byte_is_no_record(indent: int | None) -> Non
 def test_what_is_added_to_a_record_makes_it_none(text: str) -> None:
     for decode in (
         lambda: decode_record(Note, text.encode(), "a"),
-        lambda: decode_body(text.encode(), "a", 1),
+        lambda: decode_body(text.encode()),
     ):
         with pytest.raises(ValueError, match="its digest differs"):
             decode()
@@ -350,10 +350,10 @@ def test_a_value_that_few_readers_of_json_know_hides_no_other(more: str) -> None
     )
     good = add_digest(text + "1}").encode()
     assert decode_record(Note, good, "a") == Note(4, {"loss": 1.0})
-    assert decode_body(good, "a", 1).keys() == {"step", "values", "more"}
+    assert decode_body(good).keys() == {"format", "step", "values", "more"}
     with pytest.raises(FormatError) as found:
         decode_record(Note, add_digest(text + "2}").encode(), "a")
-    assert (found.value.found, found.value.step, found.value.run) == (2, 4, None)
+    assert (found.value.found, found.value.run) == (2, None)
 
 
 def test_what_a_manifest_was_asked_is_not_written_with_it(job: Job) -> None:

@@ -213,8 +213,8 @@ def _read_versions(job: str, root: str | Path) -> list[dict[str, Any]]:
             }
             for version in (state["registry"]["versions"] if state else ())
         ]
-    except (FormatError, KeyError, TypeError, ValueError):
-        return []  # written by another release
+    except (KeyError, TypeError, ValueError):
+        return []  # edited
 
 
 def _insert(connection: sa.Connection) -> Any:
@@ -285,11 +285,7 @@ def _make_step_rows(
 
 
 def _read_finite_metrics(root: str | Path, manifest: Manifest) -> dict[str, float]:
-    try:
-        metrics = read_metrics(root, manifest.run, manifest.step)
-    except FormatError as error:
-        logger.warning("%s", error)
-        return {}
+    metrics = read_metrics(root, manifest.run, manifest.step)
     return {name: value for name, value in metrics.items() if isfinite(value)}  # JSON has no NaN
 
 

@@ -407,7 +407,10 @@ def require_existing(root: Path) -> Path:
 
     Raises:
         ConfigError: It is not a folder, or is inside a root.
+        FormatError: It is of another release.
     """
+    from trinity_sync.snapshot.job_identity import read_identity
+
     refuse_url(root)
     if not root.is_dir():
         raise with_hint(
@@ -416,6 +419,7 @@ def require_existing(root: Path) -> Path:
         )
     if not _is_root(root):
         _refuse_inside(root, str(root))
+    read_identity(root)  # which refuses a root of another release
     return root
 
 

@@ -61,7 +61,7 @@ PACKAGES = ("prefect", "ray", "torch", "verl", "transformers", "lightning")
 def version(output: Output = "table") -> None:
     """Print the versions of trinity-sync, Python, Prefect, Ray and torch, and record formats."""
     from trinity_sync import __version__
-    from trinity_sync.layout import ROOT_FORMAT, SPOOL_FORMAT
+    from trinity_sync.layout import MANIFEST_FORMAT, ROOT_FORMAT, RUN_FORMAT, SPOOL_FORMAT
 
     report = VersionReport(
         version=__version__,
@@ -69,7 +69,12 @@ def version(output: Output = "table") -> None:
         python=".".join(map(str, sys.version_info[:3])),
         executable=sys.executable,
         packages={name: _find_version(name) for name in PACKAGES},
-        formats={"root": ROOT_FORMAT, "spool": SPOOL_FORMAT},
+        formats={
+            "root": ROOT_FORMAT,
+            "spool": SPOOL_FORMAT,
+            "manifest": MANIFEST_FORMAT,
+            "run": RUN_FORMAT,
+        },
     )
     print_object("version", report, output, lambda: _print_version(report))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from trinity_sync.client.prefect_api import ANSWER_S, PrefectApi, SaveRun
-from trinity_sync.errors import FormatError, PrefectApiError
+from trinity_sync.errors import PrefectApiError
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.storage.runs import Run, find_superseding_run
@@ -52,7 +52,7 @@ def try_read_saves(root: Path) -> list[SaveRun]:
 
     try:
         return read_saves(read_settings(), root, answer_s=QUICK_S)
-    except (PrefectApiError, FormatError):
+    except PrefectApiError:
         return []
 
 

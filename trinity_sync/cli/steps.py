@@ -41,7 +41,7 @@ from trinity_sync.cli.schema import (
     TensorRow,
     TimingRow,
 )
-from trinity_sync.errors import ConfigError, FormatError
+from trinity_sync.errors import ConfigError
 from trinity_sync.orchestration.quantities import format_bytes
 
 if TYPE_CHECKING:
@@ -92,9 +92,7 @@ def list_steps(
 
 def _print_steps(root: str, most: int | None, output: Output) -> None:
     from trinity_sync.layout import steps_on_disk
-    from trinity_sync.storage.discovery import list_unreadable_records
 
-    other_releases: list[FormatError] = []
     if "://" in root:
         left_out, rows = _take_last(_summarize_remote(root), most)
     else:
@@ -103,12 +101,9 @@ def _print_steps(root: str, most: int | None, output: Output) -> None:
         found = sorted({*steps_on_disk(base), *saves})
         left_out, steps = _take_last(found, most)
         rows = _summarize_steps(base, steps, saves)
-        other_releases = list_unreadable_records(base)
     for row in rows:
         if row.status == "another format":
             typer.echo(row.reason, err=True)
-    for error in other_releases:
-        typer.echo(error, err=True)
     print_rows("steps", rows[::-1], output, empty=f"no steps in {root}")
     if left_out and is_text(output):
         typer.echo(f"{left_out:,} older steps not shown; use --all", err=True)
@@ -226,10 +221,7 @@ def _summarize_steps(root: Path, steps: list[int], saves: dict[int, "SaveRun"]) 
     from trinity_sync.storage.latest_pointer import read_latest_pointer
     from trinity_sync.storage.pins import list_steps_in_use, list_tags
 
-    try:
-        has_remote = bool(read_required_remote(root))
-    except FormatError:  # reported by the command
-        has_remote = False
+    has_remote = bool(read_required_remote(root))
     pointers = {kind: read_latest_pointer(root, kind) for kind in KINDS}
     in_use, tagged, runs = list_steps_in_use(root), list_tags(root).values(), list_known_runs(root)
     rows = []
@@ -243,10 +235,7 @@ def _summarize_steps(root: Path, steps: list[int], saves: dict[int, "SaveRun"]) 
             continue  # committed or removed between the two looks
         else:
             row = _summarize_manifest(manifest)
-            try:
-                stored = is_replicated(root, manifest) if has_remote and manifest else None
-            except FormatError as error:
-                reason = str(error)
+            stored = is_replicated(root, manifest) if has_remote and manifest else None
         latest_of = [str(kind) for kind, target in pointers.items() if target == step]
         remote = {True: ["in remote"], False: ["not in remote"], None: []}[stored]
         why = [] if status in ("valid", "not committed") else [_shorten(reason, step, root)]

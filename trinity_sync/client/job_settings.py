@@ -21,7 +21,6 @@ def set_job_settings(root: str | Path, changes: Mapping[str, Any]) -> JobSetting
 
     Raises:
         ConfigError: a name is unknown, or a value is invalid; nothing was changed.
-        FormatError: another release has written it.
     """
     for name in ("keep", "keep_weights", "keep_quarantine", "remote_keep"):
         if changes.get(name) is not None:

@@ -5,7 +5,6 @@ The other ranks query no server: rank 0 writes what it learns into a log.
 ::
 
     root/.trinity_sync/outcomes/run3-1b4f0e98.5d41402a.jsonl
-        {"format": 1}
         {"key": "...step40/checkpoint", "state": "pending", "message": "", "url": ""}
         {"key": "...step40/checkpoint", "state": "failed", "message": "...", "url": "..."}
 
@@ -31,7 +30,7 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import CommitError, ManifestError
 from trinity_sync.fs.atomic import ReadOnChange, list_uncached, make_folder, make_temporary_path
 from trinity_sync.fs.locks import LockFile, is_locked
-from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER, ROOT_FORMAT, SERVES_AS, parse_number
+from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER, SERVES_AS, parse_number
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.storage.commit import resolve_late_image
@@ -63,12 +62,6 @@ class Outcome:
     state: State
     message: str = ""
     url: str = ""
-
-
-class _Header(msgspec.Struct, frozen=True):
-    """The first line of a file."""
-
-    format: int
 
 
 class _Line(msgspec.Struct, frozen=True):
@@ -130,7 +123,6 @@ class OutcomeLog:
         lock = LockFile(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             lock.acquire()
-            temporary.write_bytes(msgspec.json.encode(_Header(ROOT_FORMAT)) + b"\n")
             temporary.rename(self._path)
         except BaseException:
             lock.close()
@@ -144,8 +136,6 @@ class _File:
     """What a reader knows of one file."""
 
     offset: int = 0
-    format: int | None = None
-    """Format in its first line; None before that is read."""
     said: dict[str, Outcome] = field(default_factory=dict)
     """The newest line of each save."""
 
@@ -173,7 +163,7 @@ class OutcomeLogs:
             except OSError:
                 continue  # such as removed by a later run
             if whole:
-                self._take(path, seen, whole.split(b"\n"))
+                self._take(seen, whole.split(b"\n"))
                 seen.offset += len(whole) + 1
 
     def outcome(self, key: str) -> Outcome | None:
@@ -198,20 +188,9 @@ class OutcomeLogs:
         return not self._files or any(map(is_locked, self._files))
 
     @staticmethod
-    def _take(path: Path, seen: _File, lines: list[bytes]) -> None:
+    def _take(seen: _File, lines: list[bytes]) -> None:
         for line in lines:
             try:
-                if seen.format is None:
-                    seen.format = msgspec.json.decode(line, type=_Header).format
-                    if seen.format != ROOT_FORMAT:
-                        logger.warning(
-                            "Not reading %s, which another release has written: this rank queries "
-                            "the Prefect server itself. Install one release on all ranks",
-                            path,
-                        )
-                    continue
-                if seen.format != ROOT_FORMAT:
-                    return
                 read = msgspec.json.decode(line, type=_Line)
             except ValueError:
                 continue  # truncated when its writer died

@@ -22,7 +22,6 @@ from trinity_sync.client.prefect_api import FlowRun, PrefectApi
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.saver_control import SaverControl
 from trinity_sync.errors import (
-    FormatError,
     PrefectApiError,
     RequestRefusedError,
     SaveError,
@@ -239,7 +238,7 @@ class SaveTrigger:
         A save without components has no images. Saves whose images or manifest cannot be read are
         left out, and saves of several nodes, whose flow run fails at once for all ranks.
         """
-        jobs: dict[str, tuple[list[SealedImage], list[TicketError | FormatError]]] = {}
+        jobs: dict[str, tuple[list[SealedImage], list[TicketError]]] = {}
         found = {}
         for request in requests:
             spool = JobSpool(self._settings.spool / request.job)

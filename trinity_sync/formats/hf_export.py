@@ -116,11 +116,10 @@ def export_step(
         if check:
             _check_digests(folder, records, lambda n: on_progress(n, 2 * compared))
         progress = open_progress(scratch, source)
-        model = ShardedModel(tuple(folder / record.path for record in records))
         try:
             write_files(
                 progress,
-                model,
+                ShardedModel([folder / record.path for record in records]),
                 folder / role,
                 find_adapter_config(folder, manifest, role),
                 max_bytes=max_shard_bytes,

@@ -60,21 +60,20 @@ def write_files(
         ConfigError: source files of the model are not trusted.
         ExportError: the tensors are not those of a model or adapter that can be loaded.
     """
-    huggingface, names = role_folder / HUGGINGFACE, model.names
-    metas = {name: model.read_meta(name) for name in names}
+    huggingface, metas = role_folder / HUGGINGFACE, model.metas
     base: Architecture | None = None
     if adapter_config is None or (huggingface / "config.json").is_file():
         base = Architecture(huggingface, trust_remote_code=trust_remote_code)
     if adapter_config:
         split = split_adapter(base, adapter_config, metas)
-    elif any(name.startswith("base_model.") for name in names):
+    elif any(name.startswith("base_model.") for name in metas):
         raise ExportError(
-            f"{names[0]} in {role_folder} is of a model with an adapter, and the step has no "
-            f"{ADAPTER}/{ADAPTER_CONFIG}: save with metadata=FOLDER that contains it, as "
+            f"{next(iter(metas))} in {role_folder} is of a model with an adapter, and the step has "
+            f"no {ADAPTER}/{ADAPTER_CONFIG}: save with metadata=FOLDER that contains it, as "
             "peft_config.save_pretrained writes it"
         )
     else:
-        split = SplitModel({name: name for name in names}, {}, b"")
+        split = SplitModel({name: name for name in metas}, {}, b"")
     naming = None
     if split.base:
         if base is None:

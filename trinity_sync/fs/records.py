@@ -1,10 +1,13 @@
-"""Records: small JSON files with a type, a format number and a digest.
+"""Records: small JSON files with a type and a digest.
 
 A record type is a frozen dataclass below `Record`; msgspec checks every value when a record is
 read. The digest is the last value of the object and covers all bytes before it. A record with a
-wrong digest is torn or was altered (ValueError); a record with a valid digest and another format
-was written by another release (`FormatError`). All formats have ``format`` and ``digest``, and
-``run`` and ``step`` have the same meaning in all records that have them.
+wrong digest is torn or was altered (ValueError).
+
+Few records have a format number: the identity of a root and the owner of a spool's folder, each for
+everything that is there, and manifests and runs, which are read in other places as well. One with a
+valid digest and another number was written by another release (`FormatError`). All formats have
+``format`` and ``digest``, and ``run`` has the same meaning in all of them.
 
 A digest does not authenticate the writer, so values of a wrong type or range are also refused.
 """
@@ -24,10 +27,6 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, lt=253e9)]
 """A duration, or a time since the epoch that ``datetime`` can represent (up to the year 9987)."""
 
-TRAINER = "the trainer's environment"
-STACK = "the stack's environment"
-_EITHER = "the environment that wrote it"
-
 R = TypeVar("R", bound="Record")
 T = TypeVar("T")
 
@@ -36,27 +35,25 @@ class Record:
     """Base of record types, which are frozen dataclasses::
 
         @dataclass(frozen=True)
-        class Pin(Record, format=1, writer=STACK):
-            step: Count
-            reason: str = ""
+        class Run(Record, format=1):
+            number: Count
+            key: str = ""
 
-    ``format`` is the supported format number, ``writer`` the name of the environment that writes
-    such records. Subclasses inherit both. No field is named ``format`` or ``digest``.
+    ``format`` is the supported format number, for records that have one. No field is named
+    ``format`` or ``digest``.
     """
 
-    FORMAT: ClassVar[int]
-    WRITER: ClassVar[str] = _EITHER
+    FORMAT: ClassVar[int | None] = None
 
-    def __init_subclass__(cls, *, format: int | None = None, writer: str = "") -> None:
+    def __init_subclass__(cls, *, format: int | None = None) -> None:
         if format is not None:
             cls.FORMAT = format
-        if writer:
-            cls.WRITER = writer
 
 
 def encode_record(record: Record, *, indent: int | None = None) -> str:
     """Return the text of a record whose values are plain values, records and containers of them."""
-    return encode_body(msgspec.to_builtins(record), record.FORMAT, indent=indent)
+    format = {} if record.FORMAT is None else {"format": record.FORMAT}
+    return encode_body({**format, **msgspec.to_builtins(record)}, indent=indent)
 
 
 def decode_record(kind: type[R], content: bytes, path: Path | str) -> R:
@@ -66,9 +63,15 @@ def decode_record(kind: type[R], content: bytes, path: Path | str) -> R:
 
     Raises:
         ValueError: it is torn or was altered, or a value is missing or of a wrong type or range.
-        FormatError: another release has written it.
+        FormatError: it is intact, and of another format.
     """
-    _check(content, path, kind.FORMAT, kind.WRITER)
+    _require_digest(content)
+    if kind.FORMAT is not None:
+        head = _load(content, _Head)
+        if type(head.format) is not int:
+            raise ValueError("it has no format")
+        if head.format != kind.FORMAT:
+            raise FormatError.between(path, head.format, kind.FORMAT, run=_count_or_none(head.run))
     return _load(content, kind)
 
 
@@ -78,9 +81,6 @@ def read_record(
     """Return the record in a file; None if the file is missing, torn or altered.
 
     ``read`` is `read_uncached` for a file that another node may have replaced.
-
-    Raises:
-        FormatError: another release has written it.
     """
     try:
         return decode_record(kind, read(path), path)
@@ -88,62 +88,52 @@ def read_record(
         return None
 
 
-def encode_body(body: dict[str, Any], format: int, *, indent: int | None = None) -> str:
-    """Return the text of a record of values by name; no name is ``format`` or ``digest``."""
-    return add_digest(json.dumps({"format": format, **body}, indent=indent))
+def encode_body(body: dict[str, Any], *, indent: int | None = None) -> str:
+    """Return the text of a record of one or more values by name; no name is ``digest``."""
+    return add_digest(json.dumps(body, indent=indent))
 
 
 def add_digest(text: str) -> str:
-    """Return the text of a record, given that of an object with its format and its values."""
+    """Return the text of a record, given that of an object with its values."""
     covered = text.removesuffix("}").rstrip()
     return covered + _make_end(covered.encode()).decode()
 
 
-def decode_body(
-    content: bytes, path: Path | str, format: int, writer: str = _EITHER
-) -> dict[str, Any]:
+def decode_body(content: bytes) -> dict[str, Any]:
     """Return the values in a record, without a check of their types.
 
-    ``path``, and ``writer``, the environment that writes such records, are for messages.
-
     Raises:
-        ValueError: it is torn or was altered, or has no digest or format.
-        FormatError: it is intact, and of another format.
+        ValueError: it is torn or was altered, or has no digest.
     """
-    _check(content, path, format, writer)
+    _require_digest(content)
     body = _load(content, dict[str, Any])
-    return {name: value for name, value in body.items() if name not in ("format", "digest")}
+    return {name: value for name, value in body.items() if name != "digest"}
 
 
 def parse_run_and_step(content: bytes) -> tuple[int | None, int | None]:
-    """Return the run and the step in a record, whatever its digest and format.
+    """Return the run and the step in a record, whatever its digest.
 
     Each is None if the record cannot be read or does not contain it.
     """
     try:
-        return _get_run_and_step(_load(content, _Head))
+        head = _load(content, _Head)
     except ValueError:
         return None, None
+    return _count_or_none(head.run), _count_or_none(head.step)
 
 
 class _Head(msgspec.Struct):
-    """What is read in a record of any format; each value may be missing or of any type."""
+    """What is read in any record; each value may be missing or of any type."""
 
     format: Any = None
     run: Any = None
     step: Any = None
 
 
-def _check(content: bytes, path: Path | str, format: int, writer: str) -> None:
+def _require_digest(content: bytes) -> None:
     covered, end = content[:-_END_NBYTES], content[-_END_NBYTES:]
     if end != _make_end(covered):
         raise ValueError("its digest differs")
-    head = _load(content, _Head)
-    if type(head.format) is not int:
-        raise ValueError("it has no format")
-    if head.format != format:
-        run, step = _get_run_and_step(head)
-        raise FormatError.between(path, head.format, format, writer=writer, run=run, step=step)
 
 
 def _make_end(covered: bytes) -> bytes:
@@ -162,10 +152,6 @@ def _load(content: bytes, kind: type[T]) -> T:
             return msgspec.convert(json.loads(content), kind)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-
-
-def _get_run_and_step(head: _Head) -> tuple[int | None, int | None]:
-    return _count_or_none(head.run), _count_or_none(head.step)
 
 
 def _count_or_none(value: Any) -> int | None:

@@ -39,7 +39,7 @@ from trinity_sync.fs.atomic import make_folder, replace_file, sync_file, sync_fo
 from trinity_sync.fs.direct_io import DIGEST
 from trinity_sync.fs.locks import create_file
 from trinity_sync.fs.records import Count, Record, decode_record, encode_record
-from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER, ROOT_FORMAT, parse_number, step_of_folder
+from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER, parse_number, step_of_folder
 from trinity_sync.snapshot.job_identity import IDENTITY_FILE, JobIdentity
 from trinity_sync.storage.discovery import State
 from trinity_sync.storage.manifest import FileRecord, Manifest, parse_manifest
@@ -72,7 +72,7 @@ class RemoteStep:
 
 
 @dataclass(frozen=True)
-class _Uploaded(Record, format=ROOT_FORMAT):
+class _Uploaded(Record):
     """Record of a complete file of a step that is not committed in the remote yet."""
 
     nbytes: Count
@@ -391,7 +391,7 @@ class Remote:
             found = decode_record(
                 _Uploaded, self.read_file(step, name) or b"", f"{self.url}/{name}"
             )
-        except (ValueError, FormatError):
+        except ValueError:
             return False
         with self._translate_errors(f"check {record.path} of step {step} in"):
             try:

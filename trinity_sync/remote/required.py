@@ -18,7 +18,6 @@ from pathlib import Path
 
 from trinity_sync.errors import (
     CorruptedCopyError,
-    FormatError,
     ManifestError,
     SupersededError,
     TrinitySyncError,
@@ -146,12 +145,9 @@ def prune_remote(root: Path, url: str, policy: str, now: float) -> tuple[int, ..
     gone = [each.step for each in plan_removals(infos, rules, now).removed]
     ours = []
     for step in gone:
-        try:
-            if is_replicated(root, there[step]):
-                remote.remove_step(step)
-                ours.append(step)
-        except FormatError as error:
-            logger.warning("keeping step %d in %s: %s", step, url, error)
+        if is_replicated(root, there[step]):
+            remote.remove_step(step)
+            ours.append(step)
     return tuple(ours)
 
 

@@ -6,7 +6,7 @@ step is valid. It is renamed to ``.trinity_sync/trash``, and its files are remov
 without a lock. So a crash leaves a step as it was committed, or no step. The next prune removes
 what a crash left in the trash.
 
-A record of another release keeps every step that it may be about.
+Nothing is removed from a root of another release, or with a run or a spool of one.
 
 Steps in quarantine have a policy of their own.
 """

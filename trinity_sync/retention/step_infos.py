@@ -7,18 +7,13 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from trinity_sync.errors import (
-    CommitError,
-    FormatError,
-    ManifestError,
-    SpoolError,
-    SupersededError,
-)
+from trinity_sync.errors import CommitError, ManifestError, SpoolError, SupersededError
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX
 from trinity_sync.fs.mounts import read_file_system_time
-from trinity_sync.layout import KINDS, step_folder, steps_on_disk
+from trinity_sync.layout import KINDS, step_folder
 from trinity_sync.retention.planner import RemovalPlan, make_step_info
 from trinity_sync.retention.policies import StepInfo
+from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.discovery import (
     iter_committed_steps,
@@ -32,7 +27,6 @@ from trinity_sync.storage.manifest import read_manifest, read_run_number
 from trinity_sync.storage.metrics import read_metrics
 from trinity_sync.storage.pins import list_steps_in_use
 from trinity_sync.storage.runs import (
-    Lineage,
     build_lineage,
     find_newest_run,
     list_runs,
@@ -48,28 +42,25 @@ LINKED = "its folder is a symbolic link; remove it by hand"
 
 
 def list_step_infos(root: str | Path) -> list[StepInfo]:
-    """Return all steps with a readable manifest, oldest first; prune removes no others."""
+    """Return all steps with a readable manifest, oldest first; prune removes no others.
+
+    Raises:
+        FormatError: another release has made the root or begun a run.
+    """
+    read_identity(root)  # which refuses a root of another release
     held = _list_held(root)
-    try:
-        lineage = build_lineage(list_runs(root), partial(read_run_number, root))
-    except FormatError:  # `_list_held` keeps all steps then
-        lineage = Lineage(frozenset())
+    lineage = build_lineage(list_runs(root), partial(read_run_number, root))
     found = []
     for manifest in iter_committed_steps(root):
         corruption = read_manifest_state(root, manifest, runs=()).reason
-        metrics: dict[str, float] = {}
-        try:
-            metrics = read_metrics(root, manifest.run, manifest.step)
-            if not corruption and needs_replication(root, manifest):
-                held[manifest.step].append(NOT_REPLICATED)
-        except FormatError as error:
-            held[manifest.step].append(str(error))
+        if not corruption and needs_replication(root, manifest):
+            held[manifest.step].append(NOT_REPLICATED)
         if step_folder(root, manifest.step).is_symlink():
             held[manifest.step].append(LINKED)
         found.append(
             make_step_info(
                 manifest,
-                metrics=metrics,
+                metrics=read_metrics(root, manifest.run, manifest.step),
                 held=held[manifest.step],
                 corruption=corruption,
                 superseded_by=lineage.supersedes(manifest.run),
@@ -86,12 +77,7 @@ def _list_held(root: str | Path) -> dict[int, list[str]]:
     for kind in KINDS:
         if (pointed := read_latest_pointer(root, kind)) is not None:
             held[pointed].append(f"the latest pointer of {kind}s names it")
-    try:
-        run = find_newest_run(root)
-    except FormatError as error:
-        for step in steps_on_disk(root):
-            held[step].append(str(error))
-        return held
+    run = find_newest_run(root)
     pointed = read_latest_pointer(root, "checkpoint")
     latest = 0 if pointed is None else read_run_number(root, pointed)
     if run and run.resumed_from and latest < run.number:
@@ -107,7 +93,7 @@ def find_reason_to_keep(
     Images in ``spool``, the job's on this node, may need the files of the step.
 
     Raises:
-        FormatError: another release has written a callable status of the step, or has begun a run.
+        FormatError: another release has committed the step, begun a run or made ``spool``.
     """
     try:
         manifest = read_manifest(root, planned.step)
@@ -140,11 +126,10 @@ def find_reason_to_keep(
 def _find_save_in_flight(root: Path, planned: StepInfo, spool: JobSpool | None) -> str:
     """Return which other save of the step, by any run, may need its files; empty if none.
 
-    A ticket that cannot be read keeps the step that it names, because another release may commit
-    its image. Without a step, its image cannot be committed, so it keeps nothing.
+    A ticket that cannot be read keeps the step that it names. Without a step, it keeps nothing.
 
     Raises:
-        FormatError: another release has written a callable status of the step, or has begun a run.
+        FormatError: another release has begun a run or made ``spool``.
     """
     for path in step_folder(root, planned.step).rglob(f".*{TEMPORARY_SUFFIX}"):
         with suppress(FileNotFoundError):  # renamed or removed meanwhile

@@ -11,6 +11,10 @@ is opened, because both may train on.
 
 Only `open_identity` writes. A root without an identity, such as another system's, has an identifier
 by its path.
+
+The identity names the format of everything in the root but manifests and runs, which name their
+own. Whoever opens a root reads it first, so a root of another release is refused before anything is
+read or changed there.
 """
 
 import uuid
@@ -26,14 +30,14 @@ from trinity_sync.fs.atomic import (
     replace_file,
 )
 from trinity_sync.fs.locks import acquire_file_lock, create_file
-from trinity_sync.fs.records import TRAINER, Record, decode_record, encode_record
+from trinity_sync.fs.records import Record, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, job_id_of
 
 IDENTITY_FILE = f"{PRIVATE_FOLDER}/identity.json"
 
 
 @dataclass(frozen=True)
-class JobIdentity(Record, format=ROOT_FORMAT, writer=TRAINER):
+class JobIdentity(Record, format=ROOT_FORMAT):
     """Content of the identity file."""
 
     identity: str
@@ -57,7 +61,7 @@ def read_identity(root: str | Path) -> str:
 
     Raises:
         CommitError: the file is torn.
-        FormatError: another release has written it.
+        FormatError: the root is of another release.
     """
     found = _read(root)
     return found.identity if found else ""

@@ -5,8 +5,7 @@ free slots, a slot is added: training never waits for a reader. If all slots hol
 call waits for their writer. An image is evicted if its save failed or it was not persisted in time:
 a checkpoint is waited for as long as the caller says, weights for a few seconds, since newer ones
 supersede them. Weights go before checkpoints, and if checkpoints hold all slots, one slot is added
-for weights. An image that another release of trinity-sync sealed is never evicted; a slot is added
-instead.
+for weights.
 """
 
 import itertools
@@ -17,13 +16,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
-from trinity_sync.errors import (
-    FormatError,
-    LockTimeoutError,
-    SpoolError,
-    SpoolFullError,
-    TicketError,
-)
+from trinity_sync.errors import LockTimeoutError, SpoolError, SpoolFullError, TicketError
 from trinity_sync.fs.process import call_held_handlers
 from trinity_sync.snapshot.save_id import Origin
 from trinity_sync.snapshot.slot import Slot
@@ -56,7 +49,7 @@ class _Image:
     """Whether it is part of a checkpoint that can still be saved."""
     overdue_s: float
     """Seconds for which it has been evictable. Negative if it may not be evicted yet; infinite if
-    it cannot be saved, or its save failed; minus infinity if another release has sealed it."""
+    it cannot be saved, or its save failed."""
     is_same_save: bool = False
     """Whether it was submitted with the same save. It stays then: the first images of a save count,
     and if one of them were evicted, images of two submissions would be mixed."""
@@ -161,7 +154,6 @@ class SlotPool:
 
         Raises:
             SpoolError: no slot became free in time.
-            FormatError: another release has sealed the images in the slots.
         """
         slots = self.list_slots(origin.role, component, origin.rank)
         start, may_add, warned = time.monotonic(), True, False
@@ -176,11 +168,9 @@ class SlotPool:
                         return slot, waited
                     slot.unlock()
             held = {slot: self._look(slot, origin) for slot in slots if slot not in free}
-            others = [slot for slot, image in held.items() if image.overdue_s == -math.inf]
-            lacks = not free and 0 < len(others) > len(slots) - self._count
             in_use = not free and all(held[slot].outlives(origin) for slot in slots)
             again = any(image.is_same_save for image in held.values())
-            lacks |= in_use and (again or len(slots) - len(others) <= self._count)
+            lacks = in_use and (again or len(slots) <= self._count)
             if may_add and (lacks or any(slot.published for slot in free)):
                 if added := self._add_slot(origin, component, nbytes):
                     return added, waited
@@ -204,8 +194,6 @@ class SlotPool:
                     limit_s,
                 )
             if waited >= limit_s:
-                if others:
-                    read_ticket(others[0].path)  # raises what to upgrade
                 raise SpoolError(
                     f"step {origin.step}, role {origin.role}, rank {origin.rank}: {component} is "
                     f"not saved, because every slot is still being written out, or read, after "
@@ -236,8 +224,6 @@ class SlotPool:
             ticket = read_ticket(slot.path)
         except TicketError:
             return _Image(False, math.inf)
-        except FormatError:
-            return _Image(True, -math.inf)
         if slot.failed:
             return _Image(False, math.inf)
         age = ticket.age_s(self._clock()) if ticket else 0.0
@@ -292,10 +278,7 @@ class SlotPool:
 
 def _published_last(slot: Slot) -> tuple[int, int]:
     """Return a sort key of free slots: the one with the newest published version comes last."""
-    try:
-        published = read_version_tag(slot.path) if slot.published else None
-    except FormatError as error:
-        return error.run or 0, error.step or 0
+    published = read_version_tag(slot.path) if slot.published else None
     return (published.run, published.step) if published else (0, 0)
 
 

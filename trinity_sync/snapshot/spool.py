@@ -11,8 +11,12 @@
         actor.model.rank0.1.slot.published      version of the weights: ``ticket``
         receipts/...                            statuses of save functions: `save_functions`
         evictions.jsonl                         images that were lost
-        root                                    path of the job's root
+        job.json                                the job's root, and the format of the folder
         saver                                   the saver serves the job: ``saver_control``
+
+The client and the stack of a job may be of different releases. So ``job.json`` names the format of
+everything in the folder, and is read before anything else there: a folder of another release is
+refused as a whole.
 
 An eviction is the one way in which a submitted save is lost, written down where it happens. A
 trainer that needs a slot appends a line to ``evictions.jsonl`` in the job's folder of the spool.
@@ -40,8 +44,8 @@ import msgspec
 from trinity_sync.errors import FormatError, SpoolError, SpoolFullError, TicketError
 from trinity_sync.fs.atomic import replace_file
 from trinity_sync.fs.locks import LockFile, has_no_other_users, open_lock_file
-from trinity_sync.fs.records import Count, Seconds
-from trinity_sync.layout import Kind, check_name, job_id_of
+from trinity_sync.fs.records import Count, Record, Seconds, encode_record, read_record
+from trinity_sync.layout import SPOOL_FORMAT, Kind, check_name, job_id_of
 from trinity_sync.snapshot.job_identity import job_id, read_identity
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.ticket import (
@@ -59,7 +63,14 @@ from trinity_sync.snapshot.ticket import (
 logger = logging.getLogger(__name__)
 
 SLOT_SUFFIX = ".slot"
-ROOT_FILE = "root"
+JOB_FILE = "job.json"
+
+
+@dataclass(frozen=True)
+class _Owner(Record, format=SPOOL_FORMAT):
+    """The job of a folder."""
+
+    root: str
 
 
 @dataclass(frozen=True)
@@ -91,12 +102,13 @@ class JobSpool:
 
         Raises:
             SpoolError: as `make_own_folder`.
+            FormatError: as `root`.
         """
         make_own_folder(self.folder.parent)
         make_own_folder(self.folder)
-        root_file = self.folder / ROOT_FILE
-        if self.of and not root_file.exists():
-            replace_file(root_file, os.fsencode(self.of), sync=False)
+        if self.root is None and self.of:
+            owner = encode_record(_Owner(str(self.of)))
+            replace_file(self.folder / JOB_FILE, owner, sync=False)
 
     def slot(self, role: str, component: str, rank: int, number: int) -> Path:
         """Return the path of a slot; ``number`` counts from 0."""
@@ -106,11 +118,30 @@ class JobSpool:
 
     @property
     def root(self) -> Path | None:
-        """The job's root, which may be gone; None if the folder does not name it."""
+        """The job's root, which may be gone; None if the folder does not name it.
+
+        Raises:
+            FormatError: the folder is of another release.
+        """
         try:
-            return Path(os.fsdecode((self.folder / ROOT_FILE).read_bytes()))
-        except FileNotFoundError:
-            return None
+            owner = read_record(_Owner, self.folder / JOB_FILE)
+        except FormatError as error:
+            raise FormatError(
+                f"{error} If no process of that release is left to save its images, remove "
+                f"{self.folder}: they are lost.",
+                path=error.path,
+                found=error.found,
+                known=error.known,
+            ) from None
+        return Path(owner.root) if owner else None
+
+    def require_own_format(self) -> None:
+        """Refuse the folder of another release.
+
+        Raises:
+            FormatError: as `root`.
+        """
+        _ = self.root
 
     @property
     def bytes_used(self) -> int:
@@ -127,24 +158,27 @@ class JobSpool:
         """Folder of the statuses of save functions."""
         return self.folder / "receipts"
 
-    def tickets(self) -> tuple[list[SealedImage], list[TicketError | FormatError]]:
-        """Return the job's sealed images on this node, and the errors of unreadable tickets."""
+    def tickets(self) -> tuple[list[SealedImage], list[TicketError]]:
+        """Return the job's sealed images on this node, and the errors of unreadable tickets.
+
+        Raises:
+            FormatError: as `root`.
+        """
+        self.require_own_format()
         good: list[SealedImage] = []
-        bad: list[TicketError | FormatError] = []
+        bad: list[TicketError] = []
         for path in sorted(self.folder.glob(f"*{SLOT_SUFFIX}{TICKET_SUFFIX}")):
             slot = path.with_name(path.name.removesuffix(TICKET_SUFFIX))
             try:
                 ticket = read_ticket(slot)
-            except (TicketError, FormatError) as error:
+            except TicketError as error:
                 bad.append(error)
                 continue
             if ticket:
                 good.append(SealedImage(slot, ticket))
         return good, bad
 
-    def read_step(
-        self, run: int, step: int
-    ) -> tuple[list[SealedImage], list[TicketError | FormatError]]:
+    def read_step(self, run: int, step: int) -> tuple[list[SealedImage], list[TicketError]]:
         """Return the sealed images of a step, and the errors of all unreadable tickets."""
         good, bad = self.tickets()
         return [s for s in good if (s.ticket.run, s.ticket.step) == (run, step)], bad
@@ -159,11 +193,7 @@ class JobSpool:
         names = f"{role}.{component}.rank{rank}.*{SLOT_SUFFIX}{KEPT_SUFFIX}"
         for record in sorted(self.folder.glob(names)):
             slot = record.with_name(record.name.removesuffix(KEPT_SUFFIX))
-            try:
-                kept = read_cached_file(slot)
-            except FormatError as error:
-                logger.warning("%s", error)
-                continue
+            kept = read_cached_file(slot)
             if kept and kept.file_digest == digest:
                 yield slot
 
@@ -171,34 +201,27 @@ class JobSpool:
         """Return the slots that hold a version of the weights with their tags, in order of ranks.
 
         Raises:
-            FormatError: another release has written a tag of this version.
+            FormatError: as `root`.
         """
-        found = {}
-        for slot in self._published_slots(role):
-            try:
-                tag = read_version_tag(slot)
-            except FormatError as error:
-                if (error.run, error.step) == (run, step):
-                    raise
-                continue
-            if tag and (tag.role, tag.run, tag.step) == (role, run, step):
-                found[slot] = tag
+        found = {
+            slot: tag
+            for slot, tag in self.list_versions(role)
+            if (tag.run, tag.step) == (run, step)
+        }
         return dict(sorted(found.items(), key=lambda item: item[1].rank))
 
     def list_versions(self, role: str) -> Iterator[tuple[Path, VersionTag]]:
         """Yield all slots that hold a version of a role's weights, with their tags.
 
-        Tags that another release has written are skipped.
+        Raises:
+            FormatError: as `root`.
         """
-        for slot in self._published_slots(role):
-            with contextlib.suppress(FormatError):
-                tag = read_version_tag(slot)
-                if tag and tag.role == role:
-                    yield slot, tag
-
-    def _published_slots(self, role: str) -> Iterator[Path]:
-        for tag in self.folder.glob(f"{role}.*{SLOT_SUFFIX}{PUBLISHED_SUFFIX}"):
-            yield tag.with_name(tag.name.removesuffix(PUBLISHED_SUFFIX))
+        self.require_own_format()
+        for path in self.folder.glob(f"{role}.*{SLOT_SUFFIX}{PUBLISHED_SUFFIX}"):
+            slot = path.with_name(path.name.removesuffix(PUBLISHED_SUFFIX))
+            tag = read_version_tag(slot)
+            if tag and tag.role == role:
+                yield slot, tag
 
     def remove_if_unused(self) -> None:
         """Remove the job's folder if no process uses its slots any longer.
@@ -251,6 +274,7 @@ def open_job_spool(spool: Path, root: str | Path) -> JobSpool:
 
     Raises:
         SpoolError: the spool is not a folder of this user alone, or cannot be made.
+        FormatError: the root or the job's folder is of another release.
     """
     job = JobSpool(spool / job_id(root), Path(root).resolve())
     job.make()
@@ -291,11 +315,33 @@ def remove_replaced_spools(spool: Path, root: Path) -> None:
             )
 
 
-def list_job_spools(spool: Path) -> Iterator[JobSpool]:
-    """Yield the folders of all jobs on this node."""
+def list_job_spools(spool: Path) -> list[JobSpool]:
+    """Return the folders of all jobs on this node; name those of another release in a warning."""
+    found, refused = sort_job_spools(spool)
+    for error in refused:
+        _warn_once(str(error))
+    return found
+
+
+def sort_job_spools(spool: Path) -> tuple[list[JobSpool], list[FormatError]]:
+    """Return the folders of all jobs on this node, and the errors of those of another release."""
+    found: list[JobSpool] = []
+    refused: list[FormatError] = []
     if spool.is_dir():
         make_own_folder(spool)
-        yield from (JobSpool(entry) for entry in sorted(spool.iterdir()) if entry.is_dir())
+        for job in (JobSpool(entry) for entry in sorted(spool.iterdir()) if entry.is_dir()):
+            try:
+                job.require_own_format()
+                found.append(job)
+            except FormatError as error:
+                refused.append(error)
+    return found, refused
+
+
+@lru_cache(maxsize=1000)
+def _warn_once(message: str) -> None:
+    """Log a warning once, although every poll finds the same folders."""
+    logger.warning("%s", message)
 
 
 def get_job_spool(folder: str | Path, save: SaveId) -> JobSpool:
@@ -304,6 +350,7 @@ def get_job_spool(folder: str | Path, save: SaveId) -> JobSpool:
     Raises:
         SpoolError: the folder is another job's, or not of this user alone, so others may have put
             images there.
+        FormatError: as `JobSpool.root`.
     """
     spool = JobSpool(Path(folder))
     if spool.folder.exists():
@@ -314,6 +361,7 @@ def get_job_spool(folder: str | Path, save: SaveId) -> JobSpool:
                 f"spool folder {folder} is that of a job at {spool.root}, not of job {save.job} at "
                 f"{save.root}; start the save from its trainer"
             )
+        spool.require_own_format()
     return spool
 
 

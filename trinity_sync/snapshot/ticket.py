@@ -2,8 +2,7 @@
 
 The ticket, a small JSON, seals the image in a slot. A ticket appears by an atomic rename after the
 last byte of the image is in place, so an image with a ticket is complete. A digest of its text
-distinguishes a torn or edited ticket from a valid one, and from one that another release of
-trinity-sync has sealed. Removing the ticket frees the slot.
+distinguishes a torn or edited ticket from a valid one. Removing the ticket frees the slot.
 
 The cache record names the committed file that the bytes of a free slot still are. A commit frees a
 slot, and the image stays in it until the slot is filled again. The commit leaves a record beside
@@ -36,8 +35,6 @@ from trinity_sync.errors import TicketError
 from trinity_sync.fs.atomic import replace_file
 from trinity_sync.fs.locks import LockFile
 from trinity_sync.fs.records import (
-    STACK,
-    TRAINER,
     Count,
     Record,
     Seconds,
@@ -49,7 +46,6 @@ from trinity_sync.fs.records import (
 from trinity_sync.layout import (
     COMPONENTS,
     FOLDERS,
-    SPOOL_FORMAT,
     Component,
     is_below,
     is_path,
@@ -65,7 +61,7 @@ _SLOT = re.compile(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ticket(Origin, Record, format=SPOOL_FORMAT, writer=TRAINER):
+class Ticket(Origin, Record):
     """A sealed image: where it comes from, and which file of the step it is."""
 
     image: str
@@ -137,7 +133,6 @@ def read_ticket(slot: Path) -> Ticket | None:
 
     Raises:
         TicketError: the ticket is torn or edited.
-        FormatError: another release has sealed the image.
     """
     path = ticket_path(slot)
     try:
@@ -172,7 +167,7 @@ KEPT_SUFFIX = ".kept"
 
 
 @dataclass(frozen=True)
-class CachedFile(Record, format=SPOOL_FORMAT, writer=STACK):
+class CachedFile(Record):
     """A committed file that a free slot still holds."""
 
     step: Count
@@ -194,11 +189,7 @@ def write_cached_file(slot: Path, kept: CachedFile) -> None:
 
 
 def read_cached_file(slot: Path) -> CachedFile | None:
-    """Return the record of a slot; None if it is missing, torn or altered.
-
-    Raises:
-        FormatError: another release has written it.
-    """
+    """Return the record of a slot; None if it is missing, torn or altered."""
     return read_record(CachedFile, cached_file_path(slot))
 
 
@@ -206,7 +197,7 @@ PUBLISHED_SUFFIX = ".published"
 
 
 @dataclass(frozen=True)
-class VersionTag(Record, format=SPOOL_FORMAT, writer=TRAINER):
+class VersionTag(Record):
     """A version of the weights that a slot holds, of one rank."""
 
     image: str
@@ -233,11 +224,7 @@ def write_version_tag(slot: Path, published: VersionTag) -> None:
 
 
 def read_version_tag(slot: Path) -> VersionTag | None:
-    """Return the tag of a slot; None if it is missing, torn or altered.
-
-    Raises:
-        FormatError: another release has written it, so this one cannot read the image either.
-    """
+    """Return the tag of a slot; None if it is missing, torn or altered."""
     return read_record(VersionTag, version_tag_path(slot))
 
 

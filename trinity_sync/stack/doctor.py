@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 import httpx
 from packaging.requirements import Requirement
 
-from trinity_sync.errors import StackError, TicketError
+from trinity_sync.errors import StackError
 from trinity_sync.fs.mounts import find_mount
 from trinity_sync.settings import Settings, StackSettings
-from trinity_sync.snapshot.spool import JobSpool, list_job_spools
+from trinity_sync.snapshot.spool import JobSpool, sort_job_spools
 from trinity_sync.stack import embedded, services
 from trinity_sync.stack.doctor_job import Check, check_root
 from trinity_sync.stack.services import StackState
@@ -297,7 +297,11 @@ def _check_spool(spool: Path, clock: Callable[[], float]) -> Iterator[Check]:
     )
     if check := check_logout(spool, os.getuid()):
         yield check
-    yield from (_check_tickets(job, clock) for job in list_job_spools(spool))
+    jobs, refused = sort_job_spools(spool)
+    yield from (_check_tickets(job, clock) for job in jobs)
+    for error in refused:
+        todo = "the images stay in memory until then"
+        yield Check("images of another release", "fail", str(error), todo)
 
 
 def check_logout(spool: Path, uid: int, lingering: Path = LINGERING) -> Check | None:
@@ -329,10 +333,8 @@ def _check_tickets(job: JobSpool, clock: Callable[[], float]) -> Check:
     sealed, bad = job.tickets()
     name = f"images of {job.folder.name}"
     stale = [s.ticket for s in sealed if clock() - s.ticket.sealed_at > STALE_S]
-    if torn := [error for error in bad if isinstance(error, TicketError)]:
-        return Check(name, "fail", str(torn[0]), "remove that ticket")
     if bad:
-        return Check(name, "fail", str(bad[0]), "the images stay in memory until then")
+        return Check(name, "fail", str(bad[0]), "remove that ticket")
     if sealed and (job.root is None or not job.root.is_dir()):
         found = f"{len(sealed)} wait for the job at {job.root or 'an unknown root'}, which is gone"
         todo = f"restore the job's folder, or delete its images: rm -r {job.folder}"

@@ -13,19 +13,18 @@ from pathlib import Path
 from typing import Literal
 from uuid import uuid4
 
-from trinity_sync.errors import FormatError, RootError, TrinitySyncError
+from trinity_sync.errors import CommitError, FormatError, RootError, TrinitySyncError
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX
 from trinity_sync.fs.capabilities import Capabilities, probe_capabilities
 from trinity_sync.fs.direct_io import write_file
 from trinity_sync.layout import KINDS, ROOT_FORMAT, steps_on_disk
 from trinity_sync.settings import Settings, StackSettings
-from trinity_sync.snapshot.job_identity import job_id
+from trinity_sync.snapshot.job_identity import job_id, read_identity
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.block_reuse import can_reuse_blocks
 from trinity_sync.storage.discovery import (
     find_newest,
     iter_committed_steps,
-    list_unreadable_records,
     read_step_state,
 )
 from trinity_sync.storage.job_settings import (
@@ -35,7 +34,7 @@ from trinity_sync.storage.job_settings import (
 )
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.placement import read_placement
-from trinity_sync.storage.runs import find_newest_run
+from trinity_sync.storage.runs import find_newest_run, list_runs
 
 PROBE_BYTES = 64 << 20
 
@@ -61,8 +60,10 @@ def check_root(root: Path, settings: Settings, stack: StackSettings) -> Iterator
     except RootError as error:
         yield Check("root", "fail", str(error), "see docs/concepts/file-systems.md")
         return
+    yield (records := _check_records(root))
+    if records.state == "fail":
+        return
     yield from _check_required_remote(root)
-    yield _check_records(root)
     try:
         latest = find_newest(root)
     except FormatError:  # reported below
@@ -91,13 +92,13 @@ def check_root(root: Path, settings: Settings, stack: StackSettings) -> Iterator
 
 
 def _check_records(root: Path) -> Check:
-    """Check for records of another release, which this release cannot read."""
-    others = list_unreadable_records(root)
-    if not others:
-        return Check("records", "ok", f"format {ROOT_FORMAT}")
-    more = f", as {len(others) - 1} more" if others[1:] else ""
-    found = f"{others[0]}{more}"
-    return Check("records", "fail", found, "steps that they may refer to are not removed")
+    """Check that this release can read the root and the runs."""
+    try:
+        read_identity(root)
+        list_runs(root)
+    except (CommitError, FormatError) as error:
+        return Check("records", "fail", str(error), "nothing is committed or removed until then")
+    return Check("records", "ok", f"format {ROOT_FORMAT}")
 
 
 def _check_disk(root: Path, step_bytes: int) -> Check:
@@ -175,13 +176,10 @@ def _check_write_speed(root: Path) -> Check:
 
 def _compute_local_fraction(root: Path, settings: Settings) -> float:
     """Return the fraction of the last run's ranks on this node; 1 if it is unknown."""
-    try:
-        run = find_newest_run(root)
-        if run is None:
-            return 1.0
-        found = [read_placement(root, run.number, run.key, role) or () for role in settings.roles]
-    except FormatError:  # reported by another check
+    run = find_newest_run(root)
+    if run is None:
         return 1.0
+    found = [read_placement(root, run.number, run.key, role) or () for role in settings.roles]
     places = [place for of_role in found for place in of_role]
     here = sum(len(place.ranks) for place in places if place.node == settings.node)
     return here / sum(len(place.ranks) for place in places) if here else 1.0

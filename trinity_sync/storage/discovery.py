@@ -12,7 +12,6 @@ from a copy.
 
 import logging
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -27,23 +26,8 @@ from trinity_sync.errors import (
     TrinitySyncError,
 )
 from trinity_sync.fs.atomic import replace_file, sync_folder
-from trinity_sync.fs.records import (
-    STACK,
-    Record,
-    Seconds,
-    decode_body,
-    decode_record,
-    encode_record,
-)
-from trinity_sync.layout import (
-    CORRUPTION_MARK,
-    MANIFEST,
-    PRIVATE_FOLDER,
-    ROOT_FORMAT,
-    Kind,
-    step_folder,
-    steps_on_disk,
-)
+from trinity_sync.fs.records import Record, Seconds, decode_record, encode_record
+from trinity_sync.layout import CORRUPTION_MARK, MANIFEST, Kind, step_folder, steps_on_disk
 from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.runs import Run, find_superseding_run, list_runs
 
@@ -161,20 +145,6 @@ def _manifests(root: str | Path) -> Iterator[tuple[int, Manifest | FormatError]]
         else:
             if manifest:
                 yield step, manifest
-
-
-def list_unreadable_records(root: str | Path) -> list[FormatError]:
-    """Return an error for each record below ``root/.trinity_sync`` of another release."""
-    private, found = Path(root) / PRIVATE_FOLDER, []
-    for pattern in ("*.json", "*/*.json", "*/*.request"):
-        for path in sorted(private.glob(pattern)):
-            try:
-                decode_body(path.read_bytes(), path, ROOT_FORMAT)
-            except FormatError as error:
-                found.append(error)
-            except (OSError, ValueError):
-                continue  # reported when it is read
-    return found
 
 
 SHARDS = (
@@ -304,7 +274,7 @@ def _corruption_error(
 
 
 @dataclass(frozen=True)
-class Corruption(Record, format=ROOT_FORMAT, writer=STACK):
+class Corruption(Record):
     """The corrupted files of a step, with reasons."""
 
     files: dict[str, str]
@@ -324,25 +294,10 @@ def read_corruption(root: str | Path, step: int) -> Corruption | None:
     path = step_folder(root, step) / CORRUPTION_MARK
     try:
         return decode_record(Corruption, path.read_bytes(), path)
-    except FormatError as error:
-        return Corruption(
-            {CORRUPTION_MARK: f"was written by another release: {error}"}, path.lstat().st_mtime
-        )
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, OSError):
         return Corruption({CORRUPTION_MARK: "is torn or edited"}, path.lstat().st_mtime)
-
-
-def require_readable_mark(root: str | Path, step: int) -> None:
-    """Require that the corruption mark of a step, if any, can be read by this release.
-
-    Raises:
-        FormatError: another release has written it.
-    """
-    path = step_folder(root, step) / CORRUPTION_MARK
-    with suppress(ValueError, OSError):
-        decode_record(Corruption, path.read_bytes(), path)
 
 
 def mark_corrupted(root: str | Path, step: int, corruption: Corruption) -> None:

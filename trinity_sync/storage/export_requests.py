@@ -12,11 +12,10 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trinity_sync.errors import FormatError
 from trinity_sync.fs.atomic import list_uncached, make_folder, replace_file
 from trinity_sync.fs.mounts import read_file_system_time
-from trinity_sync.fs.records import STACK, Count, Record, decode_record, encode_record
-from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, step_folder, step_of_folder
+from trinity_sync.fs.records import Count, Record, decode_record, encode_record
+from trinity_sync.layout import PRIVATE_FOLDER, step_folder, step_of_folder
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.tensors.safe_load import is_own, open_no_follow
 
@@ -29,7 +28,7 @@ EXPORT_HOLDS_S = 86_400.0
 
 
 @dataclass(frozen=True)
-class ExportRequest(Record, format=ROOT_FORMAT, writer=STACK):
+class ExportRequest(Record):
     """Request to export one role's model of a step into the step."""
 
     run: Count
@@ -65,9 +64,6 @@ def list_export_requests(root: str | Path, *, step: int | None = None) -> list[E
             request = _read(path)
         except FileNotFoundError:
             continue  # exported meanwhile
-        except FormatError as error:
-            logger.warning("%s", error)
-            continue
         except (OSError, ValueError) as error:
             logger.warning("skipping %s, which is not an export request: %s", path, error)
             continue
@@ -96,10 +92,7 @@ def inherit_export_requests(root: str | Path, step: int, run: int, to: int) -> N
 
 
 def list_steps_awaiting_export(root: str | Path) -> dict[int, list[str]]:
-    """Return the steps with pending exports, and their roles.
-
-    A request of another release counts as pending, because this release cannot read it.
-    """
+    """Return the steps with pending exports, and their roles."""
     found: dict[int, list[str]] = {}
     failed = {
         _path(root, request.step, request.role)

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from trinity_sync.errors import EvictedError, FormatError, MissingShardsError, TicketError
+from trinity_sync.errors import EvictedError, MissingShardsError, TicketError
 from trinity_sync.fs.atomic import ReadOnChange, lengthen_pauses
 from trinity_sync.layout import MANIFEST
 from trinity_sync.snapshot.save_id import SaveId
@@ -36,7 +36,7 @@ def gather_images(
         MissingShardsError: a rank did not submit its image in time.
         EvictedError: the image of a rank was evicted.
         TicketError: a ticket is torn.
-        FormatError: another release has staged an image of the save.
+        FormatError: the job's spool is of another release.
         SaveError: the save was committed and removed before.
     """
     spool = JobSpool(Path(shards.spool))
@@ -55,9 +55,6 @@ def gather_images(
     pauses = lengthen_pauses()
     while True:
         waiting, bad = tickets.get()
-        for error in bad:
-            if isinstance(error, FormatError) and (error.run, error.step) == (save.run, save.step):
-                raise error
         sealed = [
             i
             for i in waiting

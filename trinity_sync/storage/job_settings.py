@@ -33,7 +33,13 @@ import msgspec
 
 from trinity_sync.attribute_docs import describe_attributes
 from trinity_sync.errors import ConfigError
-from trinity_sync.fs.atomic import make_folder, read_uncached, replace_file, revalidate_folder
+from trinity_sync.fs.atomic import (
+    make_folder,
+    read_uncached,
+    replace_file,
+    revalidate_folder,
+    sync_folder,
+)
 from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.fs.records import (
     Count,
@@ -43,7 +49,7 @@ from trinity_sync.fs.records import (
     encode_record,
     read_record,
 )
-from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, Kind, WriteConcurrency, job_id_of
+from trinity_sync.layout import PRIVATE_FOLDER, Kind, WriteConcurrency, job_id_of
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.runs import find_superseding_run, list_runs
 from trinity_sync.tensors.safe_load import TRUSTED, is_trusted, open_no_follow
@@ -53,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 @describe_attributes
 @dataclass(frozen=True)
-class JobSettings(Record, format=ROOT_FORMAT):
+class JobSettings(Record):
     """The settings of a job."""
 
     keep: str = "all"
@@ -105,9 +111,6 @@ def read_job_settings(root: str | Path) -> JobSettings:
 
     Args:
         root: the job's root.
-
-    Raises:
-        FormatError: another release has written the file.
     """
     return msgspec.convert(read_set_job_settings(root), JobSettings)
 
@@ -121,11 +124,7 @@ def read_set_job_settings(root: str | Path) -> dict[str, Any]:
 
 
 def find_settings_problem(root: str | Path) -> str:
-    """Return why settings of a job do not count, and what to do; empty if all do.
-
-    Raises:
-        FormatError: as `read_job_settings`.
-    """
+    """Return why settings of a job do not count, and what to do; empty if all do."""
     return _read(_path(root))[1]
 
 
@@ -135,7 +134,7 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
     try:
         with open_no_follow(path) as file:
             trusted, content = is_trusted(file.fileno()), file.read()
-        found = decode_body(content, path, JobSettings.FORMAT, JobSettings.WRITER)
+        found = decode_body(content)
         msgspec.convert(found, JobSettings)
     except FileNotFoundError:
         return {}, ""
@@ -173,7 +172,6 @@ def write_job_settings(root: str | Path, changes: Mapping[str, Any]) -> JobSetti
 
     Raises:
         ConfigError: a name is unknown, or a value has a wrong type.
-        FormatError: as in `read_job_settings`.
     """
     for name in changes:
         if name not in NAMES:
@@ -198,8 +196,11 @@ def _write(root: str | Path, changes: Mapping[str, Any]) -> JobSettings:
     if settings.remote_required and not settings.remote:
         raise ConfigError("remote_required needs a remote; set remote as well")
     after = {name: value for name, value in msgspec.to_builtins(settings).items() if name in after}
-    if after != before:
-        replace_file(_path(root), encode_body(after, JobSettings.FORMAT, indent=1), mode=0o644)
+    if before and not after:
+        _path(root).unlink(missing_ok=True)
+        sync_folder(_path(root).parent)
+    elif after != before:
+        replace_file(_path(root), encode_body(after, indent=1), mode=0o644)
     return read_job_settings(root)  # which warns of what does not count on this file system
 
 
@@ -208,18 +209,14 @@ def _path(root: str | Path) -> Path:
 
 
 @dataclass(frozen=True)
-class _Stored(Record, format=ROOT_FORMAT):
+class _Stored(Record):
     url: str
     run: Count
     kinds: tuple[Kind, ...]
 
 
 def read_required_remote(root: str | Path) -> str:
-    """Return the URL of the remote that a root requires; empty if it requires none.
-
-    Raises:
-        FormatError: another release has written the file with the job's settings.
-    """
+    """Return the URL of the remote that a root requires; empty if it requires none."""
     return read_job_settings(root).required_remote
 
 
@@ -231,11 +228,7 @@ def record_replicated(root: str | Path, url: str, manifest: Manifest) -> None:
 
 
 def is_replicated(root: str | Path, manifest: Manifest) -> bool:
-    """Return whether the required remote has a step; True for a sync, or if no remote is required.
-
-    Raises:
-        FormatError: another release has written the URL or the record of the step.
-    """
+    """Return whether the required remote has a step; True for a sync, or without such a remote."""
     url = read_required_remote(root)
     if not url or "checkpoint" not in manifest.kinds:
         return True

@@ -10,8 +10,7 @@ A lease is a file, so it needs no server, and works for every node that sees the
 acquired under the shared lock, and only for a committed step; steps are removed under the exclusive
 lock, and only when they are not in use (`pins.list_steps_in_use`). So a reader gets its step or an
 error, never a folder that vanishes while it is read. The lease of a reader that died blocks its
-step until the lease ends, or until this node sees that the process is gone. A lease of another
-release keeps its step, and is not removed here.
+step until the lease ends, or until this node sees that the process is gone.
 """
 
 import functools
@@ -25,13 +24,14 @@ from pathlib import Path
 
 import msgspec
 
-from trinity_sync.errors import CommitError, ConfigError, FormatError
+from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.fs.atomic import UNWRITABLE, list_uncached, make_folder, replace_file
 from trinity_sync.fs.locks import LockFile, acquire_file_lock, try_acquire_file_lock
 from trinity_sync.fs.mounts import read_file_system_time
 from trinity_sync.fs.process import is_process_alive, read_process_identity, read_process_namespace
 from trinity_sync.fs.records import Count, Record, Seconds, decode_record, encode_record
-from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, parse_number
+from trinity_sync.layout import PRIVATE_FOLDER, parse_number
+from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.manifest import Manifest
 
@@ -42,15 +42,12 @@ LEASE_S = 600.0
 LONG_LEASE_S = 86_400.0
 """Seconds that a lease for reading a whole step lasts; it ends earlier with its process."""
 
-_ENDLESS_S = 1e11
-"""Seconds (3,000 years) that a lease of another release lasts."""
-
 ACQUIRE_S = 30.0
 """Seconds within which a lease or pin is acquired, even on a slow file server."""
 
 
 @dataclass(frozen=True)
-class _LeaseRecord(Record, format=ROOT_FORMAT):
+class _LeaseRecord(Record):
     """Content of the file of a lease."""
 
     step: Count
@@ -123,6 +120,7 @@ def acquire_lease(root: str | Path, step: int, holder: str, *, ttl_s: float = LE
 
     Raises:
         CommitError: the step is not committed, or corrupted.
+        FormatError: another release has made the root or committed the step.
         ConfigError: ``ttl_s`` is not a duration in seconds.
     """
     return _acquire(root, step, holder, ttl_s, None)[0]
@@ -196,10 +194,10 @@ def lease_to_read(
 def list_leases(root: str | Path, *, clock: Callable[[], float] | None = None) -> list[Lease]:
     """Return the valid leases; remove those that ended or whose process is gone.
 
-    A lease whose file is torn keeps the step in its file name for `LONG_LEASE_S`; a lease of
-    another release keeps it until that release removes it. An ended lease is read again under the
-    lock under which leases are renewed before it is removed; within `acquire_removal_lock` it stays
-    for the next call. The time is that of the root's file system, unless ``clock`` returns it.
+    A lease whose file is torn keeps the step in its file name for `LONG_LEASE_S`. An ended lease is
+    read again under the lock under which leases are renewed before it is removed; within
+    `acquire_removal_lock` it stays for the next call. The time is that of the root's file system,
+    unless ``clock`` returns it.
     """
     names = list_uncached(Path(root) / PRIVATE_FOLDER / "leases", "[0-9]*.json")
     paths = [path for path in names if _parse_step(path) is not None]  # others are not leases
@@ -240,7 +238,9 @@ def prevent_removal(
 
     Raises:
         CommitError: the step is not committed, or corrupted.
+        FormatError: another release has made the root or committed the step.
     """
+    read_identity(root)  # which refuses a root of another release
     if not _removal_lock_path(root).exists():  # do not create a root that is not mounted here
         require_committed(root, step, paths=())
     with acquire_file_lock(_removal_lock_path(root), shared=shared):
@@ -263,10 +263,7 @@ def _read_valid_lease(path: Path, now: float) -> Lease | None:
         return None  # released meanwhile
     lease = Lease(step, "unknown (its file is torn)", "", "", LONG_LEASE_S, path)
     with suppress(ValueError):
-        try:
-            written = Lease(**vars(decode_record(_LeaseRecord, content, path)), path=path)
-        except FormatError as error:
-            return Lease(step, f"a reader of another release: {error}", "", "", _ENDLESS_S, path)
+        written = Lease(**vars(decode_record(_LeaseRecord, content, path)), path=path)
         lease = written if written.step == step else lease
     gone = lease.host == read_process_namespace() and not is_process_alive(lease.process)
     return None if gone or now > renewed_at + lease.ttl_s else lease

@@ -29,7 +29,7 @@ from trinity_sync.layout import (
     CORRUPTION_MARK,
     FULL_CHECKPOINT_MARK,
     MANIFEST,
-    ROOT_FORMAT,
+    MANIFEST_FORMAT,
     Kind,
     is_below,
     shard_file,
@@ -123,7 +123,7 @@ class ManifestPart:
 
 
 @dataclass(frozen=True)
-class _Part(Record, format=ROOT_FORMAT):
+class _Part(Record):
     """Content of a part."""
 
     run: Count
@@ -167,7 +167,6 @@ def read_parts(
     Raises:
         ValueError: a part is torn or was altered.
         FileNotFoundError: a part is missing.
-        FormatError: another release has written it.
     """
     files: list[FileRecord] = []
     for part in parts:
@@ -205,7 +204,7 @@ class CallableRecord:
 
 
 @dataclass(frozen=True)
-class Manifest(Record, format=ROOT_FORMAT):
+class Manifest(Record, format=MANIFEST_FORMAT):
     """The content of a committed step."""
 
     job: str

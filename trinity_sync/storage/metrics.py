@@ -16,7 +16,7 @@ from trinity_sync.errors import ConfigError, LockTimeoutError, TrinitySyncError
 from trinity_sync.fs.atomic import read_uncached, replace_file
 from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.fs.records import Count, Record, encode_record, read_record
-from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT
+from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.storage.manifest import read_run_number
 from trinity_sync.storage.runs import find_newest_run
 
@@ -27,7 +27,7 @@ WRITE_S = 60.0
 
 
 @dataclass(frozen=True)
-class _Recorded(Record, format=ROOT_FORMAT):
+class _Recorded(Record):
     """Content of the file of a step."""
 
     run: Count
@@ -135,7 +135,6 @@ def write_metrics(
 
     Raises:
         LockTimeoutError: other processes have held the lock for ``limit_s``.
-        FormatError: another release has recorded metrics of the step, which stay.
     """
     path = _file(root, step)
     with acquire_file_lock(path.parent / "lock", limit_s=limit_s):
@@ -147,11 +146,7 @@ def write_metrics(
 
 
 def read_metrics(root: str | Path, run: int, step: int) -> dict[str, float]:
-    """Return the metrics that a run recorded for a step; none if the file is missing or torn.
-
-    Raises:
-        FormatError: another release has recorded them.
-    """
+    """Return the metrics that a run recorded for a step; none if the file is missing or torn."""
     found = read_record(_Recorded, _file(root, step), read_uncached)
     return found.metrics if found and found.run == run else {}
 
@@ -160,7 +155,7 @@ def copy_metrics(root: str | Path, step: int, run: int, to: int) -> None:
     """Make the metrics that a run recorded for a step those of the later run ``to``.
 
     Raises:
-        LockTimeoutError, FormatError: as `write_metrics`.
+        LockTimeoutError: as `write_metrics`.
     """
     path = _file(root, step)
     if not path.exists():

@@ -77,7 +77,7 @@ def persist(
         MissingShardsError: a rank did not submit its image within ``options.rank_timeout_s``.
         EvictedError: an image was evicted for a later step.
         TicketError, ImageError: an image cannot be trusted.
-        FormatError: another release has staged an image of the save, or committed the step.
+        FormatError: the job's spool is of another release, or another one has committed the step.
         SaveError: a file cannot be written; the cause is the OSError of the file system. Or the
             save was committed and removed before.
     """

@@ -7,8 +7,7 @@
       best.json                         a tag: a named pin, whose file contains the step
 
 A pin is acquired as a lease is (`leases`), and does not expire. A tag moves to another step by one
-rename of its file, so it names a step at every instant. A pin of another release keeps its step,
-and is not replaced here.
+rename of its file, so it names a step at every instant.
 """
 
 import re
@@ -18,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.errors import CommitError, ConfigError, FormatError
+from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.fs.atomic import (
     list_uncached,
     make_folder,
@@ -27,7 +26,7 @@ from trinity_sync.fs.atomic import (
     sync_folder,
 )
 from trinity_sync.fs.records import Count, Record, Seconds, decode_record, encode_record
-from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, check_name, parse_number
+from trinity_sync.layout import PRIVATE_FOLDER, check_name, parse_number
 from trinity_sync.storage.discovery import iter_newest_first, list_known_runs, read_manifest_state
 from trinity_sync.storage.leases import list_leases, prevent_removal
 
@@ -36,7 +35,7 @@ _LATEST = re.compile(r"latest(?:~(\d{1,9}))?")
 
 
 @dataclass(frozen=True)
-class _PinRecord(Record, format=ROOT_FORMAT):
+class _PinRecord(Record):
     """Content of the file of a pin or tag."""
 
     step: Count
@@ -68,10 +67,8 @@ def pin(root: str | Path, step: int, reason: str = "") -> Pin:
 
     Raises:
         CommitError: the step is not committed, or corrupted.
-        FormatError: another release has pinned it.
     """
     with prevent_removal(root, step):
-        _require_own_release(_pin_file(root, step))
         return _write_pin(_pin_file(root, step), _PinRecord(step, reason, time.time()))
 
 
@@ -101,7 +98,6 @@ def tag(
     Raises:
         ConfigError: the name is not valid, or is the tag of another step.
         CommitError: the step is not committed, or corrupted.
-        FormatError: another release has made the tag, and ``force`` is not set.
     """
     if check_name("tag", name).isdecimal():
         raise ConfigError(f"tag {name!r} looks like a step number; add a letter to it")
@@ -109,8 +105,6 @@ def tag(
         raise ConfigError("latest always names the newest checkpoint; choose another tag")
     with prevent_removal(root, step, shared=False):  # no other process adds the tag meanwhile
         path = _pin_file(root, name)
-        if not force:
-            _require_own_release(path)
         before = None if force else _read_pin(path)
         if before and before.step != step:
             raise ConfigError(
@@ -170,7 +164,6 @@ def read_tag(root: str | Path, name: str) -> Pin | None:
     Raises:
         ConfigError: the name is not valid.
         CommitError: its file is torn, so its step is unknown; `unpin` removes it.
-        FormatError: another release has made it, so that its step is unknown.
     """
     return _read_pin(_pin_file(root, check_name("tag", name)))
 
@@ -245,11 +238,6 @@ def _read_pin(path: Path) -> Pin | None:
         raise ValueError("it is the pin of another step")
     except FileNotFoundError:
         return None
-    except FormatError as error:
-        of = error.step if step is None else step
-        if of is None:
-            raise
-        return Pin(of, f"by another release: {error}", path.stat().st_mtime, name)
     except ValueError as error:
         if step is not None:
             return Pin(step, "unknown (its file is torn)", path.stat().st_mtime)
@@ -258,13 +246,3 @@ def _read_pin(path: Path) -> Pin | None:
             f"{path} is torn, so the step of the tag is unknown. Tag the step again: "
             f"trinity-sync tag {root} STEP {name} --force; or: trinity-sync untag {root} {name}"
         ) from error
-
-
-def _require_own_release(path: Path) -> None:
-    """Require that the pin of a file, if any, can be read by this release.
-
-    Raises:
-        FormatError: another release has written it.
-    """
-    with suppress(FileNotFoundError, ValueError):
-        decode_record(_PinRecord, read_uncached(path), path)

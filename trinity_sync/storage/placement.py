@@ -17,8 +17,8 @@ from pathlib import Path
 
 from trinity_sync.errors import CommitError, MissingShardsError, SaveError
 from trinity_sync.fs.atomic import lengthen_pauses, make_folder, read_uncached, replace_file
-from trinity_sync.fs.records import TRAINER, Record, decode_record, encode_record
-from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, is_path
+from trinity_sync.fs.records import Record, decode_record, encode_record
+from trinity_sync.layout import PRIVATE_FOLDER, is_path
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.storage.runs import refuse_other_job
 
@@ -56,7 +56,7 @@ class NodeShards:
 
 
 @dataclass(frozen=True)
-class _Placement(Record, format=ROOT_FORMAT, writer=TRAINER):
+class _Placement(Record):
     """Content of a placement file."""
 
     run_key: str
@@ -99,7 +99,6 @@ def read_placement(root: str | Path, run: int, run_key: str, role: str) -> list[
 
     Raises:
         CommitError: the file is torn or was altered.
-        FormatError: another release has written it.
     """
     path = _path(root, run, role)
     try:
@@ -127,7 +126,8 @@ def await_node_shards(save: SaveId, *, rank_timeout_s: float) -> list[NodeShards
     Raises:
         MissingShardsError: a role has not written its placement within ``rank_timeout_s``.
         SaveError: the root is missing, or another job is there.
-        CommitError, FormatError: as `read_placement`.
+        CommitError: as `read_placement`.
+        FormatError: the root is of another release.
     """
     deadline = time.monotonic() + rank_timeout_s
     if not Path(save.root).is_dir():

@@ -43,6 +43,7 @@ from trinity_sync.layout import (
     step_folder,
     steps_on_disk,
 )
+from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.storage.block_reuse import remove_folder
 from trinity_sync.storage.discovery import iter_committed_steps, require_committed
 from trinity_sync.storage.job_settings import read_required_remote
@@ -181,10 +182,11 @@ def rewind(
             lost a lock to another node, and the same call finishes the rewind.
         StepInUseError: a newer step is leased, or pinned or tagged without ``force``; nothing was
             changed.
-        FormatError: another release has committed the step or a newer step, or has begun a run;
-            nothing was changed.
+        FormatError: another release has made the root, committed the step or a newer step, or begun
+            a run; nothing was changed.
     """
     base = Path(root)
+    read_identity(base)  # which refuses a root of another release
     if url := read_required_remote(base):
         raise ConfigError(
             f"cannot rewind {root}: it requires the remote {url}, where newer steps would be found "

@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from trinity_sync.errors import (
-    FormatError,
     LockTimeoutError,
     ManifestError,
     SaveError,
@@ -68,7 +67,7 @@ def inherit_exports_and_metrics(save: SaveId, earlier: Manifest) -> None:
     inherit_export_requests(save.root, save.step, earlier.run, save.run)
     try:
         copy_metrics(save.root, save.step, earlier.run, save.run)
-    except (FormatError, LockTimeoutError) as error:
+    except LockTimeoutError as error:
         logger.warning("metrics of step %d are not copied to %s: %s", save.step, save, error)
 
 

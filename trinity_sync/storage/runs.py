@@ -27,7 +27,7 @@ from trinity_sync.fs.locks import acquire_file_lock, create_file, open_lock_file
 from trinity_sync.fs.mounts import find_mount
 from trinity_sync.fs.process import describe_holder, describe_this_process
 from trinity_sync.fs.records import Count, Record, decode_record, encode_record
-from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, job_id_of, parse_number
+from trinity_sync.layout import PRIVATE_FOLDER, RUN_FORMAT, job_id_of, parse_number
 from trinity_sync.snapshot.job_identity import IDENTITY_FILE, read_identity
 from trinity_sync.snapshot.save_id import SaveId
 
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Run(Record, format=ROOT_FORMAT):
+class Run(Record, format=RUN_FORMAT):
     """One run of a job."""
 
     number: Count

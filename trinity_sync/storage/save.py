@@ -63,8 +63,9 @@ def remove_files(paths: Iterable[Path]) -> None:
 
 def mark_failed(spool: JobSpool, save: SaveId, reason: str) -> None:
     """Mark the images of a save as failed, so that they are evicted first; drop its request."""
+    images = spool.read_step(save.run, save.step)[0]  # first: it may be of another release
     remove_request(spool, save.run, save.step, save.kind)
-    for sealed in spool.read_step(save.run, save.step)[0]:
+    for sealed in images:
         if save.owns(sealed.ticket):
             mark_image_failed(sealed, reason)
 

@@ -19,8 +19,8 @@ from trinity_sync.errors import MissingShardsError, SaveError, SpoolError
 from trinity_sync.fs.atomic import lengthen_pauses, replace_file
 from trinity_sync.fs.direct_io import digest_cached_file
 from trinity_sync.fs.process import is_process_alive
-from trinity_sync.fs.records import TRAINER, Count, Record, Seconds, decode_record, encode_record
-from trinity_sync.layout import SPOOL_FORMAT, Kind, check_name, is_below
+from trinity_sync.fs.records import Count, Record, Seconds, decode_record, encode_record
+from trinity_sync.layout import Kind, check_name, is_below
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.manifest import FileRecord
@@ -29,7 +29,7 @@ State = Literal["started", "finished", "failed"]
 
 
 @dataclass(frozen=True)
-class CallableStatus(Record, format=SPOOL_FORMAT, writer=TRAINER):
+class CallableStatus(Record):
     """A call of a save function for a step."""
 
     name: str
@@ -63,7 +63,6 @@ def read_statuses(spool: JobSpool, run: int, step: int, kind: Kind) -> Iterator[
 
     Raises:
         SpoolError: a file is torn.
-        FormatError: another release has written a file.
     """
     for path in sorted(spool.receipts.glob(f"{run}.{step}.{kind}.*.rank*.json")):
         try:

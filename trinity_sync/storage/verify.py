@@ -24,13 +24,13 @@ from trinity_sync.fs.atomic import UNWRITABLE
 from trinity_sync.fs.direct_io import OnProgress, digest_file, no_progress
 from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.layout import KINDS, step_folder
+from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.storage.discovery import (
     Corruption,
     iter_committed_steps,
     mark_corrupted,
     read_corruption,
     remove_mark,
-    require_readable_mark,
 )
 from trinity_sync.storage.latest_pointer import repair_latest_pointer
 from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
@@ -95,7 +95,9 @@ def choose_files(
 
     Raises:
         CommitError: ``step`` is not committed.
+        FormatError: another release has made the root or committed ``step``.
     """
+    read_identity(root)  # which refuses a root of another release
     if step is not None and read_manifest(root, step) is None:
         raise CommitError(
             f"step {step} in {root} is not committed, so there is nothing to compare its files "
@@ -198,10 +200,6 @@ def _judge_step(root: str, step: int, checked: list[CheckedFile]) -> VerifiedSte
             return result(state="replaced")
         seen = {each.file.record.path: each.wrong for each in checked}
         known = before.files if before else {}
-        try:
-            require_readable_mark(root, step)
-        except FormatError as error:
-            return result(state="corrupted", wrong=str(error))
         named = {record.path for record in manifest.files}
         old = {name: wrong for name, wrong in known.items() if name in named - seen.keys()}
         wrong = {**old, **{name: what for name, what in seen.items() if what}}

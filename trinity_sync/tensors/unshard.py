@@ -52,8 +52,12 @@ class FullTensor:
     """dtype to which it is rounded as it is read."""
 
 
-def plan_unshard(images: Sequence[memoryview]) -> tuple[FullTensor, ...]:
+def plan_unshard(
+    images: Sequence[memoryview], *, compare_replicas: bool = False
+) -> tuple[FullTensor, ...]:
     """Return the full tensors that the images of all ranks hold, in the order of the model.
+
+    Plain tensors are replicas, of which the first is used; ``compare_replicas`` reads them all.
 
     Raises:
         ImageError: an image cannot be read.
@@ -77,15 +81,15 @@ def plan_unshard(images: Sequence[memoryview]) -> tuple[FullTensor, ...]:
                     f"{name} is {known[0]} of shape {list(known[1])} in an earlier rank's image "
                     f"and {value.dtype} of shape {list(shape)} in that of rank {rank}"
                 )
-            if known[2] and not isinstance(value, DTensor):
-                continue  # replicated on every rank: the first rank's copy is used
+            if known[2] and not isinstance(value, DTensor) and not compare_replicas:
+                continue
             if chunk := _get_chunk(rank, name, value):
                 first = known[2].setdefault(chunk.offsets, chunk)
                 if first is not chunk and not _are_copies(value.dtype, (first, chunk), images):
                     raise WeightSyncError(
-                        f"{name} differs between ranks {first.image} and {rank}, which are on "
-                        "submeshes of their own, so where each part belongs is not known; shard "
-                        "it on a mesh with all ranks that have parts"
+                        f"{name} differs between ranks {first.image} and {rank}, which are not on "
+                        "one mesh, so where each part belongs is not known; shard it on a mesh "
+                        "with all ranks that have parts"
                     )
     plan: dict[Any, FullTensor] = {}
     for name, (dtype, shape, parts) in found.items():

@@ -18,13 +18,13 @@ from typing import Any
 
 from trinity_sync.fs.atomic import make_folder, read_uncached, replace_file
 from trinity_sync.fs.process import is_process_alive, read_process_identity, read_process_namespace
-from trinity_sync.fs.records import R, Record, decode_record, encode_record
-from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT
+from trinity_sync.fs.records import Record, encode_record, read_record
+from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.weights.versions import Reader, Version, VersionRegistry
 
 
 @dataclass(frozen=True)
-class Address(Record, format=ROOT_FORMAT):
+class Address(Record):
     """Address of a job's Synchronizer, a Ray actor."""
 
     name: str
@@ -43,7 +43,7 @@ class Address(Record, format=ROOT_FORMAT):
 
 
 @dataclass(frozen=True)
-class _State(Record, format=ROOT_FORMAT):
+class _State(Record):
     state: dict[str, Any]
 
 
@@ -66,12 +66,8 @@ def write_address(root: str | Path, name: str, namespace: str) -> None:
 
 
 def read_address(root: str | Path) -> Address | None:
-    """Return the address of the job's Synchronizer; None if there is none, or the file is torn.
-
-    Raises:
-        FormatError: another release has written it.
-    """
-    found = _read(Address, address_path(root))
+    """Return the address of the job's Synchronizer; None if there is none, or the file is torn."""
+    found = read_record(Address, address_path(root), read_uncached)
     return found if found and found.root == str(Path(root).resolve()) else None
 
 
@@ -81,20 +77,9 @@ def write_state(root: str | Path, state: Mapping[str, Any]) -> None:
 
 
 def read_state(root: str | Path) -> dict[str, Any] | None:
-    """Return what `write_state` wrote last; None if there is nothing, or the file is torn.
-
-    Raises:
-        FormatError: another release has written it.
-    """
-    found = _read(_State, state_path(root))
+    """Return what `write_state` wrote last; None if there is nothing, or the file is torn."""
+    found = read_record(_State, state_path(root), read_uncached)
     return found.state if found else None
-
-
-def _read(kind: type[R], path: Path) -> R | None:
-    try:
-        return decode_record(kind, read_uncached(path), path)
-    except (FileNotFoundError, ValueError):
-        return None
 
 
 @dataclass(frozen=True)
@@ -118,9 +103,6 @@ def read_sync_report(root: str | Path, now: float) -> SyncReport | None:
     """Return the report of a job; None if it had no Synchronizer.
 
     Staleness is computed to ``now``, in seconds since the epoch.
-
-    Raises:
-        FormatError: another release has written a state file.
     """
     state, address = read_state(root), read_address(root)
     if state is None:

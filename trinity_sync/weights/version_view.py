@@ -28,6 +28,7 @@ from trinity_sync.fs.direct_io import digest_bytes
 from trinity_sync.fs.locks import LockFile
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.job_identity import read_identity
+from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import VersionTag, read_version_tag
 from trinity_sync.storage.discovery import require_unreplaced
 from trinity_sync.storage.leases import lease_to_read
@@ -302,7 +303,7 @@ class SlotReader:
         """Acquire the shared lock if the slot holds ``image``; return its version tag, or None.
 
         Raises:
-            FormatError: another release has written the tag.
+            FormatError: the trainer is of another release.
         """
         try:
             file = self._open()
@@ -341,6 +342,7 @@ class SlotReader:
         if known and known.fd >= 0 and os.path.samestat(found, os.fstat(known.fd)):
             return known  # otherwise it is the parent's, or was replaced
         self.close()
+        JobSpool(self.path.parent).require_own_format()
         self._file = LockFile(self.path, os.O_RDONLY)
         return self._file
 

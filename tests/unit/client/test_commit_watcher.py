@@ -34,7 +34,7 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import SaveFailedError, SaveTimeoutError
 from trinity_sync.fs.records import encode_body
-from trinity_sync.layout import MANIFEST, ROOT_FORMAT, step_folder
+from trinity_sync.layout import MANIFEST, MANIFEST_FORMAT, step_folder
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import All, LastN
 from trinity_sync.retention.prune import remove_steps
@@ -473,13 +473,13 @@ def test_a_save_that_was_committed_and_is_gone_has_not_failed(job: Job, how: str
         assert watcher.wait(time.monotonic() + 30) == []
 
 
-@pytest.mark.parametrize("name", ["global_step_4/manifest.json", ".trinity_sync/job.json"])
-def test_a_save_ends_with_its_flow_run_where_another_release_has_written_the_root(
-    job: Job, name: str
+def test_a_save_ends_with_its_flow_run_where_another_release_has_committed_the_step(
+    job: Job,
 ) -> None:
     job.stage(4, {"model": {"w": torch.zeros(3)}})
     job.commit(4)
-    (job.root / name).write_text(encode_body({"run": 1, "step": 4}, ROOT_FORMAT + 1))
+    body = {"format": MANIFEST_FORMAT + 1, "run": 1, "step": 4}
+    (step_folder(job.root, 4) / MANIFEST).write_text(encode_body(body))
     (request,) = requests_in(job.root, [4], components=("model",))
     with completed(job, request) as watcher:
         watcher.follow(request)

@@ -13,10 +13,10 @@ import pytest
 from tests.integration.fsdp.commits import CommitsHere
 from tests.support.job import Job
 from tests.unit.conftest import Open
-from trinity_sync import CheckpointCoordinator, ConfigError, FormatError, Settings
+from trinity_sync import CheckpointCoordinator, ConfigError, Settings
 from trinity_sync.client.job_settings import set_job_settings
 from trinity_sync.fs.records import encode_body
-from trinity_sync.layout import ROOT_FORMAT, job_id_of
+from trinity_sync.layout import job_id_of
 from trinity_sync.storage.job_settings import (
     JobSettings,
     read_job_settings,
@@ -118,7 +118,7 @@ def lead_elsewhere(file: Path) -> None:
         lead_elsewhere,
         lambda file: file.write_text(file.read_text()[:-9]),
         lambda file: file.write_text(""),
-        lambda file: file.write_text(encode_body({"keep": 3}, ROOT_FORMAT)),
+        lambda file: file.write_text(encode_body({"keep": 3})),
     ],
     ids=["edited", "link", "torn", "empty", "type"],
 )
@@ -143,13 +143,6 @@ def test_a_training_saves_with_a_torn_file(job: Job, coordinator_of: Open) -> No
         saves.save(step, {"model": {"w": step}}, keep=1)
     saves.wait_all(30)
     assert saves.latest_step() == 2
-
-
-def test_a_file_of_another_release_is_not_taken_for_defaults(root: Path) -> None:
-    write_job_settings(root, {"keep": "all"})
-    file_of(root).write_text(encode_body({"keep": "all"}, ROOT_FORMAT + 1))
-    with pytest.raises(FormatError):
-        read_job_settings(root)
 
 
 def give_away(file: Path) -> None:

@@ -377,7 +377,7 @@ def test_a_file_that_was_removed_is_begun_again(job: Job) -> None:
     log.close()
 
 
-def test_a_line_that_is_cut_off_and_another_version_are_passed_over(job: Job) -> None:
+def test_a_line_that_is_cut_off_is_passed_over(job: Job) -> None:
     request, logs = request_of(job), OutcomeLogs(request_of(job))
     log = OutcomeLog(request)
     log.append({"one": Outcome("failed", "why", "where")})
@@ -389,12 +389,9 @@ def test_a_line_that_is_cut_off_and_another_version_are_passed_over(job: Job) ->
     assert logs.outcome("two") is None
     with path.open("a") as file:
         file.write('leted"}\n{"key": "three", "state": "completed", "message": "", "url": ""}\n')
-    four = '{"key": "four", "state": "completed", "message": "", "url": ""}'
-    path.with_suffix(".later.jsonl").write_text('{"format": 2}\n' + four + "\n")
     logs.read()
     assert logs.outcome("two") is None  # it has not all that a line has
     assert logs.outcome("three") == Outcome("completed")
-    assert logs.outcome("four") is None
     assert logs.is_followed("three", 0)
     log.close()
     assert not logs.is_followed("three", 0)

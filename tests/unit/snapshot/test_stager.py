@@ -15,15 +15,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
 from tests.support.job import Job
 from tests.support.meanwhile import when_opened
 from trinity_sync.errors import ImageError, SpoolError, SpoolFullError
-from trinity_sync.fs.records import encode_body
-from trinity_sync.layout import SPOOL_FORMAT
 from trinity_sync.snapshot import slot_pool
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import open_job_spool
@@ -171,18 +168,6 @@ def test_no_image_of_a_save_is_evicted_for_its_second_submission(job: Job) -> No
     ]
     assert submissions[0] == submissions[1]
     assert len(submissions[0]) == 2
-
-
-def test_weights_get_a_slot_also_next_to_an_image_of_another_release(job: Job) -> None:
-    job.stagers[0] = Stager(job.spool, slot_wait_s=0)
-    job.stage(1, {"model": {"w": torch.zeros(3)}})
-    (sealed,) = job.spool.tickets()[0]
-    body = msgspec.to_builtins(sealed.ticket)
-    ticket_path(sealed.slot).write_text(encode_body(body, SPOOL_FORMAT + 1))
-    for step in (2, 3):
-        job.stage(step, {"model": {"w": torch.zeros(3)}})
-    job.stage(4, {"model": {"w": torch.zeros(3)}}, kind="state_dict")
-    assert len([*job.spool.folder.glob("*.ticket")]) == 4
 
 
 def test_a_save_that_waits_for_a_slot_says_so_and_fails_in_time(

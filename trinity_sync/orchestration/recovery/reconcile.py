@@ -21,7 +21,7 @@ from prefect.exceptions import ObjectNotFound
 from trinity_sync.catalog.database import get_catalog_url, open_catalog
 from trinity_sync.catalog.mirror import add_versions, find_differences, rebuild
 from trinity_sync.client.save_request import SAVE_DEPLOYMENT
-from trinity_sync.errors import CatalogError, FormatError, RequestRefusedError, TrinitySyncError
+from trinity_sync.errors import CatalogError, RequestRefusedError, TrinitySyncError
 from trinity_sync.fs.mounts import read_file_system_time
 from trinity_sync.fs.process import read_process_identity
 from trinity_sync.orchestration.job_registry import list_known_roots
@@ -29,7 +29,8 @@ from trinity_sync.orchestration.prefect_queries import UNDER_WAY, read_pool_runs
 from trinity_sync.orchestration.recovery.flow_runs import find_orphaned_saves, recover_zombie
 from trinity_sync.orchestration.root_threads import OTHERS_WAIT_S, RootVisits, run_in_thread
 from trinity_sync.settings import Settings, StackSettings
-from trinity_sync.snapshot.spool import list_job_spools
+from trinity_sync.snapshot.job_identity import read_identity
+from trinity_sync.snapshot.spool import sort_job_spools
 from trinity_sync.storage.export_requests import ExportRequest, list_export_requests
 from trinity_sync.storage.gc import (
     FILE_REPAIRS,
@@ -147,13 +148,10 @@ def _repair_files(
     runs: Iterable[FlowRun] | None,
     grace_s: float,
 ) -> Iterator[Finding]:
-    jobs = list(list_job_spools(settings.spool))
-    found = [(job, *job.tickets()) for job in jobs]
-    sealed = [image for _, good, _ in found for image in good]
-    for job, _, bad in found:
-        for error in bad:
-            if isinstance(error, FormatError):
-                yield Finding(str(job.folder), "an image", "left", str(error))
+    jobs, refused = sort_job_spools(settings.spool)
+    for error in refused:
+        yield Finding(str(settings.spool), "images", "left", str(error))
+    sealed = [image for job in jobs for image in job.tickets()[0]]
     images = {image.ticket.image for image in sealed}
     for image in sealed:
         if image.failed:
@@ -185,6 +183,8 @@ def _repair_root(
     grace_s: float,
 ) -> Iterator[Finding]:
     yield from _repair_pointers(root)
+    if _find_refusal(root):
+        return
     yield from _repair_catalog(settings, root)
     for request in list_export_requests(root):
         if busy is not None and request.step not in busy:
@@ -210,7 +210,19 @@ def _explain_export(root: Path, request: ExportRequest) -> str:
     return f"the requested export failed; retry the flow run of its save, or run: {command}"
 
 
+def _find_refusal(root: Path) -> str:
+    """Return why a root is of another release or unreadable, so that nothing is repaired there."""
+    try:
+        read_identity(root)
+    except (OSError, TrinitySyncError) as error:
+        return str(error)
+    return ""
+
+
 def _repair_pointers(root: Path) -> Iterator[Finding]:
+    if why := _find_refusal(root):
+        yield Finding(str(root), "root", "left", why)
+        return
     for repair in FILE_REPAIRS:
         try:
             yield from repair(root)

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from urllib.parse import quote
 
-from trinity_sync.errors import ConfigError, FormatError, StackError, TrinitySyncError
+from trinity_sync.errors import ConfigError, StackError, TrinitySyncError
 from trinity_sync.layout import KINDS, PRIVATE_FOLDER, steps_on_disk
 from trinity_sync.orchestration.prefect_queries import (
     ANSWER_S,
@@ -185,9 +185,8 @@ def _list_steps(root: Path, known: Sequence[Run], server: _Server) -> Iterator[S
         if found.manifest is None:
             yield row
             continue
-        manifest, replicated = found.manifest, None
-        with suppress(FormatError):
-            replicated = is_replicated(root, manifest) if has_remote else None
+        manifest = found.manifest
+        replicated = is_replicated(root, manifest) if has_remote else None
         yield _add_manifest(root, row, manifest, replicated, urls)
 
 
@@ -202,9 +201,6 @@ def _add_manifest(
     for file in manifest.files:
         name = file.component or "other"
         components[name] = components.get(name, 0) + file.nbytes
-    metrics: Mapping[str, float] = {}
-    with suppress(FormatError):
-        metrics = read_metrics(root, manifest.run, manifest.step)
     return replace(
         row,
         run=manifest.run,
@@ -217,7 +213,7 @@ def _add_manifest(
             f"{each.name} of rank {each.rank} {each.seconds:.2f} s" for each in manifest.callables
         ),
         replicated=replicated,
-        metrics=metrics,
+        metrics=read_metrics(root, manifest.run, manifest.step),
         urls=tuple(urls.get((str(manifest.step), str(manifest.run)), ())),
     )
 
@@ -266,7 +262,7 @@ def _list_uses(root: Path, now: float) -> Iterator[Use]:
         yield Use(lease.step, "lease", f"{lease.holder} on {host}", None)
     try:
         report = read_sync_report(root, now)
-    except (OSError, FormatError):
+    except OSError:
         return
     for reader in report.readers if report else ():
         yield Use(reader.step, "reader", reader.name, reader.since, reader.behind)

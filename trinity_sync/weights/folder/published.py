@@ -25,7 +25,6 @@ import xxhash
 from trinity_sync.errors import DeltaError, WeightSyncError
 from trinity_sync.fs.atomic import read_uncached
 from trinity_sync.fs.records import Count, Record, decode_record
-from trinity_sync.layout import ROOT_FORMAT
 from trinity_sync.weights.folder.delta import Tensors, compute_checksum
 
 MARKER = "latest.json"
@@ -34,7 +33,7 @@ _FOLDER = re.compile(r"weight_v(\d{6,})")
 
 
 @dataclass(frozen=True)
-class VersionRecord(Record, format=ROOT_FORMAT):
+class VersionRecord(Record):
     """Content of the marker, and of the file in a version's folder."""
 
     version: Count
@@ -63,7 +62,6 @@ def read_latest(out: Path) -> PublishedVersion | None:
 
     Raises:
         WeightSyncError: the marker was altered.
-        FormatError: another release has written it.
     """
     try:
         return _read_record(out / MARKER, out)
