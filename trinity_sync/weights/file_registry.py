@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from trinity_sync.fs.atomic import FileSignature, read_signature
 from trinity_sync.layout import job_id_of
@@ -24,10 +25,8 @@ from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.spool import JobSpool, require_own_folder
 from trinity_sync.storage.runs import Run, list_runs
 from trinity_sync.weights.committed import SCAN_S, CommitNotification, CommitSignature
-from trinity_sync.weights.delta import Array, Spans
-from trinity_sync.weights.object_store import compute_delta
+from trinity_sync.weights.delta import Spans
 from trinity_sync.weights.versions import (
-    ImageCopy,
     ImageRef,
     Version,
     VersionRegistry,
@@ -102,31 +101,18 @@ class FileRegistry:
         """Do nothing: without a Synchronizer, no record is kept."""
 
     def fetch_images(
-        self, version: Version, ranks: Sequence[int], timeout_s: float
-    ) -> Sequence[ImageCopy]:
+        self,
+        version: Version,
+        ranks: Sequence[int],
+        timeout_s: float,
+        base: Version | None = None,
+        spans: Sequence[Spans] = (),
+    ) -> Sequence[Any]:
         """Raise `VersionUnavailableError`: images of other nodes need a Synchronizer."""
         raise VersionUnavailableError(
             f"images of ranks {list(ranks)} of version {version.step} are on other nodes; to read "
             "them, join the Ray cluster of the job's Synchronizer"
         )
-
-    def fetch_deltas(
-        self, base: Version, version: Version, spans: Sequence[Spans], timeout_s: float
-    ) -> Sequence[Array]:
-        """As `Registry.fetch_deltas`, computed in this process.
-
-        Raises:
-            VersionUnavailableError: an image was overwritten, or the layouts or the numbers of
-                ranks differ.
-        """
-        if len(base.images) != len(version.images):
-            raise VersionUnavailableError(
-                f"version {version.step} has another number of ranks than {base.step}"
-            )
-        return [
-            compute_delta(base, version, image.rank, each)
-            for image, each in zip(version.images, spans, strict=True)
-        ]
 
     async def _wait_next(self, find: Callable[..., Version | None]) -> Version:
         seen: Signature | None = None

@@ -200,45 +200,38 @@ class Synchronizer:
         """
         return self._registry.versions.newest(source, readable=readable)
 
-    async def get_image_refs(self, run: int, step: int, ranks: Sequence[int]) -> list[list[Any]]:
-        """Return object references of version tag and bytes of images; see ``object_store``.
+    async def get_image_refs(
+        self,
+        run: int,
+        step: int,
+        ranks: Sequence[int],
+        base: Version | None = None,
+        spans: Sequence[Spans] = (),
+    ) -> list[list[Any]]:
+        """Return object references of images, or of their deltas; see ``object_store``.
 
-        They are created for the first caller, and the same for all.
+        They are created for the first caller, and the same for all that have the same base.
 
         Args:
             run: the version's run.
             step: the version's step.
             ranks: whose images.
+            base: version that the reader has, for deltas.
+            spans: for each rank, byte ranges of its image that the reader rounds, for deltas.
 
         Returns:
-            For each rank the references of an `ImageCopy`.
-
-        Raises:
-            VersionUnavailableError: the version is not the newest in memory.
-        """
-        return self._object_refs.get_image_refs(self._get_in_memory(run, step), ranks)
-
-    async def get_delta_refs(
-        self, base: Version, run: int, step: int, spans: Sequence[Spans]
-    ) -> list[list[Any]]:
-        """Return the object reference of each rank's delta from ``base``; see ``object_store``.
-
-        They are created for the first caller, and the same for all readers that have that base.
-
-        Args:
-            base: version that the reader has.
-            run: the version's run.
-            step: the version's step.
-            spans: for each rank, byte ranges of its image that the reader rounds.
-
-        Returns:
-            For each rank a list with the reference of its delta.
+            For each rank the references of version tag and bytes, or that of its delta.
 
         Raises:
             VersionUnavailableError: the version is not the newest in memory, or the images of
                 ``base`` are on other nodes.
         """
-        return self._object_refs.get_delta_refs(base, self._get_in_memory(run, step), spans)
+        newest = self._registry.versions.newest("memory")
+        if newest is None or (newest.run, newest.step) != (run, step):
+            raise VersionUnavailableError(
+                f"version {step} (run {run}) is no longer the newest in memory"
+            )
+        return self._object_refs.get_refs(newest, ranks, base, spans)
 
     def _require_role(self, version: Version) -> None:
         if version.role != self._settings.role:
@@ -247,14 +240,6 @@ class Synchronizer:
                 f"{self._root} serves {self._settings.role!r}; start it with that role in "
                 "SyncSettings, or use commits only for the other role"
             )
-
-    def _get_in_memory(self, run: int, step: int) -> Version:
-        newest = self._registry.versions.newest("memory")
-        if newest is None or (newest.run, newest.step) != (run, step):
-            raise VersionUnavailableError(
-                f"version {step} (run {run}) is no longer the newest in memory"
-            )
-        return newest
 
     async def wait_newer(
         self,

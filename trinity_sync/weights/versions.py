@@ -73,10 +73,6 @@ class Version:
         is_less = (self.run, self.step) < (other.run, other.step)
         return is_less and not self.is_of_other_job(other)
 
-    def name_image(self, image: ImageRef) -> str:
-        """Return the name by which deltas refer to one rank's image."""
-        return f"step {self.step} of run {self.run}, rank {image.rank}, image {image.image}"
-
 
 HISTORY = 8
 """Versions that are kept for readers to fall back to, besides the newest of each source."""
