@@ -11,14 +11,14 @@ import ray
 from trinity_sync.errors import WeightSyncError
 from trinity_sync.weights.delta import Spans
 from trinity_sync.weights.state_files import read_address
-from trinity_sync.weights.versions import Version, VersionUnavailableError
+from trinity_sync.weights.versions import Registry, Version, VersionUnavailableError
 
 ANSWER_S = 60.0
 """Seconds to wait for an answer of the Synchronizer, which Ray may be restarting."""
 
 
-class ActorRegistry:
-    """Registry of the versions that a Synchronizer keeps; implements `registry.protocol.Registry`.
+class ActorRegistry(Registry):
+    """Registry of the versions that a Synchronizer keeps.
 
     Where the Synchronizer was stopped and another one started, calls go to that of ``root``, by
     default the root of the first version.
@@ -26,7 +26,7 @@ class ActorRegistry:
 
     def __init__(self, actor: Any, root: str | Path | None = None) -> None:
         self._actor, self._root = actor, root
-        self.node: str | None = ray.get_runtime_context().get_node_id()
+        self.node = ray.get_runtime_context().get_node_id()
 
     def latest(self) -> Version | None:
         """As `Registry.latest`.

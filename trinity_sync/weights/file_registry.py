@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from trinity_sync.fs.atomic import FileSignature, read_signature
 from trinity_sync.layout import job_id_of
@@ -25,13 +24,7 @@ from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.spool import JobSpool, require_own_folder
 from trinity_sync.storage.runs import Run, list_runs
 from trinity_sync.weights.committed import SCAN_S, CommitNotification, CommitSignature
-from trinity_sync.weights.delta import Spans
-from trinity_sync.weights.versions import (
-    ImageRef,
-    Version,
-    VersionRegistry,
-    VersionUnavailableError,
-)
+from trinity_sync.weights.versions import ImageRef, Registry, Version, VersionRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -48,14 +41,12 @@ Signature = tuple[FileSignature, CommitSignature]
 """Of the spool's folder, which changes with its version tags, and of the commits."""
 
 
-class FileRegistry:
-    """Registry of the versions that files name; implements `registry.protocol.Registry`.
+class FileRegistry(Registry):
+    """Registry of the versions that files name.
 
     The root may be created later. The spool in ``settings``, by default from the environment, has
     to be the trainer's.
     """
-
-    node: str | None = None
 
     def __init__(
         self, root: str | Path, *, role: str = "actor", settings: Settings | None = None
@@ -96,23 +87,6 @@ class FileRegistry:
             with suppress(asyncio.TimeoutError):
                 return await asyncio.wait_for(self._wait_next(find), timeout_s)
         return found
-
-    def set_serving(self, reader: str, step: int, run: int) -> None:
-        """Do nothing: without a Synchronizer, no record is kept."""
-
-    def fetch_images(
-        self,
-        version: Version,
-        ranks: Sequence[int],
-        timeout_s: float,
-        base: Version | None = None,
-        spans: Sequence[Spans] = (),
-    ) -> Sequence[Any]:
-        """Raise `VersionUnavailableError`: images of other nodes need a Synchronizer."""
-        raise VersionUnavailableError(
-            f"images of ranks {list(ranks)} of version {version.step} are on other nodes; to read "
-            "them, join the Ray cluster of the job's Synchronizer"
-        )
 
     async def _wait_next(self, find: Callable[..., Version | None]) -> Version:
         seen: Signature | None = None

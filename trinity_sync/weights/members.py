@@ -144,7 +144,7 @@ class Members:
     async def _record(self, name: str) -> Any:
         """Return a member's actor; a restart knows from the state file that it was one."""
         if actor := await self._find(name):
-            self._registry.barrier.add_actor(name)
+            self._registry.barrier.actors.add(name)
             await self._registry.save()
         return actor
 

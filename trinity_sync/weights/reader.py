@@ -14,65 +14,23 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from trinity_sync.errors import ConfigError, WeightSyncError
 from trinity_sync.tensors.unshard import Slice
 from trinity_sync.weights.committed import find_newest_version
-from trinity_sync.weights.delta import Spans
 from trinity_sync.weights.delta_cache import DeltaCache
 from trinity_sync.weights.file_registry import FileRegistry
 from trinity_sync.weights.ray_cluster import in_ray_cluster
 from trinity_sync.weights.version_view import Target, VersionOpener, VersionView, list_targets
-from trinity_sync.weights.versions import Version, VersionUnavailableError
+from trinity_sync.weights.versions import Registry, Version, VersionUnavailableError
 
 logger = logging.getLogger(__name__)
-
-
-class Registry(Protocol):
-    """The version registry, as readers use it."""
-
-    node: str | None
-    """Ray node id (hex) of the reader; None if all images are on its node."""
-
-    def latest(self) -> Version | None:
-        """Return the newest version that can be read; None if there is none."""
-
-    async def wait_newer(
-        self, than: int, timeout_s: float | None, run: int | None, identity: str = ""
-    ) -> Version | None:
-        """Wait for a newer version that can be read; return None at the time-out.
-
-        ``run`` of the job ``identity`` made step ``than``; None and an empty identity are unknown.
-        A version of another job, which is in the root now, is newer. A ``timeout_s`` of None waits
-        without limit.
-        """
-
-    def set_serving(self, reader: str, step: int, run: int) -> None:
-        """Record the version that a reader serves."""
-
-    def fetch_images(
-        self,
-        version: Version,
-        ranks: Sequence[int],
-        timeout_s: float,
-        base: Version | None = None,
-        spans: Sequence[Spans] = (),
-    ) -> Sequence[Any]:
-        """Fetch images that are on other nodes, of the newest version in memory.
-
-        They are in the order of ``ranks``, each an `ImageCopy`; or each an `ImageDelta` from
-        ``base``, a version that the reader has. For each rank, ``spans`` are then the byte ranges
-        of its image that the reader rounds. ``timeout_s`` is for all of them.
-
-        Raises:
-            VersionUnavailableError: an image cannot be fetched, or there is no delta.
-        """
 
 
 MAX_RETRY_S = 0.5

@@ -41,7 +41,8 @@ class AsyncVersionRegistry:
         self._notification = CommitNotification(root, role)
         self._changed = asyncio.Condition()
         self._disk = asyncio.Lock()
-        self._written = (-1, -1)
+        self._written: dict[str, Any] = {}
+        """Content of the state file, without its time."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._images: dict[tuple[int, int], dict[int, ImageRef]] = {}
         """(run, step) -> images by rank, of versions that are incomplete."""
@@ -61,8 +62,7 @@ class AsyncVersionRegistry:
     def reset(self) -> None:
         """Drop all versions, because the root was recreated; callers continue to wait."""
         logger.warning("%s was recreated: dropping the versions of the old root", self.root)
-        self.versions, self._written = VersionRegistry(), (-1, -1)
-        self._images = {}
+        self.versions, self._images, self._written = VersionRegistry(), {}, {}
 
     async def refresh(self, *, read_commits: bool = False, scan: bool = False) -> bool:
         """Read the runs that began since the last call; return whether there is a newer commit.
@@ -166,21 +166,19 @@ class AsyncVersionRegistry:
     async def save(self) -> None:
         """Write the state file, unless it is up to date."""
         async with self._disk:
-            changes = (self.versions.changes, self.barrier.changes)
-            if changes == self._written:
-                return
             state = {
-                "written_at": self.now(),
                 "job": job_id_of(Path(self.root), self.identity),
                 "registry": self.versions.to_json(),
                 "barrier": self.barrier.to_json(),
             }
+            if state == self._written:
+                return
             try:
-                await asyncio.to_thread(write_state, self.root, state)
+                await asyncio.to_thread(write_state, self.root, {**state, "written_at": self.now()})
             except OSError as error:
                 logger.warning("cannot write state.json of %s, will retry: %s", self.root, error)
             else:
-                self._written = changes
+                self._written = state
 
     def _has_reached(self, key: tuple[int, int]) -> bool:
         newest = self.versions.newest("memory")
