@@ -12,7 +12,6 @@ its commit. No record is kept of the versions that readers serve.
 import asyncio
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -128,8 +127,9 @@ class FileRegistry(Registry):
         self._spool = self._make_spool(identity)  # another one once the root was recreated
         runs, versions = list_runs(self._root), VersionRegistry()
         versions.add_runs(runs)
-        for version in self._iter_in_memory(runs, identity):
-            versions.record(version, 0.0)
+        for shard, world_size in self._iter_images(runs, identity):
+            if version := versions.add_image(shard, world_size):
+                versions.record(version, 0.0)
         if committed := self._commits.find_newest(runs, scan=scan):
             versions.record(committed, 0.0)
         return versions
@@ -137,19 +137,16 @@ class FileRegistry(Registry):
     def _make_spool(self, identity: str) -> JobSpool:
         return JobSpool(self._settings.spool / job_id_of(self._root, identity))
 
-    def _iter_in_memory(self, runs: Sequence[Run], identity: str) -> Iterator[Version]:
-        """Yield the versions of which this node has the images of all ranks."""
+    def _iter_images(self, runs: Sequence[Run], identity: str) -> Iterator[tuple[Version, int]]:
+        """Yield the images of this node, each as a version, and the number of ranks of each."""
         with suppress(FileNotFoundError):
             for folder in (self._spool.folder.parent, self._spool.folder):
                 require_own_folder(folder)
-        known = {run.number for run in runs}
-        found: dict[tuple[int, int, int], dict[int, ImageRef]] = defaultdict(dict)
+        known, root = {run.number for run in runs}, str(self._root)
         for slot, tag in self._spool.list_versions(self._role):
             if tag.run in known:
-                image = ImageRef("", str(slot), tag.image, tag.rank, tag.nbytes)
-                found[tag.run, tag.step, tag.world_size][tag.rank] = image
-        for (run, step, world_size), images in found.items():
-            if images.keys() == set(range(world_size)):
-                refs = tuple(images[rank] for rank in range(world_size))
-                root, role = str(self._root), self._role
-                yield Version(step, run, "memory", root, role, refs, identity=identity)
+                images = (ImageRef("", str(slot), tag.image, tag.rank, tag.nbytes),)
+                version = Version(
+                    tag.step, tag.run, "memory", root, self._role, images, identity=identity
+                )
+                yield version, tag.world_size

@@ -164,12 +164,25 @@ class VersionRegistry:
     def __init__(self) -> None:
         self.runs: dict[int, Run] = {}
         """All known runs, by number."""
+        self.images: dict[Key, dict[int, ImageRef]] = {}
+        """Images by rank, of versions in memory that are not recorded yet."""
         self._versions: dict[Key, dict[Source, Version]] = {}
         self._known_at: dict[Key, float] = {}
         self._serving: dict[str, _Serving] = {}
         """By name, the least recently seen first."""
 
     # Versions
+
+    def add_image(self, shard: Version, world_size: int) -> Version | None:
+        """Add the image of one rank to a version; return the version once it has those of all.
+
+        A version that stays incomplete is dropped when a newer one in memory is recorded.
+        """
+        images = self.images.setdefault((shard.run, shard.step), {})
+        images.update({ref.rank: ref for ref in shard.images})
+        if images.keys() != set(range(world_size)):
+            return None
+        return replace(shard, images=tuple(images[rank] for rank in range(world_size)))
 
     def record(self, version: Version, now: float) -> bool:
         """Record a version, or another source of it; return whether it is the newest now.
@@ -181,6 +194,8 @@ class VersionRegistry:
             return False
         self._versions.setdefault(key, {})[version.source] = version
         self._known_at.setdefault(key, now)
+        if version.source == "memory":
+            self.images = {other: found for other, found in self.images.items() if other > key}
         self._remove_old()
         for name, serving in self._serving.items():
             if serving.outdated is None and (serving.run, serving.step) < key:
