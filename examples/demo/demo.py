@@ -8,8 +8,7 @@ state, and a new run resumes from it. An uninterrupted run shows that nothing wa
 losses, weights and optimizer state are bit-equal.
 
 Run it with ``python examples/demo/demo.py``. By default the explorer reads committed weights; with
-``--sync memory`` those in shared memory, with ``--sync delta`` their differences from the version
-before; ``--sync nccl`` broadcasts them (over gloo).
+``--sync memory`` those in shared memory; ``--sync nccl`` broadcasts them (over gloo).
 ``KEEP=1`` leaves the stack running, to show the saves in the Prefect UI, and keeps the images.
 """
 
@@ -31,9 +30,7 @@ QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 def main() -> int:
     """Run the demo; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--sync", choices=("checkpoint", "memory", "delta", "nccl"), default="checkpoint"
-    )
+    parser.add_argument("--sync", choices=("checkpoint", "memory", "nccl"), default="checkpoint")
     sync = parser.parse_args().sync
     if shutil.which("trinity-sync") is None:
         sys.exit("the demo cannot run: trinity-sync, the command of the stack, is not on PATH")

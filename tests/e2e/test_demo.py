@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("sync", ["checkpoint", "memory", "delta", "nccl"])
+@pytest.mark.parametrize("sync", ["checkpoint", "memory", "nccl"])
 def test_a_training_that_was_killed_after_submitting_goes_on_bit_equal(
     stack: StackState, tmp_path: Path, sync: str
 ) -> None:

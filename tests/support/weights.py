@@ -14,7 +14,7 @@ import xxhash
 
 from tests.support.job import Job
 from trinity_sync.weights.delta import Spans
-from trinity_sync.weights.object_store import compute_delta
+from trinity_sync.weights.object_store import compute_delta, copy_image
 from trinity_sync.weights.versions import ImageRef, Version
 
 NUMEL = 300_000
@@ -24,10 +24,13 @@ State = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class VersionFile:
-    """Stands in for the Synchronizer, for any number of processes."""
+    """Stands in for the Synchronizer, for any number of processes.
+
+    To a reader on another ``node``, images come as copies or deltas.
+    """
 
     path: Path
-    node: None = None
+    node: str | None = None
 
     def tell(self, version: Version) -> None:
         temporary = self.path.with_suffix(".tmp")
@@ -55,11 +58,19 @@ class VersionFile:
     def set_serving(self, reader: str, step: int, run: int) -> None:
         pass
 
-    def fetch_deltas(
-        self, base: Version, version: Version, spans: Sequence[Spans], timeout_s: float
+    def fetch_images(
+        self,
+        version: Version,
+        ranks: Sequence[int],
+        timeout_s: float,
+        base: Version | None = None,
+        spans: Sequence[Spans] = (),
     ) -> list[Any]:
-        images = zip(version.images, spans, strict=True)
-        return [compute_delta(base, version, image.rank, each) for image, each in images]
+        images = [version.images[rank] for rank in ranks]
+        if base is not None:
+            each = zip(base.images, images, spans, strict=True)
+            return [compute_delta(*arguments) for arguments in each]
+        return [[tag, content.copy()] for tag, content in map(copy_image, images)]
 
 
 def upload(job: Job, step: int, *states: Any, run: int = 1, node: str = "here") -> Version:

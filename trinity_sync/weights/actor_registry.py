@@ -9,16 +9,16 @@ from typing import Any
 import ray
 
 from trinity_sync.errors import WeightSyncError
-from trinity_sync.weights.delta import Array, Spans
+from trinity_sync.weights.delta import Spans
 from trinity_sync.weights.state_files import read_address
-from trinity_sync.weights.versions import ImageCopy, Version, VersionUnavailableError
+from trinity_sync.weights.versions import Registry, Version, VersionUnavailableError
 
 ANSWER_S = 60.0
 """Seconds to wait for an answer of the Synchronizer, which Ray may be restarting."""
 
 
-class ActorRegistry:
-    """Registry of the versions that a Synchronizer keeps; implements `registry.protocol.Registry`.
+class ActorRegistry(Registry):
+    """Registry of the versions that a Synchronizer keeps.
 
     Where the Synchronizer was stopped and another one started, calls go to that of ``root``, by
     default the root of the first version.
@@ -26,7 +26,7 @@ class ActorRegistry:
 
     def __init__(self, actor: Any, root: str | Path | None = None) -> None:
         self._actor, self._root = actor, root
-        self.node: str | None = ray.get_runtime_context().get_node_id()
+        self.node = ray.get_runtime_context().get_node_id()
 
     def latest(self) -> Version | None:
         """As `Registry.latest`.
@@ -65,28 +65,34 @@ class ActorRegistry:
         self._actor.set_serving.remote(reader, step, run)
 
     def fetch_images(
-        self, version: Version, ranks: Sequence[int], timeout_s: float
-    ) -> Sequence[ImageCopy]:
+        self,
+        version: Version,
+        ranks: Sequence[int],
+        timeout_s: float,
+        base: Version | None = None,
+        spans: Sequence[Spans] = (),
+    ) -> Sequence[Any]:
         """As `Registry.fetch_images`, to the object store of this node.
 
         Raises:
             VersionUnavailableError: an image was overwritten, its node is dead, the version is no
                 longer the newest in memory, or the time-out has passed.
         """
-        answer = self._actor.get_image_refs.remote(version.run, version.step, list(ranks))
-        found = _get_objects(answer, f"copy of version {version.step} from its node", timeout_s)
-        return list(zip(found[::2], found[1::2], strict=True))
-
-    def fetch_deltas(
-        self, base: Version, version: Version, spans: Sequence[Spans], timeout_s: float
-    ) -> Sequence[Array]:
-        """As `Registry.fetch_deltas`, to the object store of this node.
-
-        Raises:
-            VersionUnavailableError: as `fetch_images`, for either version.
-        """
-        answer = self._actor.get_delta_refs.remote(base, version.run, version.step, spans)
-        return _get_objects(answer, f"delta from version {base.step} to {version.step}", timeout_s)
+        deadline = time.monotonic() + timeout_s
+        answer = self._actor.get_image_refs.remote(
+            version.run, version.step, list(ranks), base, list(spans)
+        )
+        try:
+            refs = ray.get(answer, timeout=timeout_s)
+            left_s = max(0.0, deadline - time.monotonic())
+            found = iter(ray.get([ref for of_rank in refs for ref in of_rank], timeout=left_s))
+        except ray.exceptions.RayError as error:
+            cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+            reason = str(cause).strip().partition("\n")[0]
+            copy = f"copy of version {version.step} from its node"
+            what = f"delta from version {base.step} to {version.step}" if base else copy
+            raise VersionUnavailableError(f"no {what}: {reason}") from error
+        return list(found if base else zip(found, found, strict=True))
 
     def _note_root(self, version: Version | None) -> Version | None:
         self._root = version.root if version else self._root
@@ -108,17 +114,3 @@ class ActorRegistry:
             f"the Synchronizer does not answer ({type(error).__name__}); was it stopped, or its "
             "node lost?"
         ) from error
-
-
-def _get_objects(answer: Any, what: str, timeout_s: float) -> list[Any]:
-    """Return the objects behind the references that the Synchronizer answers with."""
-    deadline = time.monotonic() + timeout_s
-    try:
-        refs = ray.get(answer, timeout=timeout_s)
-        left_s = max(0.0, deadline - time.monotonic())
-        found: list[Any] = ray.get([ref for of_rank in refs for ref in of_rank], timeout=left_s)
-    except ray.exceptions.RayError as error:
-        cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-        reason = str(cause).strip().partition("\n")[0]
-        raise VersionUnavailableError(f"no {what}: {reason}") from error
-    return found

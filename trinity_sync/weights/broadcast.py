@@ -4,21 +4,18 @@ A broadcast consists of a begin message (version), buckets, an end message (numb
 bytes), and a barrier. Before each bucket a message has the names, dtypes and shapes of its tensors:
 the trainer gathers one tensor at a time, and can abort before each bucket.
 
-A bucket has many tensors, or a single larger one; two buffers alternate, one being filled, or read,
-while the other is in flight. Small tensors are packed, others are sent from their own memory. A
-receiver posts the receives of all parts of a bucket and of the message after it at once.
+A bucket is a buffer into which many tensors are copied, or a larger tensor itself; two buffers
+alternate, one being filled, or read, while the other is in flight. A receiver posts the receives of
+a bucket and of the message after it at once.
 
 On GPUs both sides compute a checksum of each bucket, which costs nothing there: the next message
 has the sender's, and a receiver yields no tensor before the two were compared. On CPUs a checksum
 costs a quarter of the broadcast, and TCP has its own.
 """
 
-import functools
 import json
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from inspect import GEN_CREATED, getgeneratorstate
 from operator import index
 from typing import Any
@@ -27,12 +24,8 @@ import torch
 import torch.distributed as dist
 
 from trinity_sync.errors import ConfigError, WeightSyncError
-from trinity_sync.tensors.torch_private import get_change_count
 from trinity_sync.weights.weight_group import WeightGroup, wrap_process_group
 
-PACKED_FRACTION = 64
-"""Part of a bucket up to which a tensor is copied into it: copying more costs more than a message
-of its own, which wakes four threads."""
 ALIGNMENT = 16
 MESSAGE_BYTES = 8192
 """Bytes of a message; the rest of a longer message, for very many tensors, follows it."""
@@ -41,82 +34,36 @@ BEGIN, BUCKET, END, ABORT = 0x7269_6E39, 0x7269_6E3A, 0x7269_6E3B, 0x7269_6E3C
 Named = tuple[str, torch.Tensor]
 
 
-@dataclass
-class OutgoingBucket:
-    """A bucket to send; ``buffer`` has the small tensors at their places."""
-
-    buffer: torch.Tensor
-    records: list[Any] = field(default_factory=list)
-    nbytes: int = 0
-    """Bytes of all tensors, alignment included."""
-    places: list[list[int]] = field(default_factory=list)
-    """Start and length of each part."""
-    _unpacked: dict[int, tuple[str, torch.Tensor, torch.Tensor, int]] = field(default_factory=dict)
-    """Tensors to send by the number of their part: name, tensor, its bytes and its change count."""
-
-    def add(self, name: str, tensor: torch.Tensor, flat: torch.Tensor, packed_bytes: int) -> None:
-        """Add a tensor, whose bytes are ``flat``, ``uint8`` of shape ``[nbytes]``.
-
-        A tensor of at most ``packed_bytes`` is copied into the buffer; a larger one is sent from
-        its own memory, and may not change until then.
-        """
-        size, at = len(flat), self.nbytes
-        self.records.append(
-            (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), size)
-        )
-        self.nbytes = at + _align(size)
-        if size > packed_bytes:
-            self._unpacked[len(self.places)] = name, tensor, flat, _count_changes(tensor)
-            self.places.append([at, size])
-        elif size:
-            self.buffer[at : at + size].copy_(flat)
-            if self.places and len(self.places) - 1 not in self._unpacked:  # extends that part
-                self.places[-1][1] = at + size - self.places[-1][0]
-            else:
-                self.places.append([at, size])
-
-    def get_parts(self) -> list[torch.Tensor]:
-        """Return the bytes to send, ``uint8`` each.
-
-        Raises:
-            ConfigError: a tensor was changed since it was added.
-        """
-        parts = [self.buffer[start : start + size] for start, size in self.places]
-        for number, (name, tensor, flat, changes) in self._unpacked.items():
-            if _count_changes(tensor) != changes:
-                raise ConfigError(
-                    f"tensor {name!r} was changed before it was sent; yield tensors that do not "
-                    "share memory"
-                )
-            parts[number] = flat
-        return parts
-
-
-def iter_outgoing(
+def iter_buckets(
     params: Iterable[Named], group: WeightGroup, bucket_bytes: int
-) -> Iterator[OutgoingBucket]:
-    """Yield buckets of ``bucket_bytes``, or more for a single larger tensor.
+) -> Iterator[tuple[torch.Tensor, list[Any]]]:
+    """Yield buckets, and name, dtype, shape and number of bytes of the tensors in each.
 
-    Each keeps its tensors until the second bucket after it.
+    A bucket is ``uint8`` of ``bucket_bytes`` at most, whose memory is used again for the second
+    bucket after it; or a single larger tensor, which has to be sent before the next bucket.
 
     Raises:
         ConfigError: a tensor is a DTensor.
     """
-    index = 0
-    bucket = OutgoingBucket(group.get_buffer(index, bucket_bytes))
-    in_flight = deque([bucket], maxlen=2)
+    index = nbytes = 0
+    records: list[Any] = []
     for name, tensor in params:
         if hasattr(tensor, "full_tensor"):
             raise ConfigError(f"tensor {name!r} is sharded; send its full_tensor()")
-        flat = tensor.detach().to(group.device).contiguous().reshape(-1).view(torch.uint8)
-        if bucket.records and bucket.nbytes + len(flat) > bucket_bytes:
-            yield bucket
-            index = 1 - index
-            bucket = OutgoingBucket(group.get_buffer(index, bucket_bytes))
-            in_flight.append(bucket)
-        bucket.add(name, tensor, flat, bucket_bytes // PACKED_FRACTION)
-    if bucket.records:
-        yield bucket
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        size = len(flat)
+        record = (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), size)
+        if records and nbytes + size > bucket_bytes:
+            yield group.get_buffer(index, nbytes)[:nbytes], records
+            index, nbytes, records = 1 - index, 0, []
+        if size > bucket_bytes:
+            yield flat.to(group.device), [record]
+            continue
+        group.get_buffer(index, _align(bucket_bytes))[nbytes : nbytes + size].copy_(flat)
+        records.append(record)
+        nbytes = _align(nbytes + size)
+    if records:
+        yield group.get_buffer(index, nbytes)[:nbytes], records
 
 
 def iter_received(group: WeightGroup, checksum: bool) -> Iterator[Named]:
@@ -133,17 +80,16 @@ def iter_received(group: WeightGroup, checksum: bool) -> Iterator[Named]:
     kind, body = read_message(group, post_receive(group), BUCKET, END)
     while kind == BUCKET:
         payload = group.get_buffer(index, body["nbytes"])[: body["nbytes"]]
-        parts = [payload[start : start + size] for start, size in body["parts"]]
-        works = [*map(group.broadcast, parts)]
+        works = _start_bucket(group, payload)
         posted = post_receive(group)
         yield from previous
         group.wait(works)
-        sums = [*map(compute_checksum, parts)] if checksum else []
+        expected = compute_checksum(payload) if checksum else 0
         index, previous = 1 - index, _iter_tensors(body["tensors"], payload)
         count += len(body["tensors"])
         total += sum(size for *_, size in body["tensors"])
         kind, body = read_message(group, posted, BUCKET, END)
-        if body["sum"] != fold_checksums(sums):
+        if body["sum"] != int(expected):
             raise WeightSyncError("a bucket was altered in transit; send the weights again")
     yield from previous
     if (count, total) != (body["count"], body["total"]):
@@ -151,6 +97,11 @@ def iter_received(group: WeightGroup, checksum: bool) -> Iterator[Named]:
             f"received {(count, total)} tensors and bytes of {(body['count'], body['total'])} that "
             "were sent; send the weights again"
         )
+
+
+def _start_bucket(group: WeightGroup, bucket: torch.Tensor) -> list[Any]:
+    """Start to send or receive a bucket, which is empty if its tensors are; return the works."""
+    return [group.broadcast(bucket)] if len(bucket) else []
 
 
 def _iter_tensors(records: Iterable[Any], payload: torch.Tensor) -> Iterator[Named]:
@@ -205,21 +156,12 @@ def read_message(
     return kind, body
 
 
-def compute_checksum(part: torch.Tensor) -> torch.Tensor:
+def compute_checksum(bucket: torch.Tensor) -> torch.Tensor:
     """Return the sum of all bits, which costs a GPU nothing and a CPU less than a copy."""
-    if part.storage_offset() % 8:  # not aligned to 64-bit words
-        part = part.clone()
-    words = len(part) // 8 * 8
-    return part[:words].view(torch.int64).sum() + part[words:].sum()
-
-
-def fold_checksums(sums: list[torch.Tensor]) -> int:
-    """Return one number for the checksums of a bucket's parts, in order."""
-    return functools.reduce(lambda so_far, each: (31 * so_far + int(each)) % 2**61, sums, 0)
-
-
-def _count_changes(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else get_change_count(tensor)
+    if bucket.storage_offset() % 8:  # not aligned to 64-bit words
+        bucket = bucket.clone()
+    words = len(bucket) // 8 * 8
+    return bucket[:words].view(torch.int64).sum() + bucket[words:].sum()
 
 
 def _align(size: int) -> int:
@@ -242,18 +184,19 @@ def send_weights(
     """Send every tensor once, and wait until all members have confirmed that they have them all.
 
     Args:
-        params: names and dense tensors, on any device. A tensor that was yielded may be deleted but
-            not changed until this returns; up to two buckets of tensors are kept.
+        params: names and dense tensors, on any device. A tensor may be changed or deleted once the
+            next one is requested.
         group: group of which this process is rank 0.
         version: the trainer's step, which is sent to the receivers.
-        bucket_bytes: bytes that are sent at a time; each side keeps two buckets.
+        bucket_bytes: bytes that are sent at a time, unless a tensor is larger; each side keeps two
+            buckets.
         checksum: compare a checksum of each bucket; by default on GPUs only.
 
     Returns:
         Number of bytes sent, without messages.
 
     Raises:
-        ConfigError: this is not rank 0, or a tensor is sharded or was changed before it was sent.
+        ConfigError: this is not rank 0, or a tensor is sharded.
         WeightSyncError: a member died, failed or was too slow. No member may use this version.
         Exception: as ``params`` raised it; receivers raise a :class:`WeightSyncError` that has it.
     """
@@ -264,33 +207,34 @@ def send_weights(
             "of a weight group sends, and a bucket has some MiB"
         )
     checksum = members.device.type == "cuda" if checksum is None else checksum
-    sums: list[torch.Tensor] = []
+    previous: torch.Tensor | int = 0
+    """Checksum of the bucket sent last."""
     count = total = 0
     is_torn, in_flight = False, list[Any]()
     try:
         in_flight = start_message(members, BEGIN, version=index(version), checksum=checksum)
-        for bucket in iter_outgoing(params, members, bucket_bytes):
-            parts = bucket.get_parts()
-            body = {"tensors": bucket.records, "parts": bucket.places, "nbytes": bucket.nbytes}
+        for bucket, records in iter_buckets(params, members, bucket_bytes):
             is_torn = True
-            works = start_message(members, BUCKET, **body, sum=fold_checksums(sums))
-            works += map(members.broadcast, parts)
+            body = {"tensors": records, "nbytes": len(bucket), "sum": int(previous)}
+            works = start_message(members, BUCKET, **body)
+            works += _start_bucket(members, bucket)
             is_torn = False
-            sums = [*map(compute_checksum, parts)] if checksum else []
+            previous = compute_checksum(bucket) if checksum else 0
             members.wait(in_flight)
             in_flight = works
-            count += len(bucket.records)
-            total += sum(size for *_, size in bucket.records)
+            if len(bucket) > bucket_bytes:  # a tensor's own memory, which may change now
+                members.wait(in_flight)
+                in_flight = []
+            count += len(records)
+            total += sum(size for *_, size in records)
         members.wait(in_flight)
-        members.wait(
-            start_message(members, END, count=count, total=total, sum=fold_checksums(sums))
-        )
+        members.wait(start_message(members, END, count=count, total=total, sum=int(previous)))
         members.barrier()
     except BaseException as error:
         if members.broken:  # the others know already
             raise
         reason = f"the trainer gave up after {count} tensors of version {version}: {error!r}"
-        if not is_torn:  # otherwise the receivers wait for a part, not for a message
+        if not is_torn:  # otherwise the receivers wait for a bucket, not for a message
             with suppress(Exception):  # the first error is the one to raise
                 members.wait([*in_flight, *start_message(members, ABORT, reason=reason)])
         members.fail(reason)

@@ -1,31 +1,39 @@
-"""A reader's private copy of the images that it read last, updated in place by deltas.
+"""A reader's private copy of the images of other nodes that it read last, updated by deltas.
 
-Only one reader uses it, so it is changed in place: it holds one version, or is marked as invalid.
 It costs as much memory as the weights, and one copy more than reading an image from its slot. That
-pays off for readers on other nodes, and for weights of which few change.
+pays off for weights of which few change, where they come from other nodes.
 """
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from trinity_sync.errors import DeltaError
 from trinity_sync.tensors.memcpy import copy_pieces
 from trinity_sync.tensors.unshard import FullTensor
-from trinity_sync.weights.delta import Array, Spans, apply_delta, merge_spans, round_in_place
-from trinity_sync.weights.object_store import name_delta_images
+from trinity_sync.weights.delta import ImageDelta, Spans, apply_delta, merge_spans, round_in_place
 from trinity_sync.weights.version_view import VersionView
 from trinity_sync.weights.versions import Version, VersionUnavailableError
 
 logger = logging.getLogger(__name__)
 
 
-FetchDeltas = Callable[[Version, Version, Sequence[Spans]], Sequence[Array]]
-"""Returns the delta of each image from the first version to the second."""
+FetchDeltas = Callable[[Version, Sequence[Spans]], Sequence[ImageDelta]]
+"""Returns the delta of each image from a version that the reader has."""
+
+
+@dataclass(frozen=True)
+class _Copy:
+    view: VersionView
+    """A version in private memory, with the elements in ``spans`` rounded."""
+    spans: Sequence[Spans]
+    """For each image, the byte ranges that are rounded."""
+    keep_float32: frozenset[str]
+    """Names of the tensors that are not rounded."""
 
 
 class DeltaCache:
@@ -36,16 +44,10 @@ class DeltaCache:
     """
 
     def __init__(self) -> None:
-        self._kept: frozenset[str] = frozenset()
-        """Names of the tensors that are not rounded."""
-        self._spans: Sequence[Spans] = ()
-        """For each image, the byte ranges that are rounded."""
-        self._cached: VersionView | None = None
-        """The version in memory; None while the memory holds no valid version."""
-        self._memory: Sequence[torch.Tensor] = ()
-        self._is_open = False
+        self._copy: _Copy | None = None
+        """None also while it is open, since the memory must not change then."""
         self.delta_bytes: int | None = None
-        """Bytes of the deltas that made the version opened last; None if it was read in full."""
+        """Bytes of the deltas that made the version opened last; the reader sets None before."""
 
     @contextmanager
     def open(
@@ -53,71 +55,60 @@ class DeltaCache:
         version: Version,
         full: AbstractContextManager[VersionView],
         fetch_deltas: FetchDeltas,
-        keep_float32: Collection[str] = (),
+        keep_float32: Collection[str],
     ) -> Iterator[VersionView]:
         """Yield a version, made by deltas from the cached version, or read in full if none fit.
 
-        ``full`` opens the version without the cache, and does not round ``keep_float32``. While a
-        version is open the memory must not change, so another one bypasses the cache.
+        ``full`` opens the version without the cache, and does not round ``keep_float32``.
 
         Raises:
             VersionUnavailableError, WeightSyncError: as ``full``, if it is needed.
         """
-        self.delta_bytes = None
-        if self._is_open:
-            with full as view:
-                yield view
-            return
-        if self._kept != (kept := frozenset(keep_float32)):
-            self._kept, self._cached = kept, None
-        view = self._apply_deltas(version, fetch_deltas) or self._copy_full(full)
-        self._is_open = True
+        kept = frozenset(keep_float32)
+        copy, self._copy = self._copy, None
+        if copy and copy.keep_float32 == kept:
+            copy = self._apply_deltas(copy, version, fetch_deltas)
+        else:
+            copy = None
+        if copy is None:
+            copy = _copy_full(full, kept)
         try:
-            yield view
+            yield copy.view
         finally:
-            self._is_open = False
+            self._copy = copy
 
-    def _apply_deltas(self, version: Version, fetch_deltas: FetchDeltas) -> VersionView | None:
-        cached = self._cached
-        if cached is None:
-            return None
-        if cached.version == version:
+    def _apply_deltas(
+        self, copy: _Copy, version: Version, fetch_deltas: FetchDeltas
+    ) -> _Copy | None:
+        """Update the copy in place; None if that is not possible, and its memory is invalid."""
+        if copy.view.version == version:
             self.delta_bytes = 0
-            return cached
+            return copy
         try:
-            deltas = fetch_deltas(cached.version, version, self._spans)
-            self._cached = None
+            deltas = fetch_deltas(copy.view.version, copy.spans)
             with ThreadPoolExecutor(torch.get_num_threads(), "delta") as pool:
-                for rank, (spans, memory, delta) in enumerate(
-                    zip(self._spans, self._memory, deltas, strict=True)
-                ):
-                    names = name_delta_images(cached.version, version, rank, spans)
-                    apply_delta(delta, memory.numpy(), **names, map_pieces=pool.map)
+                for rank, (image, delta) in enumerate(zip(copy.view.images, deltas, strict=True)):
+                    what = f"rank {rank} of version {version.step}"
+                    apply_delta(delta, image.numpy(), what, pool.map)
         except (VersionUnavailableError, DeltaError) as error:
             logger.warning("reading version %d in full: %s", version.step, error)
             return None
-        self.delta_bytes = sum(len(delta) for delta in deltas)
-        self._cached = replace(cached, version=version)
-        return self._cached
+        self.delta_bytes = sum(len(change.content) for delta in deltas for change in delta)
+        return replace(copy, view=replace(copy.view, version=version))
 
-    def _copy_full(self, full: AbstractContextManager[VersionView]) -> VersionView:
-        with full as view:
-            self._cached = None
-            sizes = [len(image) for image in view.images]
-            if sizes != [len(memory) for memory in self._memory]:
-                self._memory = [
-                    torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes
-                ]
-            copy_pieces(
-                (memory.data_ptr(), image.data_ptr(), len(image))
-                for memory, image in zip(self._memory, view.images, strict=True)
-            )
-            self._spans = [_find_rounded_spans(view.plan, image) for image in range(len(sizes))]
-            with ThreadPoolExecutor(torch.get_num_threads(), "rounding") as pool:
-                for memory, spans in zip(self._memory, self._spans, strict=True):
-                    round_in_place(memory.numpy(), spans, pool.map)
-            self._cached = replace(view, images=self._memory)
-        return self._cached
+
+def _copy_full(full: AbstractContextManager[VersionView], keep_float32: frozenset[str]) -> _Copy:
+    with full as view:
+        images = [torch.empty_like(image) for image in view.images]
+        copy_pieces(
+            (copy.data_ptr(), image.data_ptr(), len(image))
+            for copy, image in zip(images, view.images, strict=True)
+        )
+        spans = [_find_rounded_spans(view.plan, image) for image in range(len(images))]
+        with ThreadPoolExecutor(torch.get_num_threads(), "rounding") as pool:
+            for image, each in zip(images, spans, strict=True):
+                round_in_place(image.numpy(), each, pool.map)
+        return _Copy(replace(view, images=images), spans, keep_float32)
 
 
 def _find_rounded_spans(plan: Sequence[FullTensor], image: int) -> Spans:

@@ -12,7 +12,6 @@ its commit. No record is kept of the versions that readers serve.
 import asyncio
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,15 +23,7 @@ from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.spool import JobSpool, require_own_folder
 from trinity_sync.storage.runs import Run, list_runs
 from trinity_sync.weights.committed import SCAN_S, CommitNotification, CommitSignature
-from trinity_sync.weights.delta import Array, Spans
-from trinity_sync.weights.object_store import compute_delta
-from trinity_sync.weights.versions import (
-    ImageCopy,
-    ImageRef,
-    Version,
-    VersionRegistry,
-    VersionUnavailableError,
-)
+from trinity_sync.weights.versions import ImageRef, Registry, Version, VersionRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +40,12 @@ Signature = tuple[FileSignature, CommitSignature]
 """Of the spool's folder, which changes with its version tags, and of the commits."""
 
 
-class FileRegistry:
-    """Registry of the versions that files name; implements `registry.protocol.Registry`.
+class FileRegistry(Registry):
+    """Registry of the versions that files name.
 
     The root may be created later. The spool in ``settings``, by default from the environment, has
     to be the trainer's.
     """
-
-    node: str | None = None
 
     def __init__(
         self, root: str | Path, *, role: str = "actor", settings: Settings | None = None
@@ -98,36 +87,6 @@ class FileRegistry:
                 return await asyncio.wait_for(self._wait_next(find), timeout_s)
         return found
 
-    def set_serving(self, reader: str, step: int, run: int) -> None:
-        """Do nothing: without a Synchronizer, no record is kept."""
-
-    def fetch_images(
-        self, version: Version, ranks: Sequence[int], timeout_s: float
-    ) -> Sequence[ImageCopy]:
-        """Raise `VersionUnavailableError`: images of other nodes need a Synchronizer."""
-        raise VersionUnavailableError(
-            f"images of ranks {list(ranks)} of version {version.step} are on other nodes; to read "
-            "them, join the Ray cluster of the job's Synchronizer"
-        )
-
-    def fetch_deltas(
-        self, base: Version, version: Version, spans: Sequence[Spans], timeout_s: float
-    ) -> Sequence[Array]:
-        """As `Registry.fetch_deltas`, computed in this process.
-
-        Raises:
-            VersionUnavailableError: an image was overwritten, or the layouts or the numbers of
-                ranks differ.
-        """
-        if len(base.images) != len(version.images):
-            raise VersionUnavailableError(
-                f"version {version.step} has another number of ranks than {base.step}"
-            )
-        return [
-            compute_delta(base, version, image.rank, each)
-            for image, each in zip(version.images, spans, strict=True)
-        ]
-
     async def _wait_next(self, find: Callable[..., Version | None]) -> Version:
         seen: Signature | None = None
         scan = False
@@ -168,8 +127,9 @@ class FileRegistry:
         self._spool = self._make_spool(identity)  # another one once the root was recreated
         runs, versions = list_runs(self._root), VersionRegistry()
         versions.add_runs(runs)
-        for version in self._iter_in_memory(runs, identity):
-            versions.record(version, 0.0)
+        for shard, world_size in self._iter_images(runs, identity):
+            if version := versions.add_image(shard, world_size):
+                versions.record(version, 0.0)
         if committed := self._commits.find_newest(runs, scan=scan):
             versions.record(committed, 0.0)
         return versions
@@ -177,19 +137,16 @@ class FileRegistry:
     def _make_spool(self, identity: str) -> JobSpool:
         return JobSpool(self._settings.spool / job_id_of(self._root, identity))
 
-    def _iter_in_memory(self, runs: Sequence[Run], identity: str) -> Iterator[Version]:
-        """Yield the versions of which this node has the images of all ranks."""
+    def _iter_images(self, runs: Sequence[Run], identity: str) -> Iterator[tuple[Version, int]]:
+        """Yield the images of this node, each as a version, and the number of ranks of each."""
         with suppress(FileNotFoundError):
             for folder in (self._spool.folder.parent, self._spool.folder):
                 require_own_folder(folder)
-        known = {run.number for run in runs}
-        found: dict[tuple[int, int, int], dict[int, ImageRef]] = defaultdict(dict)
+        known, root = {run.number for run in runs}, str(self._root)
         for slot, tag in self._spool.list_versions(self._role):
             if tag.run in known:
-                image = ImageRef("", str(slot), tag.image, tag.rank, tag.nbytes)
-                found[tag.run, tag.step, tag.world_size][tag.rank] = image
-        for (run, step, world_size), images in found.items():
-            if images.keys() == set(range(world_size)):
-                refs = tuple(images[rank] for rank in range(world_size))
-                root, role = str(self._root), self._role
-                yield Version(step, run, "memory", root, role, refs, identity=identity)
+                images = (ImageRef("", str(slot), tag.image, tag.rank, tag.nbytes),)
+                version = Version(
+                    tag.step, tag.run, "memory", root, self._role, images, identity=identity
+                )
+                yield version, tag.world_size

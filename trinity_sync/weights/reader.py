@@ -14,70 +14,23 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from trinity_sync.errors import ConfigError, WeightSyncError
 from trinity_sync.tensors.unshard import Slice
 from trinity_sync.weights.committed import find_newest_version
-from trinity_sync.weights.delta import Array, Spans
 from trinity_sync.weights.delta_cache import DeltaCache
 from trinity_sync.weights.file_registry import FileRegistry
 from trinity_sync.weights.ray_cluster import in_ray_cluster
 from trinity_sync.weights.version_view import Target, VersionOpener, VersionView, list_targets
-from trinity_sync.weights.versions import ImageCopy, Version, VersionUnavailableError
+from trinity_sync.weights.versions import Registry, Version, VersionUnavailableError
 
 logger = logging.getLogger(__name__)
-
-
-class Registry(Protocol):
-    """The version registry, as readers use it."""
-
-    node: str | None
-    """Ray node id (hex) of the reader; None if all images are on its node."""
-
-    def latest(self) -> Version | None:
-        """Return the newest version that can be read; None if there is none."""
-
-    async def wait_newer(
-        self, than: int, timeout_s: float | None, run: int | None, identity: str = ""
-    ) -> Version | None:
-        """Wait for a newer version that can be read; return None at the time-out.
-
-        ``run`` of the job ``identity`` made step ``than``; None and an empty identity are unknown.
-        A version of another job, which is in the root now, is newer. A ``timeout_s`` of None waits
-        without limit.
-        """
-
-    def set_serving(self, reader: str, step: int, run: int) -> None:
-        """Record the version that a reader serves."""
-
-    def fetch_images(
-        self, version: Version, ranks: Sequence[int], timeout_s: float
-    ) -> Sequence[ImageCopy]:
-        """Fetch images that are on other nodes, of the newest version in memory.
-
-        They are in the order of ``ranks``; ``timeout_s`` is for all of them.
-
-        Raises:
-            VersionUnavailableError: an image cannot be fetched.
-        """
-
-    def fetch_deltas(
-        self, base: Version, version: Version, spans: Sequence[Spans], timeout_s: float
-    ) -> Sequence[Array]:
-        """Fetch the delta of each rank's image from ``base``, which the reader has.
-
-        ``version`` is the newest in memory. For each rank, ``spans`` are the byte ranges of its
-        image that the reader rounds. ``timeout_s`` is for all deltas.
-
-        Raises:
-            VersionUnavailableError: there is no delta between the two versions.
-        """
 
 
 MAX_RETRY_S = 0.5
@@ -104,8 +57,9 @@ class WeightReader:
         root: the job's root; required without a Synchronizer.
         role: role of the weights, as the trainer's `upload` names it; by default that of the
             Synchronizer, or ``actor``.
-        deltas: keep a private copy of the weights, and fetch the elements that changed, where there
-            is a delta; otherwise the full version.
+        deltas: keep a private copy of weights in the memory of other nodes, and fetch what has
+            changed, where there is a delta; otherwise the full version. Images of this node are
+            read in place.
         dtype: dtype to which floating-point tensors are rounded as they are copied, e.g.
             ``torch.bfloat16`` for a trainer with ``float32`` master weights; deltas are of the
             rounded elements. Not rounded is what `load_into` loads into a ``float32`` tensor, what
@@ -318,6 +272,8 @@ class WeightReader:
                 f"of {version.root} serves {version.role!r}; start it with that role in "
                 "SyncSettings, or read from files, in a process outside of the Ray cluster"
             )
+        if self._cache:
+            self._cache.delta_bytes = None
         if version.source == "checkpoint":
             return self._opener.open_checkpoint(version, kept)
         if version.source == "memory":
@@ -325,15 +281,18 @@ class WeightReader:
             def left_s() -> float:
                 return max(0.0, deadline - time.monotonic())
 
+            fetch = self._registry.fetch_images
             full = self._opener.open_images(
-                version, lambda ranks: self._registry.fetch_images(version, ranks, left_s()), kept
+                version, lambda ranks: fetch(version, ranks, left_s()), kept
             )
-            if self._cache is None:
+            here = self._registry.node
+            if self._cache is None or all(here in (None, ref.node) for ref in version.images):
                 return full
+            ranks = range(len(version.images))
             return self._cache.open(
                 version,
                 full,
-                lambda base, to, spans: self._registry.fetch_deltas(base, to, spans, left_s() / 2),
+                lambda base, spans: fetch(version, ranks, left_s() / 2, base, spans),
                 kept,
             )
         raise WeightSyncError(

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +19,7 @@ from trinity_sync.storage.runs import Run, list_runs
 from trinity_sync.weights.committed import CommitNotification
 from trinity_sync.weights.state_files import read_state, write_state
 from trinity_sync.weights.sync_barrier import SyncBarrier
-from trinity_sync.weights.versions import ImageRef, Version, VersionRegistry
+from trinity_sync.weights.versions import Version, VersionRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +40,9 @@ class AsyncVersionRegistry:
         self._notification = CommitNotification(root, role)
         self._changed = asyncio.Condition()
         self._disk = asyncio.Lock()
-        self._written = (-1, -1)
+        self._written: dict[str, Any] = {}
+        """Content of the state file, without its time."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._images: dict[tuple[int, int], dict[int, ImageRef]] = {}
-        """(run, step) -> images by rank, of versions that are incomplete."""
         self.versions, self.barrier = VersionRegistry(), SyncBarrier()
         self.identity = read_identity(root)
         self._restore()
@@ -61,8 +59,7 @@ class AsyncVersionRegistry:
     def reset(self) -> None:
         """Drop all versions, because the root was recreated; callers continue to wait."""
         logger.warning("%s was recreated: dropping the versions of the old root", self.root)
-        self.versions, self._written = VersionRegistry(), (-1, -1)
-        self._images = {}
+        self.versions, self._written = VersionRegistry(), {}
 
     async def refresh(self, *, read_commits: bool = False, scan: bool = False) -> bool:
         """Read the runs that began since the last call; return whether there is a newer commit.
@@ -111,22 +108,16 @@ class AsyncVersionRegistry:
         """Add the images of the calling rank to a version, of which each rank uploads its own.
 
         Return the complete version to the rank that completes it; None to the others, once this
-        version or a newer one is recorded. A version that stays incomplete is dropped when a newer
-        one is complete, or when a rank has waited for ``timeout_s``.
+        version or a newer one is recorded.
 
         Raises:
             WeightSyncError: ranks did not upload their images in time; the message names them.
         """
         key = (shard.run, shard.step)
-        images = self._images.setdefault(key, {})
-        images.update({ref.rank: ref for ref in shard.images})
-        if len(images) == world_size:
-            self._images = {other: found for other, found in self._images.items() if other > key}
-            return replace(shard, images=tuple(images[rank] for rank in sorted(images)))
+        if complete := self.versions.add_image(shard, world_size):
+            return complete
         if not await self.until(lambda: self._has_reached(key) or None, timeout_s):
-            if self._images.get(key) is images:
-                del self._images[key]
-            absent = sorted(set(range(world_size)) - set(images))
+            absent = sorted(set(range(world_size)) - self.versions.images.get(key, {}).keys())
             raise WeightSyncError(
                 f"ranks {absent} did not upload step {shard.step} within {timeout_s:g} s; all "
                 "ranks have to upload, at the same steps"
@@ -166,21 +157,19 @@ class AsyncVersionRegistry:
     async def save(self) -> None:
         """Write the state file, unless it is up to date."""
         async with self._disk:
-            changes = (self.versions.changes, self.barrier.changes)
-            if changes == self._written:
-                return
             state = {
-                "written_at": self.now(),
                 "job": job_id_of(Path(self.root), self.identity),
                 "registry": self.versions.to_json(),
                 "barrier": self.barrier.to_json(),
             }
+            if state == self._written:
+                return
             try:
-                await asyncio.to_thread(write_state, self.root, state)
+                await asyncio.to_thread(write_state, self.root, {**state, "written_at": self.now()})
             except OSError as error:
                 logger.warning("cannot write state.json of %s, will retry: %s", self.root, error)
             else:
-                self._written = changes
+                self._written = state
 
     def _has_reached(self, key: tuple[int, int]) -> bool:
         newest = self.versions.newest("memory")

@@ -61,19 +61,12 @@ class SyncBarrier:
         """As in Trinity, the trainer counts as stopped until it reports that it runs."""
         self.explorers: dict[str, Status] = {}
         self.actors: set[str] = set()
-        """Names of members, the trainer included, that are known Ray actors."""
+        """Names of members, the trainer included, that are known Ray actors: a member is dead if no
+        actor has its name any longer."""
         self._rendezvous = Rendezvous()
-        self.changes = 0
-        """Number of changes to what `to_json` returns."""
-
-    def add_actor(self, name: str) -> None:
-        """Record that a member is a Ray actor: it is dead if no actor has its name any longer."""
-        self.changes += name not in self.actors
-        self.actors.add(name)
 
     def set_trainer(self, status: Status) -> None:
         """Set the trainer's status; one that stops releases the explorers that wait for it."""
-        self.changes += _without_wait(status) is not _without_wait(self.trainer)
         self.trainer = status
         if status is Status.STOPPED:
             self._end(None)
@@ -85,7 +78,6 @@ class SyncBarrier:
         it is part of the group, and a broadcast without it would hang.
         """
         before = self.explorers.get(explorer)
-        self.changes += before is None or _without_wait(before) is not _without_wait(status)
         self.explorers[explorer] = status
         if status is Status.STOPPED and before is not status:
             self._rendezvous.arrived.discard(explorer)

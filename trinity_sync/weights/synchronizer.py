@@ -11,10 +11,9 @@ Ray repeats the calls that were in flight.
 """
 
 import asyncio
-import functools
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 from trinity_sync.errors import ConfigError, StackError
 from trinity_sync.layout import job_id_of
@@ -26,30 +25,14 @@ from trinity_sync.weights.ray_cluster import (
     require_ray,
     resolve_actor_name,
 )
-from trinity_sync.weights.registry import AsyncVersionRegistry, resolve_root
-from trinity_sync.weights.rendezvous import BroadcastRendezvous
+from trinity_sync.weights.registry import resolve_root
 from trinity_sync.weights.state_files import address_path, read_address, write_address
 from trinity_sync.weights.sync_barrier import Status, SyncSettings
 from trinity_sync.weights.trinity_methods import TrinityMethods
 from trinity_sync.weights.versions import Reader, Source, Version, VersionUnavailableError
 
-P = ParamSpec("P")
-R = TypeVar("R")
 
-
-def _delegate(
-    part: str, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]
-) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]:
-    """Return a method of the Synchronizer that calls one of a part, which it holds as ``part``."""
-
-    @functools.wraps(method)
-    async def call(self: Any, *arguments: P.args, **named: P.kwargs) -> R:
-        return await method(getattr(self, part), *arguments, **named)
-
-    return call
-
-
-class Synchronizer:
+class Synchronizer(TrinityMethods):
     """Ray actor that knows the versions of a job's weights, and which reader serves which.
 
     Get it with `get_actor`, and call its methods as those of any Ray actor::
@@ -130,11 +113,9 @@ class Synchronizer:
         return f"synchronizer-{job_id_of(Path(root).resolve())}"
 
     def __init__(self, root: str, name: str, namespace: str, settings: SyncSettings) -> None:
-        self._root, self._name, self._namespace, self._settings = root, name, namespace, settings
+        self._root, self._name, self._namespace = root, name, namespace
         write_address(root, name, namespace)
-        self._registry = AsyncVersionRegistry(root, settings.role)
-        self._rendezvous = BroadcastRendezvous(self._registry, namespace, settings)
-        self._trinity = TrinityMethods(self._registry, self._rendezvous, settings)
+        super().__init__(root, namespace, settings)
         self._object_refs = ObjectRefs()
         self._registry.run_in_background(self._follow_commits())
 
@@ -142,7 +123,7 @@ class Synchronizer:
         """Write the address file again if the root was recreated, for readers to find the actor."""
         if await asyncio.to_thread(read_address, self._root) is None:
             self._registry.reset()
-            self._trinity.state = (0, None)
+            self._state = (0, None)
             await asyncio.to_thread(write_address, self._root, self._name, self._namespace)
         await self._registry.refresh()
 
@@ -200,45 +181,38 @@ class Synchronizer:
         """
         return self._registry.versions.newest(source, readable=readable)
 
-    async def get_image_refs(self, run: int, step: int, ranks: Sequence[int]) -> list[list[Any]]:
-        """Return object references of version tag and bytes of images; see ``object_store``.
+    async def get_image_refs(
+        self,
+        run: int,
+        step: int,
+        ranks: Sequence[int],
+        base: Version | None = None,
+        spans: Sequence[Spans] = (),
+    ) -> list[list[Any]]:
+        """Return object references of images, or of their deltas; see ``object_store``.
 
-        They are created for the first caller, and the same for all.
+        They are created for the first caller, and the same for all that have the same base.
 
         Args:
             run: the version's run.
             step: the version's step.
             ranks: whose images.
+            base: version that the reader has, for deltas.
+            spans: for each rank, byte ranges of its image that the reader rounds, for deltas.
 
         Returns:
-            For each rank the references of an `ImageCopy`.
-
-        Raises:
-            VersionUnavailableError: the version is not the newest in memory.
-        """
-        return self._object_refs.get_image_refs(self._get_in_memory(run, step), ranks)
-
-    async def get_delta_refs(
-        self, base: Version, run: int, step: int, spans: Sequence[Spans]
-    ) -> list[list[Any]]:
-        """Return the object reference of each rank's delta from ``base``; see ``object_store``.
-
-        They are created for the first caller, and the same for all readers that have that base.
-
-        Args:
-            base: version that the reader has.
-            run: the version's run.
-            step: the version's step.
-            spans: for each rank, byte ranges of its image that the reader rounds.
-
-        Returns:
-            For each rank a list with the reference of its delta.
+            For each rank the references of version tag and bytes, or that of its delta.
 
         Raises:
             VersionUnavailableError: the version is not the newest in memory, or the images of
                 ``base`` are on other nodes.
         """
-        return self._object_refs.get_delta_refs(base, self._get_in_memory(run, step), spans)
+        newest = self._registry.versions.newest("memory")
+        if newest is None or (newest.run, newest.step) != (run, step):
+            raise VersionUnavailableError(
+                f"version {step} (run {run}) is no longer the newest in memory"
+            )
+        return self._object_refs.get_refs(newest, ranks, base, spans)
 
     def _require_role(self, version: Version) -> None:
         if version.role != self._settings.role:
@@ -247,14 +221,6 @@ class Synchronizer:
                 f"{self._root} serves {self._settings.role!r}; start it with that role in "
                 "SyncSettings, or use commits only for the other role"
             )
-
-    def _get_in_memory(self, run: int, step: int) -> Version:
-        newest = self._registry.versions.newest("memory")
-        if newest is None or (newest.run, newest.step) != (run, step):
-            raise VersionUnavailableError(
-                f"version {step} (run {run}) is no longer the newest in memory"
-            )
-        return newest
 
     async def wait_newer(
         self,
@@ -312,39 +278,6 @@ class Synchronizer:
     async def explorers(self) -> dict[str, Status]:
         """Return the status of each known explorer, by name."""
         return dict(self._registry.barrier.explorers)
-
-    # Calls of Trinity's trainer and explorers
-
-    set_model_state_dict = _delegate("_trinity", TrinityMethods.set_model_state_dict)
-    get_model_state_dict = _delegate("_trinity", TrinityMethods.get_model_state_dict)
-    get_state_dict_meta = _delegate("_trinity", TrinityMethods.get_state_dict_meta)
-    get_latest_model_version = _delegate("_trinity", TrinityMethods.get_latest_model_version)
-    get_latest_model_path = _delegate("_trinity", TrinityMethods.get_latest_model_path)
-    wait_new_model_state_dict = _delegate("_trinity", TrinityMethods.wait_new_model_state_dict)
-    notify_no_new_model_state_dict = _delegate(
-        "_trinity", TrinityMethods.notify_no_new_model_state_dict
-    )
-    set_trainer_status = _delegate("_trinity", TrinityMethods.set_trainer_status)
-    set_explorer_status = _delegate("_trinity", TrinityMethods.set_explorer_status)
-    get_trainer_status = _delegate("_trinity", TrinityMethods.get_trainer_status)
-    get_explorer_status_counts = _delegate("_trinity", TrinityMethods.get_explorer_status_counts)
-    trainer_requires_weight_sync = _delegate(
-        "_trinity", TrinityMethods.trainer_requires_weight_sync
-    )
-    explorer_requires_sync = _delegate("_trinity", TrinityMethods.explorer_requires_sync)
-    ready_to_nccl_sync = _delegate("_rendezvous", BroadcastRendezvous.ready_to_nccl_sync)
-    setup_weight_sync_group = _delegate("_rendezvous", BroadcastRendezvous.setup_weight_sync_group)
-    coordinate_weight_sync_setup = _delegate(
-        "_rendezvous", BroadcastRendezvous.coordinate_weight_sync_setup
-    )
-    coordinate_weight_sync_teardown = _delegate(
-        "_rendezvous", BroadcastRendezvous.coordinate_weight_sync_teardown
-    )
-
-    async def get_model_state_dict_iterator(self) -> AsyncIterator[tuple[str, Any]]:
-        """Yield names and tensors of the state dict, one at a time; see `TrinityMethods`."""
-        async for named in self._trinity.get_model_state_dict_iterator():
-            yield named
 
     async def stop(self) -> None:
         """Stop the actor without a restart; its state stays in ``state.json``."""

@@ -1,33 +1,35 @@
-"""The methods of Trinity-RFT's Synchronizer for state dicts, and for the status of both sides.
+"""The methods of Trinity-RFT's Synchronizer; names and meanings are Trinity's.
 
-Names and meanings are Trinity's. The methods for broadcasts are in ``rendezvous``.
+The rules of a rendezvous are those of ``sync_barrier``, and members are found dead by ``members``.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.weights.committed import find_model_path
+from trinity_sync.weights.members import Members
 from trinity_sync.weights.registry import AsyncVersionRegistry
-from trinity_sync.weights.rendezvous import BroadcastRendezvous
-from trinity_sync.weights.sync_barrier import Status, SyncSettings
+from trinity_sync.weights.sync_barrier import Rendezvous, Status, SyncSettings
 from trinity_sync.weights.versions import Source, Version
+
+logger = logging.getLogger(__name__)
 
 
 class TrinityMethods:
-    """Methods of Trinity-RFT's Synchronizer."""
+    """Methods of Trinity-RFT's Synchronizer, a Ray actor of ``namespace``."""
 
-    def __init__(
-        self,
-        registry: AsyncVersionRegistry,
-        rendezvous: BroadcastRendezvous,
-        settings: SyncSettings,
-    ) -> None:
-        self._registry, self._rendezvous, self._settings = registry, rendezvous, settings
+    def __init__(self, root: str, namespace: str, settings: SyncSettings) -> None:
+        self._settings = settings
+        self._registry = AsyncVersionRegistry(root, settings.role)
+        self._members = Members(self._registry, namespace, settings)
+        self._last_rendezvous: Rendezvous | None = None
+        """The last rendezvous that succeeded."""
         self._refusals = 0
         """Number of calls of `notify_no_new_model_state_dict`."""
-        self.state: tuple[int, dict[str, Any] | str | None] = (0, None)
+        self._state: tuple[int, dict[str, Any] | str | None] = (0, None)
         """Step and value of `set_model_state_dict`: name -> object reference, a path, or None."""
 
     async def set_model_state_dict(
@@ -53,7 +55,7 @@ class TrinityMethods:
             newest = self._registry.versions.newest("checkpoint")
             source = "checkpoint" if newest and newest.step == trainer_step else "nccl"
         run = self._registry.versions.run
-        rendezvous = self._rendezvous.last
+        rendezvous = self._last_rendezvous
         if state is None and rendezvous and rendezvous.version == trainer_step:
             for explorer in rendezvous.arrived:
                 self._registry.versions.set_serving(
@@ -64,7 +66,7 @@ class TrinityMethods:
             trainer_step, run, source, registry.root, role, identity=registry.identity
         )
         if await self._registry.record(version):
-            self.state = (trainer_step, state)
+            self._state = (trainer_step, state)
 
     async def get_model_state_dict(self) -> tuple[dict[str, Any] | str | None, int]:
         """Return what `set_model_state_dict` was given last, and its step.
@@ -72,7 +74,7 @@ class TrinityMethods:
         That is tensors by name, or a path. Without any, as after a restart: None and the step of
         the newest version, which is read from memory or from its commit.
         """
-        step, state = self.state
+        step, state = self._state
         if isinstance(state, dict):
             values = await asyncio.gather(*state.values())
             return dict(zip(state, values, strict=True)), step
@@ -84,7 +86,7 @@ class TrinityMethods:
         Raises:
             ConfigError: `set_model_state_dict` was given a path.
         """
-        state = self.state[1]
+        state = self._state[1]
         if isinstance(state, str):
             raise ConfigError(f"the newest weights are at {state}; load them from there")
         for name, reference in (state or {}).items():
@@ -92,7 +94,7 @@ class TrinityMethods:
 
     async def get_state_dict_meta(self) -> list[tuple[str, str, tuple[int, ...]]] | None:
         """Return name, dtype (``bfloat16``) and shape of each tensor; None without a state dict."""
-        state = self.state[1]
+        state = self._state[1]
         if not isinstance(state, dict):
             return None
         found = []
@@ -149,7 +151,7 @@ class TrinityMethods:
         if answer():
             return self._registry.number
         self._registry.barrier.set_explorer(explorer, Status.REQUIRE_SYNC)
-        watch = self._rendezvous.watch(None, lambda: False)
+        watch = self._members.watch(None, lambda: False)
         await self._registry.notify()
         try:
             await self._registry.until(answer, self._settings.timeout_s)
@@ -174,7 +176,7 @@ class TrinityMethods:
         """
         await self._registry.refresh()
         self._registry.barrier.set_trainer(Status.parse(status))
-        self._rendezvous.record_actor(self._settings.trainer)
+        self._members.record(self._settings.trainer)
         await self._registry.notify()
 
     async def set_explorer_status(
@@ -192,7 +194,7 @@ class TrinityMethods:
         """
         name = explorer or self._settings.explorer
         self._registry.barrier.set_explorer(name, Status.parse(status))
-        self._rendezvous.record_actor(name)
+        self._members.record(name)
         await self._registry.notify()
 
     async def get_trainer_status(self) -> Status:
@@ -211,6 +213,93 @@ class TrinityMethods:
     async def explorer_requires_sync(self) -> bool:
         """Return whether any explorer requires a sync."""
         return self._registry.barrier.counts[Status.REQUIRE_SYNC] > 0
+
+    # The broadcast
+
+    async def ready_to_nccl_sync(
+        self,
+        module: str,
+        trainer_step: int | None = None,
+        explorer: str | None = None,
+        timeout_s: float | None = None,
+    ) -> int | None:
+        """Wait at the barrier before a broadcast.
+
+        The trainer waits for every explorer that has not stopped. A dead member ends the wait if it
+        is a Ray actor of the Synchronizer's namespace; otherwise the time-out does. Nothing has
+        been sent yet, so no version is recorded: the trainer calls
+        ``set_model_state_dict(None, trainer_step)`` after the broadcast.
+
+        Args:
+            module: ``trainer`` or ``explorer``.
+            trainer_step: step that the trainer sends; an explorer passes none.
+            explorer: name of the explorer; by default the one in the settings.
+            timeout_s: seconds to wait; by default those of the settings.
+
+        Returns:
+            The step if all members are ready; None for all of them if not.
+
+        Raises:
+            ConfigError: ``module`` is unknown, or a trainer passes no step.
+        """
+        if module not in ("trainer", "explorer"):
+            raise ConfigError(f"module {module!r} is not known; pass 'trainer' or 'explorer'")
+        name = (explorer or self._settings.explorer) if module == "explorer" else None
+        if name is None:
+            if trainer_step is None:
+                raise ConfigError(
+                    "a trainer that is ready for a weight sync has to say its trainer_step"
+                )
+            await self._registry.refresh()
+        rendezvous = self._registry.barrier.arrive(name, trainer_step)
+        self._members.record(name or self._settings.trainer)
+        for member in {*self._registry.barrier.live_explorers, None} - {name, *rendezvous.watched}:
+            rendezvous.watched.add(member)
+            self._members.watch(member, lambda: rendezvous.over)
+        try:
+            await self._registry.notify()
+            limit = self._settings.timeout_s if timeout_s is None else timeout_s
+            await self._registry.until(lambda: rendezvous.over or None, limit)
+        finally:
+            self._registry.barrier.withdraw(rendezvous, name)
+        await self._registry.notify()
+        if rendezvous.version is None:
+            logger.warning(
+                "%s was ready for a weight sync, but not all other members were", name or "trainer"
+            )
+        else:
+            self._last_rendezvous = rendezvous
+        return rendezvous.version
+
+    async def setup_weight_sync_group(
+        self, master_address: str, master_port: int, state_dict_meta: Any = None
+    ) -> None:
+        """Send the explorers the address of the trainer's group.
+
+        Args:
+            master_address: host of the trainer's rank 0.
+            master_port: port that rank 0 listens on.
+            state_dict_meta: name, dtype and shape of each tensor.
+
+        Raises:
+            WeightSyncError: an explorer cannot be reached, failed, or did not answer in time.
+        """
+        await self._members.send_group_address(master_address, master_port, state_dict_meta)
+
+    async def coordinate_weight_sync_setup(self, timeout: float | None = None) -> None:
+        """Make trainer and explorers form the process group of a broadcast.
+
+        Args:
+            timeout: seconds to wait for each answer; by default those of the settings.
+
+        Raises:
+            WeightSyncError: a member cannot be reached, failed, or did not answer in time.
+        """
+        await self._members.form_group(timeout or self._settings.timeout_s)
+
+    async def coordinate_weight_sync_teardown(self) -> None:
+        """Make explorers leave the process group, then the trainer; dead members are skipped."""
+        await self._members.leave_group(min(60.0, self._settings.timeout_s))
 
 
 def _put_tensors(state: dict[str, Any]) -> dict[str, Any]:

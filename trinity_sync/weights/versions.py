@@ -8,7 +8,8 @@ every rule can be tested as a table. Two rules hold in any order of calls:
   recorded again.
 """
 
-from collections.abc import Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ import msgspec
 from trinity_sync.errors import WeightSyncError
 from trinity_sync.snapshot.ticket import VersionTag
 from trinity_sync.storage.runs import Run, find_superseding_run
+from trinity_sync.weights.delta import Spans
 
 Source = Literal["memory", "checkpoint", "nccl"]
 """Trinity's ``sync_method``: images in the trainer's spool, a committed step, or a broadcast."""
@@ -73,9 +75,52 @@ class Version:
         is_less = (self.run, self.step) < (other.run, other.step)
         return is_less and not self.is_of_other_job(other)
 
-    def name_image(self, image: ImageRef) -> str:
-        """Return the name by which deltas refer to one rank's image."""
-        return f"step {self.step} of run {self.run}, rank {image.rank}, image {image.image}"
+
+class Registry(ABC):
+    """The version registry, as readers use it."""
+
+    node: str | None = None
+    """Ray node id (hex) of the reader; None if all images are on its node."""
+
+    @abstractmethod
+    def latest(self) -> Version | None:
+        """Return the newest version that can be read; None if there is none."""
+
+    @abstractmethod
+    async def wait_newer(
+        self, than: int, timeout_s: float | None, run: int | None, identity: str = ""
+    ) -> Version | None:
+        """Wait for a newer version that can be read; return None at the time-out.
+
+        ``run`` of the job ``identity`` made step ``than``; None and an empty identity are unknown.
+        A version of another job, which is in the root now, is newer. A ``timeout_s`` of None waits
+        without limit.
+        """
+
+    def set_serving(self, reader: str, step: int, run: int) -> None:  # noqa: B027
+        """Record the version that a reader serves; by default there is no record."""
+
+    def fetch_images(
+        self,
+        version: Version,
+        ranks: Sequence[int],
+        timeout_s: float,
+        base: Version | None = None,
+        spans: Sequence[Spans] = (),
+    ) -> Sequence[Any]:
+        """Fetch images that are on other nodes, of the newest version in memory.
+
+        They are in the order of ``ranks``, each an `ImageCopy`; or each an `ImageDelta` from
+        ``base``, a version that the reader has. For each rank, ``spans`` are then the byte ranges
+        of its image that the reader rounds. ``timeout_s`` is for all of them.
+
+        Raises:
+            VersionUnavailableError: an image cannot be fetched, or there is no delta; by default.
+        """
+        raise VersionUnavailableError(
+            f"images of ranks {list(ranks)} of version {version.step} are on other nodes; to read "
+            "them, join the Ray cluster of the job's Synchronizer"
+        )
 
 
 HISTORY = 8
@@ -109,7 +154,6 @@ class _Serving:
     step: int
     run: int
     since: float
-    seen: float
     outdated: float | None
     """Seconds since the epoch at which a newer version appeared; None if there is none."""
 
@@ -120,13 +164,25 @@ class VersionRegistry:
     def __init__(self) -> None:
         self.runs: dict[int, Run] = {}
         """All known runs, by number."""
+        self.images: dict[Key, dict[int, ImageRef]] = {}
+        """Images by rank, of versions in memory that are not recorded yet."""
         self._versions: dict[Key, dict[Source, Version]] = {}
         self._known_at: dict[Key, float] = {}
         self._serving: dict[str, _Serving] = {}
-        self.changes = 0
-        """Number of changes to what `to_json` returns; a writer compares it."""
+        """By name, the least recently seen first."""
 
     # Versions
+
+    def add_image(self, shard: Version, world_size: int) -> Version | None:
+        """Add the image of one rank to a version; return the version once it has those of all.
+
+        A version that stays incomplete is dropped when a newer one in memory is recorded.
+        """
+        images = self.images.setdefault((shard.run, shard.step), {})
+        images.update({ref.rank: ref for ref in shard.images})
+        if images.keys() != set(range(world_size)):
+            return None
+        return replace(shard, images=tuple(images[rank] for rank in range(world_size)))
 
     def record(self, version: Version, now: float) -> bool:
         """Record a version, or another source of it; return whether it is the newest now.
@@ -138,11 +194,12 @@ class VersionRegistry:
             return False
         self._versions.setdefault(key, {})[version.source] = version
         self._known_at.setdefault(key, now)
+        if version.source == "memory":
+            self.images = {other: found for other, found in self.images.items() if other > key}
         self._remove_old()
         for name, serving in self._serving.items():
             if serving.outdated is None and (serving.run, serving.step) < key:
                 self._serving[name] = replace(serving, outdated=now)
-        self.changes += 1
         return key == max(self._versions)
 
     def add_runs(self, runs: Iterable[Run]) -> bool:
@@ -156,7 +213,6 @@ class VersionRegistry:
             return False
         for key in [key for key in self._versions if self.is_superseded(*key)]:
             self._remove(key)
-        self.changes += 1
         return True
 
     def is_superseded(self, run: int, step: int) -> bool:
@@ -216,22 +272,17 @@ class VersionRegistry:
         if run is None:
             made_by = [r for r, s in self._versions if s == step]
             run = max(made_by, default=self.run)
-        before = self._serving.get(reader)
-        same = before is not None and (before.run, before.step) == (run, step)
-        if before and same:
-            self._serving[reader] = replace(before, seen=now)
-        else:
+        serving = self._serving.pop(reader, None)
+        if serving is None or (serving.run, serving.step) != (run, step):
             newer_at = [at for key, at in self._known_at.items() if key > (run, step)]
-            outdated = min(newer_at, default=None)
-            self._serving[reader] = _Serving(step, run, now, now, outdated)
-        while len(self._serving) > MOST_READERS:
-            del self._serving[min(self._serving, key=lambda name: self._serving[name].seen)]
-        self.changes += not same
+            serving = _Serving(step, run, now, outdated=min(newer_at, default=None))
+        self._serving[reader] = serving
+        if len(self._serving) > MOST_READERS:
+            del self._serving[next(iter(self._serving))]
 
     def remove_reader(self, reader: str) -> None:
         """Remove a reader that has stopped serving."""
-        if self._serving.pop(reader, None):
-            self.changes += 1
+        self._serving.pop(reader, None)
 
     def readers(self, now: float) -> tuple[Reader, ...]:
         """Return all readers, sorted by name; ``now`` in seconds since the epoch."""
@@ -249,15 +300,18 @@ class VersionRegistry:
 
     def to_json(self) -> dict[str, Any]:
         """Return the whole registry as JSON values."""
-        return {
-            "runs": [asdict(run) for run in self.runs.values()],
-            "versions": [
-                {**asdict(version), "known_at": self._known_at[key]}
-                for key, sources in sorted(self._versions.items())
-                for version in sources.values()
-            ],
-            "readers": {name: asdict(serving) for name, serving in self._serving.items()},
-        }
+        state: dict[str, Any] = msgspec.to_builtins(
+            {
+                "runs": list(self.runs.values()),
+                "versions": [
+                    {**asdict(version), "known_at": self._known_at[key]}
+                    for key, sources in sorted(self._versions.items())
+                    for version in sources.values()
+                ],
+                "readers": self._serving,
+            }
+        )
+        return state
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> "VersionRegistry":

@@ -27,7 +27,6 @@ class Explorer:
         model: folder of the untrained model, which is version 0.
         root: the job's root.
         state: RNG state from a batch of an earlier explorer, to continue after it; None to start.
-        deltas: read differences between versions where possible.
         seed: seed of prompts and samples, without ``state``.
     """
 
@@ -37,17 +36,15 @@ class Explorer:
         root: Path,
         *,
         state: bytes | None = None,
-        deltas: bool = False,
         seed: int = 0,
     ) -> None:
         torch.set_num_threads(1)
         self._model = Qwen2ForCausalLM.from_pretrained(model, attn_implementation="sdpa").eval()
-        self._reader = WeightReader(root=root, name="explorer", deltas=deltas)
+        self._reader = WeightReader(root=root, name="explorer")
         self._group: WeightGroup | None = None
         self._random = torch.Generator().manual_seed(seed)
         if state is not None:
             self._random.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-        self._delta_bytes: list[int | None] = []
         self.version = 0
 
     def join(self, address: str, port: int) -> None:
@@ -76,12 +73,7 @@ class Explorer:
                     f"{self.version}); see the flow runs of the job in the Prefect UI"
                 )
             self.version = self._reader.load_into(self._model)
-            self._delta_bytes.append(self._reader.delta_bytes)
         return self.version
-
-    def delta_bytes(self) -> list[int | None]:
-        """Return the bytes of deltas of each loaded version; None if it was read in full."""
-        return self._delta_bytes
 
     @torch.inference_mode()
     def sample(self) -> tuple[Batch, bytes]:

@@ -81,17 +81,16 @@ class Schedule:
         return self.sync_every if self.sync == "checkpoint" else 0
 
 
-def start_explorer(model: Path, root: Path, sync: Sync, state: bytes | None = None) -> Any:
+def start_explorer(model: Path, root: Path, state: bytes | None = None) -> Any:
     """Start the explorer as a Ray actor.
 
     Args:
         model: folder of the untrained model.
         root: the job's root.
-        sync: method of the sync.
         state: RNG state of an earlier explorer, to continue after it.
     """
     actor = ray.remote(Explorer).options(num_cpus=0, runtime_env={"env_vars": make_environment()})
-    return actor.remote(model, root, state=state, deltas=sync == "delta")
+    return actor.remote(model, root, state=state)
 
 
 def train(

@@ -65,7 +65,7 @@ def run_job(
         sync: method of the sync.
     """
     history, schedule = History(root), Schedule(sync)
-    explorer = start_explorer(untrained, root, sync)
+    explorer = start_explorer(untrained, root)
     ranks = TrainerGroup(untrained, root, output)
     say(f"two FSDP2 ranks and an explorer are up; training steps 1 to {KILL_AT}")
     train(ranks, explorer, recording, history, range(1, KILL_AT + 1), schedule)
@@ -79,20 +79,17 @@ def run_job(
     committed = find_newest(root)
     assert committed is not None
     state = ranks.load(committed.step)
-    explorer = start_explorer(untrained, root, sync, state)
+    explorer = start_explorer(untrained, root, state)
     say(f"a new run resumed from step {committed.step}; training to step {STEPS}")
     say(f"its explorer continues from {EXPLORER}, {len(state):,} bytes of that step")
     train(ranks, explorer, recording, history, range(committed.step + 1, STEPS + 1), schedule)
     fingerprints = ranks.fingerprints()
     ranks.close()
     history.find_commits()
-    received = ray.get(explorer.delta_bytes.remote())
     ray.kill(explorer)
     say(f"trained to step {STEPS}, all saves committed; {describe_rewards(history)}")
     lag = sum(history.lags.values()) / len(history.lags)
     say(f"sync by {sync}: the explorer sampled with weights that were {lag:.1f} steps old")
-    if sync == "delta":
-        say(describe_deltas(history, received))
     return history, fingerprints
 
 
@@ -142,24 +139,6 @@ def compare_prompts(untrained: Path, root: Path, recording: Recording) -> bool:
     drawn = [explorer.sample()[0].prompts for _ in range(STEPS)]
     recorded = [recording.read(step).prompts for step in range(1, STEPS + 1)]
     return torch.equal(torch.stack(drawn), torch.stack(recorded))
-
-
-def describe_deltas(history: History, received: list[int | None]) -> str:
-    """Return the number of versions that were read as deltas, and their size.
-
-    fp32 weights change at every step: a reader that rounds to bf16 gets fewer bytes.
-
-    Args:
-        history: history of the job.
-        received: bytes of deltas of each version; None if it was read in full.
-    """
-    full = max(save.nbytes for save in history.saves if save.kind == "delta")
-    sizes = [size for size in received if size is not None]
-    share = sum(sizes) / max(len(sizes), 1) / full
-    return (
-        f"{len(sizes)} of {len(received)} versions were deltas, of {share:.0%} of the bytes: fp32 "
-        "weights change at every step, bf16 weights rarely"
-    )
 
 
 def describe_rewards(history: History) -> str:

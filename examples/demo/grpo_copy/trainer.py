@@ -19,8 +19,8 @@ EXPLORER = "explorer.rng"
 """Attachment of each checkpoint: the explorer's RNG state after the step's batch."""
 TIMEOUT_S = 120.0
 
-Sync = Literal["checkpoint", "memory", "delta", "nccl"]
-"""Method of the sync: commits, shared memory, deltas in shared memory, or broadcast (over gloo)."""
+Sync = Literal["checkpoint", "memory", "nccl"]
+"""Method of the sync: commits, shared memory, or broadcast (over gloo)."""
 
 
 def make_environment() -> dict[str, str]:
@@ -115,7 +115,7 @@ class TrainerRank:
             sent = self._policy.engine.module.parameters() if self._group else ()
             nbytes = sum(weight.numel() * weight.element_size() for weight in sent)
         else:
-            if sync in ("memory", "delta"):
+            if sync == "memory":
                 staged = self._manager.upload_state_dict(step)
             else:
                 staged = self._manager.save_state_dict(self._path(step), step)

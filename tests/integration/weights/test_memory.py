@@ -158,7 +158,9 @@ def test_added_images_outlive_a_killed_synchronizer(job: Job, synchronizer: Any)
 
 def test_readers_that_keep_a_base_share_the_deltas(job: Job, synchronizer: Any) -> None:
     here = ray.get_runtime_context().get_node_id()
-    readers = [WeightReader(synchronizer, name=f"explorer-{n}", deltas=True) for n in range(2)]
+    registry = ActorRegistry(synchronizer)
+    registry.node = "elsewhere"
+    readers = [WeightReader(registry, name=f"explorer-{n}", deltas=True) for n in range(2)]
     states = [first(rank) for rank in range(2)]
     weights = {name: tensor for of in states for name, tensor in of.items()}
     base = None
@@ -175,7 +177,7 @@ def test_readers_that_keep_a_base_share_the_deltas(job: Job, synchronizer: Any) 
             assert (reader.delta_bytes is not None) == by_delta
         if by_delta:
             asked = [
-                ray.get(synchronizer.get_delta_refs.remote(base, 1, step, [(), ()]))
+                ray.get(synchronizer.get_image_refs.remote(1, step, [0, 1], base, [(), ()]))
                 for _ in range(2)
             ]
             assert asked[0] == asked[1]
@@ -188,4 +190,4 @@ def test_there_is_no_delta_between_images_of_different_nodes(job: Job, synchroni
     with pytest.raises(
         VersionUnavailableError, match="no delta from version 1 to 2: version 2 has other nodes"
     ):
-        ActorRegistry(synchronizer).fetch_deltas(old, new, [(), ()], 30)
+        ActorRegistry(synchronizer).fetch_images(new, [0, 1], 30, old, [(), ()])

@@ -14,9 +14,8 @@ import pytest
 from packaging.requirements import Requirement
 
 import trinity_sync
-from trinity_sync import JobSettings, Settings, Synchronizer, SyncSettings
+from trinity_sync import JobSettings, Settings, SyncSettings
 from trinity_sync.settings import StackSettings
-from trinity_sync.weights.trinity_methods import TrinityMethods
 
 LOOK_AT_EVERYTHING = """
 import inspect, pydoc, sys
@@ -124,14 +123,6 @@ def test_help_names_units_and_defaults() -> None:
     assert "Default: 300.0." in Settings.__doc__
     assert "keep_weights (str): Retention policy of steps with weights only" in JobSettings.__doc__
     assert "Default: 'last=2'." in JobSettings.__doc__
-
-
-def test_all_methods_of_the_synchronizer_stand_in_its_class() -> None:
-    named = {name for cls in (Synchronizer, TrinityMethods) for name in dir(cls) if name[0] != "_"}
-    assert named <= {*vars(Synchronizer)}
-    for name in vars(TrinityMethods).keys() & named:
-        theirs, ours = getattr(TrinityMethods, name), getattr(Synchronizer, name)
-        assert inspect.signature(ours) == inspect.signature(theirs)
 
 
 def test_the_version_is_that_of_the_installed_package() -> None:

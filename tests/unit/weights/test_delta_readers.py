@@ -12,7 +12,7 @@ from tests.support.job import Job
 from tests.support.meanwhile import when_opened
 from tests.support.weights import State, VersionFile, digest, first, train, upload
 from trinity_sync.errors import WeightSyncError
-from trinity_sync.weights.delta import Array
+from trinity_sync.weights.delta import Change
 from trinity_sync.weights.object_store import compute_delta
 from trinity_sync.weights.reader import WeightReader
 from trinity_sync.weights.versions import Version, VersionUnavailableError
@@ -22,9 +22,11 @@ from trinity_sync.weights.versions import Version, VersionUnavailableError
 class Altering(VersionFile):
     """Of whose deltas a bit is flipped on the way."""
 
-    def fetch_deltas(self, *asked: Any) -> list[Array]:
-        found = super().fetch_deltas(*asked)
-        found[-1][-1] ^= 1
+    def fetch_images(self, *asked: Any) -> list[Any]:
+        found = super().fetch_images(*asked)
+        if len(asked) > 3:
+            content, checksum = found[-1][-1]
+            found[-1][-1] = Change(content[:-1] + bytes([content[-1] ^ 1]), checksum)
         return found
 
 
@@ -32,13 +34,22 @@ class Altering(VersionFile):
 class OfAnotherBase(VersionFile):
     """Whose deltas lead from what the reader has not got."""
 
-    def fetch_deltas(self, base: Version, version: Version, *asked: Any) -> list[Array]:
-        return super().fetch_deltas(version, version, *asked)
+    def fetch_images(self, version: Version, *asked: Any) -> list[Any]:
+        if len(asked) > 2:
+            asked = (*asked[:2], version, *asked[3:])
+        return super().fetch_images(version, *asked)
+
+
+class NotAsked(VersionFile):
+    """Of whose images and deltas none is fetched."""
+
+    def fetch_images(self, *asked: Any) -> list[Any]:
+        raise AssertionError(asked)
 
 
 @pytest.fixture
 def versions(tmp_path: Path) -> VersionFile:
-    return VersionFile(tmp_path / "version.json")
+    return VersionFile(tmp_path / "version.json", node="there")
 
 
 @pytest.fixture
@@ -136,7 +147,7 @@ def test_a_delta_that_is_altered_or_of_another_base_is_not_used(
     trained: State,
     next_version: Callable[..., Version],
 ) -> None:
-    reader = WeightReader(wrong(versions.path), name="explorer", deltas=True)
+    reader = WeightReader(wrong(versions.path, versions.node), name="explorer", deltas=True)
     for step in (1, 2, 3):
         next_version(step)
         require_has(reader, step, trained, by_delta=False)
@@ -167,6 +178,15 @@ def test_a_resumed_run_is_read_by_a_delta_from_the_superseded_version(
     require_has(reader, 4, trained, by_delta=True)
     assert reader.version
     assert reader.version.run == 2
+
+
+def test_images_of_the_readers_node_are_read_in_place(
+    versions: VersionFile, trained: State, next_version: Callable[..., Version]
+) -> None:
+    reader = WeightReader(NotAsked(versions.path, node="here"), name="explorer", deltas=True)
+    for step in (1, 2):
+        next_version(step)
+        require_has(reader, step, trained, by_delta=False)
 
 
 def test_a_version_of_another_layout_is_read_in_full(
@@ -203,7 +223,7 @@ def test_a_trainer_does_not_wait_for_a_delta_in_progress(
         when_opened(Path(version.images[0].slot), lambda: next_version(3)),
         pytest.raises(VersionUnavailableError, match="was overwritten"),
     ):
-        compute_delta(base, version, 0)
+        compute_delta(base.images[0], version.images[0])
     assert len(list(job.spool.folder.glob("*.slot"))) == 2
 
 
@@ -213,4 +233,4 @@ def test_a_base_that_was_removed_with_its_trainer_gives_no_delta(
     base, version = next_version(1), next_version(2)
     job.stagers.pop(0).close()
     with pytest.raises(VersionUnavailableError):
-        compute_delta(base, version, 0)
+        compute_delta(base.images[0], version.images[0])

@@ -215,3 +215,19 @@ def test_the_number_of_readers_is_bounded() -> None:
     names = {reader.name for reader in registry.readers(1e4)}
     assert len(names) == MOST_READERS
     assert "pod-4" not in names
+
+
+def test_a_version_counts_once_the_images_of_all_ranks_are_there() -> None:
+    registry = registry_of()
+
+    def add(step: int, rank: int) -> Version | None:
+        image = ImageRef("node", f"/slot{rank}", f"{step}.{rank}", rank, 10)
+        return registry.add_image(replace(version(1, step), images=(image,)), 2)
+
+    assert add(4, 1) is None
+    assert add(5, 1) is None
+    complete = add(5, 0)
+    assert complete is not None
+    assert [image.image for image in complete.images] == ["5.0", "5.1"]
+    registry.record(complete, 0.0)
+    assert add(4, 0) is None, "its other image was dropped for a newer version"

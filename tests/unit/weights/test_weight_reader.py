@@ -125,6 +125,7 @@ def test_a_float32_tensor_of_the_model_is_not_rounded_with_the_others(
 ) -> None:
     """Router biases differ in digits that bfloat16 does not have."""
     close = torch.tensor([6.900, 6.901, 6.902, 6.903])
+    versions = VersionFile(versions.path, node="there")
     with WeightReader(versions, name="r", deltas=deltas, dtype=torch.bfloat16) as reader:
         for step in (1, 2, 3):
             state = {"w": torch.full((5000,), step / 3), "bias": close * step}

@@ -38,7 +38,9 @@ def states(step: int) -> list[dict[str, torch.Tensor]]:
 def read_on(versions: VersionFile, log: Path, asleep_s: float) -> None:
     """Load until the last version; note the least and the greatest element of each."""
     torch.set_num_threads(1)
-    reader = WeightReader(versions, name=log.name, deltas="deltas" in log.name)
+    deltas = "deltas" in log.name
+    versions = VersionFile(versions.path, node="there" if deltas else None)
+    reader = WeightReader(versions, name=log.name, deltas=deltas)
     target = {name: tensor for state in states(0) for name, tensor in state.items()}
     while reader.version is None or reader.version.step < VERSIONS:
         with reader.open() as view:
@@ -110,7 +112,7 @@ def test_a_process_that_follows_by_deltas_has_every_bit_of_every_version(
     job: Job, tmp_path: Path, processes: Any
 ) -> None:
     job.world_size = RANKS
-    versions = VersionFile(tmp_path / "version.json")
+    versions = VersionFile(tmp_path / "version.json", node="there")
     states = [first(rank) for rank in range(RANKS)]
     expected = {}
     log = tmp_path / "log"

@@ -23,13 +23,14 @@ from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.leases import Lease, acquire_lease
 from trinity_sync.weights.reader import WeightReader
 from trinity_sync.weights.registry import resolve_root
-from trinity_sync.weights.rendezvous import PROBE_S, wait_for_death
 from trinity_sync.weights.synchronizer import Synchronizer
 from trinity_sync.weights.versions import Version
 
 logger = logging.getLogger(__name__)
 
 NAME = "synchronizer"
+PROBE_S = 1.0
+"""Seconds between two probes of trainers and explorers."""
 Named = tuple[str, torch.Tensor]
 
 
@@ -122,7 +123,7 @@ class TrinitySynchronizer(Synchronizer):
         It is the version that `wait_new_model_state_dict` returned, by which the explorer labels
         its rollouts, or the newest, if that version was overwritten.
         """
-        memory, (given_step, state) = self._registry.versions.newest("memory"), self._trinity.state
+        memory, (given_step, state) = self._registry.versions.newest("memory"), self._state
         if memory is None or (state is not None and given_step >= memory.step):
             async for named in super().get_model_state_dict_iterator():
                 yield named
@@ -166,10 +167,21 @@ class TrinitySynchronizer(Synchronizer):
     async def _stop_after_modules(self) -> None:
         while self._modules:
             for module in list(self._modules):
-                if await wait_for_death(module):
+                if await _wait_for_death(module):
                     self._modules.discard(module)
             await asyncio.sleep(PROBE_S)
         ray.get_runtime_context().current_actor.stop.remote()
+
+
+async def _wait_for_death(actor: Any) -> bool:
+    """Wait until the actor answers or dies; return whether it died."""
+    try:
+        await actor.__ray_ready__.remote()
+    except ray.exceptions.ActorDiedError:
+        return True
+    except ray.exceptions.RayError:
+        return False  # it is being restarted, or cannot be reached just now
+    return False
 
 
 def _find_root_in(namespace: str) -> str | None:

@@ -33,10 +33,10 @@ from trinity_sync.weights.committed import find_committed_version
 from trinity_sync.weights.file_registry import FileRegistry
 from trinity_sync.weights.publisher import Publisher
 from trinity_sync.weights.ray_cluster import find_synchronizer, in_ray_cluster
-from trinity_sync.weights.reader import Registry, WeightReader, make_reader_name
+from trinity_sync.weights.reader import WeightReader, make_reader_name
 from trinity_sync.weights.sync_barrier import SyncSettings
 from trinity_sync.weights.synchronizer import Synchronizer
-from trinity_sync.weights.versions import Version
+from trinity_sync.weights.versions import Registry, Version
 
 __all__ = ["TrinitySyncCheckpointEngine"]
 

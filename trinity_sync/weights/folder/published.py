@@ -25,7 +25,8 @@ import xxhash
 from trinity_sync.errors import DeltaError, WeightSyncError
 from trinity_sync.fs.atomic import read_uncached
 from trinity_sync.fs.records import Count, Record, decode_record
-from trinity_sync.weights.folder.delta import Tensors, compute_checksum
+from trinity_sync.weights.delta import compute_checksum
+from trinity_sync.weights.folder.delta import Tensors, view_bytes
 
 MARKER = "latest.json"
 VERSION_FILE = "version.json"
@@ -115,7 +116,8 @@ def version_folder(out: Path, version: int) -> Path:
 
 def describe_tensor(name: str, tensor: torch.Tensor) -> str:
     """Return one line that differs if name, dtype, shape or a byte of a tensor differs."""
-    return f"{name} {tensor.dtype} {list(tensor.shape)} {compute_checksum(tensor)}\n"
+    checksum = compute_checksum(view_bytes(tensor))
+    return f"{name} {tensor.dtype} {list(tensor.shape)} {checksum}\n"
 
 
 def summarize(lines: Iterable[str]) -> str:

@@ -21,12 +21,8 @@ from trinity_sync.formats.hf_files import ADAPTER_CONFIG
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, replace_file, sync_folder
 from trinity_sync.fs.locks import try_acquire_file_lock
 from trinity_sync.fs.records import encode_record
-from trinity_sync.weights.folder.delta import (
-    EncodedTensor,
-    encode_tensor,
-    import_zstandard,
-    write_delta,
-)
+from trinity_sync.weights.delta import Change, encode_change
+from trinity_sync.weights.folder.delta import view_bytes, write_delta
 from trinity_sync.weights.folder.files import (
     View,
     ViewNaming,
@@ -91,7 +87,7 @@ class WeightFolder:
 
     Raises:
         ConfigError: an argument is invalid.
-        MissingPackageError: safetensors, or for ``deltas`` zstandard, is not installed.
+        MissingPackageError: safetensors is not installed.
     """
 
     def __init__(
@@ -120,8 +116,6 @@ class WeightFolder:
             raise ConfigError(f"{model} is an adapter, which is published whole; pass deltas=0")
         with from_extra("hf"):
             import safetensors  # noqa: F401
-        if deltas:
-            import_zstandard()
         self._deltas, self._keep, self._max_shard_bytes = deltas, keep, max_shard_bytes
         self._naming = ViewNaming(self._model, trust_remote_code=trust_remote_code)
         self._last: tuple[PublishedVersion, Tensors] | None = None
@@ -287,9 +281,12 @@ class WeightFolder:
         shutil.rmtree(gone, ignore_errors=True)
 
 
-def _encode_changes(old: Tensors, new: Tensors) -> dict[str, EncodedTensor]:
-    changes = {name: encode_tensor(old[name], tensor) for name, tensor in new.items()}
-    return {name: change for name, change in changes.items() if change}
+def _encode_changes(old: Tensors, new: Tensors) -> dict[str, Change]:
+    changes = {
+        name: encode_change(view_bytes(old[name]), view_bytes(tensor))
+        for name, tensor in new.items()
+    }
+    return {name: change for name, change in changes.items() if change.content}
 
 
 def _describe_structure(tensors: Tensors) -> dict[str, tuple[torch.dtype, torch.Size]]:

@@ -102,7 +102,7 @@ def _gather(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def iter_full_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield full parameters and persistent buffers of an FSDP1, FSDP2 or plain model, each once.
 
-    Collective: every rank iterates to the end. Tensors stay valid after the iteration.
+    Collective: every rank iterates to the end. A tensor is valid until the next one is requested.
     """
     if fsdp_version(model) == 1:
         yield from _summon_fsdp1(model)
@@ -135,7 +135,7 @@ def _summon_fsdp1(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
             named = [*_iter_unit_parameters(prefix, unit)]
             unique = {id(p): (name, p) for name, p in reversed(named)}
             for name, parameter in reversed(unique.values()):
-                yield unwrap_name(name), parameter.detach().clone()  # resharding frees the memory
+                yield unwrap_name(name), parameter.detach()
 
 
 def _iter_unit_parameters(prefix: str, module: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,0 +1,187 @@
+"""Trainer and explorers as Ray actors: which of them live, and the calls that make a group of them.
+
+Ray does not report the death of an actor, but no longer finds a dead one by its name.
+
+Members have Trinity's methods: ``get_weight_sync_info()`` of the trainer returns address, port and
+the meta data of its weights; ``setup_weight_sync_group``, ``set_state_dict_meta`` and
+``teardown_weight_sync_group`` are called here only. All calls are bounded in time.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from trinity_sync.errors import WeightSyncError
+from trinity_sync.weights.registry import AsyncVersionRegistry
+from trinity_sync.weights.sync_barrier import Status, SyncSettings
+
+logger = logging.getLogger(__name__)
+
+PROBE_S = 1.0
+"""Seconds between two looks for a member that others wait for."""
+
+
+class Members:
+    """The trainer and the explorers of a Synchronizer, in its Ray namespace."""
+
+    def __init__(
+        self, registry: AsyncVersionRegistry, namespace: str, settings: SyncSettings
+    ) -> None:
+        self._registry, self._namespace, self._settings = registry, namespace, settings
+
+    def record(self, name: str) -> None:
+        """Record that a member is an actor, if it is, in the background."""
+        self._registry.run_in_background(self._record(name))
+
+    def watch(self, explorer: str | None, over: Callable[[], bool]) -> "asyncio.Task[None]":
+        """Set a member (None: the trainer) to stopped if it dies before the wait is ``over``.
+
+        Returns:
+            The task that watches, in the background.
+        """
+        return self._registry.run_in_background(self._watch(explorer, over))
+
+    async def form_group(self, timeout_s: float) -> None:
+        """Make trainer and explorers join one process group; each answer may take ``timeout_s``.
+
+        The trainer has rank 0, and the first worker of an explorer rank 1. Several explorers get
+        the rank of their first worker as ``rank_offset``, in the order of their names.
+
+        Raises:
+            WeightSyncError: a member is no actor, failed, died or did not answer in time. Members
+                that had joined leave again.
+        """
+        trainer, group = await self._find(self._settings.trainer), self._settings.group
+        if trainer is None:
+            raise WeightSyncError(
+                f"trainer {self._settings.trainer!r} is no Ray actor of namespace "
+                f"{self._namespace!r}; start it there, or name it in the settings"
+            )
+        explorers, workers = await self._find_explorers(), self._settings.explorer_world_size
+        names = ", ".join(explorers)
+        failure = f"the group {group!r} of trainer and {names} was not formed"
+        try:
+            with _name_failure(failure, timeout_s):
+                info = trainer.get_weight_sync_info.remote()
+                address, port, meta = await asyncio.wait_for(info, timeout_s)
+                join = (address, port, 1 + workers * len(explorers), group, timeout_s)
+                calls = []
+                for index, explorer in enumerate(explorers.values()):
+                    own = {"rank_offset": 1 + index * workers} if len(explorers) > 1 else {}
+                    calls.append(explorer.setup_weight_sync_group.remote(*join, **own))
+                calls.append(trainer.setup_weight_sync_group.remote(*join))
+                await asyncio.wait_for(asyncio.gather(*calls), timeout_s)
+                await _send_meta(explorers, meta, timeout_s)
+        except WeightSyncError:
+            await self.leave_group(min(timeout_s, 10.0))
+            raise
+
+    async def send_group_address(self, address: str, port: int, meta: Any) -> None:
+        """Send explorers the address of the trainer's group, for a trainer that joins by itself.
+
+        Address and port are those of rank 0. ``meta``, unless None, has name, dtype and shape of
+        each tensor.
+
+        Raises:
+            WeightSyncError: an explorer is no actor, failed, died or did not answer in time.
+        """
+        explorers, timeout_s = await self._find_explorers(), self._settings.timeout_s
+        names = ", ".join(explorers)
+        failure = f"the address of the group at {address}:{port} was not sent to {names}"
+        with _name_failure(failure, timeout_s):
+            calls = [e.setup_weight_sync_group.remote(address, port) for e in explorers.values()]
+            await asyncio.wait_for(asyncio.gather(*calls), timeout_s)
+            if meta is not None:
+                await _send_meta(explorers, meta, timeout_s)
+
+    async def leave_group(self, timeout_s: float) -> None:
+        """Make all members leave, explorers first, so no broadcast is in flight. Never raises.
+
+        Each answer may take ``timeout_s``.
+        """
+        await asyncio.gather(*(self._leave(name, timeout_s) for name in self._explorer_names))
+        await self._leave(self._settings.trainer, timeout_s)
+
+    async def _leave(self, name: str, timeout_s: float) -> None:
+        from ray.exceptions import RayError
+
+        if (actor := await self._find(name)) is None:
+            return
+        try:
+            await asyncio.wait_for(actor.teardown_weight_sync_group.remote(), timeout_s)
+        except (RayError, asyncio.TimeoutError) as error:
+            logger.warning("%s did not leave the group of a broadcast: %r", name, error)
+
+    async def _find(self, name: str) -> Any:
+        """Return a live actor, or None, without blocking the event loop."""
+        import ray
+
+        try:
+            return await asyncio.to_thread(ray.get_actor, name, self._namespace)
+        except ValueError:
+            return None
+
+    @property
+    def _explorer_names(self) -> list[str]:
+        return sorted(self._registry.barrier.live_explorers or {self._settings.explorer})
+
+    async def _find_explorers(self) -> dict[str, Any]:
+        """Return the actors of the explorers that have not stopped, in the order of their names.
+
+        Raises:
+            WeightSyncError: an explorer is no Ray actor of this namespace.
+        """
+        found = {name: await self._find(name) for name in self._explorer_names}
+        if missing := [name for name, actor in found.items() if actor is None]:
+            raise WeightSyncError(
+                f"explorers {', '.join(missing)} are no Ray actors of namespace "
+                f"{self._namespace!r}; start them there, or set their status to stopped"
+            )
+        return found
+
+    async def _record(self, name: str) -> Any:
+        """Return a member's actor; a restart knows from the state file that it was one."""
+        if actor := await self._find(name):
+            self._registry.barrier.actors.add(name)
+            await self._registry.save()
+        return actor
+
+    async def _watch(self, explorer: str | None, over: Callable[[], bool]) -> None:
+        name, barrier = explorer or self._settings.trainer, self._registry.barrier
+        known = None
+        while True:
+            actor = await self._record(name)
+            is_gone = actor is None and name in barrier.actors
+            if is_gone or known not in (None, actor):  # another actor may have its name already
+                break
+            known = actor
+            if await self._registry.until(lambda: over() or None, PROBE_S):
+                return
+        logger.warning("%s died before a weight sync and counts as stopped", name)
+        barrier.actors.discard(name)
+        if explorer is None:
+            barrier.set_trainer(Status.STOPPED)
+        else:
+            barrier.set_explorer(explorer, Status.STOPPED)
+        await self._registry.notify()
+
+
+async def _send_meta(explorers: Mapping[str, Any], meta: Any, timeout_s: float) -> None:
+    calls = [each.set_state_dict_meta.remote(meta) for each in explorers.values()]
+    await asyncio.wait_for(asyncio.gather(*calls), timeout_s)
+
+
+@contextmanager
+def _name_failure(failure: str, timeout_s: float) -> Iterator[None]:
+    """Raise a failed, dead or silent actor's error as a WeightSyncError that begins so."""
+    from ray.exceptions import RayError
+
+    try:
+        yield
+    except (RayError, asyncio.TimeoutError) as error:
+        reason = str(error) or f"no answer within {timeout_s:g} s"
+        raise WeightSyncError(
+            f"{failure}: {reason}. See the logs of these actors, and set it up again."
+        ) from error
