@@ -22,8 +22,8 @@ from trinity_sync.orchestration.deploy import (
     NO_COMMIT_AUTOMATION,
     RECONCILE_AUTOMATION,
     SAVE_FAILED_AUTOMATION,
+    open_client,
 )
-from trinity_sync.orchestration.prefect_queries import open_client
 from trinity_sync.orchestration.worker import HEARTBEAT_S
 from trinity_sync.settings import StackSettings
 from trinity_sync.stack import embedded, services

@@ -248,7 +248,7 @@ def ui(
     """Open the Prefect UI in a browser, or print its address and how to log in."""
     import webbrowser
 
-    from trinity_sync.client.prefect_api import hide_password
+    from trinity_sync.client.prefect_connection import hide_password
     from trinity_sync.stack import embedded
 
     settings = read_settings()
@@ -304,11 +304,10 @@ def env(
 def deploy(config: ConfigFile = None, output: Output = "table") -> None:
     """Create or update the work pool, deployments and automations on a Prefect server."""
     from trinity_sync.orchestration import deploy
-    from trinity_sync.orchestration.prefect_queries import find_server
     from trinity_sync.settings import StackSettings
 
     stack = StackSettings()
-    names = deploy.deploy(stack, *find_server(read_settings()))
+    names = deploy.deploy(stack)
     rows = [DeploymentRow(name, stack.worker.pool) for name in names]
     print_rows("deployments", rows, output)
     zone = deploy.find_time_zone(stack.maintenance)
@@ -350,7 +349,7 @@ def worker(config: ConfigFile = None) -> None:
 
 
 def _describe_stack(settings: "Settings") -> StackReport:
-    from trinity_sync.client.prefect_api import hide_password
+    from trinity_sync.client.prefect_connection import hide_password
     from trinity_sync.stack import embedded
 
     found = embedded.status(settings)

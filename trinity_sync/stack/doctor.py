@@ -12,24 +12,21 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-import httpx
 from packaging.requirements import Requirement
 
-from trinity_sync.errors import StackError, TicketError
+from trinity_sync.client.prefect_api import PrefectApi, ask_server, decode_time
+from trinity_sync.errors import PrefectApiError, StackError, TicketError
 from trinity_sync.fs.mounts import find_mount
+from trinity_sync.orchestration.pipeline import read_deployments
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.spool import JobSpool, list_job_spools
 from trinity_sync.stack import embedded, services
 from trinity_sync.stack.doctor_job import Check, check_root
 from trinity_sync.stack.services import StackState
-
-if TYPE_CHECKING:
-    from prefect.client.orchestration import SyncPrefectClient
-    from prefect.client.schemas.responses import DeploymentResponse
 
 STALE_S = 600.0
 SKEW_S = 5.0
@@ -130,86 +127,73 @@ def check_packages(requirements: list[str]) -> Check:
 
 def _check_server(
     settings: Settings, stack: StackSettings, clock: Callable[[], float]
-) -> Iterator[Check]:
-    import prefect
-    from prefect.client.schemas.filters import WorkPoolFilter, WorkPoolFilterName
-    from prefect.exceptions import ObjectNotFound
+) -> list[Check]:
+    found: list[Check] = []
 
-    from trinity_sync.orchestration.deploy import read_deployments
-    from trinity_sync.orchestration.prefect_queries import (
-        ANSWER_S,
-        count_waiting_runs,
-        find_server,
-        open_client,
-        read_heartbeats,
-    )
+    async def ask(api: PrefectApi) -> None:
+        async for check in _ask_server(api, stack.worker.pool, clock):
+            found.append(check)
 
     try:
-        with open_client(*find_server(settings), answer_s=ANSWER_S) as client:
-            before = clock()
-            answer = client.request("GET", "/admin/version")
-            after = clock()
-            version = answer.json()
-            is_same = str(version).split(".")[0] == prefect.__version__.split(".")[0]
-            yield Check(
-                "prefect server",
-                "ok" if is_same else "warn",
-                f"version {version} at {client.api_url}; the client's is {prefect.__version__}",
-                "" if is_same else "run a server of the client's major version",
-            )
-            yield _check_clock(answer.headers.get("date"), before, after)
-            try:
-                pool = client.read_work_pool(stack.worker.pool)
-            except ObjectNotFound:
-                found = f"there is no work pool {stack.worker.pool}"
-                yield Check("work pool", "fail", found, "run: trinity-sync deploy")
-                return
-            paused = " and paused: resume it in the Prefect UI" if pool.is_paused else ""
-            in_pool = WorkPoolFilter(name=WorkPoolFilterName(any_=[pool.name]))
-            deployments = client.read_deployments(work_pool_filter=in_pool)
-            deployed = {deployment.name for deployment in deployments}
-            missing = [e["name"] for e in read_deployments() if e["name"] not in deployed]
-            yield Check(
-                "work pool",
-                "fail" if paused or missing else "ok",
-                f"{pool.name} of type {pool.type}{paused}"
-                + (f"; not deployed: {', '.join(missing)}" if missing else ""),
-                "run: trinity-sync deploy" if missing else paused.partition(": ")[2],
-            )
-            yield _check_schedules(client, deployments, clock)
-            online, waiting = (
-                read_heartbeats(client, pool.name),
-                count_waiting_runs(client, pool.name),
-            )
-            yield Check(
-                "worker",
-                "ok" if online else "fail",
-                f"{len(online)} online, {waiting} runs waiting",
-                "" if online else "run: trinity-sync up, or trinity-sync worker on each node",
-            )
-    except (StackError, httpx.HTTPError, ValueError) as error:
-        todo = "run: trinity-sync up, or correct PREFECT_API_URL"
-        yield Check("prefect server", "fail", str(error), todo)
+        ask_server(settings, ask)
+    except PrefectApiError as error:
+        found.append(Check("prefect server", "fail", str(error), "see above"))
+    return found
 
 
-def _check_schedules(
-    client: "SyncPrefectClient",
-    deployments: "list[DeploymentResponse]",
-    clock: Callable[[], float],
+async def _ask_server(
+    api: PrefectApi, pool: str, clock: Callable[[], float]
+) -> AsyncIterator[Check]:
+    version, own = await api.read_version(), importlib.metadata.version("prefect")
+    is_same = version.split(".")[0] == own.split(".")[0]
+    yield Check(
+        "prefect server",
+        "ok" if is_same else "warn",
+        f"version {version} at {api.find_server().ui_url}/api; the client's is {own}",
+        "" if is_same else "run a server of the client's major version",
+    )
+    yield _check_clock(api.clock_skew)
+    found = await api.read_work_pool(pool)
+    if found is None:
+        yield Check(
+            "work pool", "fail", f"there is no work pool {pool}", "run: trinity-sync deploy"
+        )
+        return
+    paused = " and paused: resume it in the Prefect UI" if found["is_paused"] else ""
+    deployments = await api.read_deployments(pool)
+    deployed = {deployment["name"] for deployment in deployments}
+    missing = [each["name"] for each in read_deployments() if each["name"] not in deployed]
+    yield Check(
+        "work pool",
+        "fail" if paused or missing else "ok",
+        f"{pool} of type {found['type']}{paused}"
+        + (f"; not deployed: {', '.join(missing)}" if missing else ""),
+        "run: trinity-sync deploy" if missing else paused.partition(": ")[2],
+    )
+    yield await _check_schedules(api, deployments, clock)
+    online, waiting = await api.read_workers(pool), await api.count_waiting_runs(pool)
+    yield Check(
+        "worker",
+        "ok" if online else "fail",
+        f"{len(online)} online, {waiting} runs waiting",
+        "" if online else "run: trinity-sync up, or trinity-sync worker on each node",
+    )
+
+
+async def _check_schedules(
+    api: PrefectApi, deployments: list[dict[str, Any]], clock: Callable[[], float]
 ) -> Check:
     """Check that the server schedules runs for the active schedules."""
-    scheduled = [
-        each
+    scheduled = {
+        each["id"]: each["name"]
         for each in deployments
-        if any(schedule.active for schedule in each.schedules)
-        and each.updated
-        and clock() - each.updated.timestamp() > SCHEDULED_WITHIN_S
-    ]
+        if any(schedule["active"] for schedule in each["schedules"])
+        and clock() - decode_time(each["updated"]) > SCHEDULED_WITHIN_S
+    }
     if not scheduled:
         return Check("schedules", "ok", "no flow has an active schedule, or only a new one")
-    ids = [each.id for each in scheduled]
-    runs = {run.deployment_id for run in client.get_scheduled_flow_runs_for_deployments(ids)}
-    missing = sorted(each.name for each in scheduled if each.id not in runs)
+    have_runs = await api.read_scheduled_deployments(list(scheduled))
+    missing = sorted(name for each, name in scheduled.items() if each not in have_runs)
     if not missing:
         return Check("schedules", "ok", f"{len(scheduled)} flows have scheduled runs")
     return Check(
@@ -221,16 +205,11 @@ def _check_schedules(
     )
 
 
-def _check_clock(date: str | None, before: float, after: float) -> Check:
-    """Compare the server's clock with this node's, to the second."""
-    from trinity_sync.orchestration.prefect_queries import compute_clock_skew
-
-    if not date:
-        return Check("clock", "ok", "the server sends no time")
-    skew = abs(compute_clock_skew(date, before, after))
-    if skew <= SKEW_S:
+def _check_clock(skew: float) -> Check:
+    """Check the server's clock by that of this node, to the second."""
+    if abs(skew) <= SKEW_S:
         return Check("clock", "ok", "agrees with the server's")
-    found = f"{skew:.0f} s off the server's; leases and the ages in reports use this clock"
+    found = f"{abs(skew):.0f} s off the server's; leases and the ages in reports use this clock"
     return Check("clock", "warn", found, "synchronize the clocks (NTP)")
 
 

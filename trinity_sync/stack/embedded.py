@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from trinity_sync.client.prefect_api import hide_password
-from trinity_sync.errors import ConfigError, StackError
+from trinity_sync.client.prefect_api import PrefectApi, ask_server
+from trinity_sync.client.prefect_connection import hide_password
+from trinity_sync.errors import ConfigError, PrefectApiError, StackError
 from trinity_sync.settings import CONFIG, LOCAL_HOST, Settings, StackSettings, use_config_file
 from trinity_sync.stack import daemon, services
 from trinity_sync.stack.daemon import Daemon, StartupDeadline, is_own_address
@@ -194,18 +195,13 @@ def status(settings: Settings, stack: StackSettings | None = None) -> StackStatu
     online = waiting = None
     problem = ""
     if found[0].state in ("running", "external", "away"):
-        from trinity_sync.orchestration.prefect_queries import (
-            ANSWER_S,
-            count_waiting_runs,
-            open_client,
-            read_heartbeats,
-        )
+
+        async def ask(api: PrefectApi) -> tuple[int, int]:
+            return len(await api.read_workers(pool)), await api.count_waiting_runs(pool)
 
         try:
-            with open_client(found[0].url, state.api_auth, answer_s=ANSWER_S) as client:
-                online = len(read_heartbeats(client, pool))
-                waiting = count_waiting_runs(client, pool)
-        except StackError as error:
+            online, waiting = ask_server(settings, ask, found[0].url)
+        except PrefectApiError as error:
             problem = str(error)
     elsewhere = tuple(_list_overrides(state, stack))
     return StackStatus(found, pool, online, waiting, problem, elsewhere, changed)
@@ -391,20 +387,20 @@ def _deploy(
 def _start_worker(
     settings: Settings, stack: StackSettings, state: StackState, deadline: StartupDeadline
 ) -> StackState:
-    from trinity_sync.orchestration.prefect_queries import open_client, read_heartbeats
+    def read_online() -> set[str]:
+        return ask_server(settings, lambda api: api.read_workers(stack.worker.pool), state.api_url)
 
-    with open_client(state.api_url, state.api_auth) as client:
-        before = read_heartbeats(client, stack.worker.pool).keys()
-
-        def is_online() -> bool:  # each start has a new name
-            return bool(read_heartbeats(client, stack.worker.pool).keys() - before)
-
-        state = _start(services.start_worker, state.worker, settings, stack, state)
-        assert state.worker is not None  # just started
-        daemon.await_ready(
-            "the flow worker", state.worker, is_online, deadline, at_least_s=WORKER_S
-        )
-    return state
+    before = read_online()
+    now = _start(services.start_worker, state.worker, settings, stack, state)
+    assert now.worker is not None  # just started
+    daemon.await_ready(
+        "the flow worker",
+        now.worker,
+        lambda: bool(read_online() - before),  # each start has a new name
+        deadline,
+        at_least_s=WORKER_S,
+    )
+    return now
 
 
 def _stop(state: StackState, *, keep: StackState | None = None) -> None:

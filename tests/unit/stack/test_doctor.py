@@ -20,7 +20,7 @@ from tests.support.answers import server
 from tests.support.job import Job
 from tests.support.restricted import restricted
 from trinity_sync.cli.app import PROBLEM_FOUND
-from trinity_sync.orchestration.prefect_queries import compute_clock_skew
+from trinity_sync.client.prefect_connection import compute_clock_skew
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.stack.doctor import Check, check_logout, check_packages, run_checks
 from trinity_sync.stack.doctor_job import check_root
