@@ -1,7 +1,8 @@
 """Checks of `trinity-sync doctor`: whether saves can work on this node, and what to do if not.
 
 The checks change nothing. Those of one job are in `doctor_job`. A check that fails in an unexpected
-way, as beside a package of another version, is a failed check. So Prefect is imported within them.
+way is a failed check. Prefect is not imported, so that a version of it that is not supported stops
+no check.
 """
 
 import importlib.metadata
@@ -137,7 +138,8 @@ def _check_server(
     try:
         ask_server(settings, ask)
     except PrefectApiError as error:
-        found.append(Check("prefect server", "fail", str(error), "see above"))
+        todo = "run: trinity-sync up, or correct PREFECT_API_URL"
+        found.append(Check("prefect server", "fail", str(error), todo))
     return found
 
 
