@@ -58,11 +58,15 @@ def up(
     config: ConfigFile = None,
     output: Output = "table",
 ) -> None:
-    """Start the missing services: Prefect server, Ray and flow worker."""
+    """Start the stack: Prefect server, Ray and flow worker.
+
+    A missing worker is started alone. If the server or Ray died, all services are stopped and
+    started again, at the same addresses.
+    """
     from trinity_sync.stack import embedded
 
     settings, start = read_settings(), time.monotonic()
-    with Console(stderr=True).status("starting the missing services"):
+    with Console(stderr=True).status("starting the stack"):
         state = embedded.up(settings, num_cpus=cpus, worker=worker, timeout_s=timeout)
     seconds = time.monotonic() - start
     report = _describe_stack(settings)
@@ -94,7 +98,7 @@ def restart(
 
 @app.command(
     "join join.json", panel="Run the stack",
-    note="Afterwards, up starts missing services, and down leaves the stack.",
+    note="Afterwards, up starts them again if they have ended, and down leaves the stack.",
 )  # fmt: skip
 def join(
     invitation: Annotated[
@@ -125,11 +129,11 @@ def run(
     ],
     config: ConfigFile = None,
 ) -> None:
-    """Start the missing services, then run a training with the stack's environment variables."""
+    """Start the stack, if it does not run; run a training with its environment variables."""
     from trinity_sync.stack import embedded
 
     settings = read_settings()
-    with Console(stderr=True).status("starting the missing services"):
+    with Console(stderr=True).status("starting the stack"):
         state = embedded.up(settings)
     asks = "; its password: trinity-sync ui" if state.api_auth else ""
     typer.echo(f"Prefect UI: {_ui_url(state.api_url)}/runs{asks}", err=True)

@@ -239,7 +239,7 @@ class PrefectApi(PrefectConnection):
             key=str(run.get("idempotency_key") or ""),
             tags=dict(str(tag).partition(":")[::2] for tag in run.get("tags") or ()),
             parameters=run.get("parameters") or {},
-            started_at=decode_time(run.get("start_time")),
+            started_at=_decode_time(run.get("start_time")),
             seconds=float(run.get("estimated_run_time") or 0.0),
             attempts=int(run.get("run_count") or 0),
             page=f"{self.find_server().ui_url}/runs/flow-run/{run['id']}",
@@ -284,16 +284,12 @@ class PrefectApi(PrefectConnection):
                 raise
             return None
 
-    async def read_deployments(self, pool: str) -> list[dict[str, Any]]:
-        """Read the deployments of a work pool, as the server describes them."""
+    async def read_deployments(self, pool: str) -> set[str]:
+        """Return the names of the deployments of a work pool."""
         wanted = {"work_pools": {"name": {"any_": [pool]}}}
-        return await self.call("/deployments/filter", list, wanted)
-
-    async def read_scheduled_deployments(self, deployments: Sequence[str]) -> set[str]:
-        """Return those of some deployments of which the server has scheduled a run, by id."""
-        body = {"deployment_ids": list(deployments)}
-        path = "/deployments/get_scheduled_flow_runs"
-        return await self.call(path, lambda runs: {str(it["deployment_id"]) for it in runs}, body)
+        return await self.call(
+            "/deployments/filter", lambda found: {str(it["name"]) for it in found}, wanted
+        )
 
     async def read_workers(self, pool: str) -> set[str]:
         """Return the names of the online workers of a work pool."""
@@ -312,7 +308,7 @@ class PrefectApi(PrefectConnection):
             data = artifact["data"]
             rows = json.loads(data) if isinstance(data, str) else data
             if isinstance(rows, list):
-                return decode_time(artifact["created"]), rows
+                return _decode_time(artifact["created"]), rows
         return None
 
 
@@ -362,7 +358,7 @@ def _decode_state(state: Mapping[str, Any] | None) -> State:
         type=str(state["type"]),
         name=str(state.get("name") or ""),
         message=str(state.get("message") or ""),
-        since=decode_time(state["timestamp"]),
+        since=_decode_time(state["timestamp"]),
         id=str(state.get("id") or ""),
     )
 
@@ -373,6 +369,6 @@ def _encode_state(state: State) -> dict[str, Any]:
     return {"state": wanted, "force": True}
 
 
-def decode_time(text: str | None) -> float:
+def _decode_time(text: str | None) -> float:
     """Return a time of the server's in seconds since the epoch; 0 if it has none."""
     return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp() if text else 0.0

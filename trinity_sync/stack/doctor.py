@@ -11,15 +11,13 @@ import pwd
 import shutil
 import stat
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from packaging.requirements import Requirement
 
-from trinity_sync.client.prefect_api import PrefectApi, ask_server, decode_time
+from trinity_sync.client.prefect_api import PrefectApi, ask_server
 from trinity_sync.errors import PrefectApiError, StackError, TicketError
 from trinity_sync.fs.mounts import find_mount
 from trinity_sync.orchestration.pipeline import read_deployments
@@ -31,8 +29,6 @@ from trinity_sync.stack.services import StackState
 
 STALE_S = 600.0
 SKEW_S = 5.0
-SCHEDULED_WITHIN_S = 120.0
-"""Seconds in which a server schedules the runs of a new schedule; its loop takes 60."""
 SYSTEM_UID_MAX = 999
 LINGERING = Path("/var/lib/systemd/linger")
 REMOVES_IPC = [
@@ -49,14 +45,13 @@ def run_checks(
     state = embedded.find(settings)
     yield from _guard("settings", lambda: [_check_settings(state)])
     stack = embedded.read_running_settings(state) or StackSettings()
-    yield _check_python()
     yield from _guard("packages", lambda: [_check_installation()])
-    yield from _guard("prefect server", lambda: _check_server(settings, stack, clock))
+    yield from _guard("prefect server", lambda: _check_server(settings, stack))
     yield from _guard("ray", lambda: _check_ray(settings, stack))
     yield from _guard("access", lambda: _check_access(stack, state))
     yield from _guard("spool", lambda: _check_spool(settings.spool, clock))
     if root is not None:
-        yield from _guard("root", lambda: check_root(root, settings, stack))
+        yield from _guard("root", lambda: check_root(root, settings))
 
 
 def _guard(name: str, run: Callable[[], Iterable[Check]]) -> Iterator[Check]:
@@ -80,13 +75,6 @@ def _check_settings(state: StackState | None) -> Check:
         found = f"differ from those of the running stack: {'; '.join(changed)}"
         return Check("settings", "warn", found, "apply them: trinity-sync restart")
     return Check("settings", "ok", "are those of the running stack")
-
-
-def _check_python() -> Check:
-    version = ".".join(map(str, sys.version_info[:3]))
-    good = (3, 10) <= sys.version_info[:2] <= (3, 12)
-    todo = "" if good else "use Python 3.10, 3.11 or 3.12"
-    return Check("python", "ok" if good else "fail", version, todo)
 
 
 def _check_installation() -> Check:
@@ -126,13 +114,11 @@ def check_packages(requirements: list[str]) -> Check:
 # -------------------------------------------------------------------- Prefect and Ray
 
 
-def _check_server(
-    settings: Settings, stack: StackSettings, clock: Callable[[], float]
-) -> list[Check]:
+def _check_server(settings: Settings, stack: StackSettings) -> list[Check]:
     found: list[Check] = []
 
     async def ask(api: PrefectApi) -> None:
-        async for check in _ask_server(api, stack.worker.pool, clock):
+        async for check in _ask_server(api, stack.worker.pool):
             found.append(check)
 
     try:
@@ -143,9 +129,7 @@ def _check_server(
     return found
 
 
-async def _ask_server(
-    api: PrefectApi, pool: str, clock: Callable[[], float]
-) -> AsyncIterator[Check]:
+async def _ask_server(api: PrefectApi, pool: str) -> AsyncIterator[Check]:
     version, own = await api.read_version(), importlib.metadata.version("prefect")
     is_same = version.split(".")[0] == own.split(".")[0]
     yield Check(
@@ -162,8 +146,7 @@ async def _ask_server(
         )
         return
     paused = " and paused: resume it in the Prefect UI" if found["is_paused"] else ""
-    deployments = await api.read_deployments(pool)
-    deployed = {deployment["name"] for deployment in deployments}
+    deployed = await api.read_deployments(pool)
     missing = [each["name"] for each in read_deployments() if each["name"] not in deployed]
     yield Check(
         "work pool",
@@ -172,38 +155,12 @@ async def _ask_server(
         + (f"; not deployed: {', '.join(missing)}" if missing else ""),
         "run: trinity-sync deploy" if missing else paused.partition(": ")[2],
     )
-    yield await _check_schedules(api, deployments, clock)
     online, waiting = await api.read_workers(pool), await api.count_waiting_runs(pool)
     yield Check(
         "worker",
         "ok" if online else "fail",
         f"{len(online)} online, {waiting} runs waiting",
         "" if online else "run: trinity-sync up, or trinity-sync worker on each node",
-    )
-
-
-async def _check_schedules(
-    api: PrefectApi, deployments: list[dict[str, Any]], clock: Callable[[], float]
-) -> Check:
-    """Check that the server schedules runs for the active schedules."""
-    scheduled = {
-        each["id"]: each["name"]
-        for each in deployments
-        if any(schedule["active"] for schedule in each["schedules"])
-        and clock() - decode_time(each["updated"]) > SCHEDULED_WITHIN_S
-    }
-    if not scheduled:
-        return Check("schedules", "ok", "no flow has an active schedule, or only a new one")
-    have_runs = await api.read_scheduled_deployments(list(scheduled))
-    missing = sorted(name for each, name in scheduled.items() if each not in have_runs)
-    if not missing:
-        return Check("schedules", "ok", f"{len(scheduled)} flows have scheduled runs")
-    return Check(
-        "schedules",
-        "fail",
-        f"no scheduled runs of {', '.join(missing)}, although their schedules are active",
-        "look for scheduler errors in the Prefect server's log, and check its SQLAlchemy "
-        "(Prefect 3.8 needs a version below 2.1)",
     )
 
 

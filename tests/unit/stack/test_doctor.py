@@ -20,7 +20,7 @@ from tests.support.job import Job
 from tests.support.restricted import restricted
 from trinity_sync.cli.app import PROBLEM_FOUND
 from trinity_sync.client.prefect_connection import compute_clock_skew
-from trinity_sync.settings import Settings, StackSettings
+from trinity_sync.settings import Settings
 from trinity_sync.stack.doctor import Check, check_logout, check_packages, run_checks
 from trinity_sync.stack.doctor_job import check_root
 
@@ -50,7 +50,7 @@ def states(job: Job) -> dict[str, str]:
 def test_a_job_in_order_is_ok_and_is_left_as_it_was(committed: Job) -> None:
     before = sorted(committed.root.rglob("*"))
     found = states(committed)
-    ours = ("python", "spool", "disk", "steps", "latest checkpoint", "room for images")
+    ours = ("spool", "disk", "steps", "latest checkpoint", "room for images")
     for name in (*ours, "file system", "locks between processes", "atomic rename of a folder"):
         assert found[name] == "ok"
     assert sorted(committed.root.rglob("*")) == before
@@ -145,13 +145,12 @@ def test_images_of_a_job_whose_root_is_gone_are_named(committed: Job) -> None:
 
 def test_what_the_file_system_of_a_root_lacks_is_named(tmp_path: Path) -> None:
     with restricted(tmp_path, "flock", "link") as root:
-        found = {check.name: check for check in check_root(root, Settings(), StackSettings())}
+        found = {check.name: check for check in check_root(root, Settings())}
     assert found["locks between processes"].state == "fail"
     assert "docs/concepts/file-systems.md" in found["locks between processes"].todo
     assert found["hard links"].state == "ok"
     assert "files are copied" in found["hard links"].found
     assert "which other nodes may see" in found["file system"].found
-    assert found["recycled files"].found.startswith("no")
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
