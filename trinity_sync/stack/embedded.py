@@ -119,8 +119,8 @@ def up(
         try:
             if kept.daemons:
                 now = kept
-                _await_server(now, deadline)
                 if not worker or (now.worker and now.worker.lives):
+                    _await_server(now, deadline)
                     return now
                 if now.worker:
                     daemon.stop(now.worker, STOP_S)
@@ -129,8 +129,11 @@ def up(
                 now = joining or (before if before.daemons else read_last_addresses(settings.home))
                 now = replace(now, server=None, ray=None, worker=None, ray_folder="")
                 now = replace(now, settings=started_with, config=config)
-                now = _start_server_and_ray(settings, stack, now, external, deadline)
-            _deploy(settings, stack, now, deadline)
+                now = _start_server_and_ray(settings, stack, now, external)
+            _await_server(now, deadline)
+            if not now.joined:
+                _deploy(settings, stack, now, deadline)
+            now = _await_ray(now, deadline)
             require_refusals(stack, now)
             if worker:
                 now = _start_worker(settings, stack, now, deadline)
@@ -293,28 +296,17 @@ def _start(
 
 
 def _start_server_and_ray(
-    settings: Settings,
-    stack: StackSettings,
-    state: StackState,
-    external: Mapping[str, Any],
-    deadline: StartupDeadline,
+    settings: Settings, stack: StackSettings, state: StackState, external: Mapping[str, Any]
 ) -> StackState:
-    """Start the server and the Ray node that are not external, and return their final URLs."""
+    """Start the server and the Ray node that are not external; they may not be ready yet."""
     if state.joined:
-        return _join_ray(settings, stack, state, deadline)
+        return _start(services.join_ray, settings, stack, state)
     now = replace(state, **external)
     if "api_url" not in external:
         now = _start(services.start_server, settings, stack, now)
-    if "ray_address" in external:
-        _await_server(now, deadline)
-        return now
-    now = _start(services.start_ray, settings, stack, now)
-    assert now.ray is not None  # just started
-    _await_server(now, deadline)
-    daemon.await_ready(
-        "the Ray node", now.ray, lambda: bool(services.find_ray_address(now)), deadline
-    )
-    return replace(now, ray_address=services.find_ray_address(now) or "")
+    if "ray_address" not in external:
+        now = _start(services.start_ray, settings, stack, now)
+    return now
 
 
 def _await_server(state: StackState, deadline: StartupDeadline) -> None:
@@ -324,22 +316,18 @@ def _await_server(state: StackState, deadline: StartupDeadline) -> None:
         )
 
 
-def _join_ray(
-    settings: Settings, stack: StackSettings, state: StackState, deadline: StartupDeadline
-) -> StackState:
-    """Start a Ray node in the cluster of another machine."""
-    for what, there in (("Prefect server", state.api_url), ("Ray cluster", state.ray_address)):
-        if not services.accepts_connections(there):
-            raise StackError(
-                f"the {what} of the stack that this machine has joined does not answer at {there}. "
-                f"Start that stack, or leave it (trinity-sync down) and join with its current "
-                f"{INVITATION}"
-            )
-    now = _start(services.join_ray, settings, stack, state)
-    ray = now.ray
-    assert ray is not None  # just started
-    daemon.await_ready("the Ray node", ray, lambda: services.has_ray_joined(ray), deadline)
-    return now
+def _await_ray(state: StackState, deadline: StartupDeadline) -> StackState:
+    """Wait until the Ray node is ready, and return the stack with its address."""
+    ray = state.ray
+    if ray is None:
+        return state
+    if state.joined:
+        daemon.await_ready("the Ray node", ray, lambda: services.has_ray_joined(ray), deadline)
+        return state
+    daemon.await_ready(
+        "the Ray node", ray, lambda: bool(services.find_ray_address(state)), deadline
+    )
+    return replace(state, ray_address=services.find_ray_address(state) or "")
 
 
 def _deploy(
@@ -405,15 +393,19 @@ def _find_external(settings: Settings, stack: StackSettings, state: StackState) 
     """Return the addresses of the external services that are configured, by field of the state.
 
     Raises:
-        StackError: Nothing answers there, or the stack has a service of its own at another address.
+        StackError: Nothing answers there, or at the addresses of the stack that this machine has
+            joined; or the stack has a service of its own at another address.
     """
+    if state.joined:
+        _require_joined_stack(state)
+        return {}
     found = {}
     for name, value, own, field in (
         (API_URL, os.environ.get(API_URL, ""), state.server, "api_url"),
         (RAY_ADDRESS, stack.ray.address, state.ray, "ray_address"),
     ):
         address = getattr(state, field)
-        if not value or state.joined:
+        if not value:
             continue
         if own:
             if value != address:
@@ -429,6 +421,16 @@ def _find_external(settings: Settings, stack: StackSettings, state: StackState) 
             )
         found[field] = value
     return found
+
+
+def _require_joined_stack(state: StackState) -> None:
+    for what, there in (("Prefect server", state.api_url), ("Ray cluster", state.ray_address)):
+        if not services.accepts_connections(there):
+            raise StackError(
+                f"the {what} of the stack that this machine has joined does not answer at {there}. "
+                f"Start that stack, or leave it (trinity-sync down) and join with its current "
+                f"{INVITATION}"
+            )
 
 
 def _list_overrides(state: StackState, stack: StackSettings) -> Iterator[str]:
