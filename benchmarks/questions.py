@@ -13,19 +13,14 @@ from prefect.settings import PREFECT_API_URL
 
 from benchmarks.scale import asked_for, here
 from benchmarks.simulated import Job
+from trinity_sync.client.prefect_api import UNDER_WAY, PrefectApi
 from trinity_sync.client.save_request import SAVE_DEPLOYMENT
 from trinity_sync.client.save_trigger import SaveTrigger
-from trinity_sync.orchestration.prefect_queries import (
-    RETENTION,
-    UNDER_WAY,
-    count_waiting_runs,
-    read_job_runs,
-    read_pool_runs,
-    read_table,
-)
+from trinity_sync.orchestration.quantities import RETENTION, make_artifact_key
 from trinity_sync.orchestration.recovery.flow_runs import end_unreported_tasks
 from trinity_sync.orchestration.recovery.reconcile import reconcile
 from trinity_sync.settings import Settings, StackSettings
+from trinity_sync.snapshot.job_identity import job_id
 
 ENDED = {"type": {"any_": ["COMPLETED", "FAILED", "CRASHED", "CANCELLED"]}}
 HOUR, DAY = timedelta(hours=1), timedelta(days=1)
@@ -43,6 +38,7 @@ class Questions:
         self._job = Job(root, self._settings.spool / "simulated", 1, 1)
         self._trigger = SaveTrigger()
         self._client = self._run(get_client().__aenter__())
+        self._api = PrefectApi(self._settings)
         self._sync = get_client(sync_client=True).__enter__()
         self._ui = httpx.Client(timeout=120)
         self._deployment = self._sync.read_deployment_by_name(SAVE_DEPLOYMENT).id
@@ -80,17 +76,17 @@ class Questions:
         settings, pool = self._settings, StackSettings().worker.pool
         asked = self._sync.create_flow_run_from_deployment
         due = self._client.get_scheduled_flow_runs_for_work_pool
-        client, sync, root = self._client, self._sync, self._root
+        api, job = self._api, job_id(self._root)
         return {
             OURS[0]: lambda: asked(self._deployment, **self._last.flow_run),
             OURS[1]: lambda: self._run(self._trigger.outcomes([self._last])),
             OURS[2]: lambda: self._run(due(pool, scheduled_before=datetime.now(timezone.utc))),
-            OURS[3]: lambda: self._run(read_pool_runs(client, pool, *UNDER_WAY)),
-            OURS[4]: lambda: self._run(end_unreported_tasks(client, pool)),
-            OURS[5]: lambda: count_waiting_runs(sync, pool),
-            OURS[6]: lambda: read_job_runs(sync, root),
-            OURS[7]: lambda: read_table(sync, RETENTION, root),
-            OURS[8]: lambda: self._run(reconcile(settings, [root], client)),
+            OURS[3]: lambda: self._run(api.read_pool_runs(pool, *UNDER_WAY)),
+            OURS[4]: lambda: self._run(end_unreported_tasks(api, pool)),
+            OURS[5]: lambda: self._run(api.count_waiting_runs(pool)),
+            OURS[6]: lambda: self._run(api.read_job_runs(job)),
+            OURS[7]: lambda: self._run(api.read_table(make_artifact_key(RETENTION, self._root))),
+            OURS[8]: lambda: self._run(reconcile(settings, [self._root], api)),
         }
 
     def _post(self, path: str, body: dict[str, Any]) -> None:

@@ -5,7 +5,6 @@ from datetime import datetime
 from pathlib import Path
 
 from prefect import flow
-from prefect.client.orchestration import get_client
 
 from tasks.maintenance import (
     choose_files,
@@ -18,10 +17,11 @@ from tasks.maintenance import (
     replicate_to_remote,
 )
 from tasks.on_ray import gather_results
+from trinity_sync.client.prefect_api import PrefectApi
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.orchestration.prefect_queries import request_run
 from trinity_sync.orchestration.recovery.reconcile import GRACE_S
 from trinity_sync.orchestration.root_threads import run_in_thread
+from trinity_sync.settings import Settings
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.verify import split_evenly
 
@@ -81,15 +81,14 @@ async def request_replication(request: SaveRequest) -> None:
         job = await run_in_thread(read_job_settings, request.root)
         if not job.remote or job.remote_required:
             return
-        async with get_client() as client:
-            deployment = await client.read_deployment_by_name(DEPLOYMENT)
-            fields = {
-                "parameters": {"root": request.root, "step": request.step, "url": job.remote},
-                "name": f"{Path(request.root).name}: replicate step {request.step}",
-                "tags": request.tags,
-                "idempotency_key": f"{request.key}/replicate",
-            }
-            await request_run(client, deployment.id, fields)
+        fields = {
+            "parameters": {"root": request.root, "step": request.step, "url": job.remote},
+            "name": f"{Path(request.root).name}: replicate step {request.step}",
+            "tags": request.tags,
+            "idempotency_key": f"{request.key}/replicate",
+        }
+        async with PrefectApi(Settings()) as api:
+            await api.create_flow_run(fields, DEPLOYMENT)
     except Exception as error:
         logger.warning("%s is committed; cannot request its copy: %r", request.run_name, error)
 

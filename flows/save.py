@@ -29,9 +29,9 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import SaveError, TrinitySyncError
 from trinity_sync.orchestration import metrics, on_node
 from trinity_sync.orchestration.on_node import Outcome, persist_node
-from trinity_sync.orchestration.prefect_queries import emit_step_event
 from trinity_sync.orchestration.root_threads import run_in_thread
 from trinity_sync.orchestration.run_page import FailedTask, StepOutcome, make_failed_task
+from trinity_sync.orchestration.step_events import emit_step_event
 from trinity_sync.pipeline.save import RETRY_DELAYS_S, Share, is_io_error, list_shares
 from trinity_sync.storage.job_settings import read_job_settings, read_required_remote
 from trinity_sync.storage.placement import NodeShards, await_node_shards

@@ -1,6 +1,5 @@
 """Tasks that prune, copy, verify, export and repair, and show in the Prefect UI what they did."""
 
-import asyncio
 import re
 from collections.abc import Sequence
 from datetime import datetime
@@ -9,19 +8,25 @@ from typing import Any
 
 from prefect import task
 from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
-from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.tasks import Task
 
 from tasks.on_ray import run_here, run_on_node
 from tasks.save import create_weights_artifact
+from trinity_sync.client.prefect_api import ask_server
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import CommitError, ConfigError, RemoteError
 from trinity_sync.orchestration import on_node
 from trinity_sync.orchestration.job_registry import select_roots
-from trinity_sync.orchestration.prefect_queries import RETENTION, VERIFIED, emit_step_event
-from trinity_sync.orchestration.quantities import format_bytes, format_rate, make_artifact_key
+from trinity_sync.orchestration.quantities import (
+    RETENTION,
+    VERIFIED,
+    format_bytes,
+    format_rate,
+    make_artifact_key,
+)
 from trinity_sync.orchestration.recovery.reconcile import GRACE_S, reconcile
+from trinity_sync.orchestration.step_events import emit_step_event
 from trinity_sync.retention.prune import Pruned
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import job_id
@@ -248,15 +253,10 @@ async def repair(root: str | None, grace_s: float = GRACE_S) -> None:
 
 
 def repair_on_node(root: str | None, grace_s: float) -> tuple[list[Path], list[Finding]]:
-    """Repair jobs in a process of Ray, which imports Prefect for this, and return them."""
+    """Repair jobs in a process of Ray, and return them and what was found."""
     settings = Settings()
     roots = select_roots(root, settings)
-    return roots, asyncio.run(_reconcile(settings, roots, grace_s))
-
-
-async def _reconcile(settings: Settings, roots: Sequence[Path], grace_s: float) -> list[Finding]:
-    async with get_client() as client:
-        return await reconcile(settings, roots, client, grace_s=grace_s)
+    return roots, ask_server(settings, lambda api: reconcile(settings, roots, api, grace_s=grace_s))
 
 
 async def create_findings_artifacts(found: Sequence[Finding], settings: Settings) -> None:

@@ -4,7 +4,6 @@ The worker of most of these tests gives up at once a call that finds no server; 
 for a minute, and a server that is away for longer has the same effect.
 """
 
-import asyncio
 import copy
 import signal
 import socket
@@ -17,7 +16,6 @@ from uuid import UUID
 import psutil
 import pytest
 import torch
-from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import (
     DeploymentUpdate,
     WorkPoolCreate,
@@ -26,7 +24,7 @@ from prefect.client.schemas.filters import (
     DeploymentFilter,
     DeploymentFilterId,
 )
-from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.objects import FlowRun, State
 from prefect.states import Cancelled, Cancelling, Crashed, Pending, Running, Scheduled
 
 from tests.conftest import left_of
@@ -43,9 +41,9 @@ from tests.integration.prefect_api import Api
 from tests.support.job import Job
 from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
+from trinity_sync.client.prefect_api import PAGE, PrefectApi, ask_server
 from trinity_sync.client.save_request import SAVE_DEPLOYMENT
 from trinity_sync.orchestration.deploy import deploy
-from trinity_sync.orchestration.prefect_queries import PAGE, read_pool_runs
 from trinity_sync.orchestration.recovery.flow_runs import (
     ACQUIRED_BY,
     ATTEMPTS,
@@ -262,15 +260,15 @@ def test_tasks_whose_reports_a_server_lost_end_like_their_run(
     with api.client as client:
         client.set_task_run_state(tasks[0].id, Running(), force=True)
 
-    async def end_late_tasks(late_s: float) -> None:
-        async with get_client() as client:
-            await end_unreported_tasks(client, StackSettings().worker.pool, late_s=late_s)
+    def end_late_tasks(late_s: float) -> None:
+        pool = StackSettings().worker.pool
+        ask_server(stack_settings, lambda api: end_unreported_tasks(api, pool, late_s=late_s))
 
-    asyncio.run(end_late_tasks(60.0))
+    end_late_tasks(60.0)
     assert "Running" in [
         task.state.name for task in api.tasks_of(run)
     ]  # its report may be in flight
-    asyncio.run(end_late_tasks(0.0))
+    end_late_tasks(0.0)
     assert {task.state.name for task in api.tasks_of(run)} == {"Completed"}
 
 
@@ -288,16 +286,16 @@ def test_no_run_is_forgotten_among_more_than_a_response_has(api: Api) -> None:
             for _ in range(PAGE // 2 + 10):
                 client.create_flow_run_from_deployment(deployment, state=tomorrow)
 
-    async def look(deployment: str | None) -> set[UUID]:
-        async with get_client() as client:
-            found = await read_pool_runs(
-                client, "crowded", StateType.SCHEDULED, deployment=deployment
-            )
-        return {run.id for run in found}
+    def look(deployment: str | None) -> set[UUID]:
+        async def ask(api: PrefectApi) -> set[UUID]:
+            runs = await api.read_pool_runs("crowded", "SCHEDULED", deployment=deployment)
+            return {run.id for run in runs}
+
+        return ask_server(Settings(), ask)
 
     try:
-        assert len(asyncio.run(look(None))) == PAGE + 20
-        assert len(asyncio.run(look("two"))) == PAGE // 2 + 10
+        assert len(look(None)) == PAGE + 20
+        assert len(look("two")) == PAGE // 2 + 10
     finally:
         with api.client as client:
             for deployment in made:
@@ -320,7 +318,7 @@ def test_a_save_that_the_server_refuses_does_not_hold_up_the_others(
                 job.stage(step, {"model": {"w": torch.ones(3)}})
             until(lambda: read_manifest(root, 3), "the commit of step 3")
             assert read_manifest(root, 2) is None
-            refusal = f"step 2 of {root}: the Prefect server refuses"
+            refusal = f"step 2 of {root}: the Prefect server at {stack.api_url} refuses"
             assert worker_log(stack_settings).count(refusal) == 1
         finally:
             client.update_deployment(

@@ -16,9 +16,9 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, TaskRun
 
 from tests.support.waiting import until
+from trinity_sync.client.prefect_api import get_task_name
 from trinity_sync.client.save_request import SAVE_DEPLOYMENT, SaveRequest
 from trinity_sync.layout import Kind
-from trinity_sync.orchestration.prefect_queries import get_task_name
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.storage.runs import find_newest_run
 
@@ -33,7 +33,7 @@ def key_of(root: Path, step: int, kind: Kind = "checkpoint") -> str:
 
 def kind_of(task: TaskRun) -> str:
     """Return the task's name, such as "persist-model", without its node and its number."""
-    return get_task_name(task)
+    return get_task_name(task.name)
 
 
 class Api:

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from tests.integration.prefect_api import Api, key_of
 from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
-from trinity_sync.orchestration.deploy import deploy
+from trinity_sync.client.prefect_api import ask_server
+from trinity_sync.orchestration.deploy import deploy, open_client
 from trinity_sync.orchestration.job_registry import list_known_roots
-from trinity_sync.orchestration.prefect_queries import count_waiting_runs, open_client
 from trinity_sync.orchestration.quantities import make_artifact_key
 from trinity_sync.settings import StackSettings
 from trinity_sync.stack.services import StackState
@@ -179,9 +179,9 @@ def test_schedules_are_left_to_people_until_their_settings_change(
         try:
             deploy(StackSettings(), stack.api_url)
             assert (nightly().id, nightly().active) == (made.id, True)
-            assert (
-                count_waiting_runs(client, StackSettings().worker.pool) == 0
-            )  # those of tonight are not
+            pool = StackSettings().worker.pool
+            waiting = ask_server(stack_settings, lambda api: api.count_waiting_runs(pool))
+            assert waiting == 0  # those of tonight are not
             more = StackSettings(maintenance={"verify": "5%", "schedules": True})
             deploy(more, stack.api_url)
             changed = nightly()

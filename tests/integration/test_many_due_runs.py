@@ -7,9 +7,10 @@ from uuid import UUID
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.responses import WorkerFlowRunResponse
+from prefect.states import Scheduled
 
 from tests.integration.prefect_api import Api
-from trinity_sync.orchestration.prefect_queries import PAGE, make_due_state
+from trinity_sync.client.prefect_api import PAGE
 from trinity_sync.orchestration.worker import TrinitySyncWorker
 from trinity_sync.stack.services import StackState
 
@@ -37,9 +38,12 @@ def fill(client: SyncPrefectClient) -> None:
     flow = client.create_flow_from_name("save-step")
     deployment = client.create_deployment(flow, POOL, work_pool_name=POOL)
 
+    due = Scheduled()
+    due.state_details.scheduled_time = None  # now, by the server's clock
+
     def add(queue: str, name: str) -> None:
         client.create_flow_run_from_deployment(
-            deployment, state=make_due_state(), work_queue_name=queue, name=name
+            deployment, state=due, work_queue_name=queue, name=name
         )
 
     for _ in range(PAGE + 10):

@@ -25,7 +25,8 @@ from tests.integration.prefect_api import Api, until
 from tests.models.chaos.proxy import Proxy
 from trinity_sync import Settings
 from trinity_sync.client import prefect_api
-from trinity_sync.client.prefect_api import ANSWER_S, PrefectApi
+from trinity_sync.client.prefect_api import PrefectApi
+from trinity_sync.client.prefect_connection import ANSWER_S
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import PrefectApiError, RequestRefusedError
 from trinity_sync.stack.daemon import free_port
@@ -66,7 +67,7 @@ def nothing(api: PrefectApi) -> Awaitable[dict[str, Any]]:
     return api.flow_runs(["no such key"])
 
 
-def create(request: SaveRequest) -> Callable[[PrefectApi], Awaitable[None]]:
+def create(request: SaveRequest) -> Callable[[PrefectApi], Awaitable[prefect_api.FlowRun]]:
     return lambda api: api.create_flow_run(request.flow_run)
 
 
@@ -187,8 +188,8 @@ def test_flow_runs_are_read_by_their_keys_and_those_that_are_not_there_left_out(
     found = ask(stack.api_url, created_and_read, **login(stack))
     assert found.keys() == {request.key for request in requests[:2]}
     for run in found.values():
-        assert run.state in ("SCHEDULED", "PENDING", "RUNNING")
-        assert abs(run.since - time.time()) < 60
+        assert run.state.type in ("SCHEDULED", "PENDING", "RUNNING")
+        assert abs(run.state.since - time.time()) < 60
         assert run.page == f"{stack.api_url.removesuffix('/api')}/runs/flow-run/{run.id}"
 
 
@@ -237,7 +238,7 @@ def test_a_server_that_wants_a_csrf_token_for_each_change_gets_it(guarded: str, 
         client.create_deployment(flow, "save-step", work_pool_name="pool")
     ask(guarded, create(request), PREFECT_API_AUTH_STRING=LOGIN)
     found = ask(guarded, lambda api: api.flow_runs([request.key]), PREFECT_API_AUTH_STRING=LOGIN)
-    assert found[request.key].state == "SCHEDULED"
+    assert found[request.key].state.type == "SCHEDULED"
 
 
 def test_a_private_authority_is_trusted_where_it_is_named(

@@ -8,9 +8,11 @@ import torch
 from tests.integration.prefect_api import Api
 from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
-from trinity_sync.orchestration.prefect_queries import JOB_RESOURCE, open_client, read_job_runs
+from trinity_sync.client.prefect_api import PrefectApi, ask_server
 from trinity_sync.orchestration.report.collect import collect_report
 from trinity_sync.orchestration.report.facts import JobReport
+from trinity_sync.orchestration.step_events import JOB_RESOURCE
+from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.stack.services import StackState
 
 
@@ -44,11 +46,14 @@ def test_failures_pages_and_tasks_come_from_the_server(
     assert save.timing.longest_stall
     assert save.timing.write_s > 0
 
+    async def ask(api: PrefectApi) -> set[str] | None:
+        bad, good = await api.read_job_runs(job_id(root))
+        assert (bad.step, bad.state.type) == (5, "FAILED")
+        tasks = (await api.read_task_names([good.id]))[good.id]
+        return tasks if "commit" in tasks else None
+
     def find_tasks() -> set[str] | None:
-        with open_client(stack.api_url) as client:
-            bad, good = read_job_runs(client, root)
-        assert (bad.tags["step"], bad.failed) == ("5", True)
-        return {*good.tasks} if "commit" in good.tasks else None
+        return ask_server(stack_settings, ask)
 
     tasks = until(find_tasks, "the tasks of the good run")
     assert {"persist-model", "persist-attachments", "commit"} <= tasks

@@ -25,6 +25,7 @@ from trinity_sync import (
     SaveTimeoutError,
     Settings,
 )
+from trinity_sync.client.prefect_api import PrefectApi, ask_server
 from trinity_sync.layout import Kind, step_folder
 from trinity_sync.orchestration.quantities import format_duration, make_artifact_key
 from trinity_sync.orchestration.recovery.flow_runs import retry_crashed
@@ -267,13 +268,12 @@ def test_a_clock_that_is_an_hour_ahead_holds_up_neither_a_save_nor_its_retry(
         async with get_client() as client:
             await client.set_flow_run_state(run.id, Crashed(), force=True)
 
-    async def retry() -> None:  # nothing happens while the worker still has the run's lock
-        async with get_client() as client:
-            here = f"{stack_settings.node}/1/1"
-            await retry_crashed(client, run.id, here, spool=stack_settings.spool)
+    async def retry(server: PrefectApi) -> None:  # nothing happens while the worker has its lock
+        here = f"{stack_settings.node}/1/1"
+        await retry_crashed(server, run.id, here, spool=stack_settings.spool)
 
     def ended_again() -> FlowRun | None:
-        asyncio.run(retry())
+        ask_server(stack_settings, retry)
         found = api.ended(run.id)
         return found if found.run_count > 1 else None
 

@@ -22,8 +22,8 @@ from trinity_sync.orchestration.deploy import (
     NO_COMMIT_AUTOMATION,
     RECONCILE_AUTOMATION,
     SAVE_FAILED_AUTOMATION,
+    open_client,
 )
-from trinity_sync.orchestration.prefect_queries import open_client
 from trinity_sync.orchestration.worker import HEARTBEAT_S
 from trinity_sync.settings import StackSettings
 from trinity_sync.stack import embedded, services
@@ -104,6 +104,25 @@ def test_a_killed_worker_is_started_again_and_the_rest_left_alone(
     assert after.worker != before.worker
     assert (after.server, after.ray) == (before.server, before.ray)
     assert part(stack_settings, "worker").state == "running"
+
+
+def test_a_stack_whose_server_died_is_stopped_and_started_again_at_its_addresses(
+    stack: StackState, stack_settings: Settings
+) -> None:
+    before = embedded.find(stack_settings)
+    assert before
+    assert before.server
+    processes = processes_of(before)
+    os.kill(before.server.pid, signal.SIGKILL)
+    psutil.wait_procs([psutil.Process(before.server.pid)], timeout=10)
+    after = embedded.up(stack_settings)
+    assert not left_of(processes)
+    assert not {*before.daemons} & {*after.daemons}
+    assert (after.api_url, after.api_auth) == (before.api_url, before.api_auth)
+    assert after.ray_address == before.ray_address
+    assert (after.settings, after.config) == (before.settings, before.config)
+    assert [each.state for each in embedded.status(stack_settings).parts] == ["running"] * 3
+    assert not Path(before.ray_folder).exists()
 
 
 def test_deploying_twice_is_one_deployment_and_keeps_what_was_set_by_hand(

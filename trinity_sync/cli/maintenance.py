@@ -1,7 +1,6 @@
 """Commands for committed steps: verify, reconcile."""
 
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,7 +20,7 @@ from trinity_sync.cli.app import (
 from trinity_sync.cli.completion import complete_step
 from trinity_sync.cli.output import Output, format_duration, print_object, print_rows, progress_bar
 from trinity_sync.cli.schema import FindingRow, LoadedRow, VerifiedRow
-from trinity_sync.errors import CommitError, ConfigError
+from trinity_sync.errors import CommitError, ConfigError, PrefectApiError
 from trinity_sync.layout import parse_number
 from trinity_sync.orchestration.quantities import format_bytes
 
@@ -184,36 +183,22 @@ def reconcile(
     output: Output = "table",
 ) -> None:
     """Repair what a crash left, and report it. Safe to run again."""
-    import asyncio
-
-    found = asyncio.run(_reconcile(require_existing(root).resolve(), grace))
-    rows = [FindingRow(each.where, each.state, each.what, each.why) for each in found]
-    print_rows("findings", rows, output, empty="no problems found")
-
-
-async def _reconcile(root: Path, grace_s: float) -> "list[Finding]":
-    import asyncio
-
-    from prefect.client.orchestration import get_client
-    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
-
-    from trinity_sync.orchestration.prefect_queries import ANSWER_S, find_server
+    from trinity_sync.client.prefect_api import PrefectApi, ask_server
     from trinity_sync.orchestration.recovery.reconcile import reconcile
 
-    settings = read_settings()
-    url, auth = find_server(settings)
-    answers = False
-    if url:
-        server = {PREFECT_API_URL: url, **({PREFECT_API_AUTH_STRING: auth} if auth else {})}
-        with temporary_settings(server):
-            async with get_client() as client:
-                with suppress(asyncio.TimeoutError):
-                    why = await asyncio.wait_for(client.api_healthcheck(), ANSWER_S)
-                    answers = why is None
-                if answers:
-                    return await reconcile(settings, [root], client, grace_s=grace_s)
-    typer.echo("no Prefect server answers; flow runs are not checked", err=True)
-    return await reconcile(settings, [root], None, grace_s=grace_s)
+    settings, job = read_settings(), require_existing(root).resolve()
+
+    async def repair(api: PrefectApi) -> "list[Finding]":
+        try:
+            await api.read_version()
+        except PrefectApiError as error:
+            typer.echo(f"flow runs are not checked: {error}", err=True)
+            return await reconcile(settings, [job], None, grace_s=grace)
+        return await reconcile(settings, [job], api, grace_s=grace)
+
+    found = ask_server(settings, repair)
+    rows = [FindingRow(each.where, each.state, each.what, each.why) for each in found]
+    print_rows("findings", rows, output, empty="no problems found")
 
 
 def parse_size(text: str) -> int:

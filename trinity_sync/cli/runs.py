@@ -28,7 +28,7 @@ from trinity_sync.errors import (
 )
 
 if TYPE_CHECKING:
-    from trinity_sync.client.prefect_api import SaveRun
+    from trinity_sync.client.prefect_api import FlowRun
 
 MAX_ROWS = 20
 """Default number of saves in a table; the other formats have all that the server returned."""
@@ -67,7 +67,7 @@ def runs(
         typer.echo(f"{len(rows) - most:,} older saves not shown; use --limit", err=True)
 
 
-def _row(save: "SaveRun", status: str) -> SaveRow:
+def _row(save: "FlowRun", status: str) -> SaveRow:
     return SaveRow(
         step=save.step,
         run=save.run,
@@ -76,8 +76,8 @@ def _row(save: "SaveRun", status: str) -> SaveRow:
         since=utc(save.state.since) if save.state.since else None,
         seconds=save.seconds if save.attempts else None,
         attempts=save.attempts,
-        flow_run=str(save.state.id),
-        url=save.state.page,
+        flow_run=str(save.id),
+        url=save.page,
         reason=save.state.message or None,
     )
 
@@ -91,7 +91,8 @@ def _row(save: "SaveRun", status: str) -> SaveRow:
 )  # fmt: skip
 def retry(root: Root, step: Step, output: Output = "table") -> None:
     """Run a failed save again, as Retry in the Prefect UI does."""
-    from trinity_sync.cli.saves import describe_status, query, read_saves
+    from trinity_sync.cli.saves import describe_status, read_saves
+    from trinity_sync.client.prefect_api import ask_server
     from trinity_sync.storage.discovery import list_known_runs
 
     settings, number = read_settings(), resolve_step_argument(root, step)
@@ -101,9 +102,9 @@ def retry(root: Root, step: Step, output: Output = "table") -> None:
     if "failed" not in by_status:
         raise _no_failed_save(root, number, by_status)
     save = by_status["failed"]
-    query(settings, lambda api: api.retry_flow_run(save.state.id), 20.0)
-    done = Retried(number, save.run, str(save.state.id), save.state.page)
-    print_object("save", done, output, f"the save of step {number} runs again: {save.state.page}")
+    ask_server(settings, lambda api: api.retry_flow_run(save.id))
+    done = Retried(number, save.run, str(save.id), save.page)
+    print_object("save", done, output, f"the save of step {number} runs again: {save.page}")
 
 
 def _no_failed_save(root: Path, step: int, by_status: dict[str, Any]) -> SaveError:
@@ -142,7 +143,7 @@ def wait(
 ) -> None:
     """Wait until a step is committed, or all saves in flight are."""
     from trinity_sync.cli.saves import QUICK_S, read_saves
-    from trinity_sync.client.prefect_api import ANSWER_S
+    from trinity_sync.client.prefect_connection import ANSWER_S
 
     base, settings = require_existing(root), read_settings()
     deadline = time.monotonic() + timeout
@@ -208,7 +209,7 @@ def _await_step(
         if now - asked >= ASK_S:
             answer_s = min(QUICK_S, deadline - now)
             save, asked = _read_decisive_save(root, step, saves, answer_s), now
-            crashed = save is not None and save.state.state == "CRASHED"
+            crashed = save is not None and save.state.type == "CRASHED"
             crashed_since = (crashed_since or now) if crashed else None
             if save and (crashed_since is None or now - crashed_since > CRASH_GRACE_S):
                 _require_not_failed(root, save)
@@ -217,12 +218,13 @@ def _await_step(
 
 def _read_decisive_save(
     root: Path, step: int, wanted: set[tuple[int, str]], answer_s: float
-) -> "SaveRun | None":
+) -> "FlowRun | None":
     """Return the save of a step by the latest run, or one of those wanted that has failed.
 
     None if no server answers in time, or if it knows none.
     """
-    from trinity_sync.cli.saves import FAILED, read_saves
+    from trinity_sync.cli.saves import read_saves
+    from trinity_sync.client.prefect_api import FAILED
 
     try:
         saves = read_saves(read_settings(), root, step=step, answer_s=answer_s)
@@ -233,7 +235,7 @@ def _read_decisive_save(
     return max(
         saves,
         key=lambda each: (
-            bool(wanted) and each.state.state in FAILED,
+            bool(wanted) and each.state.type in FAILED,
             each.run,
             each.is_in_flight,
             each.state.since,
@@ -242,7 +244,7 @@ def _read_decisive_save(
     )
 
 
-def _require_not_failed(root: Path, save: "SaveRun") -> None:
+def _require_not_failed(root: Path, save: "FlowRun") -> None:
     from trinity_sync.cli.saves import describe_status
     from trinity_sync.storage.discovery import list_known_runs
 
@@ -251,7 +253,7 @@ def _require_not_failed(root: Path, save: "SaveRun") -> None:
         return
     error = SaveFailedError(
         f"the save of step {save.step} in {root} {'was ' * (status == 'superseded')}{status}: "
-        f"{save.state.message or save.state.name} ({save.state.page})"
+        f"{save.state.message or save.state.name} ({save.page})"
     )
     hint = f"trinity-sync retry {root} {save.step}" if status == "failed" else ""
     raise with_hint(error, hint)

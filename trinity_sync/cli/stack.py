@@ -58,11 +58,15 @@ def up(
     config: ConfigFile = None,
     output: Output = "table",
 ) -> None:
-    """Start the missing services: Prefect server, Ray and flow worker."""
+    """Start the stack: Prefect server, Ray and flow worker.
+
+    A missing worker is started alone. If the server or Ray died, all services are stopped and
+    started again, at the same addresses.
+    """
     from trinity_sync.stack import embedded
 
     settings, start = read_settings(), time.monotonic()
-    with Console(stderr=True).status("starting the missing services"):
+    with Console(stderr=True).status("starting the stack"):
         state = embedded.up(settings, num_cpus=cpus, worker=worker, timeout_s=timeout)
     seconds = time.monotonic() - start
     report = _describe_stack(settings)
@@ -94,7 +98,7 @@ def restart(
 
 @app.command(
     "join join.json", panel="Run the stack",
-    note="Afterwards, up starts missing services, and down leaves the stack.",
+    note="Afterwards, up starts them again if they have ended, and down leaves the stack.",
 )  # fmt: skip
 def join(
     invitation: Annotated[
@@ -125,11 +129,11 @@ def run(
     ],
     config: ConfigFile = None,
 ) -> None:
-    """Start the missing services, then run a training with the stack's environment variables."""
+    """Start the stack, if it does not run; run a training with its environment variables."""
     from trinity_sync.stack import embedded
 
     settings = read_settings()
-    with Console(stderr=True).status("starting the missing services"):
+    with Console(stderr=True).status("starting the stack"):
         state = embedded.up(settings)
     asks = "; its password: trinity-sync ui" if state.api_auth else ""
     typer.echo(f"Prefect UI: {_ui_url(state.api_url)}/runs{asks}", err=True)
@@ -248,7 +252,7 @@ def ui(
     """Open the Prefect UI in a browser, or print its address and how to log in."""
     import webbrowser
 
-    from trinity_sync.client.prefect_api import hide_password
+    from trinity_sync.client.prefect_connection import hide_password
     from trinity_sync.stack import embedded
 
     settings = read_settings()
@@ -304,11 +308,10 @@ def env(
 def deploy(config: ConfigFile = None, output: Output = "table") -> None:
     """Create or update the work pool, deployments and automations on a Prefect server."""
     from trinity_sync.orchestration import deploy
-    from trinity_sync.orchestration.prefect_queries import find_server
     from trinity_sync.settings import StackSettings
 
     stack = StackSettings()
-    names = deploy.deploy(stack, *find_server(read_settings()))
+    names = deploy.deploy(stack)
     rows = [DeploymentRow(name, stack.worker.pool) for name in names]
     print_rows("deployments", rows, output)
     zone = deploy.find_time_zone(stack.maintenance)
@@ -350,7 +353,7 @@ def worker(config: ConfigFile = None) -> None:
 
 
 def _describe_stack(settings: "Settings") -> StackReport:
-    from trinity_sync.client.prefect_api import hide_password
+    from trinity_sync.client.prefect_connection import hide_password
     from trinity_sync.stack import embedded
 
     found = embedded.status(settings)

@@ -45,7 +45,7 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.orchestration.quantities import format_bytes
 
 if TYPE_CHECKING:
-    from trinity_sync.client.prefect_api import SaveRun
+    from trinity_sync.client.prefect_api import FlowRun
     from trinity_sync.storage.diff import TensorChange
     from trinity_sync.storage.manifest import Manifest
 
@@ -197,7 +197,7 @@ def _take_last(steps: list[T], count: int | None) -> tuple[int, list[T]]:
     return left_out, steps[left_out:]
 
 
-def _read_saves(root: Path) -> dict[int, "SaveRun"]:
+def _read_saves(root: Path) -> dict[int, "FlowRun"]:
     """Return the newest save of each step that is in flight or failed, if a server answers."""
     from trinity_sync.cli.saves import describe_status, try_read_saves
     from trinity_sync.storage.discovery import list_known_runs
@@ -206,14 +206,14 @@ def _read_saves(root: Path) -> dict[int, "SaveRun"]:
     if not saves:
         return {}
     runs = list_known_runs(root)
-    newest: dict[int, SaveRun] = {}
+    newest: dict[int, FlowRun] = {}
     for save in sorted(saves, key=lambda each: (each.run, each.state.since)):
         newest[save.step] = save
     shown = ("pending", "writing", "failed")
     return {step: save for step, save in newest.items() if describe_status(save, runs) in shown}
 
 
-def _summarize_steps(root: Path, steps: list[int], saves: dict[int, "SaveRun"]) -> list[StepRow]:
+def _summarize_steps(root: Path, steps: list[int], saves: dict[int, "FlowRun"]) -> list[StepRow]:
     from trinity_sync.cli.saves import describe_status
     from trinity_sync.layout import KINDS
     from trinity_sync.storage.discovery import list_known_runs, read_step_state
@@ -230,7 +230,7 @@ def _summarize_steps(root: Path, steps: list[int], saves: dict[int, "SaveRun"]) 
         manifest, status, reason, stored = found.manifest, str(found.state), found.reason, None
         if save and (manifest is None or save.run > manifest.run) and status != "another format":
             status, reason = describe_status(save, runs), save.state.message
-            row: dict[str, Any] = {"run": save.run, "kind": save.kind, "url": save.state.page}
+            row: dict[str, Any] = {"run": save.run, "kind": save.kind, "url": save.page}
         elif save is None and manifest is None and not (root / f"global_step_{step}").is_dir():
             continue  # committed or removed between the two looks
         else:

@@ -1,476 +1,374 @@
-"""Call the REST API of a Prefect server from a trainer.
+"""What trainers, commands and the stack read from a Prefect server and write to it.
 
-Importing Prefect would cost each trainer 2 CPU seconds and 70 MB, and Prefect cannot be installed
-next to vLLM. httpx is imported by the thread that makes the first call.
-
-The server, the password and the certificates come from the variables that Prefect's own client
-reads, with the same meaning. Unlike Prefect's client, this one follows no redirect to another host,
-uses no proxy for this node and reads no profiles. Without ``PREFECT_API_URL``, the state file of
-this user's local stack names the server.
+The server's clock rules: a state that is due now is sent without a time, which the server adds. A
+time of this node would delay the run where the server's clock is behind.
 """
 
 import asyncio
-import base64
 import json
-import os
-import re
-import ssl
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from datetime import datetime
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any, TypeVar
 
+from trinity_sync.client.prefect_connection import PrefectConnection
 from trinity_sync.client.save_request import SAVE_DEPLOYMENT
-from trinity_sync.errors import PrefectApiError, RequestRefusedError
+from trinity_sync.errors import PrefectApiError
 from trinity_sync.settings import Settings
-from trinity_sync.tensors.safe_load import is_own
 
-if TYPE_CHECKING:
-    import httpx
-
-STACK_FILE = "stack.json"
-"""State file of the local stack, in ``settings.home``."""
-CONNECT_S = 5.0
-"""Seconds to wait for a connection: a host that is up accepts it within a round trip."""
-ANSWER_S = 20.0
-"""Seconds to wait for an answer. A busy server on SQLite takes a second or two. A server that takes
-longer may still create the flow run; the next attempt finds it by its idempotency key."""
-BUSY_WAITS_S = 0.01, 0.02, 0.05, 0.1, 0.2
-"""Seconds between attempts while the server answers 503: on SQLite two writes collided, and the
-database is free again milliseconds later."""
-KEEP_ALIVE_S = 3.0
-"""Seconds for which an idle connection is reused; uvicorn closes it after five."""
+T = TypeVar("T")
+PAGE = 200
+"""Maximum number of objects in one answer of the server."""
 KEYS_PER_CALL = 100
-"""Flow runs that one call reads; by default Prefect returns at most 200."""
+"""Flow runs that one call of `PrefectApi.flow_runs` reads."""
+FAILED = ("FAILED", "CRASHED", "CANCELLED")
+"""Types of the final states of a flow run that has not committed its step."""
+FINAL = ("COMPLETED", *FAILED)
+UNDER_WAY = ("RUNNING", "PENDING", "CANCELLING")
+"""Types of the states of runs that a process executes, and of zombie runs."""
 
-_PROTECTED = {"user-agent", "prefect-csrf-token", "prefect-csrf-client"}
-"""Headers that ``PREFECT_CLIENT_CUSTOM_HEADERS`` cannot set, as in Prefect."""
 
-_THIS_NODE = "localhost", "127.0.0.1", "[::1]"
+@dataclass(frozen=True)
+class State:
+    """A state of a flow run."""
+
+    type: str = ""
+    """Such as ``RUNNING``; empty if the run has none."""
+    name: str = ""
+    """Such as ``Running`` or ``Evicted``."""
+    message: str = ""
+    since: float = 0.0
+    """Time by the server's clock, in seconds since the epoch."""
+    id: str = ""
 
 
 @dataclass(frozen=True)
 class FlowRun:
-    """The state of a flow run."""
+    """A flow run."""
 
     id: uuid.UUID
-    state: str
-    """Type of its state, such as ``RUNNING``; empty if it has none."""
     name: str
-    message: str
-    since: float
-    """Time of its state by the server's clock, in seconds since the epoch."""
-    page: str
+    state: State
+    key: str = ""
+    """Its idempotency key."""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    """Its tags, such as ``step:5``, by what precedes the colon."""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    started_at: float = 0.0
+    """Seconds since the epoch; 0 if it has not started."""
+    seconds: float = 0.0
+    """Seconds that it took, or has taken so far."""
+    attempts: int = 0
+    """Number of times that it was started."""
+    page: str = ""
     """URL of its page in the Prefect UI."""
 
+    @property
+    def is_save(self) -> bool:
+        """Whether it is about a save, so that it has a step, a run and a kind."""
+        return all(self.tags.get(name, "").isdigit() for name in ("step", "run")) and bool(
+            self.tags.get("kind")
+        )
 
-@dataclass(frozen=True)
-class SaveRun:
-    """The flow run of a save."""
+    @property
+    def step(self) -> int:
+        """Step that it saves."""
+        return int(self.tags["step"])
 
-    step: int
-    run: int
-    """Number of the run of the job."""
-    kind: str
-    state: FlowRun
-    seconds: float
-    """Seconds that it took, or has taken so far."""
-    attempts: int
-    """Number of times that it was started."""
+    @property
+    def run(self) -> int:
+        """Number of the run of the job."""
+        return int(self.tags["run"])
+
+    @property
+    def kind(self) -> str:
+        """Kind that it saves."""
+        return self.tags["kind"]
 
     @property
     def is_in_flight(self) -> bool:
         """Whether it may still commit without a retry."""
-        return self.state.state not in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
+        return self.state.type not in FINAL
 
 
-@dataclass(frozen=True)
-class _Server:
-    """URL of the API, and how to connect to it."""
+class PrefectApi(PrefectConnection):
+    """The API of a Prefect server; arguments as of `PrefectConnection`.
 
-    url: str
-    headers: tuple[tuple[str, str], ...]
-    cert_file: str
-    verifies: bool
-
-
-class PrefectApi:
-    """The API of a Prefect server; an instance belongs to one event loop at a time.
-
-    The URL, which ends with ``/api``, is by default ``PREFECT_API_URL`` or that of the local stack,
-    whose state file is in ``settings.home``. It is looked up before each call, so a server that
-    restarts on another port is found.
+    Every coroutine raises `PrefectApiError` if the server does not answer as it should; the message
+    says what to do.
     """
 
     def __init__(
-        self, settings: Settings, api_url: str | None = None, *, answer_s: float = ANSWER_S
+        self, settings: Settings, api_url: str | None = None, *, answer_s: float | None = None
     ) -> None:
-        self._home = settings.home
-        self._given_url = api_url
-        self._answer_s = answer_s
-        self._client: httpx.AsyncClient | None = None
-        self._connected_to: _Server | None = None
-        self._csrf_client = str(uuid.uuid4())
-        self._deployment_id = ""
-
-    def find_server(self) -> None:
-        """Require that the environment or the local stack's state file names a server; no call.
-
-        Raises:
-            PrefectApiError: neither does; the message says where it was looked for.
-        """
-        _find_server(self._home, self._given_url)
-
-    async def require_deployment(self) -> None:
-        """Require that the server answers, accepts the password and has the deployment of saves.
-
-        Raises:
-            PrefectApiError: one of these fails; the message says what to do.
-        """
-        if not self._deployment_id:
-            found = await self._call("GET", f"/deployments/name/{SAVE_DEPLOYMENT}")
-            with self._translated():
-                self._deployment_id = str(uuid.UUID(found["id"]))
-
-    async def create_flow_run(self, fields: Mapping[str, Any]) -> None:
-        """Create the flow run of a save, to start at once, unless its idempotency key has one.
-
-        Args:
-            fields: `SaveRequest.flow_run`: ``parameters``, ``idempotency_key``, ``name``, ...
-
-        Raises:
-            RequestRefusedError: the server will never accept the request.
-            PrefectApiError: the server does not answer as it should; the message says what to do.
-        """
-        try:
-            await self.require_deployment()
-            # the server adds the time: the clock of this node may be off
-            body = {**fields, "state": {"type": "SCHEDULED"}}
-            path = f"/deployments/{self._deployment_id}/create_flow_run"
-            await self._call("POST", path, body)
-        except PrefectApiError:
-            self._deployment_id = ""  # it may have been deployed again, with another id
-            raise
-
-    async def flow_runs(self, keys: Sequence[str]) -> dict[str, FlowRun]:
-        """Return the flow runs that exist, by idempotency key; one call for 100 keys.
-
-        Raises:
-            PrefectApiError: the server does not answer as it should; the message says what to do.
-        """
-        found = {}
-        for batch in (keys[at : at + KEYS_PER_CALL] for at in range(0, len(keys), KEYS_PER_CALL)):
-            wanted = {"flow_runs": {"idempotency_key": {"any_": list(batch)}}}
-            for run in await self._call("POST", "/flow_runs/filter", wanted):
-                with self._translated():
-                    found[str(run["idempotency_key"])] = self._flow_run(run)
-        return found
-
-    async def read_saves(
-        self, job: str, *, step: int | None = None, limit: int = 200
-    ) -> list[SaveRun]:
-        """Read at most ``limit`` (up to 200) flow runs of a job's saves, the newest first.
-
-        Of a save that was submitted again, only the run of the last attempt is returned.
-
-        Raises:
-            PrefectApiError: the server does not answer as it should; the message says what to do.
-        """
-        of_step = [] if step is None else [f"step:{step}"]
-        body = {
-            "flow_runs": {"tags": {"all_": [f"job:{job}", *of_step]}},
-            "sort": "EXPECTED_START_TIME_DESC",
-            "limit": limit,
-        }
-        found: dict[tuple[str, ...], tuple[int, SaveRun]] = {}
-        for run in await self._call("POST", "/flow_runs/filter", body):
-            with self._translated():
-                tags = dict(str(tag).partition(":")[::2] for tag in run["tags"])
-                if not {"step", "run", "kind"} <= tags.keys():  # of another flow
-                    continue
-                save = SaveRun(
-                    step=int(tags["step"]),
-                    run=int(tags["run"]),
-                    kind=tags["kind"],
-                    state=self._flow_run(run),
-                    seconds=float(run.get("estimated_run_time") or 0.0),
-                    attempts=int(run.get("run_count") or 0),
-                )
-                attempt = int(tags.get("attempt", 1))
-                key = (tags["step"], tags["run"], tags["kind"], str(run["name"]))  # with the roles
-                if key not in found or found[key][0] < attempt:
-                    found[key] = attempt, save
-        return [save for _, save in found.values()]
-
-    async def retry_flow_run(self, run: uuid.UUID) -> None:
-        """Schedule an ended flow run again, as the Retry button of the Prefect UI does.
-
-        Raises:
-            PrefectApiError: the server does not answer as it should; the message says what to do.
-        """
-        # without a time, the server adds its own: the clock of this node may be off
-        body = {"state": {"type": "SCHEDULED", "name": "AwaitingRetry"}, "force": True}
-        await self._call("POST", f"/flow_runs/{run}/set_state", body)
+        super().__init__(settings, api_url, answer_s=answer_s)
+        self._deployments: dict[str, str] = {}
+        """Identifiers of deployments, by name."""
 
     async def close(self) -> None:
         """Close the connections; the next call opens new ones."""
-        client, self._client, self._connected_to = self._client, None, None
-        self._deployment_id = ""
-        if client is not None:
-            await client.aclose()
+        self._deployments.clear()
+        await super().close()
 
-    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Return the content of the answer to a request."""
-        server = _find_server(self._home, self._given_url)
-        if server != self._connected_to:
-            await self.close()
-            self._connected_to = server
-        with self._translated():
-            self._client = self._client or _connect(server)
-            answer = await asyncio.wait_for(
-                self._send_until_free(self._client, method, path, body), self._answer_s
-            )
-            answer.raise_for_status()
-            return answer.json()
+    async def read_version(self) -> str:
+        """Return the version of the server."""
+        return await self.call("/admin/version", str)
 
-    async def _send_until_free(
-        self, client: "httpx.AsyncClient", method: str, path: str, body: Mapping[str, Any] | None
-    ) -> "httpx.Response":
-        """Send a request, and retry while the server is busy; requests may safely be repeated."""
-        import httpx
+    # -------------------------------------------------------------- flow runs
 
-        async def send() -> httpx.Response:
-            answer = await client.request(method, path, json=body)
-            if answer.status_code == 403 and "CSRF" in answer.text:
-                # the token is missing or has expired; most servers need none
-                token = await client.get("/csrf-token", params={"client": self._csrf_client})
-                token.raise_for_status()
-                client.headers["Prefect-Csrf-Token"] = token.json()["token"]
-                client.headers["Prefect-Csrf-Client"] = self._csrf_client
-                answer = await client.request(method, path, json=body)
-            return answer
+    async def require_deployment(self, name: str = SAVE_DEPLOYMENT) -> str:
+        """Require that the server accepts the password and has a deployment; return its id."""
+        if name not in self._deployments:
+            path = f"/deployments/name/{name}"
+            self._deployments[name] = await self.call(path, lambda it: str(uuid.UUID(it["id"])))
+        return self._deployments[name]
 
-        for wait_s in BUSY_WAITS_S:
-            try:
-                answer = await send()
-                if answer.status_code != 503 or "retry-after" in answer.headers:
-                    return answer
-            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-                pass  # an idle connection that the server was just closing
-            await asyncio.sleep(wait_s)
-        return await send()
+    async def create_flow_run(
+        self, fields: Mapping[str, Any], deployment: str = SAVE_DEPLOYMENT
+    ) -> FlowRun:
+        """Create a flow run that is due now, or return the one that has its idempotency key.
 
-    def _flow_run(self, run: Mapping[str, Any]) -> FlowRun:
-        assert self._connected_to is not None  # it has answered
-        ui = hide_password(self._connected_to.url).rstrip("/").removesuffix("/api")
-        state = run["state"] or {"type": "", "timestamp": "1970-01-01T00:00:00Z"}
+        Args:
+            fields: `SaveRequest.flow_run`: ``parameters``, ``idempotency_key``, ``name``, ...
+            deployment: Name of the deployment, as ``flow/deployment``.
+
+        Raises:
+            RequestRefusedError: the server will never accept the request.
+        """
+        try:
+            found = await self.require_deployment(deployment)
+            body = {**fields, "state": {"type": "SCHEDULED"}}
+            return await self.call(f"/deployments/{found}/create_flow_run", self._decode_run, body)
+        except PrefectApiError:
+            self._deployments.clear()  # it may have been deployed again, with another id
+            raise
+
+    async def read_flow_run(self, run: uuid.UUID) -> FlowRun:
+        """Read a flow run."""
+        return await self.call(f"/flow_runs/{run}", self._decode_run)
+
+    async def read_states(self, run: uuid.UUID) -> list[State]:
+        """Read the states that a flow run has had, the oldest first."""
+        path = f"/flow_run_states/?flow_run_id={run}"
+        return await self.call(path, lambda found: [_decode_state(each) for each in found])
+
+    async def flow_runs(self, keys: Sequence[str]) -> dict[str, FlowRun]:
+        """Return the flow runs that exist, by idempotency key; one call for 100 keys."""
+        found: list[FlowRun] = []
+        for batch in (keys[at : at + KEYS_PER_CALL] for at in range(0, len(keys), KEYS_PER_CALL)):
+            found += await self._filter_runs({"idempotency_key": {"any_": list(batch)}})
+        return {run.key: run for run in found}
+
+    async def read_job_runs(
+        self, job: str, *, step: int | None = None, limit: int = PAGE
+    ) -> list[FlowRun]:
+        """Read at most ``limit`` (up to `PAGE`) flow runs of a job or a step, the newest first."""
+        of_step = [] if step is None else [f"step:{step}"]
+        newest_first = {"sort": "EXPECTED_START_TIME_DESC", "limit": limit}
+        return await self._filter_runs({"tags": {"all_": [f"job:{job}", *of_step]}}, newest_first)
+
+    async def read_saves(self, job: str, *, step: int | None = None) -> list[FlowRun]:
+        """Read the newest flow runs of a job's saves, see `read_job_runs`.
+
+        Of a save that was submitted again, only the run of the last attempt is returned.
+        """
+        found: dict[tuple[int, int, str, str], FlowRun] = {}
+        for run in await self.read_job_runs(job, step=step):
+            if run.is_save:
+                key = (run.step, run.run, run.kind, run.name)  # the name has the roles
+                if key not in found or _get_attempt(found[key]) < _get_attempt(run):
+                    found[key] = run
+        return list(found.values())
+
+    async def read_pool_runs(
+        self,
+        pool: str,
+        *states: str,
+        deployment: str | None = None,
+        ids: Sequence[str] | None = None,
+    ) -> list[FlowRun]:
+        """Read all runs of a work pool that are in one of some states.
+
+        They are also of one deployment, if it is named, and among ``ids``, if these are given.
+        """
+        others: dict[str, Any] = {"work_pools": {"name": {"any_": [pool]}}}
+        if deployment:
+            others["deployments"] = {"name": {"any_": [deployment]}}
+        found: list[FlowRun] = []
+        while page := await self._filter_runs(
+            {
+                "state": _of_types(*states),
+                "id": {"any_": ids, "not_any_": [str(run.id) for run in found]},
+            },
+            others,
+        ):
+            found += page
+        return found
+
+    async def count_waiting_runs(self, pool: str) -> int:
+        """Return how many runs of a work pool are due and not yet acquired by a worker."""
+        now = datetime.now(timezone.utc).isoformat()  # schedules create their runs hours ahead
+        due = {"state": _of_types("SCHEDULED"), "expected_start_time": {"before_": now}}
+        body = {"flow_runs": due, "work_pools": {"name": {"any_": [pool]}}}
+        return await self.call("/flow_runs/count", int, body)
+
+    async def set_state(self, run: uuid.UUID, state: State) -> None:
+        """Set the state of a flow run, whatever its state is."""
+        await self.call(f"/flow_runs/{run}/set_state", bool, _encode_state(state))
+
+    async def retry_flow_run(self, run: uuid.UUID) -> None:
+        """Schedule an ended flow run again, as the Retry button of the Prefect UI does."""
+        await self.set_state(run, State("SCHEDULED", "AwaitingRetry"))
+
+    async def _filter_runs(
+        self, wanted: Mapping[str, Any], others: Mapping[str, Any] | None = None
+    ) -> list[FlowRun]:
+        return await self.call(
+            "/flow_runs/filter",
+            lambda found: [self._decode_run(each) for each in found],
+            {"flow_runs": wanted, **(others or {})},
+        )
+
+    def _decode_run(self, run: Mapping[str, Any]) -> FlowRun:
         return FlowRun(
             id=uuid.UUID(run["id"]),
-            state=str(state["type"]),
-            name=str(state.get("name") or ""),
-            message=str(state.get("message") or ""),
-            since=datetime.fromisoformat(state["timestamp"].replace("Z", "+00:00")).timestamp(),
-            page=f"{ui}/runs/flow-run/{run['id']}",
+            name=str(run.get("name") or ""),
+            state=_decode_state(run.get("state")),
+            key=str(run.get("idempotency_key") or ""),
+            tags=dict(str(tag).partition(":")[::2] for tag in run.get("tags") or ()),
+            parameters=run.get("parameters") or {},
+            started_at=_decode_time(run.get("start_time")),
+            seconds=float(run.get("estimated_run_time") or 0.0),
+            attempts=int(run.get("run_count") or 0),
+            page=f"{self.find_server().ui_url}/runs/flow-run/{run['id']}",
         )
 
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
-        """Translate the errors of httpx and of answers in another form into `PrefectApiError`."""
-        import httpx
+    # -------------------------------------------------------------- task runs
 
-        assert self._connected_to is not None
-        url = hide_password(self._connected_to.url)
-        cert_file = self._connected_to.cert_file
+    async def read_task_names(self, runs: Sequence[uuid.UUID]) -> dict[uuid.UUID, set[str]]:
+        """Return the names of the task runs of some flow runs, see `get_task_name`."""
+        found: dict[uuid.UUID, set[str]] = {run: set() for run in runs}
+        batch = 20  # runs in a request, so that their task runs fit into one answer
+        for at in range(0, len(runs), batch):
+            ids = [str(run) for run in runs[at : at + batch]]
+            for task in await self._filter_tasks({"flow_runs": {"id": {"any_": ids}}}):
+                found[uuid.UUID(task["flow_run_id"])].add(get_task_name(task["name"]))
+        return found
+
+    async def read_unfinished_tasks(self, runs: Mapping[str, Any]) -> dict[str, list[str]]:
+        """Return the unfinished task runs of flow runs by filters, by the flow run's id."""
+        found: dict[str, list[str]] = {}
+        unfinished = {"task_runs": {"state": _of_types("RUNNING", "PENDING")}}
+        for task in await self._filter_tasks({**runs, **unfinished}):
+            found.setdefault(str(task["flow_run_id"]), []).append(str(task["id"]))
+        return found
+
+    async def end_tasks(self, tasks: Sequence[str], end: State) -> None:
+        """Set the final state of task runs."""
+        for task in tasks:
+            await self.call(f"/task_runs/{task}/set_state", bool, _encode_state(end))
+
+    async def _filter_tasks(self, wanted: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return await self.call("/task_runs/filter", list, wanted)
+
+    # -------------------------------------------------------------- the work pool, artifacts
+
+    async def read_work_pool(self, pool: str) -> dict[str, Any] | None:
+        """Read a work pool, as the server describes it; None if there is none."""
         try:
-            yield
-        except httpx.HTTPStatusError as error:
-            raise _error_of(url, error.response) from error
-        except (httpx.TimeoutException, asyncio.TimeoutError) as error:
-            connecting = isinstance(error, httpx.ConnectTimeout)
-            raise PrefectApiError(
-                f"the Prefect server at {url} does not answer within "
-                f"{CONNECT_S if connecting else self._answer_s:g} s. Look at its log, or correct "
-                "PREFECT_API_URL",
-                url=url,
-            ) from error
-        except httpx.ConnectError as error:
-            if _is_untrusted(error):
-                raise PrefectApiError(
-                    f"the certificate of the Prefect server at {url} is not trusted ({error}). Set "
-                    "PREFECT_API_SSL_CERT_FILE to the certificate of the authority that signed it "
-                    f"(now {cert_file})",
-                    url=url,
-                ) from error
-            raise PrefectApiError(
-                f"no Prefect server can be reached at {url} ({error}). Start it (trinity-sync up), "
-                "or correct PREFECT_API_URL",
-                url=url,
-            ) from error
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-            # another protocol, no URL, or an answer of another form
-            why = f"{type(error).__name__}: {error}"
-            raise PrefectApiError(_describe_other_server(url, why), url=url) from error
-        except OSError as error:  # of the certificate file; httpx raises none itself
-            raise PrefectApiError(
-                f"PREFECT_API_SSL_CERT_FILE, or SSL_CERT_FILE, names {cert_file}, which holds no "
-                f"certificates that can be read ({error}). Correct it",
-                url=url,
-            ) from error
+            return await self.call(f"/work_pools/{pool}", dict)
+        except PrefectApiError as error:
+            if error.status != 404:
+                raise
+            return None
 
-
-def _error_of(url: str, answer: "httpx.Response") -> PrefectApiError:
-    """Return the error for an answer without success, which says what to do."""
-    status, kind = answer.status_code, PrefectApiError
-    if status in (401, 403):
-        text = (
-            f"the Prefect server at {url} refuses this client ({status}): the password is missing "
-            "or wrong. Set PREFECT_API_AUTH_STRING to the server's PREFECT_SERVER_API_AUTH_STRING "
-            "(of a stack on this machine: trinity-sync env prints it), or PREFECT_API_KEY to a key "
-            "of Prefect Cloud"
+    async def read_deployments(self, pool: str) -> set[str]:
+        """Return the names of the deployments of a work pool."""
+        wanted = {"work_pools": {"name": {"any_": [pool]}}}
+        return await self.call(
+            "/deployments/filter", lambda found: {str(it["name"]) for it in found}, wanted
         )
-    elif status in (409, 422):
-        kind = RequestRefusedError
-        text = (
-            f"the Prefect server at {url} refuses the request ({status}): {answer.text[:300]}. "
-            "Client and stack may be of different releases: install the same one on both sides, "
-            "then run: trinity-sync deploy"
+
+    async def read_workers(self, pool: str) -> set[str]:
+        """Return the names of the online workers of a work pool."""
+        if await self.read_work_pool(pool) is None:
+            return set()
+        return await self.call(
+            f"/work_pools/{pool}/workers/filter",
+            lambda found: {str(it["name"]) for it in found if it["status"] == "ONLINE"},
+            {},
         )
-    elif status == 404 and "Deployment not found" in answer.text:
-        text = (
-            f"the Prefect server at {url} has no deployment {SAVE_DEPLOYMENT}; run: trinity-sync "
-            "deploy"
-        )
-    elif status in (404, 405) or 300 <= status < 400:
-        text = _describe_other_server(url, f"{status} {answer.reason_phrase}")
-    else:
-        text = (
-            f"the Prefect server at {url} answers {status} {answer.reason_phrase}: "
-            f"{answer.text[:300]}. Look at its log"
-        )
-    return kind(text, url=url, status=status)
+
+    async def read_table(self, key: str) -> tuple[float, list[dict[str, Any]]] | None:
+        """Return creation time (since the epoch) and rows of the newest table artifact of a key."""
+        wanted = {"artifacts": {"key": {"any_": [key]}}, "sort": "CREATED_DESC", "limit": 1}
+        for artifact in await self.call("/artifacts/filter", list, wanted):
+            data = artifact["data"]
+            rows = json.loads(data) if isinstance(data, str) else data
+            if isinstance(rows, list):
+                return _decode_time(artifact["created"]), rows
+        return None
 
 
-def _describe_other_server(url: str, why: str) -> str:
-    return (
-        f"{url} is not the API of a Prefect server ({why}). Correct PREFECT_API_URL; it ends with "
-        "/api"
-    )
-
-
-def _is_untrusted(error: BaseException | None) -> bool:
-    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
-        error = error.__cause__ or error.__context__
-    return error is not None
-
-
-async def _refuse_other_hosts(answer: "httpx.Response") -> None:
-    """Raise at a redirect to another host, which would receive secrets in custom headers."""
-    if answer.has_redirect_location:
-        there = answer.url.join(answer.headers["location"])
-        if there.host != answer.url.host:
-            answer.raise_for_status()
-
-
-def _connect(server: _Server) -> "httpx.AsyncClient":
-    import httpx
-
-    context = ssl.create_default_context(cafile=server.cert_file if server.verifies else None)
-    if not server.verifies:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    return httpx.AsyncClient(
-        base_url=server.url,
-        headers=dict(server.headers),
-        verify=context,
-        follow_redirects=True,
-        event_hooks={"response": [_refuse_other_hosts]},
-        mounts={f"all://{host}": None for host in _THIS_NODE},  # no proxy, whatever NO_PROXY says
-        timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S),
-        limits=httpx.Limits(keepalive_expiry=KEEP_ALIVE_S),
-    )
-
-
-def _find_server(home: Path, given_url: str | None) -> _Server:
-    """Return the server that is named now.
+def ask_server(
+    settings: Settings,
+    ask: Callable[[PrefectApi], Awaitable[T]],
+    api_url: str | None = None,
+    *,
+    answer_s: float | None = None,
+) -> T:
+    """Run ``ask`` with a client of its own, and wait; the arguments are those of `PrefectApi`.
 
     Raises:
-        PrefectApiError: none is named, or a variable is invalid.
+        PrefectApiError: The server does not answer as it should.
     """
-    import certifi
 
-    named = os.environ.get
-    url, login = given_url or named("PREFECT_API_URL", ""), named("PREFECT_API_AUTH_STRING", "")
-    if not url:
-        url, own_login = read_local_stack(home)
-        login = own_login or login
-    elif not login and not named("PREFECT_API_KEY"):
-        with suppress(PrefectApiError):  # it is not needed
-            own_url, own_login = read_local_stack(home)
-            login = own_login if _normalize(url) == _normalize(own_url) else ""
-    if not url:
-        raise PrefectApiError(
-            "no Prefect server is known: PREFECT_API_URL is not set, and "
-            f"{home / STACK_FILE} names none. Set PREFECT_API_URL, or run: trinity-sync up"
-        )
-    headers = {"user-agent": "trinity-sync"}
-    if login:
-        headers["authorization"] = f"Basic {base64.b64encode(login.encode()).decode()}"
-    elif key := named("PREFECT_API_KEY", ""):
-        headers["authorization"] = f"Bearer {key}"
+    async def run() -> T:
+        async with PrefectApi(settings, api_url, answer_s=answer_s) as api:
+            return await ask(api)
+
     try:
-        custom = json.loads(named("PREFECT_CLIENT_CUSTOM_HEADERS") or "{}")
-        custom = {str(name).lower(): str(value) for name, value in custom.items()}
-    except (ValueError, AttributeError) as error:
-        raise PrefectApiError(
-            "PREFECT_CLIENT_CUSTOM_HEADERS is not a JSON object of names and values; correct it"
-        ) from error
-    headers |= {name: value for name, value in custom.items() if name not in _PROTECTED}
-    insecure = named("PREFECT_API_TLS_INSECURE_SKIP_VERIFY", "").lower()
-    return _Server(
-        url,
-        tuple(headers.items()),
-        named("PREFECT_API_SSL_CERT_FILE") or named("SSL_CERT_FILE") or certifi.where(),
-        insecure not in ("1", "true", "t", "yes", "y", "on"),
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(run())
+    with ThreadPoolExecutor(1, "ask-server") as thread:
+        return thread.submit(asyncio.run, run()).result()
+
+
+def get_task_name(name: str) -> str:
+    """Return the name of a task run without its node and its number, such as ``persist-model``."""
+    task, _, node = name.partition(" @ ")
+    return task if node else task.rpartition("-")[0] or task
+
+
+def _of_types(*types: str) -> dict[str, Any]:
+    return {"type": {"any_": list(types)}}
+
+
+def _get_attempt(run: FlowRun) -> int:
+    return int(run.tags.get("attempt", 1))
+
+
+def _decode_state(state: Mapping[str, Any] | None) -> State:
+    if not state:
+        return State()
+    return State(
+        type=str(state["type"]),
+        name=str(state.get("name") or ""),
+        message=str(state.get("message") or ""),
+        since=_decode_time(state["timestamp"]),
+        id=str(state.get("id") or ""),
     )
 
 
-def hide_password(url: str) -> str:
-    """Return a URL, which may be invalid, without the user and the password in it."""
-    return re.sub(r"//.*@", "//", url)
+def _encode_state(state: State) -> dict[str, Any]:
+    """Return the body of a request that sets a state, whatever the state is now."""
+    wanted = {"type": state.type, "name": state.name, "message": state.message or None}
+    return {"state": wanted, "force": True}
 
 
-def _normalize(url: str) -> str:
-    """Return a URL in the form in which two of the same server on this node are equal."""
-    return re.sub(r"//(localhost|\[::1\])(?=[:/]|$)", "//127.0.0.1", url.rstrip("/"))
-
-
-def read_local_stack(home: Path) -> tuple[str, str]:
-    """Return URL and password of the API of this user's local stack; empty if there is none.
-
-    ``home`` is `Settings.home`.
-
-    Raises:
-        PrefectApiError: the state file is not trusted or cannot be read.
-    """
-    path = home / STACK_FILE
-    try:
-        with path.open("rb") as file:
-            if not is_own(file.fileno()):
-                raise PrefectApiError(
-                    f"state file {path} of the local stack belongs to another user, or others may "
-                    "write it, so the server that it names is not asked. Set PREFECT_API_URL, or "
-                    "TRINITY_SYNC_HOME to a folder of your own"
-                )
-            body = json.loads(file.read())
-            url, login = str(body.get("api_url") or ""), str(body.get("api_auth") or "")
-    except (FileNotFoundError, NotADirectoryError):
-        url = login = ""
-    except (OSError, ValueError, AttributeError) as error:
-        raise PrefectApiError(
-            f"state file {path} of the local stack cannot be read ({error}). Set PREFECT_API_URL, "
-            "or run: trinity-sync up"
-        ) from error
-    return url, login
+def _decode_time(text: str | None) -> float:
+    """Return a time of the server's in seconds since the epoch; 0 if it has none."""
+    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp() if text else 0.0

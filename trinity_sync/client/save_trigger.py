@@ -13,12 +13,11 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 from trinity_sync.client.outcomes import Outcome, OutcomeLogs
-from trinity_sync.client.prefect_api import FlowRun, PrefectApi
+from trinity_sync.client.prefect_api import FlowRun, PrefectApi, ask_server
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.saver_control import SaverControl
 from trinity_sync.errors import (
@@ -126,15 +125,7 @@ class SaveTrigger:
             PrefectApiError: it cannot; the message says what to do.
         """
 
-        async def ask() -> None:
-            api = PrefectApi(self._settings, self._api_url, answer_s=CHECK_S)
-            try:
-                await api.require_deployment()
-            finally:
-                await api.close()
-
-        with ThreadPoolExecutor(1, "require-stack") as thread:  # the caller may have an event loop
-            thread.submit(asyncio.run, ask()).result()
+        ask_server(self._settings, PrefectApi.require_deployment, self._api_url, answer_s=CHECK_S)
 
     def submit(self, request: SaveRequest) -> None:
         """Queue the request of a save for the next `send`."""
@@ -216,21 +207,21 @@ class SaveTrigger:
         await self._api.close()
 
     def _outcome(self, run: FlowRun | None) -> Outcome:
-        if run is None or not run.state:
+        if run is None or not run.state.type:
             return NOT_REQUESTED
-        message = run.message or run.name
-        if run.state == "COMPLETED":
+        state, message = run.state, run.state.message or run.state.name
+        if state.type == "COMPLETED":
             return Outcome("completed", message, run.page)
-        if run.state == "CRASHED":
-            heard = self._crashed.setdefault((run.id, run.since), time.monotonic())
+        if state.type == "CRASHED":
+            heard = self._crashed.setdefault((run.id, state.since), time.monotonic())
             if time.monotonic() - heard <= CRASH_GRACE_S:
                 return Outcome("pending", message, run.page)
             with try_run_lock(self._settings.spool, run.id) as ended:
                 # a run that continues on this node lost its server; it ends as what it reports
                 return Outcome("failed" if ended else "running", message, run.page)
-        if run.state in ("FAILED", "CANCELLED", "CANCELLING"):
-            return Outcome("failed", f"{run.name}: {message}", run.page)
-        return Outcome("running" if run.state == "RUNNING" else "pending", message, run.page)
+        if state.type in ("FAILED", "CANCELLED", "CANCELLING"):
+            return Outcome("failed", f"{state.name}: {message}", run.page)
+        return Outcome("running" if state.type == "RUNNING" else "pending", message, run.page)
 
     def _evicted(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
         """Return the failures of saves whose images on this node were evicted, by request key.

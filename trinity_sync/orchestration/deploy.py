@@ -15,23 +15,22 @@ The second automation runs the ``reconcile`` deployment after a crash. It is sep
 last heartbeat of a short run can reach the server after its end, and the server then refuses the
 crash: no repair must follow from it.
 
-Three more automations watch the events of steps (`prefect_queries`). They are created paused and do
+Three more automations watch the events of steps (`step_events`). They are created paused and do
 nothing: a user adds an action, such as a notification, and switches them on.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-import yaml
-from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import (
     DeploymentScheduleCreate,
     DeploymentUpdate,
@@ -42,14 +41,16 @@ from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule
 from prefect.events.actions import ChangeFlowRunState, DoNothing, RunDeployment
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
+from trinity_sync.client.prefect_connection import ANSWER_S, find_server, translate_errors
 from trinity_sync.client.save_request import QUEUES
 from trinity_sync.errors import StackError
-from trinity_sync.orchestration.pipeline import PACKAGES
+from trinity_sync.orchestration.pipeline import read_deployments
 from trinity_sync.orchestration.prefect_compat import parameter_schema
-from trinity_sync.orchestration.prefect_queries import JOB_RESOURCE, PREFIX, open_client
+from trinity_sync.orchestration.step_events import JOB_RESOURCE, PREFIX
 from trinity_sync.orchestration.worker import TrinitySyncWorker, load_flow
-from trinity_sync.settings import MaintenanceSettings, StackSettings
+from trinity_sync.settings import MaintenanceSettings, Settings, StackSettings
 
 ANCHOR = datetime(2020, 1, 1, tzinfo=timezone.utc)
 """Time from which intervals are counted, so that they begin at full hours."""
@@ -60,19 +61,38 @@ PRIORITIES = (QUEUES["state_dict"], QUEUES["checkpoint"], "maintenance")
 """Work queues of the pool, highest priority first."""
 
 
-def deploy(stack: StackSettings, api_url: str | None = None, auth: str = "") -> list[str]:
+@contextmanager
+def open_client(api_url: str | None = None) -> Iterator[SyncPrefectClient]:
+    """Open Prefect's own client, which makes the server's objects; its errors are translated.
+
+    The default server is that of ``PREFECT_API_URL``, or the local stack's.
+
+    Raises:
+        PrefectApiError: No server is known, it cannot be reached, or it refuses a call.
+    """
+    server = find_server(Settings().home, api_url)
+    named: dict[Any, Any] = {PREFECT_API_URL: server.url}
+    if server.login:
+        named[PREFECT_API_AUTH_STRING] = server.login
+    with (
+        translate_errors(server, ANSWER_S),
+        temporary_settings(named),
+        get_client(sync_client=True) as client,
+    ):
+        yield client
+
+
+def deploy(stack: StackSettings, api_url: str | None = None) -> list[str]:
     """Register the work pool, its queues, the deployments of prefect.yaml and the automations.
 
-    Return the deployments, as ``flow/deployment``. The default server is that of
-    ``PREFECT_API_URL`` or of the Prefect profile; ``auth`` is ``user:password``, by default that of
-    the environment.
+    Return the deployments, as ``flow/deployment``. The default server is as of `open_client`.
 
     Raises:
         StackError: The server cannot be reached, refuses a call, or has a pool of the same name and
             another type.
         ConfigError: An entrypoint cannot be imported.
     """
-    with open_client(api_url, auth) as client:
+    with open_client(api_url) as client:
         _ensure_pool(client, stack.worker.pool)
         _ensure_queues(client, stack.worker.pool)
         ids = dict(_apply_deployment(client, entry, stack) for entry in read_deployments())
@@ -81,13 +101,6 @@ def deploy(stack: StackSettings, api_url: str | None = None, auth: str = "") -> 
         register_heartbeat_monitoring(client, monitored, ids[RECONCILE], silent_s=silent_s)
         create_alerts(client)
         return list(ids)
-
-
-def read_deployments() -> list[dict[str, Any]]:
-    """Return the entries of prefect.yaml."""
-    text = Path(PACKAGES, "flows", "prefect.yaml").read_text()
-    entries: list[dict[str, Any]] = yaml.safe_load(text)["deployments"]
-    return entries
 
 
 def _ensure_pool(client: SyncPrefectClient, name: str) -> None:

@@ -1,4 +1,5 @@
-"""Locate the packages ``flows`` and ``tasks``, which only the stack's own processes import.
+"""Locate the packages ``flows`` and ``tasks``, which only the stack's own processes import, and
+their deployments.
 
 In a checkout they are at the top. A wheel holds them below ``trinity_sync/packages``, because users
 have packages of these names: it installs no top-level ``flows`` or ``tasks``. The stack's processes
@@ -6,6 +7,9 @@ have `PACKAGES` first on ``sys.path``.
 """
 
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 _PACKAGE = Path(__file__).parents[1]
 _PACKAGED = _PACKAGE / "packages"
@@ -14,3 +18,10 @@ INSTALLED = str(_PACKAGE.parent)
 """The folder that ``trinity_sync`` and its dependencies are installed into."""
 PACKAGES = str(_PACKAGED) if _PACKAGED.is_dir() else INSTALLED
 """The folder that holds ``flows`` and ``tasks``."""
+
+
+def read_deployments() -> list[dict[str, Any]]:
+    """Return the entries of prefect.yaml."""
+    text = Path(PACKAGES, "flows", "prefect.yaml").read_text()
+    entries: list[dict[str, Any]] = yaml.safe_load(text)["deployments"]
+    return entries

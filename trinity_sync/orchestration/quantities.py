@@ -5,6 +5,9 @@ from pathlib import Path
 
 from trinity_sync.layout import job_id_of
 
+RETENTION = "retention"
+VERIFIED = "verified"
+"""Subjects of table artifacts, see `make_artifact_key`."""
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 

@@ -47,7 +47,8 @@ from prefect.workers.base import (
 )
 from websockets.exceptions import ConnectionClosed
 
-from trinity_sync.errors import ConfigError
+from trinity_sync.client.prefect_api import PAGE, PrefectApi
+from trinity_sync.errors import ConfigError, PrefectApiError
 from trinity_sync.fs.process import read_process_identity
 from trinity_sync.orchestration.pipeline import PACKAGES
 from trinity_sync.orchestration.prefect_compat import (
@@ -56,7 +57,6 @@ from trinity_sync.orchestration.prefect_compat import (
     run_flow,
     spare_calls_of_runs,
 )
-from trinity_sync.orchestration.prefect_queries import PAGE, measure_clock_skew, read_due_runs
 from trinity_sync.orchestration.recovery.flow_runs import ACQUIRED_BY, try_allow_eviction
 from trinity_sync.orchestration.recovery.node import NodeRecovery
 from trinity_sync.orchestration.recovery.reconcile import repair_known_roots
@@ -68,6 +68,8 @@ logger = logging.getLogger(__name__)
 
 SCHEDULED = ("prefect.flow-run.Scheduled", "prefect.flow-run.AwaitingRetry")
 CANCELLING = "prefect.flow-run.Cancelling"
+API_SETTINGS = ("PREFECT_API_", "PREFECT_CLIENT_")
+"""Prefixes of the variables that say how to connect to the server."""
 ENTRYPOINT_S = 60.0
 """Seconds for which a worker does not ask again which flow a deployment runs."""
 POLL_S = 5.0
@@ -76,6 +78,8 @@ POLL_S = 5.0
 
 def _is_away(error: Exception) -> bool:
     """Return whether an error means only that the server is away."""
+    if isinstance(error, PrefectApiError):
+        return error.status == 0 or error.status >= 500
     if isinstance(error, httpx.HTTPStatusError):
         return error.response.status_code >= 500
     gone = (httpx.HTTPError, ConnectionError, TimeoutError, asyncio.TimeoutError)
@@ -112,6 +116,7 @@ class TrinitySyncWorker(
         """When all due runs may be read again, by ``time.monotonic``."""
         self._away = False
         self._infrastructure = f"{self._trinity.node}/{read_process_identity(os.getpid())}"
+        self._api = PrefectApi(self._trinity)
         self._recovery = NodeRecovery(
             self._trinity.spool, self._infrastructure, self.is_active, self._cancel
         )
@@ -226,13 +231,30 @@ class TrinitySyncWorker(
     ) -> list[WorkerFlowRunResponse]:
         """Return all due runs if there are more than in a response, at most every `POLL_S`.
 
-        The others may all be of one job, whose runs hang or come in a burst.
+        A response for the whole pool has `PAGE` runs at most, those of the queue with the highest
+        priority first. They may all be of one job, whose runs hang or come in a burst.
         """
         now = time.monotonic()
         if len(due) < PAGE or now < self._complete_at:
             return due
         self._complete_at = now + POLL_S
-        return await read_due_runs(self.client, self.pool_name, before)
+        found: dict[UUID, WorkerFlowRunResponse] = {}
+        for queue in await self.client.read_work_queues(work_pool_name=self.pool_name):
+            wanted = {"work_queue_names": [queue.name], "scheduled_before": str(before)}
+            while True:
+                response = await self.client.request(
+                    "POST",
+                    "/work_pools/{name}/get_scheduled_flow_runs",
+                    path_params={"name": self.pool_name},
+                    json=wanted,
+                )
+                page = WorkerFlowRunResponse.model_validate_list(response.json())
+                new = {each.flow_run.id: each for each in page if each.flow_run.id not in found}
+                found |= new
+                if len(page) < PAGE or not new:
+                    break
+                wanted["scheduled_after"] = str(page[-1].flow_run.next_scheduled_start_time)
+        return list(found.values())
 
     async def acquire_run(self, flow_run: FlowRun) -> bool:
         """Set a run to Pending, and return whether this worker acquired it.
@@ -289,10 +311,13 @@ class TrinitySyncWorker(
     async def setup(self) -> None:
         """Connect to the server, then listen and recover until the worker stops."""
         await super().setup()
+        found = get_current_settings().to_environment_variables(exclude_unset=True)
+        # `PrefectApi` reads no profile
+        os.environ |= {name: each for name, each in found.items() if name.startswith(API_SETTINGS)}
         polled: list[Callable[[], Any]] = [
             self.set_clock,
-            lambda: self._recovery.recover_flow_runs(self.client, self.pool_name),
-            lambda: self._recovery.recover_images(self.client),
+            lambda: self._recovery.recover_flow_runs(self._api, self.pool_name),
+            lambda: self._recovery.recover_images(self._api),
         ]
         self.start_service(partial(self._serve, self._listen))
         for work in polled:
@@ -305,6 +330,11 @@ class TrinitySyncWorker(
             repair_known_roots(self._trinity)
         except Exception as error:
             logger.warning("cannot repair the roots of known jobs: %s", error)
+
+    async def teardown(self, *exc_info: Any) -> None:
+        """Close the connections."""
+        await self._api.close()
+        await super().teardown(*exc_info)
 
     async def get_and_submit_flow_runs(self) -> list[FlowRun]:
         """Start the runs that are due; none while the server is away."""
@@ -320,7 +350,8 @@ class TrinitySyncWorker(
     async def set_clock(self) -> None:
         """Start runs when they are due by the server's clock, not by this node's."""
         usual_s = get_current_settings().worker.prefetch_seconds
-        self.set_prefetch(usual_s + await measure_clock_skew(self.client))
+        await self._api.read_version()
+        self.set_prefetch(usual_s + self._api.clock_skew)
 
     @contextmanager
     def _server_may_be_away(self) -> Iterator[None]:

@@ -9,16 +9,14 @@ import sys
 from pathlib import Path
 
 import anyio
-import httpx
-from prefect.client.orchestration import get_client
 from prefect.settings import (
-    PREFECT_API_URL,
     PREFECT_WORKER_HEARTBEAT_SECONDS,
     PREFECT_WORKER_QUERY_SECONDS,
     temporary_settings,
 )
 
-from trinity_sync.errors import StackError, TrinitySyncError
+from trinity_sync.client.prefect_api import PrefectApi
+from trinity_sync.errors import PrefectApiError, StackError, TrinitySyncError
 from trinity_sync.layout import COMPONENTS
 from trinity_sync.orchestration.metrics import METRICS
 from trinity_sync.orchestration.pipeline import PACKAGES
@@ -64,7 +62,7 @@ def serve(settings: Settings, stack: StackSettings) -> None:
                 f"{str(error).strip().splitlines()[-1]}. Set ray.python to the path "
                 "of the stack's Python on its nodes"
             ) from error
-        asyncio.run(_until_stopped(stack))
+        asyncio.run(_until_stopped(settings, stack))
     finally:
         ray.shutdown()
 
@@ -74,8 +72,8 @@ def _import_work() -> None:
     importlib.import_module("trinity_sync.orchestration.on_node")
 
 
-async def _until_stopped(stack: StackSettings) -> None:
-    await _require_access()
+async def _until_stopped(settings: Settings, stack: StackSettings) -> None:
+    await _require_access(settings)
     pace = {PREFECT_WORKER_QUERY_SECONDS: POLL_S, PREFECT_WORKER_HEARTBEAT_SECONDS: 10}
     loop = asyncio.get_running_loop()
     with anyio.CancelScope() as scope:
@@ -85,22 +83,18 @@ async def _until_stopped(stack: StackSettings) -> None:
             await TrinitySyncWorker(work_pool_name=stack.worker.pool).start()
 
 
-async def _require_access() -> None:
+async def _require_access(settings: Settings) -> None:
     """Check that the server accepts this worker's credentials; it may also be away for now.
 
     Raises:
-        StackError: The server refuses them.
+        PrefectApiError: The server refuses them.
     """
     try:
-        async with get_client() as client:
-            await client.hello()
-    except httpx.HTTPStatusError as error:
-        if error.response.status_code in (401, 403):
-            raise StackError(
-                f"the Prefect server at {PREFECT_API_URL.value()} requires authentication: set "
-                "PREFECT_API_AUTH_STRING (or PREFECT_API_KEY) to the server's."
-            ) from error
-    except (httpx.HTTPError, RuntimeError, OSError) as error:
+        async with PrefectApi(settings) as api:
+            await api.read_version()
+    except PrefectApiError as error:
+        if error.status in (401, 403):
+            raise
         logger.debug("cannot check access to the server yet: %r", error)
 
 

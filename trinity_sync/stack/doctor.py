@@ -1,7 +1,8 @@
 """Checks of `trinity-sync doctor`: whether saves can work on this node, and what to do if not.
 
 The checks change nothing. Those of one job are in `doctor_job`. A check that fails in an unexpected
-way, as beside a package of another version, is a failed check. So Prefect is imported within them.
+way is a failed check. Prefect is not imported, so that a version of it that is not supported stops
+no check.
 """
 
 import importlib.metadata
@@ -10,31 +11,24 @@ import pwd
 import shutil
 import stat
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import httpx
 from packaging.requirements import Requirement
 
-from trinity_sync.errors import StackError
+from trinity_sync.client.prefect_api import PrefectApi, ask_server
+from trinity_sync.errors import PrefectApiError, StackError
 from trinity_sync.fs.mounts import find_mount
+from trinity_sync.orchestration.pipeline import read_deployments
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.spool import JobSpool, sort_job_spools
 from trinity_sync.stack import embedded, services
 from trinity_sync.stack.doctor_job import Check, check_root
 from trinity_sync.stack.services import StackState
 
-if TYPE_CHECKING:
-    from prefect.client.orchestration import SyncPrefectClient
-    from prefect.client.schemas.responses import DeploymentResponse
-
 STALE_S = 600.0
 SKEW_S = 5.0
-SCHEDULED_WITHIN_S = 120.0
-"""Seconds in which a server schedules the runs of a new schedule; its loop takes 60."""
 SYSTEM_UID_MAX = 999
 LINGERING = Path("/var/lib/systemd/linger")
 REMOVES_IPC = [
@@ -51,14 +45,13 @@ def run_checks(
     state = embedded.find(settings)
     yield from _guard("settings", lambda: [_check_settings(state)])
     stack = embedded.read_running_settings(state) or StackSettings()
-    yield _check_python()
     yield from _guard("packages", lambda: [_check_installation()])
-    yield from _guard("prefect server", lambda: _check_server(settings, stack, clock))
+    yield from _guard("prefect server", lambda: _check_server(settings, stack))
     yield from _guard("ray", lambda: _check_ray(settings, stack))
     yield from _guard("access", lambda: _check_access(stack, state))
     yield from _guard("spool", lambda: _check_spool(settings.spool, clock))
     if root is not None:
-        yield from _guard("root", lambda: check_root(root, settings, stack))
+        yield from _guard("root", lambda: check_root(root, settings))
 
 
 def _guard(name: str, run: Callable[[], Iterable[Check]]) -> Iterator[Check]:
@@ -82,13 +75,6 @@ def _check_settings(state: StackState | None) -> Check:
         found = f"differ from those of the running stack: {'; '.join(changed)}"
         return Check("settings", "warn", found, "apply them: trinity-sync restart")
     return Check("settings", "ok", "are those of the running stack")
-
-
-def _check_python() -> Check:
-    version = ".".join(map(str, sys.version_info[:3]))
-    good = (3, 10) <= sys.version_info[:2] <= (3, 12)
-    todo = "" if good else "use Python 3.10, 3.11 or 3.12"
-    return Check("python", "ok" if good else "fail", version, todo)
 
 
 def _check_installation() -> Check:
@@ -128,109 +114,61 @@ def check_packages(requirements: list[str]) -> Check:
 # -------------------------------------------------------------------- Prefect and Ray
 
 
-def _check_server(
-    settings: Settings, stack: StackSettings, clock: Callable[[], float]
-) -> Iterator[Check]:
-    import prefect
-    from prefect.client.schemas.filters import WorkPoolFilter, WorkPoolFilterName
-    from prefect.exceptions import ObjectNotFound
+def _check_server(settings: Settings, stack: StackSettings) -> list[Check]:
+    found: list[Check] = []
 
-    from trinity_sync.orchestration.deploy import read_deployments
-    from trinity_sync.orchestration.prefect_queries import (
-        ANSWER_S,
-        count_waiting_runs,
-        find_server,
-        open_client,
-        read_heartbeats,
-    )
+    async def ask(api: PrefectApi) -> None:
+        async for check in _ask_server(api, stack.worker.pool):
+            found.append(check)
 
     try:
-        with open_client(*find_server(settings), answer_s=ANSWER_S) as client:
-            before = clock()
-            answer = client.request("GET", "/admin/version")
-            after = clock()
-            version = answer.json()
-            is_same = str(version).split(".")[0] == prefect.__version__.split(".")[0]
-            yield Check(
-                "prefect server",
-                "ok" if is_same else "warn",
-                f"version {version} at {client.api_url}; the client's is {prefect.__version__}",
-                "" if is_same else "run a server of the client's major version",
-            )
-            yield _check_clock(answer.headers.get("date"), before, after)
-            try:
-                pool = client.read_work_pool(stack.worker.pool)
-            except ObjectNotFound:
-                found = f"there is no work pool {stack.worker.pool}"
-                yield Check("work pool", "fail", found, "run: trinity-sync deploy")
-                return
-            paused = " and paused: resume it in the Prefect UI" if pool.is_paused else ""
-            in_pool = WorkPoolFilter(name=WorkPoolFilterName(any_=[pool.name]))
-            deployments = client.read_deployments(work_pool_filter=in_pool)
-            deployed = {deployment.name for deployment in deployments}
-            missing = [e["name"] for e in read_deployments() if e["name"] not in deployed]
-            yield Check(
-                "work pool",
-                "fail" if paused or missing else "ok",
-                f"{pool.name} of type {pool.type}{paused}"
-                + (f"; not deployed: {', '.join(missing)}" if missing else ""),
-                "run: trinity-sync deploy" if missing else paused.partition(": ")[2],
-            )
-            yield _check_schedules(client, deployments, clock)
-            online, waiting = (
-                read_heartbeats(client, pool.name),
-                count_waiting_runs(client, pool.name),
-            )
-            yield Check(
-                "worker",
-                "ok" if online else "fail",
-                f"{len(online)} online, {waiting} runs waiting",
-                "" if online else "run: trinity-sync up, or trinity-sync worker on each node",
-            )
-    except (StackError, httpx.HTTPError, ValueError) as error:
+        ask_server(settings, ask)
+    except PrefectApiError as error:
         todo = "run: trinity-sync up, or correct PREFECT_API_URL"
-        yield Check("prefect server", "fail", str(error), todo)
+        found.append(Check("prefect server", "fail", str(error), todo))
+    return found
 
 
-def _check_schedules(
-    client: "SyncPrefectClient",
-    deployments: "list[DeploymentResponse]",
-    clock: Callable[[], float],
-) -> Check:
-    """Check that the server schedules runs for the active schedules."""
-    scheduled = [
-        each
-        for each in deployments
-        if any(schedule.active for schedule in each.schedules)
-        and each.updated
-        and clock() - each.updated.timestamp() > SCHEDULED_WITHIN_S
-    ]
-    if not scheduled:
-        return Check("schedules", "ok", "no flow has an active schedule, or only a new one")
-    ids = [each.id for each in scheduled]
-    runs = {run.deployment_id for run in client.get_scheduled_flow_runs_for_deployments(ids)}
-    missing = sorted(each.name for each in scheduled if each.id not in runs)
-    if not missing:
-        return Check("schedules", "ok", f"{len(scheduled)} flows have scheduled runs")
-    return Check(
-        "schedules",
-        "fail",
-        f"no scheduled runs of {', '.join(missing)}, although their schedules are active",
-        "look for scheduler errors in the Prefect server's log, and check its SQLAlchemy "
-        "(Prefect 3.8 needs a version below 2.1)",
+async def _ask_server(api: PrefectApi, pool: str) -> AsyncIterator[Check]:
+    version, own = await api.read_version(), importlib.metadata.version("prefect")
+    is_same = version.split(".")[0] == own.split(".")[0]
+    yield Check(
+        "prefect server",
+        "ok" if is_same else "warn",
+        f"version {version} at {api.find_server().ui_url}/api; the client's is {own}",
+        "" if is_same else "run a server of the client's major version",
+    )
+    yield _check_clock(api.clock_skew)
+    found = await api.read_work_pool(pool)
+    if found is None:
+        yield Check(
+            "work pool", "fail", f"there is no work pool {pool}", "run: trinity-sync deploy"
+        )
+        return
+    paused = " and paused: resume it in the Prefect UI" if found["is_paused"] else ""
+    deployed = await api.read_deployments(pool)
+    missing = [each["name"] for each in read_deployments() if each["name"] not in deployed]
+    yield Check(
+        "work pool",
+        "fail" if paused or missing else "ok",
+        f"{pool} of type {found['type']}{paused}"
+        + (f"; not deployed: {', '.join(missing)}" if missing else ""),
+        "run: trinity-sync deploy" if missing else paused.partition(": ")[2],
+    )
+    online, waiting = await api.read_workers(pool), await api.count_waiting_runs(pool)
+    yield Check(
+        "worker",
+        "ok" if online else "fail",
+        f"{len(online)} online, {waiting} runs waiting",
+        "" if online else "run: trinity-sync up, or trinity-sync worker on each node",
     )
 
 
-def _check_clock(date: str | None, before: float, after: float) -> Check:
-    """Compare the server's clock with this node's, to the second."""
-    from trinity_sync.orchestration.prefect_queries import compute_clock_skew
-
-    if not date:
-        return Check("clock", "ok", "the server sends no time")
-    skew = abs(compute_clock_skew(date, before, after))
-    if skew <= SKEW_S:
+def _check_clock(skew: float) -> Check:
+    """Check the server's clock by that of this node, to the second."""
+    if abs(skew) <= SKEW_S:
         return Check("clock", "ok", "agrees with the server's")
-    found = f"{skew:.0f} s off the server's; leases and the ages in reports use this clock"
+    found = f"{abs(skew):.0f} s off the server's; leases and the ages in reports use this clock"
     return Check("clock", "warn", found, "synchronize the clocks (NTP)")
 
 

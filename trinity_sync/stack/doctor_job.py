@@ -18,10 +18,9 @@ from trinity_sync.fs.atomic import TEMPORARY_SUFFIX
 from trinity_sync.fs.capabilities import Capabilities, probe_capabilities
 from trinity_sync.fs.direct_io import write_file
 from trinity_sync.layout import KINDS, ROOT_FORMAT, steps_on_disk
-from trinity_sync.settings import Settings, StackSettings
+from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import job_id, read_identity
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.storage.block_reuse import can_reuse_blocks
 from trinity_sync.storage.discovery import (
     find_newest,
     iter_committed_steps,
@@ -49,14 +48,14 @@ class Check:
     todo: str = ""
 
 
-def check_root(root: Path, settings: Settings, stack: StackSettings) -> Iterator[Check]:
+def check_root(root: Path, settings: Settings) -> Iterator[Check]:
     """Run all checks of a job, and yield each result as soon as it is known."""
     if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
         found = f"this user cannot read and write {root}"
         yield Check("root", "fail", found, f"change its owner or mode: ls -ld {root}")
         return
     try:
-        yield from _check_capabilities(probe_capabilities(root), stack)
+        yield from _check_capabilities(probe_capabilities(root))
     except RootError as error:
         yield Check("root", "fail", str(error), "see docs/concepts/file-systems.md")
         return
@@ -111,7 +110,7 @@ def _check_disk(root: Path, step_bytes: int) -> Check:
     return Check("disk", state, f"{free / 1e9:.1f} GB free{fit}", todo)
 
 
-def _check_capabilities(found: Capabilities, stack: StackSettings) -> Iterator[Check]:
+def _check_capabilities(found: Capabilities) -> Iterator[Check]:
     """Report the capabilities of the root's file system, and the consequences of missing ones."""
     mount = found.mount
     locks, late = mount.local_lock_option, mount.weak_consistency_option
@@ -128,9 +127,6 @@ def _check_capabilities(found: Capabilities, stack: StackSettings) -> Iterator[C
         answer = f"no ({each.reason}): {each.consequence}" if each.reason else "yes"
         todo = "use another file system for the root, see docs/concepts/file-systems.md"
         yield Check(each.name, state, answer, todo if state == "fail" else "")
-    used = can_reuse_blocks(found.root, stack.io.reuse_files) and found.has("leases")
-    why = "" if used else " (needs io.reuse_files and a local file system with leases)"
-    yield Check("recycled files", "ok", ("yes" if used else "no") + why)
 
 
 def _check_required_remote(root: Path) -> Iterator[Check]:

@@ -1,22 +1,23 @@
 """Run a whole stack on one machine: Prefect server, Ray head node and flow worker, as daemons.
 
 A server or Ray cluster that is configured (``PREFECT_API_URL``,
-`ray.address` of the settings) is used as it is, and only missing services are started.
-``home/stack.json`` records them, so that any later process can inspect, repair or stop them.
+`ray.address` of the settings) is used as it is, and only the others are started.
+``home/stack.json`` records them, so that any later process can inspect or stop them.
 ``RAY_ADDRESS`` names the Ray cluster of a training and is not read: the stack has its own.
 """
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from trinity_sync.client.prefect_api import hide_password
-from trinity_sync.errors import ConfigError, StackError
+from trinity_sync.client.prefect_api import PrefectApi, ask_server
+from trinity_sync.client.prefect_connection import hide_password
+from trinity_sync.errors import ConfigError, PrefectApiError, StackError
 from trinity_sync.settings import CONFIG, LOCAL_HOST, Settings, StackSettings, use_config_file
 from trinity_sync.stack import daemon, services
 from trinity_sync.stack.daemon import Daemon, StartupDeadline, is_own_address
@@ -77,14 +78,16 @@ def up(
     timeout_s: float = 180.0,
     joining: StackState | None = None,
 ) -> StackState:
-    """Start the missing services, and return when all of them work.
+    """Start a stack, and return when all services work.
 
-    A running stack is returned as it is. A service that died is restarted, the server at its old
-    URL, with the settings that the stack was started with. Deployments are applied whenever a
-    service was started. ``stack`` are the settings of a new stack, by default those of the
-    environment and the file; ``num_cpus`` is used instead of its ``ray.cpus``. ``timeout_s`` is for
-    all services together, but the flow worker, which is last, gets at least `WORKER_S`. ``joining``
-    is the stack of another machine that this machine joins.
+    A running stack is returned as it is. If only its flow worker is missing, that is started. If
+    its server or Ray node died, all of it is stopped and started again: at the same addresses, with
+    the settings that it was started with. Saves in flight are then retried from their images.
+
+    ``stack`` are the settings of a new stack, by default those of the environment and the file;
+    ``num_cpus`` is used instead of its ``ray.cpus``. ``timeout_s`` is for all services together,
+    but the flow worker, which is last, gets at least `WORKER_S`. ``joining`` is the stack of
+    another machine that this machine joins.
 
     Raises:
         StackError: A service did not start or accepts connections without credentials, or an
@@ -95,7 +98,7 @@ def up(
     stack = stack or StackSettings()
     deadline = StartupDeadline(timeout_s)
     with lock_home(settings.home):
-        before = now = read_state(settings.home) or StackState()
+        before = read_state(settings.home) or StackState()
         if joining:
             if before.daemons:
                 raise StackError(
@@ -103,37 +106,50 @@ def up(
                     "set TRINITY_SYNC_HOME to another folder of this machine"
                 )
             stack = _with_own_address(stack)
-            now = replace(joining, host=stack.server.host)
+            joining = replace(joining, host=stack.server.host)
         if running := read_running_settings(before):
             stack, config = running, before.config
         _refuse_any_host(stack.server.host)
-        now = replace(now, settings=stack.model_dump(mode="json"), config=config)
+        external = _find_external(settings, stack, joining or before)
+        started_with = stack.model_dump(mode="json")
         if num_cpus:
             ray = stack.ray.model_copy(update={"cpus": num_cpus})
             stack = stack.model_copy(update={"ray": ray})
+        kept = before if _serves(before, external) else StackState()
         try:
-            if now.joined:
-                now = _join_ray(settings, stack, now, deadline)
-            else:
-                now = _start_server_and_ray(settings, stack, now)
-                if now == before and now.lives and _is_complete_and_ready(now):
+            if kept.daemons:
+                now = kept
+                if not worker or (now.worker and now.worker.lives):
+                    _await_server(now, deadline)
                     return now
-                now = _await_server_and_ray(settings, stack, now, deadline)
+                if now.worker:
+                    daemon.stop(now.worker, STOP_S)
+            else:
+                _stop(before)
+                now = joining or (before if before.daemons else read_last_addresses(settings.home))
+                now = replace(now, server=None, ray=None, worker=None, ray_folder="")
+                now = replace(now, settings=started_with, config=config)
+                now = _start_server_and_ray(settings, stack, now, external)
+            _await_server(now, deadline)
+            if not now.joined:
+                _deploy(settings, stack, now, deadline)
+            now = _await_ray(now, deadline)
             require_refusals(stack, now)
-            moved = any(
-                getattr(now, name) != getattr(before, name)
-                for name in ("api_url", "api_auth", "ray_address", "ray_auth", "ray")
-            )
-            if worker and (moved or not before.worker or not before.worker.lives):
+            if worker:
                 now = _start_worker(settings, stack, now, deadline)
             write_state(settings.home, now)
             write_invitation(settings, now)
         except BaseException:
-            for started in (read_state(settings.home), now):
-                _stop(started or StackState(), keep=before)
+            _stop(read_state(settings.home) or StackState(), keep=kept)
             write_state(settings.home, before)
             raise
     return now
+
+
+def _serves(state: StackState, external: Mapping[str, Any]) -> bool:
+    """Return whether the stack's server and Ray node run, and external ones are those of now."""
+    lives = all(part.lives for part in (state.server, state.ray) if part)
+    return lives and all(getattr(state, name) == address for name, address in external.items())
 
 
 def _with_own_address(stack: StackSettings) -> StackSettings:
@@ -194,18 +210,13 @@ def status(settings: Settings, stack: StackSettings | None = None) -> StackStatu
     online = waiting = None
     problem = ""
     if found[0].state in ("running", "external", "away"):
-        from trinity_sync.orchestration.prefect_queries import (
-            ANSWER_S,
-            count_waiting_runs,
-            open_client,
-            read_heartbeats,
-        )
+
+        async def ask(api: PrefectApi) -> tuple[int, int]:
+            return len(await api.read_workers(pool)), await api.count_waiting_runs(pool)
 
         try:
-            with open_client(found[0].url, state.api_auth, answer_s=ANSWER_S) as client:
-                online = len(read_heartbeats(client, pool))
-                waiting = count_waiting_runs(client, pool)
-        except StackError as error:
+            online, waiting = ask_server(settings, ask, found[0].url)
+        except PrefectApiError as error:
             problem = str(error)
     elsewhere = tuple(_list_overrides(state, stack))
     return StackStatus(found, pool, online, waiting, problem, elsewhere, changed)
@@ -270,91 +281,53 @@ def _refuse_any_host(host: str) -> None:
 
 def _start(
     start: Callable[[Settings, StackSettings, StackState], StackState],
-    earlier: Daemon | None,
     settings: Settings,
     stack: StackSettings,
     state: StackState,
 ) -> StackState:
-    """Start a service, and record it in ``home``, or stop it if that fails.
-
-    First stop what is left of its earlier process: Ray's workers outlive a raylet that was killed
-    and keep connecting to the next one at the same address: six of them used one and a half cores.
-    """
-    if earlier:
-        daemon.stop(earlier, 15.0)
+    """Start a service, and record it in ``home``, or stop it if that fails."""
     now = start(settings, stack, state)
     try:
         write_state(settings.home, now)
     except BaseException:
-        _stop(now, keep=read_state(settings.home) or StackState())
+        _stop(now, keep=state)
         raise
     return now
 
 
 def _start_server_and_ray(
-    settings: Settings, stack: StackSettings, before: StackState
+    settings: Settings, stack: StackSettings, state: StackState, external: Mapping[str, Any]
 ) -> StackState:
-    """Start the server and the Ray node, unless they run or are external."""
-    now = before
-    if not before.daemons:
-        last = read_last_addresses(settings.home)
-        now = replace(last, settings=before.settings, config=before.config)
-    url = _find_external(
-        API_URL, os.environ.get(API_URL, ""), before.server, before.api_url, settings
-    )
-    address = _find_external(
-        RAY_ADDRESS, stack.ray.address, before.ray, before.ray_address, settings
-    )
-    if url:
-        now = replace(now, api_url=url)
-    elif not before.server or not before.server.lives:
-        now = _start(services.start_server, before.server, settings, stack, now)
-    if address:
-        now = replace(now, ray_address=address)
-    elif not before.ray or not before.ray.lives:
-        now = _start(services.start_ray, before.ray, settings, stack, now)
+    """Start the server and the Ray node that are not external; they may not be ready yet."""
+    if state.joined:
+        return _start(services.join_ray, settings, stack, state)
+    now = replace(state, **external)
+    if "api_url" not in external:
+        now = _start(services.start_server, settings, stack, now)
+    if "ray_address" not in external:
+        now = _start(services.start_ray, settings, stack, now)
     return now
 
 
-def _join_ray(
-    settings: Settings, stack: StackSettings, before: StackState, deadline: StartupDeadline
-) -> StackState:
-    """Start a Ray node in the cluster of another machine, unless it runs."""
-    for what, there in (("Prefect server", before.api_url), ("Ray cluster", before.ray_address)):
-        if not services.accepts_connections(there):
-            raise StackError(
-                f"the {what} of the stack that this machine has joined does not answer at {there}. "
-                f"Start that stack, or leave it (trinity-sync down) and join with its current "
-                f"{INVITATION}"
-            )
-    if before.ray and before.ray.lives:
-        return before
-    now = _start(services.join_ray, before.ray, settings, stack, before)
-    ray = now.ray
-    assert ray is not None  # just started
-    daemon.await_ready("the Ray node", ray, lambda: services.has_ray_joined(ray), deadline)
-    return now
-
-
-def _is_complete_and_ready(state: StackState) -> bool:
-    return bool(state.server and state.ray and state.worker) and services.is_server_ready(state)
-
-
-def _await_server_and_ray(
-    settings: Settings, stack: StackSettings, state: StackState, deadline: StartupDeadline
-) -> StackState:
-    """Wait until server and Ray are ready, apply the deployments, and return the final URLs."""
+def _await_server(state: StackState, deadline: StartupDeadline) -> None:
     if state.server:
         daemon.await_ready(
             "the Prefect server", state.server, lambda: services.is_server_ready(state), deadline
         )
-    _deploy(settings, stack, state, deadline)
-    if state.ray:
-        daemon.await_ready(
-            "the Ray node", state.ray, lambda: bool(services.find_ray_address(state)), deadline
-        )
-        return replace(state, ray_address=services.find_ray_address(state) or "")
-    return state
+
+
+def _await_ray(state: StackState, deadline: StartupDeadline) -> StackState:
+    """Wait until the Ray node is ready, and return the stack with its address."""
+    ray = state.ray
+    if ray is None:
+        return state
+    if state.joined:
+        daemon.await_ready("the Ray node", ray, lambda: services.has_ray_joined(ray), deadline)
+        return state
+    daemon.await_ready(
+        "the Ray node", ray, lambda: bool(services.find_ray_address(state)), deadline
+    )
+    return replace(state, ray_address=services.find_ray_address(state) or "")
 
 
 def _deploy(
@@ -391,20 +364,20 @@ def _deploy(
 def _start_worker(
     settings: Settings, stack: StackSettings, state: StackState, deadline: StartupDeadline
 ) -> StackState:
-    from trinity_sync.orchestration.prefect_queries import open_client, read_heartbeats
+    def read_online() -> set[str]:
+        return ask_server(settings, lambda api: api.read_workers(stack.worker.pool), state.api_url)
 
-    with open_client(state.api_url, state.api_auth) as client:
-        before = read_heartbeats(client, stack.worker.pool).keys()
-
-        def is_online() -> bool:  # each start has a new name
-            return bool(read_heartbeats(client, stack.worker.pool).keys() - before)
-
-        state = _start(services.start_worker, state.worker, settings, stack, state)
-        assert state.worker is not None  # just started
-        daemon.await_ready(
-            "the flow worker", state.worker, is_online, deadline, at_least_s=WORKER_S
-        )
-    return state
+    before = read_online()
+    now = _start(services.start_worker, settings, stack, state)
+    assert now.worker is not None  # just started
+    daemon.await_ready(
+        "the flow worker",
+        now.worker,
+        lambda: bool(read_online() - before),  # each start has a new name
+        deadline,
+        at_least_s=WORKER_S,
+    )
+    return now
 
 
 def _stop(state: StackState, *, keep: StackState | None = None) -> None:
@@ -416,27 +389,48 @@ def _stop(state: StackState, *, keep: StackState | None = None) -> None:
         services.remove_ray_folder(state)
 
 
-def _find_external(
-    name: str, value: str, own: Daemon | None, url: str, settings: Settings
-) -> str | None:
-    """Return the address of an external service that is configured; None to use the stack's.
+def _find_external(settings: Settings, stack: StackSettings, state: StackState) -> dict[str, Any]:
+    """Return the addresses of the external services that are configured, by field of the state.
 
     Raises:
-        StackError: Nothing answers there, or the stack has a service of its own at another address.
+        StackError: Nothing answers there, or at the addresses of the stack that this machine has
+            joined; or the stack has a service of its own at another address.
     """
-    if value and own and value != url:
-        raise StackError(
-            f"{name} is {value}, but the stack in {settings.home} has its own at {url}. "
-            f"Unset {name}, or run trinity-sync down first."
-        )
-    if not value or own:
-        return None
-    if not services.accepts_connections(value):
-        raise StackError(
-            f"nothing answers at {name}={hide_password(value)}. Start it there, or unset {name} "
-            "to start one here."
-        )
-    return value
+    if state.joined:
+        _require_joined_stack(state)
+        return {}
+    found = {}
+    for name, value, own, field in (
+        (API_URL, os.environ.get(API_URL, ""), state.server, "api_url"),
+        (RAY_ADDRESS, stack.ray.address, state.ray, "ray_address"),
+    ):
+        address = getattr(state, field)
+        if not value:
+            continue
+        if own:
+            if value != address:
+                raise StackError(
+                    f"{name} is {value}, but the stack in {settings.home} has its own at "
+                    f"{address}. Unset {name}, or run trinity-sync down first."
+                )
+            continue
+        if not services.accepts_connections(value):
+            raise StackError(
+                f"nothing answers at {name}={hide_password(value)}. Start it there, or unset "
+                f"{name} to start one here."
+            )
+        found[field] = value
+    return found
+
+
+def _require_joined_stack(state: StackState) -> None:
+    for what, there in (("Prefect server", state.api_url), ("Ray cluster", state.ray_address)):
+        if not services.accepts_connections(there):
+            raise StackError(
+                f"the {what} of the stack that this machine has joined does not answer at {there}. "
+                f"Start that stack, or leave it (trinity-sync down) and join with its current "
+                f"{INVITATION}"
+            )
 
 
 def _list_overrides(state: StackState, stack: StackSettings) -> Iterator[str]:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from trinity_sync.client.prefect_api import STACK_FILE
+from trinity_sync.client.prefect_connection import STACK_FILE
 from trinity_sync.errors import StackError
 from trinity_sync.fs.atomic import replace_file
 from trinity_sync.fs.locks import acquire_file_lock

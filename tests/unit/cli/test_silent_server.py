@@ -8,8 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from trinity_sync.cli.commands import app
-from trinity_sync.orchestration import prefect_queries
-from trinity_sync.orchestration.report import collect
+from trinity_sync.client import prefect_connection
 
 
 @pytest.fixture
@@ -32,8 +31,7 @@ def url() -> Iterator[str]:
 def test_a_command_ends_and_shows_no_password(
     root: Path, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
-    for module in (prefect_queries, collect):
-        monkeypatch.setattr(module, "ANSWER_S", 0.2)
+    monkeypatch.setattr(prefect_connection, "ANSWER_S", 0.2)
     env = {
         "TRINITY_SYNC_HOME": str(tmp_path / "home"),
         "TRINITY_SYNC_SPOOL": str(tmp_path / "spool"),

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.answers import server
 from trinity_sync import CheckpointCoordinator, Settings
-from trinity_sync.client.prefect_api import _find_server
+from trinity_sync.client.prefect_connection import find_server
 from trinity_sync.errors import PrefectApiError
 from trinity_sync.settings import LOCAL_HOST, StackSettings
 from trinity_sync.stack.embedded import _with_own_address
@@ -124,7 +124,7 @@ import sys
 import torch.distributed as dist
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.errors import PrefectApiError
-from trinity_sync.client.prefect_api import _find_server
+from trinity_sync.client.prefect_connection import find_server
 from trinity_sync.settings import LOCAL_HOST, StackSettings
 from trinity_sync.stack.embedded import _with_own_address
 rank, meeting, spool, home, root = sys.argv[1:]
@@ -166,9 +166,9 @@ def test_the_local_stack_is_given_its_password_by_whichever_name_it_is_called(
     state = {"api_url": "http://127.0.0.1:4200/api", "api_auth": "trinity-sync:secret"}
     (settings.home / "stack.json").write_text(json.dumps(state))
     monkeypatch.setenv("PREFECT_API_URL", f"http://{host}:4200/api/")
-    assert "authorization" in dict(_find_server(settings.home, None).headers)
+    assert "authorization" in dict(find_server(settings.home, None).headers)
     monkeypatch.setenv("PREFECT_API_URL", f"http://{host}:4201/api")
-    assert "authorization" not in dict(_find_server(settings.home, None).headers)
+    assert "authorization" not in dict(find_server(settings.home, None).headers)
 
 
 def test_a_machine_that_joins_does_not_take_the_address_of_the_first(

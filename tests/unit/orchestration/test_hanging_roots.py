@@ -11,7 +11,6 @@ from uuid import UUID, uuid4
 
 import pytest
 import torch
-from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from sqlalchemy import select
 
@@ -22,13 +21,13 @@ from tests.support.job import Job
 from trinity_sync.catalog.database import Job as JobRow
 from trinity_sync.catalog.database import get_catalog_url, open_catalog
 from trinity_sync.catalog.mirror import mirror
+from trinity_sync.client.prefect_api import PrefectApi
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.layout import MANIFEST, step_folder
-from trinity_sync.orchestration import job_registry, metrics, prefect_queries
+from trinity_sync.orchestration import job_registry, metrics, step_events
 from trinity_sync.orchestration import on_node as retention
 from trinity_sync.orchestration.job_registry import list_known_roots, register_job
 from trinity_sync.orchestration.metrics import RootObserver
-from trinity_sync.orchestration.prefect_queries import emit_step_event
 from trinity_sync.orchestration.quantities import make_artifact_key
 from trinity_sync.orchestration.recovery import flow_runs, node
 from trinity_sync.orchestration.recovery import reconcile as recovery
@@ -36,6 +35,7 @@ from trinity_sync.orchestration.recovery.flow_runs import find_orphaned_saves, t
 from trinity_sync.orchestration.recovery.node import NodeRecovery
 from trinity_sync.orchestration.recovery.reconcile import repair_known_roots
 from trinity_sync.orchestration.root_threads import RootVisits, run_in_thread
+from trinity_sync.orchestration.step_events import emit_step_event
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.ticket import lock_image
@@ -212,16 +212,16 @@ def test_orphaned_saves_of_other_jobs_are_requested_at_every_poll(job: Job, othe
 
     async def poll() -> None:
         recovery = NodeRecovery(job.spool.folder.parent, "here/1/1", lambda _: False, cancel)
-        async with get_client() as client:
+        async with PrefectApi(Settings(), url) as api:
             for step in (2, 3):
                 other.stage(step, MODEL)
                 while ("other", step) not in requested():
-                    await recovery.recover_images(client)
+                    await recovery.recover_images(api)
                     await asyncio.sleep(0.1)
             assert {name for name, _ in requested()} == {"other"}
             await asyncio.to_thread(file_system.__exit__, None, None, None)
             while ("ckpts", 2) not in requested():
-                await recovery.recover_images(client)
+                await recovery.recover_images(api)
                 await asyncio.sleep(0.1)
 
     def cancel(_: UUID) -> None:
@@ -229,7 +229,7 @@ def test_orphaned_saves_of_other_jobs_are_requested_at_every_poll(job: Job, othe
 
     job.stage(2, MODEL)
     file_system = hanging(job.root)
-    with server(answers, asked=asked) as url, temporary_settings({PREFECT_API_URL: url}):
+    with server(answers, asked=asked) as url:
         file_system.__enter__()
         asyncio.run(poll())
 
@@ -260,7 +260,7 @@ def test_a_request_and_its_events_need_no_file_system(
     """They are made in the event loop of the worker, which serves all jobs."""
     save = job.request(2)
     sent: list[str] = []
-    monkeypatch.setattr(prefect_queries, "emit_event", lambda event, **_: sent.append(event))
+    monkeypatch.setattr(step_events, "emit_event", lambda event, **_: sent.append(event))
 
     def make() -> tuple[str, str]:
         request = SaveRequest.model_validate(save.model_dump(mode="json"))

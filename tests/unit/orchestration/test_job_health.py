@@ -1,11 +1,12 @@
 """Whether a job is healthy, why saves failed and what to type."""
 
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
 from tests.support.steps import info
-from trinity_sync.orchestration.prefect_queries import FlowRunSummary
+from trinity_sync.client.prefect_api import FlowRun, State
 from trinity_sync.orchestration.report.collect import measure_growth, preview_policies
 from trinity_sync.orchestration.report.facts import InFlight, StepRow
 from trinity_sync.orchestration.report.health import (
@@ -29,11 +30,11 @@ def saved(step: int, at: float, run: int = 1) -> LoggedSave:
 EVERY_100_S = [saved(step, NOW - 10 * (100 - step)) for step in range(10, 101, 10)]
 
 
-def ended(step: int, state: str, message: str, at: float = NOW, **tags: str) -> FlowRunSummary:
+def ended(step: int, name: str, message: str, at: float = NOW, **tags: str) -> FlowRun:
     found = {"step": str(step), "run": "1", "kind": "checkpoint", **tags}
-    return FlowRunSummary(
-        f"ckpts: save actor step {step}", state, at, set(), found, True, message, "u", since=at
-    )
+    kind = {"Crashed": "CRASHED", "Cancelled": "CANCELLED"}.get(name, "FAILED")
+    state = State(kind, name, message, at)
+    return FlowRun(uuid4(), f"ckpts: save actor step {step}", state, tags=found, started_at=at)
 
 
 def test_a_job_is_late_by_its_own_interval() -> None:

@@ -3,20 +3,20 @@
 import asyncio
 import shutil
 import time
+from collections.abc import Awaitable
 from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 import torch
-from prefect.client.orchestration import get_client
-from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tests.support.answers import server
 from tests.support.job import Job
 from tests.support.steps import MODEL
 from trinity_sync.catalog.database import get_catalog_url, open_catalog
 from trinity_sync.catalog.mirror import find_differences
+from trinity_sync.client.prefect_api import PrefectApi, ask_server
 from trinity_sync.errors import CatalogError
 from trinity_sync.layout import step_folder
 from trinity_sync.orchestration.job_registry import register_job
@@ -355,12 +355,10 @@ def test_a_catalog_that_is_away_is_said_and_holds_up_nothing(
 
 
 def run_with(url: str, job: Job, settings: Settings) -> list[Finding]:
-    async def run() -> list[Finding]:
-        async with get_client() as client:
-            return await reconcile(settings, [job.root], client, grace_s=GRACE_S - LATER_S)
+    def run(api: PrefectApi) -> Awaitable[list[Finding]]:
+        return reconcile(settings, [job.root], api, grace_s=GRACE_S - LATER_S)
 
-    with temporary_settings({PREFECT_API_URL: url}):
-        return [finding for finding in asyncio.run(run()) if finding.what != "catalog"]
+    return [finding for finding in ask_server(settings, run, url) if finding.what != "catalog"]
 
 
 def test_files_are_repaired_though_the_server_refuses_the_login(
@@ -376,7 +374,7 @@ def test_files_are_repaired_though_the_server_refuses_the_login(
         ("latest_checkpointed_iteration.txt", "repaired"),
         (str(temporary.relative_to(job.root)), "left"),
     ]
-    assert "401 Unauthorized" in found[0].why
+    assert "(401): the password is missing or wrong" in found[0].why
 
 
 def test_images_wait_and_files_are_repaired_though_nothing_is_deployed(
@@ -387,7 +385,11 @@ def test_images_wait_and_files_are_repaired_though_nothing_is_deployed(
     job.stage(2, {"model": {"w": torch.ones(10)}})
     ((image,), _) = job.spool.tickets()
     seal(image.slot, replace(image.ticket, monotonic_s=0.0))  # as if it were sealed at boot
-    with server({"/flow_runs/filter": (200, "[]")}) as url:
+    answers = {
+        "/flow_runs/filter": (200, "[]"),
+        "/deployments/name": (404, '{"detail": "Deployment not found"}'),
+    }
+    with server(answers) as url:
         found = run_with(url, job, settings)
     assert [(each.what, each.state) for each in found] == [
         ("save actor step 2", "left"),

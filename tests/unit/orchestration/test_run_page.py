@@ -15,7 +15,7 @@ from tests.support.job import Job
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import SaveError
 from trinity_sync.layout import KINDS
-from trinity_sync.orchestration import prefect_queries
+from trinity_sync.orchestration import step_events
 from trinity_sync.orchestration.quantities import (
     format_bytes,
     format_duration,
@@ -223,11 +223,11 @@ def test_an_eviction_is_an_event_of_a_checkpoint_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = []
-    monkeypatch.setattr(prefect_queries, "emit_event", lambda **event: sent.append(event))
+    monkeypatch.setattr(step_events, "emit_event", lambda **event: sent.append(event))
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
         for outcome in ("evicted", "failed"):
             for kind in KINDS:
-                prefect_queries.emit_step_event(outcome, tmp_path, 1, job="ckpts", run=1, kind=kind)
+                step_events.emit_step_event(outcome, tmp_path, 1, job="ckpts", run=1, kind=kind)
     found = [(each["event"].rpartition(".")[2], each["payload"]["kind"]) for each in sent]
     assert ("evicted", "checkpoint") in found
     assert ("evicted", "state_dict") not in found

@@ -4,7 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tests.support.answers import server
 from trinity_sync.client import save_trigger
+from trinity_sync.client.prefect_api import PrefectApi, ask_server
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.orchestration.recovery.flow_runs import ACQUIRED_BY, recover_zombie, retry_crashed
@@ -90,11 +91,12 @@ def prefect(*states: tuple[str, str, str]) -> Iterator[list[dict[str, Any]]]:
 
 
 def begin(spool: Path) -> None:
-    async def ask() -> None:
-        async with get_client() as client:
-            await retry_crashed(client, UUID(RUN), f"{NODE}/2/2", spool=spool)
+    ask_here(lambda api: retry_crashed(api, UUID(RUN), f"{NODE}/2/2", spool=spool))
 
-    asyncio.run(ask())
+
+def ask_here(ask: Callable[[PrefectApi], Awaitable[None]]) -> None:
+    """Ask the server of `prefect`."""
+    ask_server(Settings(), ask, PREFECT_API_URL.value())
 
 
 CRASHED = ("PENDING", "Pending", DEAD), ("CRASHED", "Crashed", "Nothing was heard of it.")
@@ -128,14 +130,13 @@ def test_a_run_that_runs_here_is_not_ended_whichever_worker_took_it_before(
 ) -> None:
     """Its process has the lock before the server knows which worker took it."""
 
-    async def ask() -> None:
-        async with get_client() as client:
-            run = FlowRun(id=UUID(RUN), flow_id=UUID(FLOW))
-            await recover_zombie(client, run, f"{NODE}/2/2", spool=spool_folder)
+    async def ask(api: PrefectApi) -> None:
+        run = await api.read_flow_run(UUID(RUN))
+        await recover_zombie(api, run, f"{NODE}/2/2", spool=spool_folder)
 
     under_way = ("PENDING", "Pending", DEAD), ("RUNNING", "Running", "")
     with prefect(*under_way) as states, at_work(spool_folder, RUN if executed else str(uuid4())):
-        asyncio.run(ask())
+        ask_here(ask)
     assert [state["name"] for state in states] == ([] if executed else ["Crashed"])
 
 

@@ -163,7 +163,7 @@ def test_what_was_started_and_cannot_be_written_down_is_stopped(tmp_path: Path) 
     server = start("import time; time.sleep(60)", tmp_path)
     settings, started = Settings(home=tmp_path), StackState("http://127.0.0.1:9/api", server=server)
     with pytest.raises(OSError, match="too large"), full_disk():
-        embedded._start(lambda *_: started, None, settings, StackSettings(), StackState())
+        embedded._start(lambda *_: started, settings, StackSettings(), StackState())
     assert not server.lives
     assert embedded.find(settings) is None
 

@@ -42,7 +42,7 @@ def test_what_does_not_answer_is_away(listening: int, tmp_path: Path) -> None:
     with environment(named):
         found = embedded.status(Settings(home=tmp_path))
     assert [part.state for part in found.parts] == ["away", "external", "absent"]
-    assert "cannot be reached" in found.problem
+    assert "no Prefect server can be reached at http://127.0.0.1:9" in found.problem
 
 
 def test_up_waits_no_longer_than_it_was_told_to(listening: int, tmp_path: Path) -> None:

@@ -19,38 +19,19 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import anyio
-from prefect.client.orchestration import PrefectClient
-from prefect.client.schemas.filters import (
-    DeploymentFilter,
-    DeploymentFilterTags,
-    FlowRunFilter,
-    FlowRunFilterEndTime,
-    FlowRunFilterId,
-    TaskRunFilter,
-    TaskRunFilterState,
-    TaskRunFilterStateType,
-)
-from prefect.client.schemas.objects import TERMINAL_STATES, FlowRun, State, StateType, TaskRun
-from prefect.states import AwaitingRetry, Cancelled, Completed, Crashed
 from pydantic import ValidationError
 
+from trinity_sync.client.prefect_api import FINAL, UNDER_WAY, FlowRun, PrefectApi, State
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import FormatError, TrinitySyncError
 from trinity_sync.fs.process import is_process_alive
 from trinity_sync.orchestration.job_registry import ANSWER_S
-from trinity_sync.orchestration.prefect_queries import (
-    UNDER_WAY,
-    filter_pool,
-    filter_states,
-    make_due_state,
-    read_server_time,
-)
 from trinity_sync.orchestration.root_threads import RootVisits, run_in_thread
 from trinity_sync.pipeline.pending import GRACE_S, find_pending_saves
 from trinity_sync.snapshot.spool import JobSpool, list_job_spools, try_run_lock
@@ -70,21 +51,21 @@ LATE_S = 60.0
 separately, and again every 30 s until the server has them."""
 
 
-async def recover_zombie(client: PrefectClient, run: FlowRun, here: str, *, spool: Path) -> None:
+async def recover_zombie(api: PrefectApi, run: FlowRun, here: str, *, spool: Path) -> None:
     """Set the final state of an unfinished run, if it is a zombie, and retry it.
 
     ``here`` is this process, as ``node/pid/start time``.
     """
     with try_run_lock(spool, run.id) as free:
         if free:
-            await _recover_zombie(client, run, here, spool)
+            await _recover_zombie(api, run, here, spool)
 
 
-async def _recover_zombie(client: PrefectClient, run: FlowRun, here: str, spool: Path) -> None:
+async def _recover_zombie(api: PrefectApi, run: FlowRun, here: str, spool: Path) -> None:
     """Recover a zombie run while its lock is held, so that no process changes it meanwhile."""
-    states = await client.read_flow_run_states(run.id)
-    now = await client.read_flow_run(run.id)
-    if now.state is None or now.state.type not in UNDER_WAY:
+    states = await api.read_states(run.id)
+    now = await api.read_flow_run(run.id)
+    if now.state.type not in UNDER_WAY:
         return
     if now.state.id not in {state.id for state in states}:
         return  # it changed between the two calls, so a process executes it
@@ -93,19 +74,19 @@ async def _recover_zombie(client: PrefectClient, run: FlowRun, here: str, spool:
     if owner != here and (node != here.partition("/")[0] or is_process_alive(process)):
         return
     why = "could not report its end" if owner == here else "died"
-    if now.state.is_cancelling():
-        end: State[None] = Cancelled(message=f"Cancelled; its process {owner} {why}.")
-        await try_allow_eviction(spool, now.parameters, str(end.message))
+    if now.state.type == "CANCELLING":
+        end = State("CANCELLED", "Cancelled", f"Cancelled; its process {owner} {why}.")
+        await try_allow_eviction(spool, now.parameters, end.message)
     else:
-        end = Crashed(message=f"Its process {owner} {why}.")
+        end = State("CRASHED", "Crashed", f"Its process {owner} {why}.")
     logger.warning("flow run %s: %s", run.name, end.message)
-    tasks = await _read_unfinished_tasks(client, FlowRunFilter(id=FlowRunFilterId(any_=[run.id])))
-    await _end_tasks(client, tasks, end)
-    await client.set_flow_run_state(run.id, end, force=True)
-    await _retry_crashed(client, run.id, here)
+    tasks = await api.read_unfinished_tasks({"flow_runs": {"id": {"any_": [str(run.id)]}}})
+    await api.end_tasks(tasks.get(str(run.id), ()), end)
+    await api.set_state(run.id, end)
+    await _retry_crashed(api, run.id, here)
 
 
-async def retry_crashed(client: PrefectClient, run_id: UUID, here: str, *, spool: Path) -> None:
+async def retry_crashed(api: PrefectApi, run_id: UUID, here: str, *, spool: Path) -> None:
     """Retry a crashed run, unless it is still executed on this node or was started too often.
 
     A server that was away for long shows a run as Crashed while it is still executed. Such a run
@@ -114,78 +95,51 @@ async def retry_crashed(client: PrefectClient, run_id: UUID, here: str, *, spool
     """
     with try_run_lock(spool, run_id) as free:
         if free:
-            await _retry_crashed(client, run_id, here)
+            await _retry_crashed(api, run_id, here)
 
 
-async def _retry_crashed(client: PrefectClient, run_id: UUID, here: str) -> None:
-    states = await client.read_flow_run_states(run_id)
-    run = await client.read_flow_run(run_id)
-    if run.state is None or not run.state.is_crashed():
+async def _retry_crashed(api: PrefectApi, run_id: UUID, here: str) -> None:
+    states = await api.read_states(run_id)
+    run = await api.read_flow_run(run_id)
+    if run.state.type != "CRASHED":
         return
     if len(_find_acquisitions(states)) >= ATTEMPTS:
         return
-    if _find_owner(states).partition("/")[0] not in ("", here.partition("/")[0]):
-        age = await read_server_time(client) - run.state.timestamp
-        if age < timedelta(seconds=LATE_S):
-            return
+    is_elsewhere = _find_owner(states).partition("/")[0] not in ("", here.partition("/")[0])
+    if is_elsewhere and time.time() + api.clock_skew - run.state.since < LATE_S:
+        return
     logger.warning("flow run %s crashed (%s), retrying it", run.name, run.state.message)
-    await client.set_flow_run_state(run_id, make_due_state(AwaitingRetry), force=True)
+    await api.retry_flow_run(run_id)
 
 
-async def end_unreported_tasks(client: PrefectClient, pool: str, *, late_s: float = LATE_S) -> None:
+async def end_unreported_tasks(api: PrefectApi, pool: str, *, late_s: float = LATE_S) -> None:
     """Set the final state of task runs whose own final states were lost with a server.
 
     States of its tasks may still arrive within ``late_s`` after the end of a flow run.
     """
-    before = datetime.now(timezone.utc) - timedelta(seconds=late_s)
-    ended = FlowRunFilter(
-        state=filter_states(*TERMINAL_STATES),
-        end_time=FlowRunFilterEndTime(before_=before),  # type: ignore[arg-type]
+    before = datetime.fromtimestamp(time.time() - late_s, timezone.utc).isoformat()
+    ended = {"state": {"type": {"any_": list(FINAL)}}, "end_time": {"before_": before}}
+    tasks = await api.read_unfinished_tasks(
+        {"flow_runs": ended, "deployments": {"tags": {"all_": [TAG]}}}
     )
-    tasks: dict[UUID, list[TaskRun]] = defaultdict(list)
-    deployments = DeploymentFilter(tags=DeploymentFilterTags(all_=[TAG]))
-    for task in await _read_unfinished_tasks(client, ended, deployments):
-        if task.flow_run_id:
-            tasks[task.flow_run_id].append(task)
-    if not tasks:
-        return
-    for run in await client.read_flow_runs(
-        flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=list(tasks))),
-        work_pool_filter=filter_pool(pool),
-    ):
-        why = f"Its flow run is {run.state_name}; its own final state was lost."
-        if run.state_type == StateType.COMPLETED:
-            end: State[None] = Completed(message=why)
-        else:
-            end = Cancelled(message=why) if run.state_name == "Cancelled" else Crashed(message=why)
-        await _end_tasks(client, tasks[run.id], end)
-
-
-async def _read_unfinished_tasks(
-    client: PrefectClient, runs: FlowRunFilter, deployments: DeploymentFilter | None = None
-) -> list[TaskRun]:
-    unfinished = TaskRunFilterStateType(any_=[StateType.RUNNING, StateType.PENDING])
-    return await client.read_task_runs(
-        flow_run_filter=runs,
-        deployment_filter=deployments,
-        task_run_filter=TaskRunFilter(state=TaskRunFilterState(type=unfinished)),
-    )
-
-
-async def _end_tasks(client: PrefectClient, tasks: Sequence[TaskRun], end: State[None]) -> None:
-    for task in tasks:
-        state: State[None] = State(type=end.type, name=end.name, message=end.message)
-        await client.set_task_run_state(task.id, state, force=True)
+    for run in await api.read_pool_runs(pool, *FINAL, ids=list(tasks)) if tasks else ():
+        why = f"Its flow run is {run.state.name}; its own final state was lost."
+        end = State("CRASHED", "Crashed", why)
+        if run.state.type == "COMPLETED":
+            end = State("COMPLETED", "Completed", why)
+        elif run.state.name == "Cancelled":
+            end = State("CANCELLED", "Cancelled", why)
+        await api.end_tasks(tasks[str(run.id)], end)
 
 
 def _find_acquisitions(states: Sequence[State]) -> list[State]:
-    return [s for s in states if s.is_pending() and (s.message or "").startswith(ACQUIRED_BY)]
+    return [s for s in states if s.type == "PENDING" and s.message.startswith(ACQUIRED_BY)]
 
 
 def _find_owner(states: Sequence[State]) -> str:
     """Return the last process that acquired a run, as ``node/pid/start time``; "" for none."""
     acquired = _find_acquisitions(states)
-    return str(acquired[-1].message).removeprefix(ACQUIRED_BY) if acquired else ""
+    return acquired[-1].message.removeprefix(ACQUIRED_BY) if acquired else ""
 
 
 MARK_S = 5.0

@@ -8,21 +8,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from uuid import UUID
 
-import httpx
-from prefect.client.orchestration import PrefectClient
-from prefect.exceptions import ObjectNotFound
-
-from trinity_sync.client.save_request import SAVE_DEPLOYMENT, SaveRequest
-from trinity_sync.errors import RequestRefusedError
+from trinity_sync.client.prefect_api import UNDER_WAY, PrefectApi
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.errors import PrefectApiError, RequestRefusedError
 from trinity_sync.fs.locks import try_acquire_file_lock
 from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.orchestration.job_registry import ANSWER_S
-from trinity_sync.orchestration.prefect_queries import (
-    UNDER_WAY,
-    emit_step_event,
-    read_pool_runs,
-    request_run,
-)
 from trinity_sync.orchestration.recovery.flow_runs import (
     allow_eviction,
     end_unreported_tasks,
@@ -30,6 +21,7 @@ from trinity_sync.orchestration.recovery.flow_runs import (
     retry_crashed,
 )
 from trinity_sync.orchestration.root_threads import run_in_thread
+from trinity_sync.orchestration.step_events import emit_step_event
 from trinity_sync.pipeline.pending import compare_late_images, find_pending_saves, warn_once
 from trinity_sync.snapshot.spool import JobSpool, list_job_spools, read_evictions
 
@@ -60,28 +52,30 @@ class NodeRecovery:
         self._jobs: dict[JobSpool, asyncio.Task[None]] = {}
         """Recoveries of jobs that have not ended."""
 
-    async def recover_flow_runs(self, client: PrefectClient, pool: str) -> None:
+    async def recover_flow_runs(self, api: PrefectApi, pool: str) -> None:
         """Cancel runs on request, and end zombie runs and their unreported tasks."""
         candidates = []
-        for run in await read_pool_runs(client, pool, *UNDER_WAY):
+        for run in await api.read_pool_runs(pool, *UNDER_WAY):
             if not self._executes(run.id):
                 candidates.append(run)
-            elif run.state and run.state.is_cancelling():
+            elif run.state.type == "CANCELLING":
                 self._cancel(run.id)
         for run in candidates:
             try:
-                await recover_zombie(client, run, self._here, spool=self._spool)
-            except (ObjectNotFound, httpx.HTTPStatusError) as error:  # others are unaffected
+                await recover_zombie(api, run, self._here, spool=self._spool)
+            except PrefectApiError as error:
+                if not error.status:  # the server is away; otherwise others are unaffected
+                    raise
                 logger.warning("cannot recover flow run %s: %s", run.name, error)
-        await end_unreported_tasks(client, pool)
+        await end_unreported_tasks(api, pool)
 
-    async def recover_images(self, client: PrefectClient) -> None:
+    async def recover_images(self, api: PrefectApi) -> None:
         """Report evictions, request the flow runs of orphaned images, and retry crashed runs."""
         await run_in_thread(self._evictions.report)
         begun = {}
         for job in await run_in_thread(lambda: list(list_job_spools(self._spool))):
             if job not in self._jobs:
-                begun[job] = asyncio.create_task(self._recover_job(client, job))
+                begun[job] = asyncio.create_task(self._recover_job(api, job))
         self._jobs |= begun
         if begun:
             await asyncio.wait(begun.values(), timeout=ANSWER_S)
@@ -98,36 +92,31 @@ class NodeRecovery:
         for error in filter(None, errors):
             raise error
 
-    async def _recover_job(self, client: PrefectClient, job: JobSpool) -> None:
+    async def _recover_job(self, api: PrefectApi, job: JobSpool) -> None:
         requests = await run_in_thread(find_pending_saves, job)
         if not requests:
             return
-        deployment = await client.read_deployment_by_name(SAVE_DEPLOYMENT)
         for request in requests:
             try:
-                run = await request_run(client, deployment.id, request.flow_run)
+                run = await api.create_flow_run(request.flow_run)
             except RequestRefusedError as error:  # others are unaffected
                 warn_once(f"{request.run_name} of {request.root}: {error}")
                 continue
-            if run.state and (run.state.is_cancelled() or run.state.is_failed()):
+            if run.state.type in ("CANCELLED", "FAILED"):
                 # before a worker acquired it, or on a worker that cannot reach this node
-                await run_in_thread(
-                    allow_eviction, self._spool, run.parameters, str(run.state.message)
-                )
-            elif run.state and run.state.is_crashed():
-                await self._retry_crashed(client, request, run.id)
-            elif run.state and run.state.is_completed():
+                await run_in_thread(allow_eviction, self._spool, run.parameters, run.state.message)
+            elif run.state.type == "CRASHED":
+                await self._retry_crashed(api, request, run.id)
+            elif run.state.type == "COMPLETED":
                 await run_in_thread(compare_late_images, self._spool, request)
 
-    async def _retry_crashed(
-        self, client: PrefectClient, request: SaveRequest, run_id: UUID
-    ) -> None:
+    async def _retry_crashed(self, api: PrefectApi, request: SaveRequest, run_id: UUID) -> None:
         """Retry a crashed run, unless the worker of another node is about to."""
         lock = try_acquire_file_lock(Path(request.root) / PRIVATE_FOLDER / "retry.lock")
         locks = ExitStack()
         try:
             if await run_in_thread(locks.enter_context, lock):
-                await retry_crashed(client, run_id, self._here, spool=self._spool)
+                await retry_crashed(api, run_id, self._here, spool=self._spool)
         finally:
             await run_in_thread(locks.close)
 

@@ -13,19 +13,18 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-import httpx
-from prefect.client.orchestration import PrefectClient
-from prefect.client.schemas.objects import FlowRun, StateType
-from prefect.exceptions import ObjectNotFound
-
 from trinity_sync.catalog.database import get_catalog_url, open_catalog
 from trinity_sync.catalog.mirror import add_versions, find_differences, rebuild
+from trinity_sync.client.prefect_api import FINAL, UNDER_WAY, FlowRun, PrefectApi
 from trinity_sync.client.save_request import SAVE_DEPLOYMENT
-from trinity_sync.errors import CatalogError, RequestRefusedError, TrinitySyncError
+from trinity_sync.errors import (
+    CatalogError,
+    PrefectApiError,
+    TrinitySyncError,
+)
 from trinity_sync.fs.mounts import read_file_system_time
 from trinity_sync.fs.process import read_process_identity
 from trinity_sync.orchestration.job_registry import list_known_roots
-from trinity_sync.orchestration.prefect_queries import UNDER_WAY, read_pool_runs, request_run
 from trinity_sync.orchestration.recovery.flow_runs import find_orphaned_saves, recover_zombie
 from trinity_sync.orchestration.root_threads import OTHERS_WAIT_S, RootVisits, run_in_thread
 from trinity_sync.settings import Settings, StackSettings
@@ -50,24 +49,24 @@ GRACE_S = 3600.0
 async def reconcile(
     settings: Settings,
     roots: Sequence[Path],
-    client: PrefectClient | None,
+    api: PrefectApi | None,
     *,
     grace_s: float = GRACE_S,
 ) -> list[Finding]:
     """Repair what crashes left in jobs and on this node; return what was repaired or left.
 
-    Without a server (``client`` is None), files that a run may need are left, as are files and
+    Without a server (``api`` is None), files that a run may need are left, as are files and
     slots younger than ``grace_s``. The age of a file is by the clock of its root's file server.
     """
     found: list[Finding] = []
     runs: list[FlowRun] | None = None
-    if client:
+    if api:
         pool = StackSettings().worker.pool
         try:
-            found += await _recover_runs(client, settings, pool)
-            found += await _request_runs(client, settings)
-            runs = await _read_unfinished_saves(client, pool)
-        except httpx.HTTPError as error:  # such as refused credentials
+            found += await _recover_runs(api, settings, pool)
+            found += await _request_runs(api, settings)
+            runs = await _read_unfinished_saves(api, pool)
+        except PrefectApiError as error:  # such as refused credentials
             found.append(Finding("Prefect", "runs", "left", f"cannot query the server: {error}"))
     found += await run_in_thread(lambda: list(_repair_files(settings, roots, runs, grace_s)))
     return found
@@ -89,44 +88,41 @@ def _repair_and_log(root: Path) -> list[Finding]:
     return found
 
 
-async def _recover_runs(client: PrefectClient, settings: Settings, pool: str) -> list[Finding]:
+async def _recover_runs(api: PrefectApi, settings: Settings, pool: str) -> list[Finding]:
     """Recover the zombie runs of this node."""
     here = f"{settings.node}/{read_process_identity(os.getpid())}"
     found = []
-    for run in await read_pool_runs(client, pool, *UNDER_WAY):
+    for run in await api.read_pool_runs(pool, *UNDER_WAY):
         try:
-            await recover_zombie(client, run, here, spool=settings.spool)
-            now = (await client.read_flow_run(run.id)).state
-        except (ObjectNotFound, httpx.HTTPStatusError) as error:
+            await recover_zombie(api, run, here, spool=settings.spool)
+            now = (await api.read_flow_run(run.id)).state
+        except PrefectApiError as error:
+            if not error.status:  # the server is away
+                raise
             found.append(Finding("Prefect", f"run {run.name}", "left", str(error)))
             continue
-        if now and run.state and now.type not in UNDER_WAY:
-            why = "its process is gone; retrying it" if now.is_scheduled() else now.name
-            found.append(Finding("Prefect", f"run {run.name}", "repaired", str(why)))
+        if now.type not in UNDER_WAY:
+            is_retried = now.type == "SCHEDULED"
+            why = "its process is gone; retrying it" if is_retried else now.name
+            found.append(Finding("Prefect", f"run {run.name}", "repaired", why))
     return found
 
 
-async def _request_runs(client: PrefectClient, settings: Settings) -> list[Finding]:
+async def _request_runs(api: PrefectApi, settings: Settings) -> list[Finding]:
     """Request the flow runs of orphaned images."""
-    requests = await run_in_thread(find_orphaned_saves, settings.spool)
-    if not requests:
-        return []
-    try:
-        deployment = await client.read_deployment_by_name(SAVE_DEPLOYMENT)
-    except ObjectNotFound:
-        why = f"{SAVE_DEPLOYMENT} is not deployed; run: trinity-sync deploy"
-        return [Finding(each.root, each.run_name, "left", why) for each in requests]
     found = []
-    for request in requests:
+    for request in await run_in_thread(find_orphaned_saves, settings.spool):
         try:
-            run = await request_run(client, deployment.id, request.flow_run)
-        except (RequestRefusedError, httpx.HTTPStatusError) as error:
+            run = await api.create_flow_run(request.flow_run)
+        except PrefectApiError as error:
+            if not error.status:  # the server is away
+                raise
             found.append(Finding(request.root, request.run_name, "left", str(error)))
             continue
-        if run.state is None or run.state.is_scheduled():
+        if run.state.type in ("", "SCHEDULED"):
             why = "its images wait in the spool; requested its flow run"
             found.append(Finding(request.root, request.run_name, "repaired", why))
-        elif run.state.is_final():
+        elif run.state.type in FINAL:
             why = (
                 f"its images wait, and its flow run is {run.state.name}; run: trinity-sync retry "
                 f"{request.root} {request.step}"
@@ -135,11 +131,10 @@ async def _request_runs(client: PrefectClient, settings: Settings) -> list[Findi
     return found
 
 
-async def _read_unfinished_saves(client: PrefectClient, pool: str) -> list[FlowRun]:
+async def _read_unfinished_saves(api: PrefectApi, pool: str) -> list[FlowRun]:
     """Read the unfinished runs of saves; those of other flows would be many."""
     name = SAVE_DEPLOYMENT.rpartition("/")[2]
-    states = (*UNDER_WAY, StateType.SCHEDULED)
-    return await read_pool_runs(client, pool, *states, deployment=name)
+    return await api.read_pool_runs(pool, *UNDER_WAY, "SCHEDULED", deployment=name)
 
 
 def _repair_files(

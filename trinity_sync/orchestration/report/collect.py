@@ -3,26 +3,23 @@
 import platform
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
+from uuid import UUID
 
-from trinity_sync.errors import ConfigError, StackError, TrinitySyncError
-from trinity_sync.layout import KINDS, PRIVATE_FOLDER, steps_on_disk
-from trinity_sync.orchestration.prefect_queries import (
-    ANSWER_S,
-    PAGE,
-    VERIFIED,
-    ArtifactTable,
-    FlowRunSummary,
-    find_server,
-    open_client,
-    read_job_runs,
-    read_table,
+from trinity_sync.client.prefect_api import FAILED, PAGE, FlowRun, PrefectApi, ask_server
+from trinity_sync.errors import (
+    ConfigError,
+    PrefectApiError,
+    TrinitySyncError,
 )
+from trinity_sync.layout import KINDS, PRIVATE_FOLDER, steps_on_disk
+from trinity_sync.orchestration.quantities import VERIFIED, make_artifact_key
 from trinity_sync.orchestration.report.facts import (
     Disk,
     InFlight,
@@ -69,8 +66,12 @@ MAX_SAVES = 1000
 class _Server:
     """What the Prefect server knows."""
 
-    runs: Sequence[FlowRunSummary] = ()
-    verified: ArtifactTable | None = None
+    runs: Sequence[FlowRun] = ()
+    tasks: Mapping[UUID, Set[str]] = field(default_factory=dict)
+    """Names of the task runs of those in flight."""
+    verified_at: float | None = None
+    verified: Sequence[Mapping[str, Any]] = ()
+    """Rows of the newest table of verified steps."""
     ui_url: str = ""
     error: str = ""
 
@@ -86,7 +87,9 @@ def collect_report(settings: Settings, root: Path) -> JobReport:
     evictions = read_evictions(spool.folder)
     committed = _list_committed(steps) | {(each.run, each.step, each.timing.kind) for each in saves}
     failures = group_failures(str(root), server.runs, evictions, steps, committed)
-    in_flight = tuple(list_in_flight(settings, root, spool, server.runs, committed))
+    in_flight = tuple(
+        list_in_flight(settings, root, spool, server.runs, committed, tasks=server.tasks)
+    )
     job = _read_job_settings(root)
     rules = Rules.of_job(job)
     infos = list_step_infos(root)
@@ -103,9 +106,9 @@ def collect_report(settings: Settings, root: Path) -> JobReport:
         in_flight=in_flight,
         failures=failures,
         marks=tuple(
-            Mark(int(run.tags["step"]), run.since or run.started_at, run.state)
+            Mark(run.step, run.state.since or run.started_at, run.state.name)
             for run in server.runs
-            if run.failed and run.is_save and run.tags.get("step", "").isdigit()
+            if run.state.type in FAILED and run.is_save
         ),
         disk=_measure_disk(root, steps, quarantined, growth, now),
         memory=measure_memory(settings.spool, spool),
@@ -113,7 +116,7 @@ def collect_report(settings: Settings, root: Path) -> JobReport:
         uses=tuple(_list_uses(root, now)),
         quarantined=tuple("/".join(path.parts[-2:]) for path in quarantined),
         remote=job.remote,
-        verified_at=server.verified.created_at if server.verified else None,
+        verified_at=server.verified_at,
         versions={
             "trinity-sync": version("trinity-sync"),
             "prefect": version("prefect"),
@@ -134,18 +137,18 @@ def _read_job_settings(root: Path) -> JobSettings:
 
 
 def _query_server(settings: Settings, root: Path) -> _Server:
+    async def ask(api: PrefectApi) -> _Server:
+        runs = await api.read_job_runs(job_id(root))
+        in_flight = [run.id for run in runs if run.is_save and run.is_in_flight]
+        tasks = await api.read_task_names(in_flight)
+        table = await api.read_table(make_artifact_key(VERIFIED, root))
+        verified_at, verified = table or (None, ())
+        url = f"{api.find_server().ui_url}/runs?tags={quote(f'job:{job_id(root)}')}"
+        return _Server(runs, tasks, verified_at, verified, url)
+
     try:
-        url, auth = find_server(settings)
-        if not url:
-            return _Server(error="no Prefect server is known")
-        with open_client(url, auth, answer_s=ANSWER_S) as client:
-            base = str(client.api_url).removesuffix("/").removesuffix("/api")
-            return _Server(
-                read_job_runs(client, root),
-                read_table(client, VERIFIED, root),
-                f"{base}/runs?tags={quote(f'job:{job_id(root)}')}",
-            )
-    except StackError as error:
+        return ask_server(settings, ask)
+    except PrefectApiError as error:
         return _Server(error=str(error))
 
 
@@ -165,13 +168,12 @@ def _list_steps(root: Path, known: Sequence[Run], server: _Server) -> Iterator[S
         has_remote = bool(read_required_remote(root))
     except TrinitySyncError:
         has_remote = False
-    verified = server.verified.rows if server.verified else ()
-    checked = {row.get("step") for row in verified if row.get("state") in ("valid", "restored")}
-    urls: dict[tuple[str, str], list[str]] = {}
+    good = ("valid", "restored")
+    checked = {row.get("step") for row in server.verified if row.get("state") in good}
+    urls: dict[tuple[int, int], list[str]] = {}
     for run in server.runs:
-        if run.is_save and run.ended and not run.failed:
-            key = run.tags.get("step", ""), run.tags.get("run", "")
-            urls.setdefault(key, []).append(run.url)
+        if run.is_save and run.state.type == "COMPLETED":
+            urls.setdefault((run.step, run.run), []).append(run.page)
     for step in steps_on_disk(root):
         found = read_step_state(root, step, known)
         row = StepRow(
@@ -180,7 +182,7 @@ def _list_steps(root: Path, known: Sequence[Run], server: _Server) -> Iterator[S
             found.reason,
             pointers=tuple(kind for kind, target in pointers.items() if target == step),
             tags=tuple(tag.name for tag in tags if tag.step == step),
-            verified_at=server.verified.created_at if server.verified and step in checked else None,
+            verified_at=server.verified_at if step in checked else None,
         )
         if found.manifest is None:
             yield row
@@ -195,7 +197,7 @@ def _add_manifest(
     row: StepRow,
     manifest: Manifest,
     replicated: bool | None,
-    urls: Mapping[tuple[str, str], Sequence[str]],
+    urls: Mapping[tuple[int, int], Sequence[str]],
 ) -> StepRow:
     components: dict[str, int] = {}
     for file in manifest.files:
@@ -214,7 +216,7 @@ def _add_manifest(
         ),
         replicated=replicated,
         metrics=read_metrics(root, manifest.run, manifest.step),
-        urls=tuple(urls.get((str(manifest.step), str(manifest.run)), ())),
+        urls=tuple(urls.get((manifest.step, manifest.run), ())),
     )
 
 
@@ -272,15 +274,16 @@ def list_in_flight(
     settings: Settings,
     root: Path,
     spool: JobSpool,
-    runs: Sequence[FlowRunSummary],
+    runs: Sequence[FlowRun],
     committed: Committed,
+    *,
+    tasks: Mapping[UUID, Set[str]],
 ) -> Iterator[InFlight]:
-    """Yield the saves with images on this node, and those whose flow run has not ended."""
-    under_way = {
-        (int(run.tags["step"]), run.tags["kind"]): run
-        for run in runs
-        if run.is_save and not run.ended and run.tags.get("step", "").isdigit()
-    }
+    """Yield the saves with images on this node, and those whose flow run has not ended.
+
+    ``tasks`` are the names of the task runs of flow runs, by the flow run's id.
+    """
+    under_way = {(run.step, run.kind): run for run in runs if run.is_save and run.is_in_flight}
     saves: dict[tuple[int, str], list[Ticket]] = {}
     for image in spool.tickets()[0]:
         ticket = image.ticket
@@ -288,24 +291,25 @@ def list_in_flight(
             saves.setdefault((ticket.step, ticket.kind), []).append(ticket)
     for step, kind in sorted({*under_way, *saves}):
         run, tickets = under_way.get((step, kind)), saves.get((step, kind), [])
-        since = min((ticket.sealed_at for ticket in tickets), default=run.since if run else 0.0)
+        entered = run.state.since if run else 0.0
+        since = min((ticket.sealed_at for ticket in tickets), default=entered)
         yield InFlight(
             step,
             kind,
-            _name_phase(run),
+            _name_phase(run, tasks),
             since,
             len(tickets),
             _find_missing_ranks(settings, root, tickets),
-            run.url if run else "",
+            run.page if run else "",
         )
 
 
-def _name_phase(run: FlowRunSummary | None) -> str:
+def _name_phase(run: FlowRun | None, tasks: Mapping[UUID, Set[str]]) -> str:
     if run is None:
         return "in memory, no flow run known"
-    if run.state != "Running":
-        return f"queued ({run.state.lower()})"
-    return "committing" if "commit" in run.tasks else "writing"
+    if run.state.name != "Running":
+        return f"queued ({run.state.name.lower()})"
+    return "committing" if "commit" in tasks.get(run.id, ()) else "writing"
 
 
 def _find_missing_ranks(settings: Settings, root: Path, tickets: Sequence[Ticket]) -> str:

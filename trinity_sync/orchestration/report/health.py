@@ -6,8 +6,8 @@ from collections.abc import Sequence, Set
 from itertools import pairwise
 from statistics import median
 
+from trinity_sync.client.prefect_api import FAILED, FlowRun
 from trinity_sync.layout import Kind
-from trinity_sync.orchestration.prefect_queries import FlowRunSummary
 from trinity_sync.orchestration.quantities import format_duration
 from trinity_sync.orchestration.report.facts import FailureGroup, Health, InFlight, StepRow
 from trinity_sync.snapshot.spool import Eviction
@@ -80,16 +80,17 @@ def measure_interval(saves: Sequence[LoggedSave]) -> float | None:
 
 def group_failures(
     root: str,
-    runs: Sequence[FlowRunSummary],
+    runs: Sequence[FlowRun],
     evictions: Sequence[Eviction],
     steps: Sequence[StepRow],
     committed: Committed,
 ) -> tuple[FailureGroup, ...]:
     """Return the failures by cause, those with something to do first, then the newest first."""
-    groups: dict[tuple[str, str], list[FlowRunSummary]] = {}
+    groups: dict[tuple[str, str], list[FlowRun]] = {}
     for run in runs:
-        if run.failed:
-            groups.setdefault((run.state, _normalize(run.message)), []).append(run)
+        if run.state.type in FAILED:
+            cause = (run.state.name, _normalize(run.state.message))
+            groups.setdefault(cause, []).append(run)
     found = [_describe(root, state, group, committed) for (state, _), group in groups.items()]
     known = {step for group in found if group.cause == "Evicted" for step in group.steps}
     lost = [
@@ -104,33 +105,31 @@ def group_failures(
     return tuple(sorted(found, key=lambda group: (not group.is_open, -group.last_at)))
 
 
-def _describe(
-    root: str, state: str, runs: Sequence[FlowRunSummary], committed: Committed
-) -> FailureGroup:
+def _describe(root: str, state: str, runs: Sequence[FlowRun], committed: Committed) -> FailureGroup:
     newest = max(runs, key=_get_end)
-    saves = [run for run in runs if run.is_save and run.tags.get("step", "").isdigit()]
+    saves = [run for run in runs if run.is_save]
     open_saves = [run for run in saves if not _is_committed(run, committed)]
     target = max(open_saves or saves, key=_get_end, default=None)
     remedy, command = _find_remedy(root, state, newest, target, bool(open_saves))
     return FailureGroup(
         cause=state,
-        message=_strip(newest.message),
+        message=_strip(newest.state.message),
         count=len(runs),
-        steps=tuple(sorted({int(run.tags["step"]) for run in saves})),
+        steps=tuple(sorted({run.step for run in saves})),
         saved_since=len(saves) - len(open_saves),
         first_at=min(map(_get_end, runs)),
         last_at=_get_end(newest),
         remedy=remedy,
         command=command,
-        url=newest.url,
+        url=newest.page,
     )
 
 
 def _find_remedy(
     root: str,
     state: str,
-    newest: FlowRunSummary,
-    target: FlowRunSummary | None,
+    newest: FlowRun,
+    target: FlowRun | None,
     is_open: bool,
 ) -> tuple[str, str]:
     """Return what to do about a group, and the command."""
@@ -144,8 +143,7 @@ def _find_remedy(
         return f"Open the page of the {what} run; its log says more.", "trinity-sync doctor"
     if not is_open:
         return "Nothing: committed since.", ""
-    step = target.tags["step"]
-    retry = f"trinity-sync retry {quoted} {step}"
+    retry = f"trinity-sync retry {quoted} {target.step}"
     if state == "Cancelled":
         return "Cancelled by a user. Retry it, or cancel no saves.", retry
     if state == "Crashed":
@@ -190,9 +188,8 @@ def _describe_corrupted(root: str, rows: Sequence[StepRow]) -> FailureGroup:
     )
 
 
-def _is_committed(run: FlowRunSummary, committed: Committed) -> bool:
-    number, step, kind = (run.tags.get(name, "") for name in ("run", "step", "kind"))
-    return (int(number) if number.isdigit() else -1, int(step), kind) in committed
+def _is_committed(run: FlowRun, committed: Committed) -> bool:
+    return (run.run, run.step, run.kind) in committed
 
 
 def _count_saves(groups: Sequence[FailureGroup]) -> str:
@@ -200,8 +197,8 @@ def _count_saves(groups: Sequence[FailureGroup]) -> str:
     return f"{count} save{'s' * (count != 1)}"
 
 
-def _get_end(run: FlowRunSummary) -> float:
-    return run.since or run.started_at
+def _get_end(run: FlowRun) -> float:
+    return run.state.since or run.started_at
 
 
 def _strip(message: str) -> str:
