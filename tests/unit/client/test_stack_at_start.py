@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.answers import server
 from trinity_sync import CheckpointCoordinator, Settings
+from trinity_sync.client.prefect_api import PrefectApi, ask_server
 from trinity_sync.client.prefect_connection import find_server
 from trinity_sync.errors import PrefectApiError
 from trinity_sync.settings import LOCAL_HOST, StackSettings
@@ -169,6 +170,28 @@ def test_the_local_stack_is_given_its_password_by_whichever_name_it_is_called(
     assert "authorization" in dict(find_server(settings.home, None).headers)
     monkeypatch.setenv("PREFECT_API_URL", f"http://{host}:4201/api")
     assert "authorization" not in dict(find_server(settings.home, None).headers)
+
+
+def test_the_local_stack_is_given_its_own_password_where_the_environment_has_that_of_another_server(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings.home.mkdir()
+    state = {"api_url": "http://127.0.0.1:4200/api", "api_auth": "trinity-sync:secret"}
+    (settings.home / "stack.json").write_text(json.dumps(state))
+    monkeypatch.setenv("PREFECT_API_AUTH_STRING", "of:another")
+    assert find_server(settings.home, "http://127.0.0.1:4200/api").login == "trinity-sync:secret"
+    assert find_server(settings.home, "http://127.0.0.1:4201/api").login == "of:another"
+
+
+def test_a_server_is_asked_from_within_an_event_loop_as_from_without(settings: Settings) -> None:
+    """As in a notebook, which runs one."""
+
+    async def ask_within(url: str) -> str:
+        return ask_server(settings, PrefectApi.read_version, url)
+
+    with server({"/admin/version": (200, '"3.8.8"')}) as url:
+        assert ask_server(settings, PrefectApi.read_version, url) == "3.8.8"
+        assert asyncio.run(ask_within(url)) == "3.8.8"
 
 
 def test_a_machine_that_joins_does_not_take_the_address_of_the_first(
