@@ -56,17 +56,16 @@ DEPLOYMENT = "replicate-step/replicate-step"
 
 
 @flow(name="replicate-step", persist_result=False, retries=0)
-async def replicate_step(root: str, step: int, url: str, keep_last: int = 0) -> None:
-    """Copy one committed step to a remote.
+async def replicate_step(root: str, step: int, url: str) -> None:
+    """Copy one committed step to a remote, and remove what remote_keep does not keep there.
 
     Args:
         root: Full path of the job's root folder, on a file system that all Ray nodes share.
         step: A committed step.
         url: URL of the job's folder in the remote, without credentials: those are in Ray's
             environment.
-        keep_last: Number of newest steps to keep in the remote; 0 keeps all.
     """
-    await replicate_to_remote(root, step, url, keep_last)
+    await replicate_to_remote(root, step, url)
 
 
 async def request_replication(request: SaveRequest) -> None:

@@ -27,7 +27,7 @@ from trinity_sync.orchestration.quantities import (
 )
 from trinity_sync.orchestration.recovery.reconcile import GRACE_S, reconcile
 from trinity_sync.orchestration.step_events import emit_step_event
-from trinity_sync.retention.prune import Pruned
+from trinity_sync.retention.planner import RemovalPlan
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.storage.gc import Finding
@@ -44,10 +44,10 @@ async def prune(
         ConfigError: A policy is invalid, or a root could not be pruned; the others were.
     """
     found = await run_here(on_node.prune, root, keep, keep_weights, dry_run, now)
-    for done in found:
-        if isinstance(done, Pruned):
-            await create_retention_artifact(done, dry_run=dry_run)
-    if failures := [each for each in found if isinstance(each, str)]:
+    for each, plan in found.items():
+        if isinstance(plan, RemovalPlan):
+            await create_retention_artifact(each, plan, dry_run=dry_run)
+    if failures := [f"{each}: {why}" for each, why in found.items() if isinstance(why, str)]:
         raise ConfigError("\n".join(failures))
 
 
@@ -57,30 +57,24 @@ async def prune_after_commit(request: SaveRequest, node: str) -> None:
     await run_on_node(node, on_node.prune_after_commit, request)
 
 
-async def create_retention_artifact(done: Pruned, *, dry_run: bool) -> None:
+async def create_retention_artifact(root: Path, plan: RemovalPlan, *, dry_run: bool) -> None:
     """Show in the Prefect UI what became of every step of a job."""
+    removed = "would be removed" if dry_run else "removed"
     await acreate_table_artifact(
-        key=make_artifact_key(RETENTION, done.root),
-        description=f"{len(done.removed)} steps of `{done.root}` "
-        f"{'would be ' if dry_run else ''}removed, {format_bytes(done.nbytes)}",
+        key=make_artifact_key(RETENTION, root),
+        description=f"{len(plan.removed)} steps of `{root}` {removed}, {format_bytes(plan.nbytes)}",
         table=[
             {
-                "step": outcome.step.step,
-                "run": outcome.step.run,
-                "kinds": ", ".join(outcome.step.kinds),
-                "size": format_bytes(outcome.step.nbytes),
-                "state": outcome.state,
-                "why": outcome.why,
+                "step": step.step,
+                "run": step.run,
+                "kinds": ", ".join(step.kinds),
+                "size": format_bytes(step.nbytes),
+                "state": "kept" if why else removed,
+                "why": why,
             }
-            for outcome in done.outcomes
+            for step, why in plan.steps
         ]
-        + [
-            {
-                "step": f"quarantine {name}",
-                "state": "would be removed" if dry_run else "removed",
-            }
-            for name in done.quarantine
-        ],
+        + [{"step": f"quarantine {name}", "state": removed} for name in plan.quarantine],
     )
 
 
@@ -100,15 +94,17 @@ async def _is_remote_error(_task: Task[Any, Any], _run: TaskRun, state: State[An
     retry_condition_fn=_is_remote_error,
     persist_result=False,
 )
-async def replicate_to_remote(root: str, step: int, url: str, keep_last: int) -> None:
+async def replicate_to_remote(root: str, step: int, url: str) -> None:
     """Upload a step to a remote, from any node."""
-    arguments = (root, step, url, keep_last)
-    done, removed = await run_on_node(None, on_node.replicate_to_remote, *arguments)
-    pruned = f"; removed from the remote: steps {removed}" if removed else ""
+    done, plan = await run_on_node(None, on_node.replicate_to_remote, root, step, url)
     await acreate_markdown_artifact(
         key=make_artifact_key("replicated", root),
         markdown=f"Step {step} of `{root}` is at `{done.url}`: {done.uploaded} files, "
-        f"{format_bytes(done.nbytes)} sent in {done.seconds:.1f} s{pruned}.",
+        f"{format_bytes(done.nbytes)} sent in {done.seconds:.1f} s.\n\n"
+        + "\n".join(
+            f"- step {each.step}: {f'kept: {why}' if why else 'removed from the remote'}"
+            for each, why in plan.steps
+        ),
     )
 
 

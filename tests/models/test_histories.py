@@ -24,8 +24,7 @@ from trinity_sync.errors import SaveError, StepInUseError, SupersededError
 from trinity_sync.layout import KINDS, SERVES_AS, Kind
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import parse_policy
-from trinity_sync.retention.prune import remove_steps
-from trinity_sync.retention.step_infos import list_step_infos
+from trinity_sync.retention.prune import list_step_infos, prune
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.discovery import find_newest, iter_committed_steps, require_committed
 from trinity_sync.storage.gc import FILE_REPAIRS
@@ -190,7 +189,7 @@ class Histories(RuleBasedStateMachine):
     def _retain(self, last: int, every: int, syncs: int) -> None:
         rules = Rules(parse_policy(f"last={last},every={every}"), parse_policy(f"last={syncs}"))
         made = plan_removals(list_step_infos(self.job.root), rules, now=0)
-        remove_steps(self.job.root, made, spool=self.folder / "spool")
+        prune(self.job.root, made, spool=self.folder / "spool")
 
     def _by_age(self, sort: Kind) -> list[int]:
         of_sort = [step for step, (_, kind, _) in self.steps.items() if kind == sort]

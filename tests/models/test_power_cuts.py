@@ -33,11 +33,12 @@ from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.layout import KINDS, Kind, step_folder
 from trinity_sync.remote import download, remote_root
 from trinity_sync.remote.download import fetch
+from trinity_sync.remote.prune import prune_remote
 from trinity_sync.remote.upload import replicate
 from trinity_sync.retention.planner import Rules, plan_removals
-from trinity_sync.retention.policies import parse_policy
-from trinity_sync.retention.prune import remove_steps
-from trinity_sync.retention.step_infos import list_step_infos
+from trinity_sync.retention.policies import All, LastN, parse_policy
+from trinity_sync.retention.prune import list_step_infos
+from trinity_sync.retention.prune import prune as prune_root
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage import block_reuse, pins, replace
 from trinity_sync.storage import manifest as manifest_files
@@ -110,7 +111,7 @@ def save(job: Job, step: int, value: float, *, kind: Kind = "checkpoint", run: i
 
 def prune(job: Job) -> None:
     rules = Rules(parse_policy("last=1"), parse_policy("last=1"))
-    remove_steps(job.root, plan_removals(list_step_infos(job.root), rules, now=0))
+    prune_root(job.root, plan_removals(list_step_infos(job.root), rules, now=0))
 
 
 def a_whole_life(job: Job) -> Iterator[str]:
@@ -330,7 +331,8 @@ def an_upload(job: Job) -> Iterator[str]:
         replicate(source.root, url, 1, parallel=1)
         yield "step 1 of run 2 was copied"
         save(source, 2, 3.0, run=2)
-        replicate(source.root, url, 2, keep_last=1, parallel=1)
+        replicate(source.root, url, 2, parallel=1)
+        prune_remote(source.root, url, Rules(LastN(1), All()), 0)
         yield "step 2 was copied, step 1 removed"
 
 

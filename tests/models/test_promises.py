@@ -67,7 +67,7 @@ from trinity_sync.fs.records import encode_body
 from trinity_sync.layout import SPOOL_FORMAT
 from trinity_sync.retention.planner import Rules
 from trinity_sync.retention.policies import parse_policy
-from trinity_sync.retention.prune import prune
+from trinity_sync.retention.prune import plan_prune, prune
 from trinity_sync.settings import Settings
 from trinity_sync.storage import manifest
 from trinity_sync.storage import runs as living_run
@@ -709,8 +709,7 @@ class Promises(World, RuleBasedStateMachine):
     def prune(self, last: int, last_syncs: int) -> None:
         """``trinity-sync prune --keep last=... --keep-weights last=...``"""
         rules = Rules(parse_policy(f"last={last}"), parse_policy(f"last={last_syncs}"))
-        options = {"spool": self.settings.spool, "recycle": True}
-        prune(self.root, rules, time.time(), **options)
+        prune(self.root, plan_prune(self.root, rules, time.time()), spool=self.settings.spool)
         self.see_removal(self.model.kept(last=last, last_syncs=last_syncs))
 
     def see_removal(self, stay: set[int]) -> None:

@@ -34,8 +34,7 @@ from trinity_sync.remote.download import fetch
 from trinity_sync.remote.upload import replicate
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import parse_policy
-from trinity_sync.retention.prune import remove_steps
-from trinity_sync.retention.step_infos import list_step_infos
+from trinity_sync.retention.prune import list_step_infos, prune
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import open_job_spool
@@ -96,7 +95,7 @@ def keep_last(number: int) -> Rules:
 
 
 def removed_by(root: Path, rules: Rules) -> list[int]:
-    done = remove_steps(root, plan_removals(list_step_infos(root), rules, time.time()))
+    done = prune(root, plan_removals(list_step_infos(root), rules, time.time()))
     return [each.step for each in done.removed]
 
 
@@ -274,7 +273,7 @@ def test_the_first_claim_of_a_job_is_seen_by_a_node_that_had_found_none(
         pass  # their files are known here
     planned = plan_removals(list_step_infos(root), keep_last(1), time.time())
     other.call(claim, root, 1)
-    assert [each.step for each in remove_steps(root, planned).removed] == [2]
+    assert [each.step for each in prune(root, planned).removed] == [2]
 
 
 def test_a_step_is_known_as_ours_as_soon_as_the_other_node_has_committed_it(
@@ -455,7 +454,7 @@ def test_a_step_that_the_other_node_has_committed_again_is_not_removed_by_an_old
     theirs = other.call(partial(write_shard, run=run), root, spool_folder, 2, 2.0)
     look_at(root)
     other.call(commit, save_of(root, 2, run), theirs)
-    done = remove_steps(root, old)
+    done = prune(root, old)
     assert [each.step for each in done.removed] == [1]
     assert require_committed(root, 2).run == run
     assert_holds(root, 2, 2.0)
@@ -593,7 +592,7 @@ def test_a_node_that_was_cut_off_in_a_removal_leaves_a_step_that_was_leased_sinc
     gate.unlink()
     os.mkfifo(gate)
     planned = plan_removals(list_step_infos(root), keep_last(1), time.time())
-    cut_off.begin(partial(remove_steps, spool=spool_folder), root, planned)
+    cut_off.begin(partial(prune, spool=spool_folder), root, planned)
     with gate.open("w") as file:
         cut_off.network("down")
         lease = acquire_lease(root, 1, "explorer")

@@ -39,7 +39,7 @@ from trinity_sync.integrations.huggingface_state import (
 from trinity_sync.integrations.trainer_saves import BEST
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.retention.planner import Rules
-from trinity_sync.retention.prune import prune
+from trinity_sync.retention.prune import plan_prune, prune
 from trinity_sync.storage.discovery import list_known_runs
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.manifest import read_manifest, read_run_number
@@ -664,7 +664,7 @@ def test_what_is_logged_at_a_step_decides_what_a_policy_keeps(
     assert "eval_title" not in recorded
 
     rules = Rules.of_job(read_job_settings(root), keep="best=2:eval_score:max", keep_weights="")
-    prune(root, rules, time.time(), spool=spool_folder, recycle=False)
+    prune(root, plan_prune(root, rules, time.time()), spool=spool_folder, recycle=False)
     assert steps_on_disk(root) == [8, 12]
 
 

@@ -1,6 +1,7 @@
 """Commands for copies and other formats: remote push, remote pull, export, import."""
 
 import os
+import time
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,8 +19,21 @@ from trinity_sync.cli.app import (
     with_hint,
 )
 from trinity_sync.cli.maintenance import parse_size
-from trinity_sync.cli.output import Output, format_duration, print_object, progress_bar
-from trinity_sync.cli.schema import CommittedStep, ExportedDcp, ExportedModel, PushedStep
+from trinity_sync.cli.output import (
+    Output,
+    format_duration,
+    print_object,
+    print_table,
+    progress_bar,
+)
+from trinity_sync.cli.retention import list_pruned
+from trinity_sync.cli.schema import (
+    CommittedStep,
+    ExportedDcp,
+    ExportedModel,
+    PrunedStep,
+    PushedStep,
+)
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import parse_number
 from trinity_sync.orchestration.quantities import format_bytes
@@ -64,14 +78,19 @@ def push(
     output: Output = "table",
 ) -> None:
     """Copy a committed step to a remote, its manifest last. Safe to run again."""
+    from trinity_sync.remote.prune import prune_remote
     from trinity_sync.remote.upload import replicate
+    from trinity_sync.retention.planner import Rules
+    from trinity_sync.retention.policies import LastN
 
     number = resolve_step_argument(root, step)
     url = url or _find_remote(root)
     with progress_bar("uploading") as on_progress:
-        done = replicate(
-            root, url, number, keep_last=keep_last, read_back=read_back, on_progress=on_progress
-        )
+        done = replicate(root, url, number, read_back=read_back, on_progress=on_progress)
+    rows = []
+    if keep_last:
+        rules = Rules(LastN(keep_last), LastN(keep_last))
+        rows = list_pruned(prune_remote(root, url, rules, time.time(), just_copied=number))
     row = PushedStep(
         step=number,
         run=done.run,
@@ -79,15 +98,19 @@ def push(
         uploaded=done.uploaded,
         bytes=done.nbytes,
         seconds=done.seconds,
-        removed=list(done.removed),
+        remote=rows,
     )
     text = (
         f"copied step {number} to {done.url}: uploaded {done.uploaded} files, "
         f"{format_bytes(done.nbytes)}, in {format_duration(done.seconds)}"
     )
-    if done.removed:
-        text += f"\nremoved from the remote: steps {', '.join(map(str, done.removed))}"
-    print_object("push", row, output, text)
+
+    def show() -> None:
+        typer.echo(text)
+        if rows:
+            print_table(PrunedStep, rows, output)
+
+    print_object("push", row, output, show)
 
 
 @remote.command(

@@ -31,7 +31,7 @@ from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.orchestration.quantities import format_bytes
 
 if TYPE_CHECKING:
-    from trinity_sync.retention.prune import Pruned
+    from trinity_sync.retention.planner import RemovalPlan
 
 
 @app.command(
@@ -64,49 +64,43 @@ def prune(
     """Remove steps that no policy, pin, tag, lease or latest pointer keeps."""
     from trinity_sync.catalog.mirror import try_mirror
     from trinity_sync.retention.planner import Rules
+    from trinity_sync.retention.prune import plan_prune
     from trinity_sync.retention.prune import prune as prune_root
     from trinity_sync.settings import StackSettings
     from trinity_sync.storage.job_settings import read_job_settings
 
     settings, job = read_settings(), read_job_settings(require_existing(root))
     rules = Rules.of_job(job, keep=keep, keep_weights=keep_weights, keep_quarantine=keep_quarantine)
-    reuse_files, now = StackSettings().io.reuse_files, time.time()
-
-    def run(*, dry_run: bool, confirmed: "Pruned | None" = None) -> "Pruned":
-        return prune_root(
-            root,
-            rules,
-            now,
-            spool=settings.spool,
-            recycle=reuse_files,
-            dry_run=dry_run,
-            confirmed=confirmed,
-            on_removed=lambda steps: try_mirror(settings, root, steps),
-        )
-
-    plan = None
-    if not dry_run and not yes:
-        plan = run(dry_run=True)
-        if plan.removed or plan.quarantine:
+    plan = plan_prune(root, rules, time.time())
+    if not dry_run:
+        if not yes and (plan.removed or plan.quarantine):
             if is_text(output):
                 _print_pruned(_describe(plan, dry_run=True), str(root), output)
             confirm(f"remove {_count(plan)} of {root}, {format_bytes(plan.nbytes)}", yes=yes)
-    done = run(dry_run=dry_run, confirmed=plan)
-    report = _describe(done, dry_run=dry_run)
+        reuse_files = StackSettings().io.reuse_files
+        plan = prune_root(root, plan, spool=settings.spool, recycle=reuse_files)
+        try_mirror(settings, root, [each.step for each in plan.removed])
+    report = _describe(plan, dry_run=dry_run)
     print_object("prune", report, output, lambda: _print_pruned(report, str(root), output))
 
 
-def _count(plan: "Pruned") -> str:
+def _count(plan: "RemovalPlan") -> str:
     steps = f"{len(plan.removed)} steps"
     return steps + f" and {len(plan.quarantine)} folders in quarantine" * bool(plan.quarantine)
 
 
-def _describe(done: "Pruned", *, dry_run: bool) -> PruneReport:
-    rows = [
-        PrunedStep(each.step.step, each.step.nbytes, each.state, each.why or None)
-        for each in reversed(done.outcomes)
+def _describe(plan: "RemovalPlan", *, dry_run: bool) -> PruneReport:
+    rows = list_pruned(plan, dry_run=dry_run)
+    return PruneReport(dry_run, plan.nbytes, rows, list(plan.quarantine))
+
+
+def list_pruned(plan: "RemovalPlan", *, dry_run: bool = False) -> list[PrunedStep]:
+    """Return what became of the steps of a plan, newest first, as rows."""
+    removed = "would be removed" if dry_run else "removed"
+    return [
+        PrunedStep(step.step, step.nbytes, "kept" if why else removed, why or None)
+        for step, why in reversed(plan.steps)
     ]
-    return PruneReport(dry_run, done.nbytes, rows, list(done.quarantine))
 
 
 def _print_pruned(report: PruneReport, root: str, output: Output) -> None:

@@ -589,8 +589,8 @@ class PushedStep:
     """Bytes of those files."""
     seconds: float
     """Time of the upload."""
-    removed: list[int]
-    """Steps that ``--keep-last`` removed from the remote."""
+    remote: list[PrunedStep]
+    """With ``--keep-last``, all steps in the remote, newest first."""
 
 
 @dataclass(frozen=True)

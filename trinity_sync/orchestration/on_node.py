@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import date, datetime
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar, cast
 
@@ -32,8 +32,8 @@ from trinity_sync.orchestration.root_threads import OTHERS_WAIT_S, RootVisits
 from trinity_sync.orchestration.run_page import NodeResources, describe_commit, summarize_commit
 from trinity_sync.pipeline import save as pipeline
 from trinity_sync.pipeline.save import NodeWriting, Share
-from trinity_sync.retention.planner import Rules
-from trinity_sync.retention.prune import Pruned
+from trinity_sync.retention.planner import RemovalPlan, Rules
+from trinity_sync.retention.prune import plan_prune
 from trinity_sync.retention.prune import prune as prune_root
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.save_id import SaveId
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 def prune(
     root: str | None, keep: str, keep_weights: str, dry_run: bool, now: datetime | None
-) -> list[Pruned | str]:
+) -> dict[Path, RemovalPlan | str]:
     """Remove the steps that no policy keeps, root by root.
 
     None means the roots of all known jobs, and an empty policy each job's own. Return what became
@@ -67,37 +67,32 @@ def prune(
     """
     settings, stack = read_settings()
 
-    def prune_one(each: Path) -> Pruned | str:
+    def prune_one(each: Path) -> RemovalPlan | str:
         try:
-            return prune_root(
-                each,
-                Rules.of_job(read_job_settings(each), keep=keep, keep_weights=keep_weights),
-                now.timestamp() if now else time.time(),
-                spool=settings.spool,
-                recycle=stack.io.reuse_files,
-                dry_run=dry_run,
-                on_removed=partial(_update_catalog, each),
-            )
+            rules = Rules.of_job(read_job_settings(each), keep=keep, keep_weights=keep_weights)
+            plan = plan_prune(each, rules, now.timestamp() if now else time.time())
+            if dry_run:
+                return plan
+            done = prune_root(each, plan, spool=settings.spool, recycle=stack.io.reuse_files)
+            _update_catalog(each)
+            return done
         except (TrinitySyncError, OSError) as error:
-            return f"{each}: {error}"
+            return str(error)
 
     roots = select_roots(root, settings, stack)
-    return [*RootVisits("retention").visit(roots, prune_one, each_s=OTHERS_WAIT_S).values()]
+    return RootVisits("retention").visit(roots, prune_one, each_s=OTHERS_WAIT_S)
 
 
 def prune_after_commit(request: SaveRequest) -> None:
     """Remove older checkpoints after a save, see `pipeline.save.prune_after_commit`."""
     settings, stack = read_settings()
     require_allowed(request.root, stack)
-    pipeline.prune_after_commit(
-        request,
-        read_writing(),
-        settings.spool,
-        on_removed=lambda steps: try_mirror(settings, request.root, steps, stack=stack),
-    )
+    done = pipeline.prune_after_commit(request, read_writing(), settings.spool)
+    removed = [each.step for each in done.removed]
+    try_mirror(settings, request.root, removed, stack=stack)
 
 
-def _update_catalog(root: Path, _steps: Sequence[int]) -> None:
+def _update_catalog(root: Path) -> None:
     try:
         with open_catalog(get_catalog_url(*read_settings())) as engine:
             rebuild(engine, root)
@@ -105,12 +100,10 @@ def _update_catalog(root: Path, _steps: Sequence[int]) -> None:
         logger.warning("cannot update the catalog for %s: %s", root, error)
 
 
-def replicate_to_remote(
-    root: str, step: int, url: str, keep_last: int
-) -> tuple["Replicated", list[int]]:
+def replicate_to_remote(root: str, step: int, url: str) -> tuple["Replicated", RemovalPlan]:
     """Copy a step to a remote and prune it, see `pipeline.save.replicate_step`."""
     _require_allowed(root, url)
-    return pipeline.replicate_step(root, step, url, keep_last)
+    return pipeline.replicate_step(root, step, url)
 
 
 def upload_to_required_remote(root: str, step: int, url: str) -> None:

@@ -13,8 +13,8 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import SaveError, TrinitySyncError
 from trinity_sync.fs.direct_io import RateLimit
 from trinity_sync.layout import FOLDERS, Component
-from trinity_sync.retention.planner import Rules
-from trinity_sync.retention.prune import Pruned, prune
+from trinity_sync.retention.planner import RemovalPlan, Rules
+from trinity_sync.retention.prune import plan_prune, prune
 from trinity_sync.settings import StackSettings
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import get_job_spool
@@ -204,23 +204,17 @@ def export_requested_models(request: SaveRequest) -> None:
             run_export_request(request.root, export)
 
 
-def replicate_step(
-    root: str, step: int, url: str, keep_last: int
-) -> "tuple[Replicated, list[int]]":
+def replicate_step(root: str, step: int, url: str) -> "tuple[Replicated, RemovalPlan]":
     """Upload the files of a step that the remote lacks, then the manifest, and prune the remote.
 
-    ``keep_last`` newest steps stay there; 0 keeps all. If ``url`` is the job's remote, its
-    ``remote_keep`` counts as well. Also return the steps that were removed from the remote.
+    Also return what became of the steps in the remote.
     """
-    from trinity_sync.remote.required import prune_remote  # imports fsspec
+    from trinity_sync.remote.prune import prune_remote  # imports fsspec
     from trinity_sync.remote.upload import replicate
 
-    job = read_job_settings(root)
-    done = replicate(root, url, step, keep_last=keep_last)
-    removed = [*done.removed]
-    if url.rstrip("/") == job.remote:
-        removed += prune_remote(Path(root), url, job.remote_keep, time.time())
-    return done, removed
+    done = replicate(root, url, step)
+    rules = Rules.of_remote(read_job_settings(root), url)
+    return done, prune_remote(root, url, rules, time.time(), just_copied=step)
 
 
 def upload_to_required_remote(root: str, step: int, url: str) -> None:
@@ -229,12 +223,14 @@ def upload_to_required_remote(root: str, step: int, url: str) -> None:
     Then upload earlier steps that the remote lacks because it was away, and prune it. If that
     fails, the next save retries it.
     """
-    from trinity_sync.remote.required import prune_remote, replicate_missing, replicate_required
+    from trinity_sync.remote.prune import prune_remote
+    from trinity_sync.remote.required import replicate_missing, replicate_required
 
     replicate_required(Path(root), url, step)
     try:
         replicate_missing(Path(root), url)
-        prune_remote(Path(root), url, read_job_settings(root).remote_keep, time.time())
+        rules = Rules.of_remote(read_job_settings(root), url)
+        prune_remote(root, url, rules, time.time(), just_copied=step)
     except (TrinitySyncError, OSError) as error:
         logger.error(
             "uploaded step %d to %s; cannot upload earlier steps or prune there, the next save "
@@ -251,8 +247,7 @@ def prune_after_commit(
     spool: Path,
     *,
     weights: bool = False,
-    on_removed: Callable[[Sequence[int]], object] = lambda _: None,
-) -> Pruned:
+) -> RemovalPlan:
     """Remove all checkpoints but those that ``request.keep`` or a policy of the job keeps.
 
     The step of the request stays, also if newer steps were committed before it. With ``weights``,
@@ -260,22 +255,13 @@ def prune_after_commit(
     """
     policy = read_set_job_settings(request.root).get("keep")  # the default keeps all
     kept = [f"last={request.keep}"] if request.keep else []
-    done = prune(
-        request.root,
-        Rules.of_job(
-            read_job_settings(request.root),
-            keep=",".join([*kept, *([policy] if policy else [])]),
-            keep_weights="" if weights else "all",
-        ),
-        time.time(),
-        spool=spool,
-        recycle=writing.reuse_files,
-        just_committed=request.step,
-        on_removed=on_removed,
+    rules = Rules.of_job(
+        read_job_settings(request.root),
+        keep=",".join([*kept, *([policy] if policy else [])]),
+        keep_weights="" if weights else "all",
     )
-    for step, why in done.removal.spared if done.removal else ():
-        logger.info("keeping step %d in %s: %s", step.step, request.root, why)
-    return done
+    plan = plan_prune(request.root, rules, time.time(), just_committed=request.step)
+    return prune(request.root, plan, spool=spool, recycle=writing.reuse_files)
 
 
 def run_save(
@@ -332,7 +318,7 @@ def run_save(
         try:
             job = read_job_settings(request.root)
             if is_checkpoint and job.remote and not required:
-                replicate_step(request.root, request.step, job.remote, 0)
+                replicate_step(request.root, request.step, job.remote)
             if request.keep or job.keep != "all" or not is_checkpoint:
                 prune_after_commit(request, writing, spool, weights=True)
         except (TrinitySyncError, OSError) as error:

@@ -13,6 +13,7 @@ service come from the environment only (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_UR
 S3), so that no parameter, log or message contains them.
 """
 
+import errno
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -167,11 +168,6 @@ class Remote:
         valid = all(sizes.get(record.path) == record.nbytes for record in manifest.files)
         return RemoteStep(step, manifest, "valid" if valid else "corrupted")
 
-    def list_committed(self) -> list[Manifest]:
-        """Return the manifests of the valid steps, oldest first: by run, then by step."""
-        found = [step.manifest for step in self.list_steps() if step.state == "valid"]
-        return sorted((m for m in found if m), key=lambda manifest: (manifest.run, manifest.step))
-
     def iter_newest_first(self) -> Iterator[Manifest]:
         """Yield the manifests of the valid steps, newest first.
 
@@ -230,14 +226,9 @@ class Remote:
             RemoteError: the file is torn.
             FormatError: another release has written it.
         """
-        where = f"{self.url}/{IDENTITY_FILE}"
-        with self._translate_errors("read the identity of the job in"):
-            try:
-                content = self._fs.cat_file(f"{self._base}/{IDENTITY_FILE}")
-            except FileNotFoundError:
-                return None
+        content, where = self._read(IDENTITY_FILE), f"{self.url}/{IDENTITY_FILE}"
         try:
-            return decode_record(JobIdentity, content, where)
+            return None if content is None else decode_record(JobIdentity, content, where)
         except ValueError as error:
             raise RemoteError(
                 f"{where}, which identifies the job, is torn or edited; replace it by "
@@ -262,7 +253,7 @@ class Remote:
         return [run for number in numbers if (run := self._read_run(number))]
 
     def create_run(self, run: Run) -> Run | None:
-        """Create the record of a run; return the run that has its number, None if that is torn."""
+        """Create the record of a run; return the run that has its number, None if it is torn."""
         content = encode_record(run).encode()
         if self._create(f"{PRIVATE_FOLDER}/runs/{run.number}.json", content):
             return run
@@ -283,10 +274,8 @@ class Remote:
 
     def _read_run(self, number: int) -> Run | None:
         name = f"{PRIVATE_FOLDER}/runs/{number}.json"
-        with self._translate_errors(f"read run {number} in"):
-            content = self._fs.cat_file(f"{self._base}/{name}")
         try:
-            run = decode_record(Run, content, f"{self.url}/{name}")
+            run = decode_record(Run, self._read(name) or b"", f"{self.url}/{name}")
         except ValueError:
             return None
         return run if run.number == number else None
@@ -295,12 +284,7 @@ class Remote:
 
     def read_file(self, step: int, name: str) -> bytes | None:
         """Return the content of a small file below a step's folder; None if there is none."""
-        with self._translate_errors(f"read {name} of step {step} in"):
-            try:
-                content: bytes = self._fs.cat_file(self._path(step, name))
-            except FileNotFoundError:
-                return None
-        return content
+        return self._read(f"global_step_{step}/{name}")
 
     def write_file(self, step: int, name: str, content: bytes) -> None:
         """Write a small file below a step's folder in one request; in a local folder, durably."""
@@ -405,27 +389,35 @@ class Remote:
         with self._translate_errors(f"clean up step {step} in"), suppress(FileNotFoundError):
             self._fs.rm(self._path(step, UPLOADED), recursive=True)
 
+    def _read(self, name: str) -> bytes | None:
+        """Return the content of a small file; None if there is none."""
+        with self._translate_errors(f"read {name} in"):
+            try:
+                content: bytes = self._fs.cat_file(f"{self._base}/{name}")
+            except FileNotFoundError:
+                return None
+        return content
+
     def _create(self, name: str, content: bytes) -> bool:
-        """Create a file; a remote without exclusive creation is checked for it first."""
+        """Create a small file in one request; return False if it exists.
+
+        If that fails, what is there is compared by the caller, whether or not this call wrote it.
+        """
         path = f"{self._base}/{name}"
         with self._translate_errors(f"write {name} to"):
             if self.folder:  # complete or absent, as in an object store
                 make_folder(Path(path).parent)
                 return create_file(Path(path), content)
             try:
-                with self._fs.open(path, "xb") as file:
-                    file.write(content)
+                self._fs.pipe_file(path, content, mode="create")
             except FileExistsError:
                 return False
-            except (OSError, NotImplementedError, ValueError) as error:
-                reason = repr(error.__cause__)
-                if "PreconditionFailed" in reason:
+            except OSError as error:
+                if self._fs.exists(path):  # not all stores name the condition that they refuse by
                     return False
-                if isinstance(error, OSError) and "NotImplemented" not in reason:
+                if error.errno != errno.ENOSYS:
                     raise
-                if self._fs.exists(path):
-                    return False
-                self._fs.pipe_file(path, content)
+                self._fs.pipe_file(path, content)  # the store has no conditional writes
         return True
 
     def _list_names(self, folder: str, what: str) -> list[str]:

@@ -27,14 +27,11 @@ from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.remote_root import Remote
 from trinity_sync.remote.upload import Replicated, claim_remote, join_remote, replicate
-from trinity_sync.retention.planner import Rules, make_step_info, plan_removals
-from trinity_sync.retention.policies import All, parse_policy
 from trinity_sync.snapshot.job_identity import open_identity
 from trinity_sync.storage.discovery import find_newest, iter_committed_steps, require_committed
-from trinity_sync.storage.job_settings import is_replicated, needs_replication, record_replicated
+from trinity_sync.storage.job_settings import needs_replication, record_replicated
 from trinity_sync.storage.manifest import Manifest
-from trinity_sync.storage.pins import list_steps_in_use
-from trinity_sync.storage.runs import Run, add_run, build_lineage, find_superseding_run, list_runs
+from trinity_sync.storage.runs import Run, add_run, find_superseding_run, list_runs
 
 logger = logging.getLogger(__name__)
 
@@ -120,35 +117,6 @@ def replicate_missing(root: Path, url: str) -> list[int]:
             except TrinitySyncError as error:
                 logger.warning("step %d is not replicated to %s: %s", manifest.step, url, error)
     return replicated
-
-
-def prune_remote(root: Path, url: str, policy: str, now: float) -> tuple[int, ...]:
-    """Remove the steps of a remote that a policy, in its short form, does not keep; return them.
-
-    The newest step and steps in use in the root are kept. Of a required remote, only steps that
-    this root has sent or fetched are removed. ``now`` is in seconds since the epoch.
-
-    Raises:
-        ConfigError: the policy is invalid, or another job's steps are there.
-    """
-    rules = Rules(parse_policy(policy), All())
-    if isinstance(rules.checkpoints, All):
-        return ()  # without a request
-    remote, held = Remote(url), list_steps_in_use(root)
-    claim_remote(root, remote)
-    there = {manifest.step: manifest for manifest in remote.list_committed()}
-    lineage = build_lineage(list_runs(root), lambda step: there[step].run if step in there else 0)
-    infos = [
-        make_step_info(each, held=held.get(step, ()), superseded_by=lineage.supersedes(each.run))
-        for step, each in there.items()
-    ]
-    gone = [each.step for each in plan_removals(infos, rules, now).removed]
-    ours = []
-    for step in gone:
-        if is_replicated(root, there[step]):
-            remote.remove_step(step)
-            ours.append(step)
-    return tuple(ours)
 
 
 def _claim_run(root: Path, remote: Remote, manifest: Manifest) -> None:

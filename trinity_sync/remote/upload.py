@@ -48,8 +48,6 @@ class Replicated:
     nbytes: int
     """Bytes of those files."""
     seconds: float
-    removed: tuple[int, ...]
-    """Steps that ``keep_last`` removed from the remote."""
 
 
 def replicate(
@@ -57,17 +55,14 @@ def replicate(
     url: str,
     step: int,
     *,
-    keep_last: int = 0,
     read_back: bool = False,
     parallel: int = PARALLEL,
     on_progress: OnProgress = no_progress,
 ) -> Replicated:
     """Copy a committed step to ``url/global_step_{step}``; files that are there are not sent again.
 
-    ``keep_last`` is the number of newest steps to keep in the remote, in addition to this step; 0
-    keeps all. ``read_back`` reads every uploaded file again, compares its digest, and counts each
-    byte twice in the progress. Each of ``parallel`` files in flight takes about three chunks of 16
-    MiB memory.
+    ``read_back`` reads every uploaded file again, compares its digest, and counts each byte twice
+    in the progress. Each of ``parallel`` files in flight takes about three chunks of 16 MiB memory.
 
     Raises:
         CommitError: the step is not committed, or corrupted here.
@@ -104,10 +99,9 @@ def replicate(
         _commit(remote, step, encode_manifest(manifest))
         if missing:
             remote.remove_upload_records(step)
-    removed = _remove_oldest(remote, keep_last, manifest) if keep_last else ()
     nbytes = sum(record.nbytes for record, new in zip(missing, sent, strict=True) if new)
     seconds = time.perf_counter() - start
-    return Replicated(remote.url, step, manifest.run, sum(sent), nbytes, seconds, removed)
+    return Replicated(remote.url, step, manifest.run, sum(sent), nbytes, seconds)
 
 
 def _commit(remote: Remote, step: int, text: bytes) -> None:
@@ -180,14 +174,6 @@ def _compare(
             f"{remote.url}/global_step_{step}/{record.path} {wrong} after its upload; the step "
             "is not committed there. Retry, or check the remote."
         )
-
-
-def _remove_oldest(remote: Remote, last: int, latest: Manifest) -> tuple[int, ...]:
-    """Remove the oldest committed steps from the remote, never the step that was just copied."""
-    superfluous = [m.step for m in remote.list_committed()[:-last] if m.step != latest.step]
-    for step in superfluous:
-        remote.remove_step(step)
-    return tuple(superfluous)
 
 
 def claim_remote(root: Path, remote: Remote) -> None:

@@ -7,7 +7,6 @@ from a root and carries the plan out.
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import KINDS, Kind
@@ -47,10 +46,19 @@ class Rules:
             quarantine=quarantine,
         )
 
+    @classmethod
+    def of_remote(cls, job: JobSettings, url: str) -> "Rules":
+        """Return the policies for the copies at ``url``: all stay, unless it is the job's remote.
+
+        Raises:
+            ConfigError: the policy of the job is invalid.
+        """
+        return cls(parse_policy(job.remote_keep if url.rstrip("/") == job.remote else "all"), All())
+
 
 @dataclass(frozen=True)
 class RemovalPlan:
-    """The steps to remove, and the others with reasons."""
+    """The steps to remove, and the others with reasons; carried out, what became of them."""
 
     kept: tuple[tuple[StepInfo, str], ...]
     """Steps and reasons, oldest first."""
@@ -58,46 +66,21 @@ class RemovalPlan:
     """Oldest first."""
     newest: dict[Kind, StepInfo]
     """Steps that must be valid before older steps are removed."""
+    spared: tuple[tuple[StepInfo, str], ...] = ()
+    """Steps that were planned for removal and kept when the plan was carried out, with reasons."""
+    quarantine: tuple[str, ...] = ()
+    """Names of the folders in quarantine to remove, oldest first."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the plan frees."""
+        """Bytes that the plan frees, including those kept as spare files."""
         return sum(each.nbytes for each in self.removed)
-
-
-@dataclass
-class Removal:
-    """Result of a plan that was carried out."""
-
-    removed: list[StepInfo] = field(default_factory=list)
-    spared: list[tuple[StepInfo, str]] = field(default_factory=list)
-    """Steps that were kept although planned for removal, with reasons."""
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that were freed, including those kept as spare files."""
-        return sum(each.nbytes for each in self.removed)
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """Outcome of prune for one step."""
-
-    step: StepInfo
-    state: Literal["kept", "removed", "would be removed"]
-    why: str = ""
-    """Why it is kept."""
-
-
-def list_outcomes(plan: RemovalPlan, removal: Removal | None) -> list[StepOutcome]:
-    """Return the outcome of every step, oldest first; without a ``removal``, that of a dry run."""
-    found = [StepOutcome(each, "kept", why) for each, why in plan.kept]
-    if removal is None:
-        found += [StepOutcome(each, "would be removed") for each in plan.removed]
-    else:
-        found += [StepOutcome(each, "removed") for each in removal.removed]
-        found += [StepOutcome(each, "kept", why) for each, why in removal.spared]
-    return sorted(found, key=lambda each: each.step.age)
+    def steps(self) -> list[tuple[StepInfo, str]]:
+        """All steps, oldest first, and why each is kept; empty for a removed step."""
+        removed = [(each, "") for each in self.removed]
+        return sorted([*self.kept, *self.spared, *removed], key=lambda each: each[0].age)
 
 
 def make_step_info(
@@ -106,7 +89,6 @@ def make_step_info(
     metrics: dict[str, float] | None = None,
     held: Sequence[str] = (),
     corruption: str = "",
-    superseded_by: int = 0,
 ) -> StepInfo:
     """Return the input of policies for the step of a manifest."""
     return StepInfo(
@@ -118,7 +100,6 @@ def make_step_info(
         metrics or {},
         tuple(held),
         corruption,
-        superseded_by,
     )
 
 

@@ -1,12 +1,13 @@
 """Prune: remove the steps of a root that no policy keeps, each of them completely.
 
 First the steps to remove are planned (`planner`), from policies and from what is on disk. Then each
-step is checked again, under the commit lock and the removal lock: it is not in use, and a newer
-step is valid. It is renamed to ``.trinity_sync/trash``, and its files are removed afterwards,
-without a lock. So a crash leaves a step as it was committed, or no step. The next prune removes
-what a crash left in the trash.
+step is checked again, under the commit lock and the removal lock (`removal`). It is renamed to
+``.trinity_sync/trash``, and its files are removed afterwards, without a lock. So a crash leaves a
+step as it was committed, or no step. The next prune removes what a crash left in the trash.
 
-Nothing is removed from a root of another release, or with a run or a spool of one.
+A step is kept here, besides what keeps it everywhere, if the required remote lacks it, a save of
+it is in flight, or its folder is a link. Nothing is removed from a root of another release, or with
+a run or a spool of one.
 
 Steps in quarantine have a policy of their own.
 """
@@ -15,154 +16,191 @@ import calendar
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from trinity_sync.errors import FormatError
-from trinity_sync.fs.atomic import make_folder, sync_folder
+from trinity_sync.errors import FormatError, SpoolError, SupersededError
+from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, sync_folder
 from trinity_sync.fs.locks import LONG_S, TRASH_LOCK, acquire_commit_lock, acquire_file_lock
+from trinity_sync.fs.mounts import read_file_system_time
 from trinity_sync.layout import KINDS, PRIVATE_FOLDER, step_folder, steps_on_disk
-from trinity_sync.retention.planner import (
-    Removal,
-    RemovalPlan,
-    Rules,
-    StepOutcome,
-    list_outcomes,
-    plan_removals,
-)
+from trinity_sync.retention.planner import RemovalPlan, Rules, make_step_info, plan_removals
 from trinity_sync.retention.policies import Policy, StepInfo
-from trinity_sync.retention.step_infos import find_reason_to_keep, list_step_infos
+from trinity_sync.retention.removal import carry_out, describe_steps
 from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.block_reuse import can_reuse_blocks, remove_folder
+from trinity_sync.storage.discovery import iter_committed_steps, read_manifest_state
 from trinity_sync.storage.export_requests import remove_export_files
+from trinity_sync.storage.job_settings import needs_replication
 from trinity_sync.storage.leases import acquire_removal_lock
-from trinity_sync.storage.metrics import remove_metrics
+from trinity_sync.storage.manifest import Manifest, read_manifest
+from trinity_sync.storage.metrics import read_metrics, remove_metrics
 from trinity_sync.storage.quarantine import TIME_FORMAT, quarantine_folder, require_readable_step
+from trinity_sync.storage.runs import find_newest_run, refuse_superseded
+from trinity_sync.storage.save_functions import read_statuses
 
 logger = logging.getLogger(__name__)
 
-JUST_COMMITTED = "its save, just committed, removes the others"
+IN_FLIGHT_S = 3600.0
+"""Maximum age in seconds of a temporary file that shows a save in flight."""
+NOT_REPLICATED = "the required remote does not have it yet"
+SAVING = "a save of it is in flight"
+LINKED = "its folder is a symbolic link; remove it by hand"
 
 
-@dataclass(frozen=True)
-class Pruned:
-    """Result of prune for a root."""
+def plan_prune(
+    root: str | Path, rules: Rules, now: float, *, just_committed: int | None = None
+) -> RemovalPlan:
+    """Plan which steps of a root, and which folders in quarantine, no policy keeps.
 
-    root: Path
-    plan: RemovalPlan
-    removal: Removal | None
-    """None for a dry run."""
-    quarantine: list[str]
-    """Names of the folders in quarantine that were or would be removed, oldest first."""
+    ``now`` is in seconds since the epoch. The step ``just_committed``, whose save requests this, is
+    kept.
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that were or would be freed, without those in quarantine."""
-        return (self.removal or self.plan).nbytes
-
-    @property
-    def removed(self) -> list[int]:
-        """Steps that were or would be removed."""
-        return [each.step for each in (self.removal or self.plan).removed]
-
-    @property
-    def outcomes(self) -> list[StepOutcome]:
-        """Outcome of every step, oldest first."""
-        return list_outcomes(self.plan, self.removal)
+    Raises:
+        ConfigError: a policy by itself keeps no step of its type, or names an unknown metric.
+    """
+    steps = describe_steps(RootSteps(root), just_committed=just_committed)
+    quarantine = list_prunable_quarantine(root, rules.quarantine, now)
+    return replace(plan_removals(steps, rules, now), quarantine=tuple(quarantine))
 
 
 def prune(
     root: str | Path,
-    rules: Rules,
-    now: float,
-    *,
-    spool: Path | None = None,
-    recycle: bool | Literal["always"] = True,
-    dry_run: bool = False,
-    confirmed: Pruned | None = None,
-    just_committed: int | None = None,
-    on_removed: Callable[[list[int]], object] = lambda _steps: None,
-) -> Pruned:
-    """Remove the steps of a root, and the folders in quarantine, that no policy keeps.
-
-    ``now`` is in seconds since the epoch. ``spool`` is as in `remove_steps`, ``recycle`` as in the
-    settings. ``confirmed`` is the result of a dry run: nothing else is removed, whatever has
-    changed since then. The step ``just_committed``, whose save requests this, is kept.
-    ``on_removed`` is called with the removed steps, e.g. to update the catalog.
-
-    Raises:
-        ConfigError: a policy by itself keeps no step of its type, or names an unknown metric.
-        OSError, CommitError, LockTimeoutError: as `remove_steps`.
-    """
-    steps = [
-        replace(each, held=(*each.held, JUST_COMMITTED)) if each.step == just_committed else each
-        for each in ([] if confirmed else list_step_infos(root))
-    ]
-    plan = confirmed.plan if confirmed else plan_removals(steps, rules, now)
-    only = confirmed.quarantine if confirmed else None
-    quarantine = prune_quarantine(root, rules.quarantine, now, dry_run=dry_run, only=only)
-    if dry_run:
-        return Pruned(Path(root), plan, None, quarantine)
-    removal = remove_steps(root, plan, spool=spool, recycle=can_reuse_blocks(root, recycle))
-    pruned = Pruned(Path(root), plan, removal, quarantine)
-    on_removed(pruned.removed)
-    return pruned
-
-
-def remove_steps(
-    root: str | Path,
     plan: RemovalPlan,
     *,
     spool: Path | None = None,
-    recycle: bool = True,
-) -> Removal:
-    """Carry out a plan, as far as it is still valid, and empty the trash.
+    recycle: bool | Literal["always"] = True,
+) -> RemovalPlan:
+    """Remove what was planned and nothing else, as far as it is still valid; return what was.
 
-    Other prunes, saves and readers may run meanwhile. Images in ``spool``, this node's, may need
-    the files of a step. ``recycle`` keeps large files for block reuse, as many bytes as the largest
-    of the newest steps has.
+    Images in ``spool``, this node's, may need the files of a step. ``recycle``, as in the settings,
+    keeps large files for block reuse, as many bytes as the largest of the newest steps has.
 
     Raises:
-        OSError: a step cannot be removed; earlier steps of the plan are removed.
-        CommitError: this node lost a lock to another node; earlier steps of the plan are removed.
-        LockTimeoutError: another process holds a lock for too long; earlier steps of the plan are
-            removed.
+        OSError, CommitError, LockTimeoutError: as `carry_out`.
     """
-    result = Removal()
     job = JobSpool(spool / job_id(root)) if spool else None
     for error in job.tickets()[1] if job else []:
         logger.warning("pruning %s without this image: %s", root, error)
-    for each in plan.removed:
-        with acquire_commit_lock(root) as changes, acquire_removal_lock(root) as removal:
-            try:
-                reason = find_reason_to_keep(Path(root), each, plan, job)
-            except FormatError as error:
-                reason = str(error)
-            if reason:
-                result.spared.append((each, reason))
-            elif reason is None:
-                for lock in (changes, removal):
-                    lock.require_held()
-                _move_to_trash(Path(root), each.step)
-                result.removed.append(each)
+    quarantine = remove_quarantined(root, plan.quarantine)
+    done = carry_out(RootSteps(root, job), plan)
     largest = max((each.nbytes for each in plan.newest.values()), default=0)
-    _empty_trash(Path(root), keep=largest if recycle else 0)
-    for each in result.removed:
+    _empty_trash(Path(root), keep=largest if can_reuse_blocks(root, recycle) else 0)
+    for each in done.removed:
         remove_metrics(root, each.step)
         remove_export_files(root, each.step)
-    return result
+    return replace(done, quarantine=tuple(quarantine))
 
 
-def _move_to_trash(root: Path, step: int) -> None:
+def list_step_infos(root: str | Path) -> list[StepInfo]:
+    """Return all steps with a readable manifest, oldest first; prune removes no others."""
+    return describe_steps(RootSteps(root))
+
+
+class RootSteps:
+    """The steps of a root, which are removed by a rename into its trash.
+
+    Images in ``spool``, the job's on this node, may need the files of a step.
+    """
+
+    def __init__(self, root: str | Path, spool: JobSpool | None = None) -> None:
+        self.root = Path(root)
+        self._spool = spool
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    def list_steps(self) -> Iterator[StepInfo]:
+        """As `Place.list_steps`."""
+        return map(self._describe, iter_committed_steps(self.root))
+
+    def read_step(self, step: int) -> StepInfo | None:
+        """As `Place.read_step`."""
+        manifest = read_manifest(self.root, step)
+        return self._describe(manifest) if manifest else None
+
+    def remove_step(self, step: StepInfo, find_reason: Callable[[], str]) -> str:
+        """As `Place.remove_step`, under the commit lock and the removal lock.
+
+        Raises:
+            CommitError: this node lost a lock to another node.
+            LockTimeoutError: another process holds a lock for too long.
+        """
+        with acquire_commit_lock(self.root) as changes, acquire_removal_lock(self.root) as removal:
+            why = find_reason() or _find_save_in_flight(self.root, step, self._spool)
+            if not why:
+                for lock in (changes, removal):
+                    lock.require_held()
+                _move_to_trash(self.root, step_folder(self.root, step.step))
+            return why
+
+    def _describe(self, manifest: Manifest) -> StepInfo:
+        corruption = read_manifest_state(self.root, manifest, runs=()).reason
+        held, metrics = list[str](), read_metrics(self.root, manifest.run, manifest.step)
+        if not corruption and needs_replication(self.root, manifest):
+            held.append(NOT_REPLICATED)
+        if step_folder(self.root, manifest.step).is_symlink():
+            held.append(LINKED)
+        return make_step_info(manifest, metrics=metrics, held=held, corruption=corruption)
+
+
+def _find_save_in_flight(root: Path, planned: StepInfo, spool: JobSpool | None) -> str:
+    """Return which other save of the step, by any run, may need its files; empty if none.
+
+    A ticket that cannot be read keeps the step that it names. Without a step, it keeps nothing.
+
+    Raises:
+        FormatError: another release has begun a run or made ``spool``.
+    """
+    for path in step_folder(root, planned.step).rglob(f".*{TEMPORARY_SUFFIX}"):
+        with suppress(FileNotFoundError):  # renamed or removed meanwhile
+            if path.lstat().st_mtime > read_file_system_time(root) - IN_FLIGHT_S:
+                return SAVING
+    if spool is None:
+        return ""
+    sealed, unreadable = spool.tickets()
+    for ticket in (image.ticket for image in sealed):
+        if ticket.step == planned.step and not _is_superseded(
+            root, ticket.run, ticket.run_key, ticket.step
+        ):
+            return SAVING
+    for error in unreadable:
+        superseded = error.run is not None and _is_superseded(root, error.run, "", planned.step)
+        if error.step == planned.step and not superseded:
+            return f"the spool may have an image of it: {error}"
+    newest = find_newest_run(root)
+    runs = {planned.run, newest.number if newest else planned.run}
+    try:
+        for run in runs:
+            for kind in KINDS:
+                statuses = read_statuses(spool, run, planned.step, kind)
+                if any(status.state != "failed" for status in statuses):
+                    return SAVING
+    except SpoolError as error:
+        return str(error)
+    return ""
+
+
+def _is_superseded(root: Path, run: int, run_key: str, step: int) -> bool:
+    """Return whether a later run has superseded the step of an image."""
+    try:
+        refuse_superseded(root, run, run_key, step)
+    except SupersededError:
+        return True
+    return False
+
+
+def _move_to_trash(root: Path, folder: Path) -> None:
+    """Rename a folder of a root into the trash, durably."""
     trash = root / PRIVATE_FOLDER / "trash"
     make_folder(trash)
-    folder = step_folder(root, step)
     folder.rename(trash / f"{folder.name}.{uuid.uuid4().hex}")
     sync_folder(trash)  # the new name first: after a power cut it may have both, never none
-    sync_folder(root)
+    sync_folder(folder.parent)
 
 
 def _empty_trash(root: Path, *, keep: int) -> None:
@@ -175,41 +213,36 @@ def _empty_trash(root: Path, *, keep: int) -> None:
             remove_folder(root, folder, keep=keep)
 
 
-def prune_quarantine(
-    root: str | Path,
-    policy: Policy,
-    now: float,
-    *,
-    dry_run: bool = False,
-    only: Sequence[str] | None = None,
-) -> list[str]:
-    """Remove the folders in quarantine that a policy does not keep; return their sorted names.
+def list_prunable_quarantine(root: str | Path, policy: Policy, now: float) -> list[str]:
+    """Return the sorted names of the folders in quarantine that a policy does not keep.
 
-    Each is renamed into ``.trinity_sync/trash``; the next `prune.remove_steps` removes its files. A
-    folder with a step of another release is kept. For the policy, such as ``newer=30d`` or
-    ``last=2``, a folder counts as a step of its time; ``now`` is in seconds since the epoch. With
-    ``only``, folders of other names are kept.
+    A folder with a step of another release is kept. For the policy, such as ``newer=30d`` or
+    ``last=2``, a folder counts as a step of its time; ``now`` is in seconds since the epoch.
     """
-    quarantine, trash = quarantine_folder(root), Path(root) / PRIVATE_FOLDER / "trash"
-    if not quarantine.is_dir():
+    folders = sorted(quarantine_folder(root).glob("*"), key=lambda folder: folder.name)
+    ages = [
+        StepInfo(number, 0, KINDS, at, 0)
+        for number, folder in enumerate(folders)
+        if (at := _parse_time(folder)) is not None and _is_own_release(folder)
+    ]
+    kept = policy.keeps(ages, now)
+    return [folders[each.step].name for each in ages if each.step not in kept]
+
+
+def remove_quarantined(root: str | Path, names: Sequence[str]) -> list[str]:
+    """Rename folders in quarantine into the trash, which `prune` empties next.
+
+    A folder that got a step of another release is kept. Return the names of the others that were
+    there.
+    """
+    if not names:
         return []
+    folders = map(quarantine_folder(root).joinpath, names)
     with acquire_commit_lock(root) as lock:  # no rewind adds steps meanwhile
-        folders = sorted(quarantine.iterdir(), key=lambda folder: folder.name)
-        ages = [
-            StepInfo(number, 0, KINDS, at, 0)
-            for number, folder in enumerate(folders)
-            if (at := _parse_time(folder)) is not None and _is_own_release(folder)
-        ]
-        kept = policy.keeps(ages, now)
-        gone = [folders[each.step] for each in ages if each.step not in kept]
-        gone = [folder for folder in gone if only is None or folder.name in only]
-        if gone and not dry_run:
-            make_folder(trash)
-            for folder in gone:
-                lock.require_held()
-                folder.rename(trash / f"quarantine-{folder.name}.{uuid.uuid4().hex}")
-            sync_folder(trash)
-            sync_folder(quarantine)
+        gone = [folder for folder in folders if folder.is_dir() and _is_own_release(folder)]
+        for folder in gone:
+            lock.require_held()
+            _move_to_trash(Path(root), folder)
     return [folder.name for folder in gone]
 
 

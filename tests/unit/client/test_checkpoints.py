@@ -16,7 +16,7 @@ from trinity_sync.cli.commands import app
 from trinity_sync.errors import CommitError, ConfigError, WeightSyncError
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import LastN, parse_policy
-from trinity_sync.retention.step_infos import list_step_infos
+from trinity_sync.retention.prune import list_step_infos
 from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.runs import list_runs
 

@@ -7,8 +7,7 @@ from tests.support.job import Job
 from trinity_sync.client.run_context import RunContext
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import LastN
-from trinity_sync.retention.prune import remove_steps
-from trinity_sync.retention.step_infos import list_step_infos
+from trinity_sync.retention.prune import list_step_infos, prune
 
 
 def test_a_run_that_loads_nothing_where_steps_are_is_told_once(
@@ -41,7 +40,5 @@ def test_a_run_that_a_process_with_nothing_to_load_began_first_supersedes_no_ste
         for step in range(loaded + 1, loaded + 4):
             job.stage(step, {"model": {"w": torch.ones(3)}}, run=number)
             job.commit(step, run=number)
-        remove_steps(
-            job.root, plan_removals(list_step_infos(job.root), Rules(LastN(2), LastN(1)), 0)
-        )
+        prune(job.root, plan_removals(list_step_infos(job.root), Rules(LastN(2), LastN(1)), 0))
     assert [(each.step, each.run) for each in list_step_infos(job.root)] == [(8, 3), (9, 3)]

@@ -26,7 +26,7 @@ from tests.support.job import Job
 from tests.support.steps import commit_files
 from tests.support.weights import first, upload
 from tests.unit.conftest import Open
-from tests.unit.retention.test_retention import numbers, prune
+from tests.unit.retention.test_retention import numbers, prune, rules
 from trinity_sync.catalog.database import open_catalog
 from trinity_sync.catalog.mirror import rebuild
 from trinity_sync.cli.app import require_existing
@@ -46,13 +46,14 @@ from trinity_sync.orchestration.recovery.reconcile import (
 )
 from trinity_sync.orchestration.report.collect import collect_report
 from trinity_sync.remote.download import fetch
+from trinity_sync.remote.prune import prune_remote
 from trinity_sync.remote.remote_root import Remote
 from trinity_sync.remote.required import (
     fetch_newest,
 )
 from trinity_sync.remote.upload import replicate
 from trinity_sync.retention.policies import parse_policy
-from trinity_sync.retention.prune import prune_quarantine
+from trinity_sync.retention.prune import list_prunable_quarantine, remove_quarantined
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import open_identity, read_identity
 from trinity_sync.snapshot.spool import get_job_spool, open_job_spool
@@ -503,7 +504,8 @@ def test_what_was_quarantined_stays_where_a_step_of_it_is_of_another_release(job
         commit_files(job.root, step)
     folders = [rewind(job.root, step, clock=lambda at=1e9 + step: at).folder for step in (2, 1)]
     of_another_release(step_folder(folders[0], 3) / "manifest.json")
-    assert prune_quarantine(job.root, parse_policy("newer=1s"), 2e9) == [folders[1].name]
+    assert list_prunable_quarantine(job.root, parse_policy("newer=1s"), 2e9) == [folders[1].name]
+    assert remove_quarantined(job.root, [folder.name for folder in folders]) == [folders[1].name]
     assert step_folder(folders[0], 3).is_dir()
 
 
@@ -601,7 +603,8 @@ def test_a_step_of_another_release_in_a_store_is_shown_and_not_passed_over(
     with pytest.raises(FormatError):
         replicate(job.root, url, 2)
     commit_files(job.root, 3)
-    assert replicate(job.root, url, 3, keep_last=1).removed == (1,)
+    replicate(job.root, url, 3)
+    assert numbers(prune_remote(job.root, url, rules(), 0).removed) == [1]
     assert path.read_bytes() == kept
 
 

@@ -356,7 +356,7 @@ def test_a_folder_that_is_not_allowed_is_no_store_however_it_is_spelled(
     with environment({"TRINITY_SYNC_STACK__WORKER__ALLOWED_PATHS": str(job.root)}):
         for task in (replicate_to_remote, upload_to_required_remote):
             with pytest.raises(ConfigError):
-                task(str(job.root), 1, url, *([0] if task is replicate_to_remote else []))
+                task(str(job.root), 1, url)
     assert (step_folder(tmp_path / "theirs", 1) / MANIFEST).read_bytes() == before
 
 

@@ -12,21 +12,27 @@ import boto3
 import pytest
 import torch
 from s3fs import S3FileSystem
+from typer.testing import CliRunner
 
 from tests.support.job import Job
 from tests.unit.conftest import SECRET
+from trinity_sync.cli.commands import app
 from trinity_sync.errors import CommitError, ConfigError, RemoteError
 from trinity_sync.layout import MANIFEST
 from trinity_sync.remote.download import fetch
+from trinity_sync.remote.prune import RemoteSteps, prune_remote
 from trinity_sync.remote.remote_root import UPLOADED, Remote
-from trinity_sync.remote.required import prune_remote
 from trinity_sync.remote.upload import replicate
+from trinity_sync.retention.planner import Rules, plan_removals
+from trinity_sync.retention.policies import All, LastN
+from trinity_sync.retention.removal import carry_out, describe_steps
 from trinity_sync.snapshot.job_identity import open_identity, read_identity
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.pins import pin, tag
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import open_run
 
@@ -87,8 +93,11 @@ def test_what_is_there_is_not_sent_again(commit: Callable[..., Job], url: str) -
 
 KILLED = """
 import os, signal, sys
+from trinity_sync.remote.prune import prune_remote
 from trinity_sync.remote.remote_root import Remote
 from trinity_sync.remote.upload import replicate
+from trinity_sync.retention.planner import Rules
+from trinity_sync.retention.policies import All, LastN
 note = Remote.record_upload
 def note_and_die(self, step, record):
     note(self, step, record)
@@ -165,8 +174,46 @@ def test_the_newest_copies_stay_and_the_one_just_made(
     for step in (1, 2, 3, 4):
         job = commit(step)
         replicate(job.root, url, step)
-    assert replicate(job.root, url, 1, keep_last=2).removed == (2,)
+    done = prune_remote(job.root, url, Rules(LastN(2), LastN(2)), 0, just_copied=1)
+    assert [each.step for each in done.removed] == [2]
     assert [step.step for step in Remote(url).list_steps()] == [1, 3, 4]
+
+
+def test_a_push_that_keeps_the_last_copies_keeps_pinned_and_tagged_steps_and_says_why(
+    commit: Callable[..., Job], url: str
+) -> None:
+    for step in (1, 2, 3, 4):
+        job = commit(step)
+        if step < 4:
+            replicate(job.root, url, step)
+    pin(job.root, 1, "the paper")
+    tag(job.root, 2, "best")
+    command = ["remote", "push", str(job.root), "4", url, "--keep-last", "1", "--output", "json"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    assert [step.step for step in Remote(url).list_steps()] == [1, 2, 4]
+    kept = {row["step"]: row["reason"] for row in json.loads(done.stdout)["push"]["remote"]}
+    assert (kept[1], kept[2], kept[3]) == ("pinned: the paper", "tagged best", None)
+
+
+def test_a_copy_that_is_pinned_after_the_plan_stays_and_all_do_without_a_valid_newest_copy(
+    commit: Callable[..., Job], url: str
+) -> None:
+    for step in (1, 2, 3):
+        job = commit(step)
+        replicate(job.root, url, step)
+    place = RemoteSteps(job.root, remote := Remote(url))
+    plan = plan_removals(describe_steps(place), Rules(LastN(1), LastN(1)), 0)
+    assert [each.step for each in plan.removed] == [1, 2]
+    pin(job.root, 1)
+    manifest = remote.read_file(3, MANIFEST)
+    assert manifest
+    remote.remove_manifest(3)
+    spared = {each.step: why for each, why in carry_out(place, plan).spared}
+    assert spared == {1: "pinned", 2: "the newer step 3 is not valid: it is gone"}
+    remote.write_file(3, MANIFEST, manifest)
+    assert [each.step for each in carry_out(place, plan).removed] == [2]
+    assert [step.step for step in remote.list_steps()] == [1, 3]
 
 
 def test_a_corrupted_copy_is_not_committed_and_a_valid_download_resumes(
@@ -250,8 +297,9 @@ def test_copies_in_a_remote_that_is_not_required_go_by_its_policy(
     commit(5)
     for step in (4, 5):
         replicate(job.root, url, step)
-    assert prune_remote(job.root, url, "all", 0) == ()
-    assert prune_remote(job.root, url, "last=1", 0) == (4,)
+    assert prune_remote(job.root, url, Rules(All(), All()), 0).steps == []
+    done = prune_remote(job.root, url, Rules(LastN(1), All()), 0)
+    assert [each.step for each in done.removed] == [4]
     assert [step.step for step in Remote(url).list_steps()] == [5]
 
 
@@ -278,9 +326,9 @@ def test_a_recreated_root_neither_adds_to_the_remote_of_the_old_one_nor_removes_
     new.stage(10, {"model": state(1)})
     new.commit(10)
     with pytest.raises(ConfigError, match=r"another job, whose root is .*remote=URL.*remote pull"):
-        replicate(new.root, any_url, 10, keep_last=1)
+        replicate(new.root, any_url, 10)
     with pytest.raises(ConfigError, match="another job"):
-        prune_remote(new.root, any_url, "last=1", 0)
+        prune_remote(new.root, any_url, Rules(LastN(1), All()), 0)
     with pytest.raises(ConfigError, match="another job"):
         fetch(any_url, 20, new.root)
     assert [step.step for step in Remote(any_url).list_steps()] == [20]

@@ -1,10 +1,12 @@
 """Steps that count once they are in a store: sent, found again elsewhere, and by one training."""
 
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import boto3
@@ -26,12 +28,12 @@ from trinity_sync.errors import (
     SupersededError,
 )
 from trinity_sync.layout import step_folder
+from trinity_sync.remote.prune import NOT_OURS, prune_remote
 from trinity_sync.remote.remote_root import Remote
-from trinity_sync.remote.required import prune_remote, replicate_missing, replicate_required
+from trinity_sync.remote.required import replicate_missing, replicate_required
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import All, LastN
-from trinity_sync.retention.prune import remove_steps
-from trinity_sync.retention.step_infos import NOT_REPLICATED, list_step_infos
+from trinity_sync.retention.prune import NOT_REPLICATED, list_step_infos, prune
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.spool import open_job_spool
@@ -218,6 +220,62 @@ def test_of_two_concurrent_commits_of_a_step_one_succeeds(
     assert remote.supports_exclusive_create()
 
 
+@contextmanager
+def plain_store(status: int, code: str) -> Iterator[str]:
+    """The address of an S3 store that answers a conditional write with an error of its own."""
+    objects: dict[str, bytes] = {}
+
+    class Store(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def answer(self, status: int, body: bytes = b"") -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body if self.command != "HEAD" else b"")
+
+        def do_PUT(self) -> None:
+            content = self.rfile.read(int(self.headers["Content-Length"]))
+            refused = status == 501 or self.path in objects
+            if "If-None-Match" in self.headers and refused:
+                self.answer(status, f"<Error><Code>{code}</Code></Error>".encode())
+                return
+            objects[self.path] = content
+            self.answer(200)
+
+        def do_GET(self) -> None:
+            found = objects.get(self.path)
+            self.answer(200 if found else 404, found or b"<Error><Code>NoSuchKey</Code></Error>")
+
+        do_HEAD = do_GET
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Store) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(("status", "code"), [(412, "PreconditionFailed"), (501, "NotImplemented")])
+def test_a_store_that_refuses_a_conditional_write_in_its_own_way_keeps_the_first_file(
+    status: int, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with plain_store(status, code) as address:
+        for name, value in (("ENDPOINT_URL", address), ("ACCESS_KEY_ID", "a")):
+            monkeypatch.setenv(f"AWS_{name}", value)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+        S3FileSystem.clear_instance_cache()
+        remote = Remote("s3://bucket/job")
+        assert remote.create_file(4, "manifest.json", b"mine")
+        assert not remote.create_file(4, "manifest.json", b"theirs")
+        assert remote.read_file(4, "manifest.json") == b"mine"
+    S3FileSystem.clear_instance_cache()
+
+
 def test_an_exclusively_created_file_is_complete_or_absent_on_a_full_disk(small_disk: Path) -> None:
     remote, content = Remote(f"file://{small_disk}/job"), bytes(3 << 20)
     remote.write_file(3, "in the way", content)
@@ -287,7 +345,7 @@ def test_a_step_that_was_not_replicated_is_kept_and_sent_after_the_next_save(
     ]
     assert replicate_missing(saves.root, one.url) == [1, 2]
     made = plan_removals(list_step_infos(saves.root), rules, time.time())
-    assert [step.step for step in remove_steps(saves.root, made).removed] == [1, 2]
+    assert [step.step for step in prune(saves.root, made).removed] == [1, 2]
     assert [step.state for step in Remote(one.url).list_steps()] == ["valid"] * 3
 
 
@@ -299,11 +357,14 @@ def test_the_policy_of_a_remote_removes_neither_the_newest_nor_a_pinned_step(
     for step in (1, 2, 3, 4):
         one.commit(saves, step)
     pin(saves.root, 2)
-    assert prune_remote(saves.root, one.url, "all", 0) == ()
-    assert prune_remote(saves.root, one.url, "last=1", 0) == (1, 3)
+    newest = Rules(LastN(1), All())
+    assert prune_remote(saves.root, one.url, Rules(All(), All()), 0).steps == []
+    done = prune_remote(saves.root, one.url, newest, 0)
+    assert [each.step for each in done.removed] == [1, 3]
     assert [step.step for step in Remote(one.url).list_steps()] == [2, 4]
     other = machine("other").start("second", load=False)
-    assert prune_remote(other.root, one.url, "last=1", 0) == ()  # it has not sent step 2
+    done = prune_remote(other.root, one.url, newest, 0)
+    assert (done.removed, done.kept[0][1]) == ((), NOT_OURS)  # it has not sent step 2
 
 
 def test_a_root_keeps_its_required_remote_and_is_not_rewound(machine: Make) -> None:

@@ -17,11 +17,10 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.orchestration.on_node import prune_after_commit
-from trinity_sync.retention.planner import Removal, RemovalPlan, Rules, plan_removals
+from trinity_sync.retention.planner import RemovalPlan, Rules, plan_removals
 from trinity_sync.retention.policies import All, StepInfo, parse_policy
+from trinity_sync.retention.prune import list_step_infos, plan_prune
 from trinity_sync.retention.prune import prune as drive
-from trinity_sync.retention.prune import remove_steps
-from trinity_sync.retention.step_infos import list_step_infos
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.ticket import ticket_path
 from trinity_sync.storage.block_reuse import WORTHWHILE, acquire_spare
@@ -60,16 +59,18 @@ def planned(root: Path, checkpoints: str = "last=1", syncs: str = "last=2") -> R
     return plan_removals(list_step_infos(root), rules(checkpoints, syncs), now=2e9)
 
 
-def prune(root: Path, checkpoints: str = "last=1", syncs: str = "last=2", **other: Path) -> Removal:
-    return remove_steps(root, planned(root, checkpoints, syncs), **other)
+def prune(
+    root: Path, checkpoints: str = "last=1", syncs: str = "last=2", **other: Path
+) -> RemovalPlan:
+    return drive(root, planned(root, checkpoints, syncs), **other)
 
 
 def numbers(steps: list[StepInfo]) -> list[int]:
     return [each.step for each in steps]
 
 
-def spared(removal: Removal) -> dict[int, str]:
-    return {each.step: why for each, why in removal.spared}
+def spared(done: RemovalPlan) -> dict[int, str]:
+    return {each.step: why for each, why in done.spared}
 
 
 def test_a_plan_has_removed_steps_and_reasons_for_the_others(root: Path) -> None:
@@ -95,7 +96,7 @@ def test_a_removed_step_leaves_no_files(root: Path) -> None:
         (root / f".trinity_sync/exports/global_step_{step}.actor").mkdir(parents=True)
     done = prune(root, "last=2")
     assert numbers(done.removed) == [1, 2]
-    assert (done.nbytes, done.spared) == (2004, [])
+    assert (done.nbytes, done.spared) == (2004, ())
     assert steps_on_disk(root) == [3, 4]
     assert list((root / ".trinity_sync/trash").iterdir()) == []
     assert [read_metrics(root, 1, step) for step in (2, 3)] == [{}, {"reward": 3.0}]
@@ -103,7 +104,7 @@ def test_a_removed_step_leaves_no_files(root: Path) -> None:
     assert left == ["global_step_3.actor", "global_step_4.actor"]
     for step in (3, 4):
         require_committed(root, step)
-    assert prune(root, "last=2").removed == []
+    assert prune(root, "last=2").removed == ()
 
 
 def test_no_more_than_the_confirmed_steps_and_folders_are_removed(root: Path) -> None:
@@ -112,11 +113,11 @@ def test_no_more_than_the_confirmed_steps_and_folders_are_removed(root: Path) ->
     for step in (1, 2):
         commit_files(root, step)
     newest = Rules(parse_policy("last=1"), All(), quarantine=parse_policy("last=1"))
-    confirmed = drive(root, newest, 2e9, dry_run=True)
+    confirmed = plan_prune(root, newest, 2e9)
     commit_files(root, 3)
     (quarantine_folder(root) / "20200103T000000Z").mkdir()
-    done = drive(root, newest, 2e9, confirmed=confirmed)
-    assert (done.removed, done.quarantine) == ([1], ["20200101T000000Z"])
+    done = drive(root, confirmed)
+    assert (numbers(done.removed), done.quarantine) == ([1], ("20200101T000000Z",))
     assert steps_on_disk(root) == [2, 3]
     assert len(list(quarantine_folder(root).iterdir())) == 2
 
@@ -173,7 +174,7 @@ def test_a_training_that_loaded_nothing_removes_no_step_of_the_one_before(root: 
 def test_superseded_steps_are_removed_by_the_policy_of_quarantine(root: Path) -> None:
     begun_again(root)
     policies = Rules(parse_policy("last=3"), parse_policy("last=1"), parse_policy("last=1"))
-    remove_steps(root, plan_removals(list_step_infos(root), policies, now=2e9))
+    drive(root, plan_removals(list_step_infos(root), policies, now=2e9))
     assert steps_on_disk(root) == [20, 30, 40, 10001]
 
 
@@ -199,7 +200,7 @@ def test_a_step_with_a_pending_export_is_kept(root: Path) -> None:
     request = ExportRequest(1, 10, "actor")
     plan_before = planned(root)
     write_export_request(root, request)
-    done = remove_steps(root, plan_before)
+    done = drive(root, plan_before)
     assert spared(done) == {10: "the export of the model of actor is pending"}
     assert steps_on_disk(root) == [10, 30]
     remove_export_request(root, 10, "actor")
@@ -239,7 +240,7 @@ def test_a_corrupted_step_is_no_successor_and_is_left_to_people(root: Path) -> N
     made = planned(root)
     assert {each.step: why for each, why in made.kept}[3].startswith("the latest pointer")
     assert "is corrupted" in made.kept[-1][1]
-    remove_steps(root, made)
+    drive(root, made)
     assert steps_on_disk(root) == [2, 3]
     assert find_newest(root).step == 2
 
@@ -264,7 +265,7 @@ def test_a_policy_that_keeps_nothing_is_refused(root: Path) -> None:
 
 def test_a_lone_step_needs_no_policy_to_stay(root: Path) -> None:
     commit_files(root, 1)
-    assert prune(root, "every=100").removed == []
+    assert prune(root, "every=100").removed == ()
 
 
 # what happens between the plan and its end
@@ -276,7 +277,7 @@ def test_a_step_that_is_claimed_after_the_plan_is_spared(root: Path) -> None:
     made = planned(root)
     pin(root, 1)
     lease = acquire_lease(root, 2, "explorer 7")
-    done = remove_steps(root, made)
+    done = drive(root, made)
     assert numbers(done.removed) == [3]
     assert spared(done) == {1: "pinned", 2: "leased by explorer 7"}
     lease.release()
@@ -288,8 +289,8 @@ def test_no_step_is_removed_before_a_newer_one_is_valid(root: Path) -> None:
         commit_files(root, step)
     made = planned(root)
     os.truncate(root / "global_step_2" / MODEL, 10)
-    done = remove_steps(root, made)
-    assert done.removed == []
+    done = drive(root, made)
+    assert done.removed == ()
     assert "the newer step 2 is not valid" in spared(done)[1]
     assert find_newest(root).step == 1
 
@@ -299,7 +300,7 @@ def test_a_step_that_was_committed_again_after_the_plan_is_spared(root: Path) ->
         commit_files(root, step)
     made = planned(root)
     commit_files(root, 1, run=2)
-    assert spared(remove_steps(root, made)) == {1: "it was committed again meanwhile"}
+    assert spared(drive(root, made)) == {1: "it was committed again meanwhile"}
 
 
 def test_a_pointer_that_moved_after_the_plan_is_respected(root: Path) -> None:
@@ -307,7 +308,7 @@ def test_a_pointer_that_moved_after_the_plan_is_respected(root: Path) -> None:
         commit_files(root, step)
     made = planned(root)
     (root / "latest_checkpointed_iteration.txt").write_text("1")
-    assert "latest pointer" in spared(remove_steps(root, made))[1]
+    assert "latest pointer" in spared(drive(root, made))[1]
 
 
 def test_a_step_with_a_pending_checkpoint_is_kept(job: Job) -> None:
@@ -407,7 +408,7 @@ def test_large_files_of_one_step_are_kept_for_reuse(root: Path) -> None:
 def test_without_block_reuse_all_space_is_freed(root: Path) -> None:
     for step in (1, 2):
         commit_files(root, step, nbytes=2 * WORTHWHILE)
-    remove_steps(root, planned(root), recycle=False)
+    drive(root, planned(root), recycle=False)
     assert list(root.glob(SPARE_PATTERN)) == []
 
 
@@ -483,15 +484,14 @@ def test_the_driver_plans_removes_and_tells_what_went(root: Path) -> None:
         commit_files(root, step)
     old = quarantine_folder(root) / "20200101T000000Z/global_step_9"
     old.mkdir(parents=True)
-    told: list[int] = []
     policies = Rules(parse_policy("last=1"), All(), quarantine=parse_policy("newer=1d"))
-    trial = drive(root, policies, 2e9, dry_run=True, on_removed=told.extend)
-    assert (trial.removed, trial.quarantine, told) == ([1, 2], ["20200101T000000Z"], [])
+    trial = plan_prune(root, policies, 2e9)
+    assert (numbers(trial.removed), trial.quarantine) == ([1, 2], ("20200101T000000Z",))
     assert steps_on_disk(root) == [1, 2, 3]
     assert old.exists()
-    done = drive(root, policies, 2e9, on_removed=told.extend)
-    assert (done.removed, told, done.nbytes) == ([1, 2], [1, 2], trial.nbytes)
-    assert [each.state for each in done.outcomes] == ["removed", "removed", "kept"]
+    done = drive(root, trial)
+    assert (numbers(done.removed), done.nbytes) == ([1, 2], trial.nbytes)
+    assert [bool(why) for _, why in done.steps] == [False, False, True]
     assert steps_on_disk(root) == [3]
     assert not old.exists()
 

@@ -20,8 +20,8 @@ from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.planner import Rules, plan_removals
-from trinity_sync.retention.prune import remove_steps
-from trinity_sync.retention.step_infos import list_step_infos
+from trinity_sync.retention.prune import prune
+from trinity_sync.retention.prune import list_step_infos
 from trinity_sync.storage.discovery import find_newest, require_committed
 root = Path(sys.argv[1])
 print("ready", flush=True)
@@ -32,7 +32,7 @@ removed = []
 while not (root / "stop").exists():
     rules = Rules(parse_policy(sys.argv[2]), parse_policy("last=1"))
     made = plan_removals(list_step_infos(root), rules, 0)
-    removed += [each.step for each in remove_steps(root, made).removed]
+    removed += [each.step for each in prune(root, made).removed]
 print(json.dumps(removed))
 """
 SAVE = """

@@ -32,7 +32,7 @@ from trinity_sync.errors import (
 from trinity_sync.fs.direct_io import digest_cached_file
 from trinity_sync.layout import KINDS, Kind
 from trinity_sync.orchestration.on_node import commit_step
-from trinity_sync.retention.step_infos import list_step_infos
+from trinity_sync.retention.prune import list_step_infos
 from trinity_sync.snapshot.job_identity import open_identity
 from trinity_sync.snapshot.ticket import ticket_path
 from trinity_sync.storage.commit import commit, free_committed_slots

@@ -13,8 +13,12 @@ from trinity_sync.errors import CommitError, StepInUseError, SupersededError
 from trinity_sync.layout import Kind
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import All, parse_policy
-from trinity_sync.retention.prune import prune_quarantine, remove_steps
-from trinity_sync.retention.step_infos import list_step_infos
+from trinity_sync.retention.prune import (
+    list_prunable_quarantine,
+    list_step_infos,
+    prune,
+    remove_quarantined,
+)
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.latest_pointer import read_latest_pointer, repair_latest_pointer
 from trinity_sync.storage.leases import acquire_lease
@@ -172,22 +176,20 @@ def test_steps_stay_in_quarantine_until_a_policy_removes_them(trained: Job) -> N
     (trained.root / ".trinity_sync/quarantine/my notes").mkdir()
     first, second = "19700101T000000Z", "19700104T000000Z"
 
-    def go(policy: str, at: float, **other: bool) -> list[str]:
-        return prune_quarantine(trained.root, parse_policy(policy), at, **other)
+    def plan(policy: str, at: float) -> list[str]:
+        return list_prunable_quarantine(trained.root, parse_policy(policy), at)
 
     def left() -> list[str]:
         return sorted(each.name for each in (trained.root / ".trinity_sync/quarantine").iterdir())
 
-    assert go("all", 99 * day) == []
-    assert go("newer=2d", 4 * day, dry_run=True) == [first]
+    assert plan("all", 99 * day) == []
+    assert plan("newer=2d", 4 * day) == [first]
     assert left() == [first, second, "my notes"]
-    assert go("newer=2d", 4 * day) == [first]
-    remove_steps(
-        trained.root, plan_removals(list_step_infos(trained.root), Rules(All(), All()), now=0)
-    )
+    assert remove_quarantined(trained.root, [first]) == [first]
+    prune(trained.root, plan_removals(list_step_infos(trained.root), Rules(All(), All()), now=0))
     assert left() == [second, "my notes"]
     assert list((trained.root / ".trinity_sync/trash").iterdir()) == []
-    assert go("last=1", 99 * day) == []
+    assert plan("last=1", 99 * day) == []
     assert find_newest(trained.root).step == 10
 
 

@@ -26,8 +26,8 @@ from trinity_sync.errors import ImageError, WeightSyncError
 from trinity_sync.fs.direct_io import digest_bytes
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import parse_policy
-from trinity_sync.retention.prune import remove_steps
-from trinity_sync.retention.step_infos import list_step_infos
+from trinity_sync.retention.prune import list_step_infos
+from trinity_sync.retention.prune import prune as prune_root
 from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.manifest import read_manifest, write_manifest
 from trinity_sync.storage.runs import open_run
@@ -273,7 +273,7 @@ def test_an_open_version_outlasts_retention(
         made = plan_removals(
             list_step_infos(job.root), Rules(parse_policy("last=1"), parse_policy("last=1")), 0
         )
-        return [each.step for each in remove_steps(job.root, made).removed]
+        return [each.step for each in prune_root(job.root, made).removed]
 
     for step in (1, 2):
         job.stage(step, {"model": weights(step)})

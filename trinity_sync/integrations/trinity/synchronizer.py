@@ -17,7 +17,7 @@ from trinity_sync.errors import ConfigError, TrinitySyncError
 from trinity_sync.integrations.trinity.job import require_supported
 from trinity_sync.retention.planner import Rules
 from trinity_sync.retention.policies import All, parse_policy
-from trinity_sync.retention.prune import prune
+from trinity_sync.retention.prune import plan_prune, prune
 from trinity_sync.settings import Settings
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.leases import Lease, acquire_lease
@@ -203,4 +203,4 @@ def _iter_tensors(reader: WeightReader, version: Version) -> Generator[Named, No
 def _prune_syncs(root: str) -> None:
     settings = Settings()
     rules = Rules(All(), parse_policy(read_job_settings(root).keep_weights))
-    prune(root, rules, time.time(), spool=settings.spool)
+    prune(root, plan_prune(root, rules, time.time()), spool=settings.spool)

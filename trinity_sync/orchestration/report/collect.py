@@ -34,7 +34,7 @@ from trinity_sync.orchestration.report.facts import (
 from trinity_sync.orchestration.report.health import Committed, group_failures, judge_health
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import All, StepInfo, parse_policy
-from trinity_sync.retention.step_infos import list_step_infos
+from trinity_sync.retention.prune import list_step_infos
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.snapshot.spool import JobSpool, count_evictions, read_evictions

@@ -1,0 +1,68 @@
+"""Prune of a remote: remove the copies that no policy keeps, by the plan of the root's removals."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from trinity_sync.remote.remote_root import Remote, RemoteStep
+from trinity_sync.remote.upload import claim_remote
+from trinity_sync.retention.planner import RemovalPlan, Rules, make_step_info, plan_removals
+from trinity_sync.retention.policies import All, StepInfo
+from trinity_sync.retention.removal import carry_out, describe_steps
+from trinity_sync.storage.job_settings import is_replicated
+
+NOT_OURS = "this root has neither sent nor fetched it"
+
+
+def prune_remote(
+    root: str | Path, url: str, rules: Rules, now: float, *, just_copied: int | None = None
+) -> RemovalPlan:
+    """Remove the steps of a remote that no policy keeps; return what became of all steps there.
+
+    What keeps a step in the root keeps its copy. Of a required remote, only steps that this root
+    has sent or fetched are removed. The step ``just_copied`` stays; ``now`` is in seconds since the
+    epoch.
+
+    Raises:
+        ConfigError: another job's steps are there.
+        RemoteError: the remote cannot be read or written; earlier steps of the plan are removed.
+    """
+    if isinstance(rules.checkpoints, All):
+        return RemovalPlan((), (), {})  # without a request
+    remote = Remote(url)
+    claim_remote(Path(root), remote)
+    place = RemoteSteps(root, remote)
+    steps = describe_steps(place, just_committed=just_copied)
+    return carry_out(place, plan_removals(steps, rules, now))
+
+
+class RemoteSteps:
+    """The copies of a root's steps in a remote."""
+
+    def __init__(self, root: str | Path, remote: Remote) -> None:
+        self.root = Path(root)
+        self._remote = remote
+
+    def __str__(self) -> str:
+        return self._remote.url
+
+    def list_steps(self) -> list[StepInfo]:
+        """As `Place.list_steps`."""
+        return [info for each in self._remote.list_steps() if (info := self._describe(each))]
+
+    def read_step(self, step: int) -> StepInfo | None:
+        """As `Place.read_step`."""
+        return self._describe(self._remote.read_step(step))
+
+    def remove_step(self, step: StepInfo, find_reason: Callable[[], str]) -> str:
+        """As `Place.remove_step`; a remote has no locks, and leases need the root's files alone."""
+        why = find_reason()
+        if not why:
+            self._remote.remove_step(step.step)
+        return why
+
+    def _describe(self, found: RemoteStep) -> StepInfo | None:
+        if found.manifest is None:
+            return None
+        held = () if is_replicated(self.root, found.manifest) else (NOT_OURS,)
+        corruption = "" if found.state == "valid" else "files are missing or have other sizes"
+        return make_step_info(found.manifest, held=held, corruption=corruption)
