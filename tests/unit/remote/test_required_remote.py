@@ -34,7 +34,7 @@ from trinity_sync.remote.required import replicate_missing, replicate_required
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import All, LastN
 from trinity_sync.retention.prune import NOT_REPLICATED, list_step_infos, prune
-from trinity_sync.settings import Settings, StackSettings
+from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.stack.doctor_job import check_root
@@ -384,7 +384,7 @@ def test_a_torn_file_of_the_settings_is_named_and_training_goes_on(machine: Make
     one = machine("one")
     saves = one.start("first")
     (saves.root / ".trinity_sync/job.json").write_text("{")
-    found = {check.name: check for check in check_root(saves.root, saves.settings, StackSettings())}
+    found = {check.name: check for check in check_root(saves.root, saves.settings)}
     assert (found["settings"].state, "job.json is torn" in found["settings"].found) == (
         "fail",
         True,
@@ -438,7 +438,7 @@ def test_steps_in_a_remote_are_listed_and_verified(machine: Make) -> None:
     run = CliRunner().invoke
     assert '"in_remote": true' in run(app, ["ls", str(saves.root), "-o", "json"]).output
     assert "in remote" in run(app, ["ls", str(saves.root)]).output
-    found = {check.name: check for check in check_root(saves.root, saves.settings, StackSettings())}
+    found = {check.name: check for check in check_root(saves.root, saves.settings)}
     assert (found["remote"].state, "it lacks [2]" in found["remote"].found) == ("warn", True)
     assert "\tvalid" in run(app, ["verify", one.url]).output
     content = Remote(one.url).read_file(1, SHARD)
