@@ -3,13 +3,10 @@
 Pins, tags, leases, pointers, pending exports, saves in flight and a required remote keep a step.
 """
 
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from trinity_sync.errors import CommitError, ManifestError, SpoolError, SupersededError
-from trinity_sync.fs.atomic import TEMPORARY_SUFFIX
-from trinity_sync.fs.mounts import read_file_system_time
 from trinity_sync.layout import KINDS, step_folder
 from trinity_sync.retention.planner import RemovalPlan, make_step_info
 from trinity_sync.retention.policies import StepInfo
@@ -32,6 +29,7 @@ from trinity_sync.storage.runs import (
     list_runs,
     refuse_superseded,
 )
+from trinity_sync.storage.save import is_being_written
 from trinity_sync.storage.save_functions import read_statuses
 
 IN_FLIGHT_S = 3600.0
@@ -131,10 +129,8 @@ def _find_save_in_flight(root: Path, planned: StepInfo, spool: JobSpool | None) 
     Raises:
         FormatError: another release has begun a run or made ``spool``.
     """
-    for path in step_folder(root, planned.step).rglob(f".*{TEMPORARY_SUFFIX}"):
-        with suppress(FileNotFoundError):  # renamed or removed meanwhile
-            if path.lstat().st_mtime > read_file_system_time(root) - IN_FLIGHT_S:
-                return SAVING
+    if is_being_written(root, planned.step, within_s=IN_FLIGHT_S):
+        return SAVING
     if spool is None:
         return ""
     sealed, unreadable = spool.tickets()
