@@ -18,7 +18,7 @@ from typing import Any
 
 from prefect import flow, get_run_logger, task
 from prefect.client.schemas.objects import State
-from prefect.states import Failed
+from prefect.states import Completed, Failed
 from ray.exceptions import RayError, RayTaskError
 
 from flows.maintenance import request_replication
@@ -40,6 +40,7 @@ from trinity_sync.storage.save import Persisted
 MOST_SINGLE_NODES = 8
 """Nodes up to which each component of each node has a task run of its own."""
 NODES_PER_GROUP = 64
+BY_SAVER = "Committed by the saver of the node, since no flow run had begun it in time."
 _MOST_REASONS = 10
 """Errors that the state of a group's task run quotes; it names all nodes that failed."""
 
@@ -213,8 +214,8 @@ async def save_step(request: SaveRequest) -> State[Any] | None:
         request: The save. The placement files in the root name the nodes that hold its images.
 
     Returns:
-        A Failed state with a name of its own for a save that was superseded or evicted; None for a
-        committed save.
+        A Failed state with a name of its own for a save that was superseded or evicted; for a
+        committed save None, or a Completed state that says that the saver has committed it.
     """
     started_at = time.time()
     nodes: list[NodeSave] = []
@@ -223,9 +224,7 @@ async def save_step(request: SaveRequest) -> State[Any] | None:
         await persist_images(request, nodes)
         persisted = [result for node in nodes for result in node.persisted]
         persisted_at = time.time()
-        has_exports = await commit_step(
-            request, persisted, nodes[0].shards, started_at, persisted_at
-        )
+        done = await commit_step(request, persisted, nodes[0].shards, started_at, persisted_at)
         committed_at = time.time()
         await free_remaining_slots(request, nodes[1:])
         await upload_if_required(request, nodes[0])
@@ -249,13 +248,13 @@ async def save_step(request: SaveRequest) -> State[Any] | None:
     )
     report_step("committed", request, seconds=committed_at - started_at)
     try:
-        if has_exports:
+        if done.has_exports:
             await export_requested_models(request, nodes[0].name)
     finally:  # the copy includes the exported models, which are files of the step
         await request_replication(request)
     if request.keep:
         await prune(request, nodes[0])
-    return None
+    return Completed(message=BY_SAVER) if done.by_saver else None
 
 
 def report_step(outcome: StepOutcome, request: SaveRequest, **payload: Any) -> None:

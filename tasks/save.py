@@ -104,11 +104,10 @@ async def commit_step(
     shards: NodeShards,
     started_at: float,
     persisted_at: float,
-) -> bool:
+) -> on_node.Committed:
     """Commit what the tasks of all nodes have persisted, then free the slots of a node.
 
-    Return whether models of the step are to be exported. Arguments are those of
-    `on_node.save.commit_step`.
+    Arguments are those of `on_node.commit_step`.
     """
     run = str(flow_run.id)
     arguments = (request, persisted, shards, started_at, persisted_at, run)
@@ -120,7 +119,7 @@ async def commit_step(
         await create_weights_artifact(request.root)
     except Exception as error:  # the server is away, and the step is committed nevertheless
         logger.warning("%s is committed; cannot create its artifacts: %r", request.run_name, error)
-    return done.has_exports
+    return done
 
 
 async def create_failure_artifact(

@@ -1,9 +1,12 @@
-"""The process that commits the saves of all jobs of a spool where no stack is known.
+"""The process that commits the saves of all jobs of a spool that no stack commits.
 
 The first save of a trainer starts ``python -m trinity_sync.saver SPOOL``, which works until no
-process saves there any more.
+process saves there any more. The saves of a job without a stack are committed at once, and those of
+another one if no flow run has begun them in time. A flow run that begins nevertheless does no harm:
+one of the two commits, and the other finds that commit.
 """
 
+import hashlib
 import logging
 import os
 import select
@@ -14,19 +17,27 @@ from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from trinity_sync.client.outcomes import Outcome, OutcomeLog
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.client.saver_control import LOCK, SERVED, WAKE
-from trinity_sync.errors import LockTimeoutError, TrinitySyncError
+from trinity_sync.client.saver_control import LOCK, WAKE, read_served
+from trinity_sync.errors import ConfigError, LockTimeoutError, TrinitySyncError
+from trinity_sync.fs.atomic import replace_file
 from trinity_sync.fs.locks import LockFile
-from trinity_sync.pipeline.pending import compare_late_images, find_pending_saves
+from trinity_sync.pipeline.pending import compare_late_images, find_pending_saves, warn_once
 from trinity_sync.pipeline.save import NodeWriting, run_save
-from trinity_sync.settings import StackSettings
+from trinity_sync.pipeline.several_nodes import has_node_records, is_committed
+from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.spool import JobSpool, list_job_spools, make_own_folder
-from trinity_sync.storage.save import mark_failed
+from trinity_sync.storage.placement import is_on_several_nodes
+from trinity_sync.storage.save import is_being_written, mark_failed
+from trinity_sync.storage.save_functions import has_running_functions
 
 logger = logging.getLogger(__name__)
 
+BEGUN = ".begun.json"
+"""Suffix of the requests, in the folder of a job, of saves that a saver has begun."""
 LOOK_S = 5.0
 """Seconds between two looks for images, if no trainer wakes the saver."""
 START_S = 60.0
@@ -45,11 +56,14 @@ SETTLE_S = 2.0
 class Saver:
     """The saver of a node's spool, which is a folder with one folder per job."""
 
-    def __init__(self, spool: Path, writing: NodeWriting) -> None:
+    def __init__(self, spool: Path, writing: NodeWriting, node: str = "") -> None:
         self._spool = spool
+        self._node = node
         self._writing = writing
         self._lock = threading.Lock()
         self._looks: dict[Path, threading.Thread] = {}
+        self._waiting: dict[Path, bool] = {}
+        """Whether saves of a job waited at the last look, by its folder."""
         self._saves: dict[str, threading.Thread] = {}
         """Saves that are being committed, by request key."""
         self._failed: set[str] = set()
@@ -117,9 +131,10 @@ class Saver:
         return False
 
     def _look(self) -> bool:
-        """Begin to commit the saves that wait; return whether any is, or a root does not answer."""
+        """Begin to commit the saves that are due; return whether any waits, or a root hangs."""
         for job in list_job_spools(self._spool):
-            if not (job.folder / SERVED).exists():
+            if read_served(job.folder) is None:
+                self._waiting.pop(job.folder, None)
                 continue
             look = self._looks.get(job.folder)
             if look is None or not look.is_alive():
@@ -128,22 +143,33 @@ class Saver:
                 look.start()
                 look.join(ANSWER_S)
         with self._lock:
-            return bool(self._saves) or any(look.is_alive() for look in self._looks.values())
+            looks = any(look.is_alive() for look in self._looks.values())
+            return bool(self._saves) or any(self._waiting.values()) or looks
 
     def _look_at(self, job: JobSpool) -> None:
-        requests = find_pending_saves(job, grace_s=0, clock=lambda: time.time() - SETTLE_S)
+        after_s = read_served(job.folder) or 0.0
+        waiting = find_pending_saves(job, grace_s=0, clock=lambda: time.time() - SETTLE_S)
+        due = waiting
+        if waiting and after_s:
+            late = find_pending_saves(job, grace_s=after_s)
+            due = [each for each in late if not _is_of_stack(job, each, after_s)]
+        keys = {each.key for each in waiting}
+        due = [*due, *(each for each in _list_unfinished(job) if each.key not in keys)]
         with self._lock:
-            for request in requests:
+            self._waiting[job.folder] = any(each.key not in self._failed for each in waiting)
+            for request in due:
                 if request.key not in self._saves and request.key not in self._failed:
                     save = threading.Thread(target=self._save, args=(request,), daemon=True)
                     self._saves[request.key] = save
                     save.start()
 
     def _save(self, request: SaveRequest) -> None:
-        began = time.monotonic()
+        began, commits = time.monotonic(), False
         self._tell(request, Outcome("pending"))
         try:
-            run_save(request, self._writing, self._spool)
+            with suppress(OSError):  # shared memory is full: the commit frees it
+                _write_begun(self._spool, request)
+            commits = run_save(request, self._writing, self._spool, node=self._node)
             outcome = Outcome("completed")
             logger.info(
                 "%s of %s: %.2f s", request.run_name, request.root, time.monotonic() - began
@@ -162,10 +188,12 @@ class Saver:
                 compare_late_images(self._spool, request)
             else:
                 mark_failed(JobSpool(self._spool / request.job), request.save, outcome.message)
-            self._tell(request, outcome)
+            if commits or outcome.state == "failed":  # what follows a commit may go on
+                self._tell(request, outcome)
         except Exception:
             logger.exception("cannot tell how %s of %s ended", request.run_name, request.root)
         finally:
+            _begun_path(self._spool / request.job, request).unlink(missing_ok=True)
             with self._lock:
                 if outcome.state == "failed":
                     self._failed.add(request.key)
@@ -185,6 +213,46 @@ class Saver:
             log.append({request.key: outcome})
 
 
+def _begun_path(folder: Path, request: SaveRequest) -> Path:
+    return folder / f"{hashlib.sha256(request.key.encode()).hexdigest()[:32]}{BEGUN}"
+
+
+def _write_begun(spool: Path, request: SaveRequest) -> None:
+    """Write down that a save is in work: what follows its commit has no images."""
+    path = _begun_path(spool / request.job, request)
+    replace_file(path, request.model_dump_json(), sync=False)
+
+
+def _list_unfinished(job: JobSpool) -> list[SaveRequest]:
+    """Return the committed saves of which a saver was killed before their export or upload."""
+    found = []
+    for path in job.folder.glob(f"*{BEGUN}"):
+        try:
+            request = SaveRequest.model_validate_json(path.read_bytes())
+            if is_committed(request):
+                found.append(request)
+        except FileNotFoundError:
+            continue  # it has just ended
+        except (OSError, ValidationError, TrinitySyncError) as error:
+            warn_once(f"cannot resume the save of {path}: {error}")
+    return found
+
+
+def _is_of_stack(job: JobSpool, request: SaveRequest, within_s: float) -> bool:
+    """Return whether a save is left to the stack, which has worked on it within some seconds."""
+    save = request.save
+    try:
+        if has_node_records(request):  # the saver of another node has begun
+            return False
+        return (
+            is_being_written(save.root, save.step, within_s=within_s)
+            or has_running_functions(job, save, within_s=within_s)
+            or (not request.components and is_on_several_nodes(save))
+        )
+    except (OSError, TrinitySyncError):
+        return False  # the save tells why
+
+
 def _has_writer(pipe: int) -> bool:
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
@@ -200,9 +268,12 @@ def main() -> None:
     if os.fstat(log).st_size > LOG_BYTES:
         os.ftruncate(log, 0)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(message)s")
-    stack = StackSettings()
+    try:
+        stack = StackSettings()
+    except ConfigError as error:  # the last line of the log is what trainers tell
+        sys.exit(" ".join(str(error).split()))
     os.nice(stack.worker.nice)
-    Saver(Path(sys.argv[1]), NodeWriting.of(stack)).run()
+    Saver(Path(sys.argv[1]), NodeWriting.of(stack), Settings().node).run()
 
 
 if __name__ == "__main__":

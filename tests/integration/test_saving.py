@@ -9,6 +9,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from prefect.client.orchestration import get_client
@@ -422,3 +423,26 @@ def test_waiting_can_be_limited(
         with pytest.raises(SaveTimeoutError, match="step18"):
             saves.wait_all(0.01)
     saves.wait_all(120)
+
+
+def test_a_save_that_no_worker_begins_is_committed_by_the_saver_and_its_run_says_so(
+    stack: StackState, stack_settings: Settings, api: Api, root: Path
+) -> None:
+    settings = stack_settings.model_copy(update={"saver": "auto", "saver_after_s": 1.0})
+    worker = psutil.Process(stack.worker.pid)
+    worker.suspend()
+    try:
+        with CheckpointCoordinator(root, settings=settings) as saves:
+            saves.save(40, {"model": STATE})
+            saves.wait_all(90)
+        run = api.run_of(key_of(root, 40))
+        assert run.state
+        assert not run.state.is_final()
+    finally:
+        worker.resume()
+    state = api.ended(run.id).state
+    assert state
+    assert state.is_completed()
+    assert "Committed by the saver" in str(state.message)
+    (timing,) = require_committed(root, 40).timings
+    assert timing.by_saver

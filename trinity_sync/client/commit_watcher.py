@@ -26,7 +26,7 @@ from trinity_sync.client.prefect_api import KEYS_PER_CALL
 from trinity_sync.client.run_context import RunContext
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
-from trinity_sync.errors import FormatError, SaveTimeoutError, TrinitySyncError
+from trinity_sync.errors import FormatError, SaveTimeoutError, SpoolError, TrinitySyncError
 from trinity_sync.snapshot.spool import JobSpool
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,9 @@ class CommitWatcher:
         Raises:
             SaveError: the saver cannot be started.
         """
-        self._trigger.begin(self._spool.folder.name)
+        with suppress(OSError, SpoolError):  # staging tells why, and the request is retried
+            self._spool.make()
+            self._trigger.begin(self._spool.folder.name)
 
     def has_failed(self, key: str) -> bool:
         """Return whether this process knows that a save has failed."""
@@ -205,14 +207,14 @@ class CommitWatcher:
                     waiting = ", ".join(sorted(save.request.key for save in saves))
                     closed = " when the coordinator was closed" if now >= self._end_at else ""
                     raise SaveTimeoutError(
-                        f"not committed yet{closed}: {waiting}. They may still commit; see "
-                        "the Prefect UI."
+                        f"not committed yet{closed}: {waiting}. They may still commit; see the "
+                        "Prefect UI, or without a stack saver.log."
                     )
                 if now >= say_at:
                     say_at = math.inf
                     logger.warning(
                         "Still waiting for the commit of %s, which does not need this process. "
-                        "See the Prefect UI, or run: trinity-sync status",
+                        "See the Prefect UI or trinity-sync status, or without a stack saver.log",
                         ", ".join(save.request.run_name for save in saves),
                     )
                 until = min(end, say_at)

@@ -143,7 +143,6 @@ class CheckpointCoordinator:
         self.root = open_root(root, job) if opens else resolve_root(root)
         identity = open_identity(self.root)
         self.spool: JobSpool = open_job_spool(self.settings.spool, self.root)
-        requests.has_several_nodes = len({place.node for place in places}) > 1
         if rank == 0 and trigger is None and not require_stack:
             requests.warn_without_stack(self.root, self.spool.folder)
         # of the caller: rank 0 may not have written it yet
@@ -837,8 +836,7 @@ class CheckpointCoordinator:
             again=self._run.has_saved(step, role, kind),
         )
         self._metrics.record_early()
-        if self.rank == 0:
-            self._submitter.write_placement(role)
+        self._submitter.prepare(role)
         attached = None
         self._run.require_next_step(step, role, kind)
         self.wait_staged()  # the save in flight may still fail and leave its attachments

@@ -281,7 +281,7 @@ class PendingSave:
                 resolve_late_image(self.request.save, image)
             if unresolved:
                 return None  # the next look finds the result
-            why = _why_failed(late) or f"its flow run completed without that step being {missed}"
+            why = _why_failed(late) or f"it completed without that step being {missed}"
         where = f" ({outcome.url})" if outcome.url else ""
         return SaveResult(outcome, missed, f"{why}{where}")
 

@@ -95,13 +95,18 @@ class SaveSubmitter:
             write_concurrency=self._write_concurrency,
         )
 
-    def write_placement(self, role: str) -> None:
-        """Write the placement of a role's ranks into the root, once a run; before each save."""
-        if role not in self._placed:
+    def prepare(self, role: str) -> None:
+        """Have everything ready that commits a save after the death of this process.
+
+        Rank 0 writes the placement of the role's ranks into the root, once a run, and the first
+        rank of each node has the node's saver live.
+        """
+        if self._rank == 0 and role not in self._placed:
             run = self._run.get()
             write_placement(self._root, run.number, run.key, role, self._places)
             self._placed.add(role)
-        self._watcher.begin()
+        if any(place.ranks[0] == self._rank for place in self._places):
+            self._watcher.begin()
 
     def check_components(
         self, step: int, components: Mapping[str, Any], role: str, kind: Kind
@@ -175,7 +180,7 @@ class SaveSubmitter:
         roles = mine[0].roles if mine else self._roles
         for role in roles:
             if read_placement(self._root, run.number, run.key, role) is None:  # save functions only
-                self.write_placement(role)
+                self.prepare(role)
         keep = max((ticket.keep for ticket in mine), default=0)
         save = self._save_id(step, kind, roles)
         if mine:

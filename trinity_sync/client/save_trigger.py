@@ -3,17 +3,20 @@
 While the server cannot be reached, the sealed images wait in the spool, the request is retried, and
 the node's worker looks for the images as well. The idempotency key of a save makes all of these
 requests one flow run. A save whose images were evicted meanwhile gets no flow run: it has failed.
+
+The saver commits what no flow run has begun in time, and everything where no stack is known. It is
+started before each save, so it outlives trainer and server.
 """
 
 import asyncio
 import itertools
 import logging
-import os
 import time
 import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from trinity_sync.client.outcomes import Outcome, OutcomeLogs
@@ -30,7 +33,7 @@ from trinity_sync.errors import (
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool, SealedImage, try_run_lock
 from trinity_sync.storage.manifest import read_manifest
-from trinity_sync.storage.placement import read_placement
+from trinity_sync.storage.placement import is_on_several_nodes
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +45,7 @@ CRASH_GRACE_S = 30.0
 """Seconds for which a worker may still retry a crashed run, from when this process has heard of the
 crash: the server's clock may differ."""
 
-NOT_REQUESTED = Outcome("pending", "its flow run has not been requested yet")
+NOT_REQUESTED = Outcome("pending", "neither flow run nor saver has begun it")
 
 
 class SaveTrigger:
@@ -57,12 +60,12 @@ class SaveTrigger:
         self._api_url = api_url
         self._api = PrefectApi(self._settings, api_url)
         self._saver = SaverControl(self._settings.spool, self._settings.home)
-        self.has_several_nodes = False
-        """Whether the ranks are on several nodes, whose saves need the stack."""
-        self._uses_saver: bool | None = None
-        """What `has_saver` was when it was asked last; None before."""
-        self._had_saver = False
-        """Whether it was True once."""
+        self._after_s: float | None = None
+        """What `saver_after_s` was when it was asked last."""
+        self._has_begun = False
+        """Whether it was asked."""
+        self._lacks_saver = False
+        """Whether it was logged that the saver cannot be started."""
         self._logs: dict[tuple[str, str], OutcomeLogs] = {}
         """What savers have written, by root and run."""
         self._unsent: deque[tuple[SaveRequest, float]] = deque()
@@ -74,8 +77,9 @@ class SaveTrigger:
 
     def warn_without_stack(self, root: Path, spool: Path) -> None:
         """Log a warning if nothing would commit the saves of a root, which wait in its spool."""
-        if self.has_saver:
-            logger.info("No stack is known: the saver of this node commits the saves of %s", root)
+        if self.saver_after_s is not None:
+            if not self.saver_after_s:
+                logger.info("No stack: the saver of this node commits the saves of %s", root)
             return
         try:
             self._api.find_server()
@@ -85,38 +89,45 @@ class SaveTrigger:
             )
 
     @property
-    def has_saver(self) -> bool:
-        """Whether the saver of this node commits saves, rather than flow runs of a stack."""
-        if self._settings.saver != "auto" or self._api_url or os.environ.get("PREFECT_API_URL"):
-            return self._settings.saver == "built-in"
-        if self.has_several_nodes:
-            return False
+    def saver_after_s(self) -> float | None:
+        """Seconds after which the saver of this node commits what no flow run has begun.
+
+        0 if it commits all saves, and none is requested; None if it commits none.
+        """
+        if self._settings.saver != "auto":
+            return 0.0 if self._settings.saver == "built-in" else None
         try:
             self._api.find_server()
         except PrefectApiError:
-            return True
-        return False
+            return 0.0
+        return self._settings.saver_after_s
 
     def begin(self, job: str) -> None:
-        """Start the saver, if it is needed: a save of a job that follows outlives this process."""
-        if self._uses_saver is None:  # later, `send` reads the stack's file
-            self._choose(job)
-        elif self._uses_saver:
-            self._saver.wake(job)
-
-    def _choose(self, job: str) -> bool:
-        """Have the saver serve a job, or the stack; return whether it is the saver.
+        """Start the saver, if it is needed: a save of a job that follows outlives this process.
 
         Raises:
-            SaveError: the saver cannot be started.
+            SaveError: no stack is known, and the saver cannot be started.
         """
-        self._uses_saver = self.has_saver
-        self._had_saver |= self._uses_saver
-        if self._uses_saver:
-            self._saver.wake(job)
-        else:
+        if not self._has_begun:  # later, `send` reads the stack's file
+            self._after_s, self._has_begun = self.saver_after_s, True
+        self._prepare(job)
+
+    def _prepare(self, job: str) -> None:
+        """Have the saver serve a job, or leave it to the stack."""
+        if self._after_s is None:
             self._saver.release(job)
-        return self._uses_saver
+        else:
+            self._reach_saver(partial(self._saver.serve, job, self._after_s))
+
+    def _reach_saver(self, reach: Callable[[], None]) -> None:
+        try:
+            reach()
+        except SaveError as error:
+            if not self._after_s:
+                raise
+            if not self._lacks_saver:
+                self._lacks_saver = True
+                logger.warning("Saves that the stack does not begin wait for it: %s", error)
 
     def require_stack(self) -> None:
         """Require that the server can take saves; query it once, for at most `CHECK_S` seconds.
@@ -145,10 +156,12 @@ class SaveTrigger:
                 if time.monotonic() - since > BACK_OFF_S[0] and self._evicted([request]):
                     break
                 try:
-                    if await asyncio.to_thread(self._choose, request.job):
-                        await asyncio.to_thread(self._saver.connect)
-                    else:
+                    self._after_s = await asyncio.to_thread(lambda: self.saver_after_s)
+                    await asyncio.to_thread(self._prepare, request.job)
+                    if self._after_s != 0:
                         await self._api.create_flow_run(request.flow_run)
+                    if self._after_s is not None:
+                        await asyncio.to_thread(self._reach_saver, self._saver.connect)
                 except (RequestRefusedError, SaveError) as error:
                     self._refused[request.key] = str(error)
                     break
@@ -166,33 +179,40 @@ class SaveTrigger:
         """Query the states of the flow runs of saves; return the outcome of each by request key."""
         found = {request.key: NOT_REQUESTED for request, _ in self._unsent}
         found |= {key: Outcome("failed", why) for key, why in self._refused.items()}
-        if self.has_saver:
-            asked = [request for request in requests if request.key not in found]
-            found |= await asyncio.to_thread(self._ask_saver, asked)
-        wanted = [request.key for request in requests if request.key not in found]
-        try:
-            runs = await self._api.flow_runs(wanted)
-            found |= {key: self._outcome(runs.get(key)) for key in wanted}
-            for each in requests if self._had_saver else ():  # before a stack came up
-                if found[each.key] == NOT_REQUESTED:
-                    found[each.key] = self._read_saver(each) or NOT_REQUESTED
-            found |= self._evicted([each for each in requests if found[each.key] == NOT_REQUESTED])
-        except Exception as error:
-            unknown = Outcome("unknown", f"the Prefect server cannot be asked: {error}")
-            found |= {key: unknown for key in wanted if key not in found}
+        sent = [request for request in requests if request.key not in found]
+        self._after_s = after_s = self.saver_after_s
+        if after_s == 0:
+            found |= {each.key: NOT_REQUESTED for each in sent}
+        else:
+            found |= await self._ask_server([each.key for each in sent])
+        if after_s is not None:
+            # what a flow run has begun ends as the flow run does
+            waiting = [each for each in requests if found[each.key].state in ("pending", "unknown")]
+            found |= await asyncio.to_thread(self._ask_saver, waiting)
+        lost = [each for each in sent if found[each.key] == NOT_REQUESTED]
+        found |= await asyncio.to_thread(self._evicted, lost)
         return {request.key: found[request.key] for request in requests}
 
-    def _ask_saver(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
-        """Return what the saver has written of saves, by request key."""
+    async def _ask_server(self, keys: Sequence[str]) -> dict[str, Outcome]:
+        """Return the outcomes of flow runs, by request key."""
         try:
-            # starts another in the place of one that was killed
-            self._saver.wake(*{each.job for each in requests})
-            otherwise = NOT_REQUESTED
+            runs = await self._api.flow_runs(keys)
+            return {key: self._outcome(runs.get(key)) for key in keys}
+        except Exception as error:
+            unknown = Outcome("unknown", f"the Prefect server cannot be asked: {error}")
+            return dict.fromkeys(keys, unknown)
+
+    def _ask_saver(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
+        """Return how the saver has ended saves, by request key."""
+        ended = {each.key: found for each in requests if (found := self._read_saver(each))}
+        if requests and len(ended) == len(requests):
+            return ended
+        try:  # starts another in the place of one that was killed
+            self._reach_saver(self._saver.wake)
         except SaveError as error:
-            otherwise = Outcome("failed", str(error))
-        found = {each.key: self._read_saver(each) or otherwise for each in requests}
-        waiting = [each for each in requests if found[each.key] == NOT_REQUESTED]
-        return found | self._evicted(waiting)
+            failed = Outcome("failed", str(error))
+            ended = {each.key: failed for each in requests} | ended
+        return ended
 
     def _read_saver(self, request: SaveRequest) -> Outcome | None:
         """Return how the saver has ended a save, None if it has not."""
@@ -240,7 +260,7 @@ class SaveTrigger:
                 sealed, unreadable = jobs[request.job]
                 tickets = [image.ticket for image in sealed]
                 waits = any(save.owns(each) for each in tickets)
-                if waits or unreadable or not request.components or _on_several_nodes(request):
+                if waits or unreadable or not request.components or is_on_several_nodes(save):
                     continue
                 # read after the spool: a commit frees its slots once the manifest is there
                 manifest = read_manifest(save.root, save.step, ranks=())
@@ -250,28 +270,20 @@ class SaveTrigger:
                 continue
             found[request.key] = Outcome(
                 "failed",
-                f"its images in {spool.folder} were evicted for later steps before a flow run was "
-                "requested. Was the Prefect server away? See: trinity-sync status",
+                f"its images in {spool.folder} were evicted for later steps before a flow run or "
+                "the saver had begun it. Save at longer intervals, or see: trinity-sync status",
             )
         return found
 
     def _warn(self, request: SaveRequest, error: Exception) -> None:
         if not self._away:
             self._away = True
+            after_s = self._after_s
             logger.warning(
-                "%s of %s waits in the spool; retrying the request of its flow run until the "
+                "%s of %s waits in the spool; %sretrying the request of its flow run until the "
                 "server takes it: %s",
                 request.run_name,
                 request.root,
+                f"the saver commits it after {after_s:g} s. Still " if after_s else "",
                 error,
             )
-
-
-def _on_several_nodes(request: SaveRequest) -> bool:
-    """Return whether the ranks of a save are on more than one node.
-
-    Raises:
-        OSError, CommitError: the placements cannot be read.
-    """
-    found = [read_placement(request.root, request.run, request.run_key, r) for r in request.roles]
-    return len({place.node for places in found for place in places or ()}) > 1

@@ -1,10 +1,11 @@
-"""Start and wake the saver: the process of this node that commits saves where no stack is known.
+"""Start and wake the saver: the process of this node that commits saves that no stack commits.
 
 ::
 
     spool/saver.lock    locked by the saver of this spool
     spool/saver.wake    a pipe that the saver reads; a process that saves keeps it open for writing
-    spool/JOB/saver     in the folder of each job that the saver serves; a stack serves the others
+    spool/JOB/saver     in the folder of each job that the saver serves: the seconds for which it
+                        leaves a save to the job's stack
 
 So a write tells at once whether a saver lives, and the saver notices when the last process that
 saves has ended, however it ended.
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from trinity_sync.errors import SaveError
-from trinity_sync.fs.atomic import make_folder
+from trinity_sync.fs.atomic import make_folder, replace_file
 from trinity_sync.snapshot.spool import make_own_folder
 
 logger = logging.getLogger(__name__)
@@ -34,8 +35,9 @@ LOG = "saver.log"
 SERVED = "saver"
 CONNECT_S = 5.0
 """Seconds for which a process waits for the pipe of a saver that it has started."""
-STARTS = 3
-"""Savers in a row that end before they serve, after which saves fail."""
+STARTS = 2
+"""Savers in a row that end before they serve, after which saves fail; the first may have been
+killed, or started before what is wrong was repaired."""
 _DEAD = {errno.ENXIO, errno.EPIPE, errno.ENOENT}
 """Errors of a pipe that no saver reads."""
 
@@ -55,19 +57,33 @@ class SaverControl:
         self._started: subprocess.Popen[bytes] | None = None
         self._starts = 0
         """Starts since a saver was reached."""
+        self._log_nbytes = 0
+        """Size of the log at the last start."""
         self._lock = threading.Lock()
 
-    def wake(self, *jobs: str) -> None:
-        """Have the saver serve some jobs, and look for images now.
+    def serve(self, job: str, after_s: float) -> None:
+        """Have the saver commit the saves of a job that no stack has begun after some seconds.
+
+        Raises:
+            SaveError: as `wake`.
+        """
+        path = self._spool / job / SERVED
+        with suppress(FileNotFoundError):  # it has no images
+            if read_served(path.parent) != after_s:
+                replace_file(path, f"{after_s}", sync=False)
+        with self._lock:
+            if self._started is not None and self._started.poll() is not None:
+                self._started = None  # why it has ended may have been repaired since
+        self.wake()
+
+    def wake(self) -> None:
+        """Have the saver look for images now.
 
         Raises:
             SaveError: none lives, and none can be started.
         """
         with self._lock:
             try:
-                for job in jobs:
-                    with suppress(FileNotFoundError):  # it has no images
-                        (self._spool / job / SERVED).touch()
                 if self._pipe < 0:
                     flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
                     self._pipe = os.open(self._spool / WAKE, flags)
@@ -116,12 +132,14 @@ class SaverControl:
             if started.poll() is None:
                 return  # it begins, and looks for images first
             self._started = None
-            if started.returncode and self._starts >= STARTS:
+            code = started.returncode
+            if code and self._starts >= STARTS:
                 self._starts = 0
                 raise SaveError(
-                    f"the saver has ended with exit code {started.returncode}; its log is "
-                    f"{self._log}. Images of saves stay in {self._spool}; the next start of a "
-                    "training on this node, or trinity-sync up, commits them"
+                    f"the saver has ended with exit code {code}: {self._read_reason()}. Its log is "
+                    f"{self._log}. Repair that and save again. Images of saves stay in "
+                    f"{self._spool}; the next start of a training on this node, or trinity-sync "
+                    "up, commits them"
                 )
         if not sys.executable:  # Python is embedded in another program
             raise SaveError(
@@ -132,6 +150,7 @@ class SaverControl:
         try:
             make_own_folder(self._spool)
             with self._open_log() as log:
+                self._log_nbytes = log.seek(0, os.SEEK_END)
                 self._started = subprocess.Popen(
                     [sys.executable, "-m", "trinity_sync.saver", str(self._spool.absolute())],
                     stdin=subprocess.DEVNULL,
@@ -147,6 +166,16 @@ class SaverControl:
                 "trinity-sync up"
             ) from error
 
+    def _read_reason(self) -> str:
+        """Return the last line that the saver has logged, which names its error."""
+        try:
+            with self._log.open("rb") as log:
+                log.seek(self._log_nbytes)
+                lines = log.read().decode(errors="replace").split("\n")
+        except OSError as error:
+            return str(error)
+        return next((line for line in reversed(lines) if line.strip()), "it has logged nothing")
+
     def _open_log(self) -> BinaryIO:
         try:
             make_folder(self._log.parent)
@@ -155,6 +184,17 @@ class SaverControl:
             logger.warning("Cannot write %s (%s); the saver logs to the spool", self._log, error)
             self._log = self._spool / LOG
             return self._log.open("ab")
+
+
+def read_served(folder: Path) -> float | None:
+    """Return for how many seconds the saver leaves the saves of a job to a stack.
+
+    None means for ever. ``folder`` is the job's in the spool.
+    """
+    try:
+        return float((folder / SERVED).read_text())
+    except FileNotFoundError:
+        return None
 
 
 def _write(pipe: int) -> None:

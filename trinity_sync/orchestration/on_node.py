@@ -42,6 +42,7 @@ from trinity_sync.storage import verify
 from trinity_sync.storage.export_requests import list_export_requests
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.manifest import read_run_manifest
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted
 from trinity_sync.storage.verify import CheckedFile, ChosenFile
@@ -258,6 +259,8 @@ class Committed:
     summary: str
     has_exports: bool
     """Whether models of the step are to be exported."""
+    by_saver: bool
+    """Whether the saver of the node had committed it before."""
 
 
 def persist_component(
@@ -321,7 +324,11 @@ def commit_step(
         logger.warning("%s is committed; cannot describe it: %s", request.run_name, error)
         page = ""
     exports = list_export_requests(request.root, step=request.step)
-    return Committed(page, summarize_commit(request, manifest), bool(exports))
+    found = read_run_manifest(request.root, request.run, request.step)
+    timings = found.timings if found else ()
+    mine = [each for each in timings if (each.kind, each.roles) == (request.kind, request.roles)]
+    by_saver = any(each.by_saver for each in mine)
+    return Committed(page, summarize_commit(request, manifest), bool(exports), by_saver)
 
 
 def free_slots(request: SaveRequest, persisted: Sequence[Persisted], shards: NodeShards) -> None:

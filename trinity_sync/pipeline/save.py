@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,15 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import SaveError, TrinitySyncError
 from trinity_sync.fs.direct_io import RateLimit
 from trinity_sync.layout import FOLDERS, Component
+from trinity_sync.pipeline.several_nodes import (
+    NodeRecord,
+    await_commit,
+    await_node_records,
+    find_node,
+    is_committed,
+    remove_node_records,
+    write_node_record,
+)
 from trinity_sync.retention.planner import RemovalPlan, Rules
 from trinity_sync.retention.prune import plan_prune, prune
 from trinity_sync.settings import StackSettings
@@ -130,6 +140,8 @@ def commit_images(
     writing: NodeWriting,
     started_at: float,
     persisted_at: float,
+    *,
+    by_saver: bool = False,
 ) -> Manifest:
     """Commit what was persisted on all nodes, then free the slots of this one.
 
@@ -160,6 +172,7 @@ def commit_images(
         recycle=can_reuse_blocks(save.root, writing.reuse_files),
         started_at=started_at,
         persisted_at=persisted_at,
+        by_saver=by_saver,
     )
     free_committed_slots(spool, save, written)
     return manifest
@@ -269,11 +282,13 @@ def run_save(
     writing: NodeWriting,
     spool: Path,
     *,
+    node: str = "",
     delays_s: Sequence[float] = RETRY_DELAYS_S,
-) -> None:
-    """Save a step whose images are all on this node, in this process; ``spool`` is the node's.
+) -> bool:
+    """Save what this node holds of a step, in this process; ``spool`` and ``node`` are the node's.
 
-    What fails with an I/O error is repeated after ``delays_s``.
+    The node of rank 0 commits what all nodes have persisted; the others wait for its commit. Return
+    whether this node has committed. What fails with an I/O error is repeated after ``delays_s``.
 
     Raises:
         Exception: as the parts; what is not committed is marked as failed then. Copies to a remote
@@ -282,35 +297,42 @@ def run_save(
     started_at, persisted = time.time(), list[Persisted]()
     limit_s = read_job_settings(request.root).rank_timeout_s
     nodes = await_node_shards(request.save, rank_timeout_s=limit_s)
+    here = find_node(request, nodes, spool / request.job, node)
+    shards, together = nodes[here], len(nodes) > 1 and not is_committed(request)
+    has_persisted = False
     try:
-        if len(nodes) > 1:
+        if len(nodes) > 1 and not request.components:
             raise SaveError(
-                f"{request.run_name} of {request.root} is not committed: its ranks are on "
-                f"{len(nodes)} nodes, which needs the stack. See: trinity-sync up"
+                f"{request.run_name} of {request.root} is not committed: save functions alone, of "
+                f"ranks on {len(nodes)} nodes, need the stack. See: trinity-sync up"
             )
-        shares = list_shares(request, nodes[0], commits=False)
-        with ThreadPoolExecutor(len(shares), "persist") as threads:
-            persisting = [
-                threads.submit(
-                    _repeat,
-                    f"{request.run_name}, {share.what}",
-                    delays_s,
-                    partial(persist_share, request, share, nodes[0], writing),
-                )
-                for share in shares
-            ]
-        persisted += [each.result() for each in persisting if not each.exception()]
-        for each in persisting:
-            each.result()
-        arguments = (request, persisted, nodes[0], writing, started_at, time.time())
-        _repeat(f"{request.run_name}, commit", delays_s, partial(commit_images, *arguments))
+        if together:
+            write_node_record(request, here, NodeRecord())
+        _persist_node(request, shards, writing, delays_s, persisted)
+        has_persisted = True
+        if here and together:
+            write_node_record(request, here, NodeRecord.of(persisted))
+            await_commit(request, nodes, rank_timeout_s=limit_s)
+            free_slots(request, persisted, shards)
+        if here:
+            return False
+        theirs = await_node_records(request, nodes, rank_timeout_s=limit_s) if together else []
+        arguments = (request, [*persisted, *theirs], shards, writing, started_at, time.time())
+        committing = partial(commit_images, *arguments, by_saver=True)
+        _repeat(f"{request.run_name}, commit", delays_s, committing)
+        if len(nodes) > 1:
+            remove_node_records(request)
         is_checkpoint = request.kind == "checkpoint"
         required = read_required_remote(request.root) if is_checkpoint else None
         if required:
             upload_to_required_remote(request.root, request.step, required)
     except Exception as error:
-        for shards in nodes:
-            mark_images_failed(request, persisted, shards, str(error))
+        if here and not has_persisted:
+            with suppress(OSError):
+                write_node_record(request, here, NodeRecord(error=str(error)))
+        elif len(nodes) > 1:  # before the files that it names
+            remove_node_records(request, here or None)
+        mark_images_failed(request, persisted, shards, str(error))
         raise
     try:
         export_requested_models(request)
@@ -328,6 +350,31 @@ def run_save(
                 request.run_name,
                 error,
             )
+    return True
+
+
+def _persist_node(
+    request: SaveRequest,
+    shards: NodeShards,
+    writing: NodeWriting,
+    delays_s: Sequence[float],
+    persisted: list[Persisted],
+) -> None:
+    """Persist what a node holds, and add the results to ``persisted``, also if a share fails."""
+    shares = list_shares(request, shards, commits=False)
+    with ThreadPoolExecutor(len(shares), "persist") as threads:
+        persisting = [
+            threads.submit(
+                _repeat,
+                f"{request.run_name}, {share.what}",
+                delays_s,
+                partial(persist_share, request, share, shards, writing),
+            )
+            for share in shares
+        ]
+    persisted += [each.result() for each in persisting if not each.exception()]
+    for each in persisting:
+        each.result()
 
 
 def _repeat(what: str, delays_s: Sequence[float], call: Callable[[], T]) -> T:

@@ -17,15 +17,13 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from trinity_sync.errors import FormatError, SpoolError, SupersededError
-from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, sync_folder
+from trinity_sync.fs.atomic import make_folder, sync_folder
 from trinity_sync.fs.locks import LONG_S, TRASH_LOCK, acquire_commit_lock, acquire_file_lock
-from trinity_sync.fs.mounts import read_file_system_time
 from trinity_sync.layout import KINDS, PRIVATE_FOLDER, step_folder, steps_on_disk
 from trinity_sync.retention.planner import RemovalPlan, Rules, make_step_info, plan_removals
 from trinity_sync.retention.policies import Policy, StepInfo
@@ -41,6 +39,7 @@ from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.metrics import read_metrics, remove_metrics
 from trinity_sync.storage.quarantine import TIME_FORMAT, quarantine_folder, require_readable_step
 from trinity_sync.storage.runs import find_newest_run, refuse_superseded
+from trinity_sync.storage.save import is_being_written
 from trinity_sync.storage.save_functions import read_statuses
 
 logger = logging.getLogger(__name__)
@@ -156,10 +155,8 @@ def _find_save_in_flight(root: Path, planned: StepInfo, spool: JobSpool | None) 
     Raises:
         FormatError: another release has begun a run or made ``spool``.
     """
-    for path in step_folder(root, planned.step).rglob(f".*{TEMPORARY_SUFFIX}"):
-        with suppress(FileNotFoundError):  # renamed or removed meanwhile
-            if path.lstat().st_mtime > read_file_system_time(root) - IN_FLIGHT_S:
-                return SAVING
+    if is_being_written(root, planned.step, within_s=IN_FLIGHT_S):
+        return SAVING
     if spool is None:
         return ""
     sealed, unreadable = spool.tickets()

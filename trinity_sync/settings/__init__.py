@@ -217,8 +217,12 @@ class Settings(_ReadSettings):
 
     saver: Literal["auto", "stack", "built-in"] = "auto"
     """What commits saves: flow runs of the ``stack``; or the ``built-in`` saver, a process that the
-    first save starts on this node, for jobs of one node. With ``auto``, the stack if one is known,
-    otherwise the saver."""
+    first save starts on each node. With ``auto``, the stack if one is known, and the saver what it
+    does not begin in ``saver_after_s``; otherwise the saver."""
+
+    saver_after_s: float = Field(default=30.0, gt=0)
+    """Seconds after which the saver commits what a stack has not begun, or no longer writes: no
+    server or worker lives, or its queue is paused or full."""
 
     take_over: bool = False
     """Whether a start of the training supersedes an earlier one that is still running. Otherwise it

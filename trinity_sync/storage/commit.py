@@ -78,6 +78,7 @@ def commit(
     recycle: bool = True,
     started_at: float = 0.0,
     persisted_at: float = 0.0,
+    by_saver: bool = False,
     clock: Callable[[], float] = time.time,
 ) -> Manifest:
     """Commit a step; committing it again adds nothing and leaves its manifest as it is.
@@ -124,6 +125,7 @@ def commit(
         def add_timing(manifest: Manifest) -> Manifest:  # right before the write
             now = clock()
             timing = measure_save(save, written, started_at, persisted_at, now)
+            timing = replace(timing, by_saver=by_saver)
             return replace(manifest, committed_at=now, timings=(timing,))
 
         lock.require_held()
@@ -304,7 +306,7 @@ def _name(file: Written, final: str, committed: FileRecord | None) -> None:
     except FileNotFoundError as error:
         raise make_missing_file_error(file, final) from error
     if not same:
-        raise SaveError(f"{final} changed before its commit; retry the flow run")
+        raise SaveError(f"{final} changed before its commit; retry the save")
 
 
 def free_committed_slots(spool: JobSpool, save: SaveId, written: Sequence[Written]) -> None:

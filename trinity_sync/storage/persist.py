@@ -140,8 +140,8 @@ def _write(
     except OSError as error:
         raise SaveError(
             f"{save} is not committed: cannot write {ticket.what} to "
-            f"{error.filename or save.folder}: {error.strerror}. Repair that and retry the flow "
-            "run; the image stays in the spool.",
+            f"{error.filename or save.folder}: {error.strerror}. Repair that and save it again "
+            "or retry its flow run; the image stays in the spool.",
             path=Path(error.filename or save.folder),
             rank=ticket.rank,
         ) from error
@@ -163,7 +163,7 @@ def _check(save: SaveId, sealed: SealedImage, content: memoryview) -> None:
 def _make_evicted_error(save: SaveId, ticket: Ticket) -> EvictedError:
     return EvictedError(
         f"{save}: the image of {ticket.what} was evicted for a later step and can no longer be "
-        "saved; cancel this flow run."
+        "saved. Do not retry it."
     )
 
 

@@ -131,7 +131,7 @@ def await_node_shards(save: SaveId, *, rank_timeout_s: float) -> list[NodeShards
     """
     deadline = time.monotonic() + rank_timeout_s
     if not Path(save.root).is_dir():
-        raise SaveError(f"the job's root {save.root} is missing; create it and retry the flow run")
+        raise SaveError(f"the job's root {save.root} is missing; create it and retry the save")
     nodes: dict[tuple[str, str], dict[str, tuple[int, ...]]] = defaultdict(dict)
     refuse_other_job(save)
     for role in save.roles:
@@ -148,6 +148,16 @@ def await_node_shards(save: SaveId, *, rank_timeout_s: float) -> list[NodeShards
         for place in places:
             nodes[place.node, place.spool][role] = place.ranks
     return [NodeShards(*where, ranks) for where, ranks in nodes.items()]
+
+
+def is_on_several_nodes(save: SaveId) -> bool:
+    """Return whether the ranks of a save are on more than one node, as far as they are known.
+
+    Raises:
+        OSError, CommitError, FormatError: as `read_placement`.
+    """
+    places = (read_placement(save.root, save.run, save.run_key, role) for role in save.roles)
+    return len({(each.node, each.spool) for of in places for each in of or ()}) > 1
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

@@ -196,7 +196,7 @@ def require_named_files(save: SaveId, folder: Path, manifest: Manifest) -> None:
                 "the step again."
             ) from error
         if not same:
-            raise SaveError(f"{path} changed before its commit; retry the flow run")
+            raise SaveError(f"{path} changed before its commit; retry the save")
 
 
 def make_missing_file_error(file: Written, final: str) -> SaveError:

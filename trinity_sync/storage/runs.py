@@ -203,7 +203,7 @@ def refuse_other_job(save: SaveId) -> None:
         )
     raise SaveError(
         f"{save} is not committed: {Path(save.root, IDENTITY_FILE)} is missing, so the root was "
-        "removed or moved, or is not mounted. Mount it or move it back and retry the flow run; if "
+        "removed or moved, or is not mounted. Mount it or move it back and retry the save; if "
         "it was removed, no action is needed."
     )
 

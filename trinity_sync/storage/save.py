@@ -5,6 +5,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from trinity_sync.fs.atomic import TEMPORARY_SUFFIX
+from trinity_sync.fs.mounts import read_file_system_time
+from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.save_id import Export, SaveId
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import failure_path, hold_slot, lock_image, read_ticket
@@ -59,6 +62,15 @@ def remove_files(paths: Iterable[Path]) -> None:
     for path in paths:
         with suppress(OSError):
             path.unlink()
+
+
+def is_being_written(root: str | Path, step: int, *, within_s: float) -> bool:
+    """Return whether a save has written temporary files of a step within some seconds."""
+    for path in step_folder(root, step).rglob(f".*{TEMPORARY_SUFFIX}"):
+        with suppress(FileNotFoundError):  # renamed or removed meanwhile
+            if path.lstat().st_mtime > read_file_system_time(root) - within_s:
+                return True
+    return False
 
 
 def mark_failed(spool: JobSpool, save: SaveId, reason: str) -> None:

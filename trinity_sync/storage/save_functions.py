@@ -79,6 +79,16 @@ def read_statuses(spool: JobSpool, run: int, step: int, kind: Kind) -> Iterator[
         yield status.settled
 
 
+def has_running_functions(spool: JobSpool, save: SaveId, *, within_s: float) -> bool:
+    """Return whether a function of a save runs on this node, or has ended within some seconds."""
+    paths = spool.receipts.glob(f"{save.run}.{save.step}.{save.kind}.*.rank*.json")
+    with suppress(FileNotFoundError):  # removed meanwhile
+        if any(path.stat().st_mtime > time.time() - within_s for path in paths):
+            return True
+    statuses = read_statuses(spool, save.run, save.step, save.kind)
+    return any(status.state == "started" for status in statuses)
+
+
 def remove_statuses(spool: JobSpool, run: int, step: int, kind: Kind) -> None:
     """Remove the statuses of a save whose commit lists them, and its request."""
     for path in spool.receipts.glob(f"{run}.{step}.{kind}.*.json"):

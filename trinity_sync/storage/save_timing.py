@@ -57,6 +57,8 @@ class SaveTiming:
     """Bytes that this save wrote, without files of an earlier save of the step."""
     ranks: Count
     nodes: Count
+    by_saver: bool = False
+    """Whether the saver has committed it, and no flow run."""
 
     @property
     def longest_stall(self) -> Stall | None:

@@ -6,21 +6,19 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
 from tests.support.answers import server
 from tests.support.job import Job
+from tests.support.savers import await_that, is_announced, savers_of, train
+from tests.unit.saver.conftest import Make
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync import saver as saver_module
 from trinity_sync.client.saver_control import LOCK, LOG, SERVED, WAKE, SaverControl
 from trinity_sync.errors import SaveError, SaveFailedError
-from trinity_sync.fs.atomic import lengthen_pauses
 from trinity_sync.fs.locks import is_locked
 from trinity_sync.pipeline.save import NodeWriting
 from trinity_sync.saver import Saver
@@ -29,86 +27,6 @@ from trinity_sync.storage.job_settings import write_job_settings
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.placement import NodeRanks
 from trinity_sync.storage.restore import load_states
-
-Make = Callable[..., CheckpointCoordinator]
-
-TRAINER = """
-import os, signal, sys
-import psutil, torch
-from trinity_sync import CheckpointCoordinator
-
-saves = CheckpointCoordinator(sys.argv[1])
-start = saves.latest_step(settle_s=60) or 0
-if start:
-    print(start, saves.load(start)["model"]["w"].unique().item(), flush=True)
-for step in (start + 1, start + 2):
-    if step > 1 and "saver dies" in sys.argv:
-        saves.wait_all(60)
-        for saver in psutil.process_iter(["cmdline"]):
-            if (saver.info["cmdline"] or [""])[-1] == str(saves.settings.spool):
-                saver.kill()
-                saver.wait()
-    saves.save(step, {"model": {"w": torch.full((9,), float(step))}, "optim": {"step": step}})
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def await_that(holds: Callable[[], object], what: str) -> None:
-    until, pauses = time.monotonic() + 60, lengthen_pauses()
-    while not holds():
-        assert time.monotonic() < until, what
-        time.sleep(next(pauses))
-
-
-def is_announced(job: Job, step: int) -> bool:
-    outcomes = (job.root / ".trinity_sync/outcomes").glob("*.jsonl")
-    return any(f"/step{step}/" in each.read_text() for each in outcomes)
-
-
-def savers_of(spool: Path) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        line = process.info["cmdline"] or []
-        if line[-2:] == ["trinity_sync.saver", str(spool)]:
-            found.append(process)
-    return found
-
-
-@pytest.fixture
-def settings(spool_folder: Path, tmp_path: Path) -> Iterator[Settings]:
-    yield Settings(spool=spool_folder, home=tmp_path / "home", saver="auto")
-    for saver in savers_of(spool_folder):
-        saver.kill()
-
-
-@pytest.fixture
-def coordinator(job: Job, settings: Settings) -> Iterator[Make]:
-    made = []
-
-    def make(**others: object) -> CheckpointCoordinator:
-        made.append(CheckpointCoordinator(job.root, settings=settings, **others))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close(timeout=0)
-
-
-def train(root: Path, settings: Settings, folder: Path, *arguments: str) -> str:
-    """Run a trainer that resumes, saves two steps and dies of SIGKILL; return what it prints."""
-    program = folder / "train.py"
-    program.write_text(TRAINER)
-    variables = {**os.environ, **settings.to_variables(), "PYTHONPATH": str(Path.cwd())}
-    done = subprocess.run(
-        [sys.executable, program, root, *arguments],
-        cwd=folder,
-        env=variables,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    return done.stdout
 
 
 def test_what_a_trainer_has_saved_before_it_was_killed_is_committed(
@@ -186,10 +104,45 @@ def test_a_saver_that_cannot_be_started_fails_the_save_by_name(
                 saves.save(1, {"model": {"w": torch.ones(3)}})
         patch.setattr(sys, "executable", "/bin/false")
         saves.save(2, {"model": {"w": torch.ones(3)}})
-        with pytest.raises(SaveFailedError, match=rf"exit code 1; its log is .*{LOG}"):
+        with pytest.raises(SaveFailedError, match=rf"exit code 1: .* Its log is .*{LOG}"):
             saves.wait_all(60)
     saves.save(2, {"model": {"w": torch.ones(3)}})
     saves.wait_all(60)
+
+
+def test_settings_that_no_saver_can_start_with_fail_the_save_with_their_reason(
+    coordinator: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: Job
+) -> None:
+    config = tmp_path / "trinity_sync.toml"
+    config.write_text("[worker]\nnice = 99\n")
+    monkeypatch.setenv("TRINITY_SYNC_CONFIG", str(config))
+    saves = coordinator()
+    saves.save(1, {"model": {"w": torch.ones(3)}})
+    with pytest.raises(SaveFailedError, match=r"exit code 1: .*nice = 99 in \[worker\]"):
+        saves.wait_all(60)
+    config.write_text("")
+    saves.save(1, {"model": {"w": torch.ones(3)}})
+    saves.wait_all(60)
+    assert read_latest_pointer(job.root, "checkpoint") == 1
+
+
+def test_what_follows_a_commit_is_resumed_after_the_end_of_its_saver(
+    coordinator: Make, settings: Settings, job: Job, tmp_path: Path
+) -> None:
+    remote = tmp_path / "remote"
+    saves = coordinator(job={"remote": remote.as_uri(), "remote_required": True})
+    runs = remote / ".trinity_sync/runs"
+    runs.mkdir(exist_ok=True)
+    os.mkfifo(runs / "1.json")  # the upload waits for a writer
+    saves.save(1, {"model": {"w": torch.ones(3)}})
+    await_that((job.root / "global_step_1/manifest.json").exists, "it is committed in the root")
+    (saver,) = savers_of(settings.spool)
+    saver.kill()
+    saver.wait(10)
+    (runs / "1.json").unlink()
+    saves.wait_all(60)
+    assert (remote / "global_step_1/manifest.json").exists()
+    await_that(lambda: not [*job.spool.folder.glob("*.begun.json")], "the saver ends it")
 
 
 def test_two_savers_of_a_spool_are_one(settings: Settings) -> None:
@@ -226,26 +179,6 @@ def test_functions_are_awaited(coordinator: Make, job: Job) -> None:
     saves.wait_all(60)
     assert read_latest_pointer(job.root, "checkpoint") == 3
     assert target.read_bytes() == b"mine"
-
-
-def test_ranks_on_several_nodes_need_the_stack_and_are_told_so(
-    coordinator: Make, settings: Settings, caplog: pytest.LogCaptureFixture
-) -> None:
-    here, there = (NodeRanks(node, "/dev/shm/x", (rank,)) for rank, node in enumerate("ab"))
-    saves = coordinator(places=[here, there], world_size=2)
-    assert "no Prefect server is known" in caplog.text
-    saves.save(1, {"model": {"w": torch.ones(3)}})
-    assert savers_of(settings.spool) == []
-
-
-def test_a_known_stack_is_asked_instead(
-    coordinator: Make, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
-    saves = coordinator()
-    saves.save(1, {"model": {"w": torch.ones(3)}})
-    saves.close(timeout=0)
-    assert savers_of(settings.spool) == []
 
 
 def test_a_save_after_the_end_of_its_saver_outlives_the_trainer(
@@ -285,11 +218,11 @@ def test_a_saver_whose_root_does_not_answer_stays(
 ) -> None:
     monkeypatch.setattr(saver_module, "START_S", 0.1)  # below ANSWER_S
     monkeypatch.setattr(saver_module, "LINGER_S", 0)
-    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
-    saves = coordinator()
+    of_stack = settings.model_copy(update={"saver": "stack"})
+    saves = CheckpointCoordinator(job.root, settings=of_stack)
     saves.save(1, {"model": {"w": torch.ones(3)}})
     saves.close(timeout=0)
-    (job.spool.folder / SERVED).touch()
+    (job.spool.folder / SERVED).write_text("0")
     identity = job.root / IDENTITY_FILE
     known = identity.read_bytes()
     identity.unlink()

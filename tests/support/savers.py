@@ -1,0 +1,73 @@
+"""Savers of a spool, and trainers that die of SIGKILL."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from tests.support.job import Job
+from trinity_sync import Settings
+from trinity_sync.fs.atomic import lengthen_pauses
+
+TRAINER = """
+import os, signal, sys
+import psutil, torch
+from trinity_sync import CheckpointCoordinator
+
+saves = CheckpointCoordinator(sys.argv[1])
+start = saves.latest_step(settle_s=60) or 0
+if start:
+    print(start, saves.load(start)["model"]["w"].unique().item(), flush=True)
+for step in (start + 1, start + 2):
+    if step > 1 and "saver dies" in sys.argv:
+        saves.wait_all(60)
+        for saver in psutil.process_iter(["cmdline"]):
+            if (saver.info["cmdline"] or [""])[-1] == str(saves.settings.spool):
+                saver.kill()
+                saver.wait()
+    saves.save(step, {"model": {"w": torch.full((9,), float(step))}, "optim": {"step": step}})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def await_that(holds: Callable[[], object], what: str) -> None:
+    until, pauses = time.monotonic() + 60, lengthen_pauses()
+    while not holds():
+        assert time.monotonic() < until, what
+        time.sleep(next(pauses))
+
+
+def is_announced(job: Job, step: int) -> bool:
+    outcomes = (job.root / ".trinity_sync/outcomes").glob("*.jsonl")
+    return any(f"/step{step}/" in each.read_text() for each in outcomes)
+
+
+def savers_of(spool: Path) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        line = process.info["cmdline"] or []
+        if line[-2:] == ["trinity_sync.saver", str(spool)]:
+            found.append(process)
+    return found
+
+
+def train(root: Path, settings: Settings, folder: Path, *arguments: str) -> str:
+    """Run a trainer that resumes, saves two steps and dies of SIGKILL; return what it prints."""
+    program = folder / "train.py"
+    program.write_text(TRAINER)
+    variables = {**os.environ, **settings.to_variables(), "PYTHONPATH": str(Path.cwd())}
+    done = subprocess.run(
+        [sys.executable, program, root, *arguments],
+        cwd=folder,
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    return done.stdout

@@ -1,0 +1,32 @@
+"""Jobs of a spool whose saves a saver commits."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.job import Job
+from tests.support.savers import savers_of
+from trinity_sync import CheckpointCoordinator, Settings
+
+Make = Callable[..., CheckpointCoordinator]
+
+
+@pytest.fixture
+def settings(spool_folder: Path, tmp_path: Path) -> Iterator[Settings]:
+    yield Settings(spool=spool_folder, home=tmp_path / "home", saver="auto")
+    for saver in savers_of(spool_folder):
+        saver.kill()
+
+
+@pytest.fixture
+def coordinator(job: Job, settings: Settings) -> Iterator[Make]:
+    made = []
+
+    def make(**others: object) -> CheckpointCoordinator:
+        made.append(CheckpointCoordinator(job.root, settings=settings, **others))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close(timeout=0)

@@ -1,0 +1,199 @@
+"""Without a stack, the savers of several nodes commit a save together.
+
+The nodes are spools of this machine, each with a saver of its own.
+"""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.job import Job
+from tests.support.savers import await_that, savers_of
+from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
+from trinity_sync.client.saver_control import LOG
+from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.storage.commit import acquire_commit_lock
+from trinity_sync.storage.discovery import require_committed
+from trinity_sync.storage.job_settings import write_job_settings
+from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.placement import group_by_node
+from trinity_sync.storage.restore import load_states
+
+TRAINER = """
+import os, signal, sys
+import torch
+from trinity_sync import CheckpointCoordinator, Settings
+from trinity_sync.snapshot.job_identity import open_identity
+from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.storage.placement import group_by_node
+
+root, *spools = sys.argv[1:]
+nodes = [Settings(node=f"node-{rank}", spool=spool) for rank, spool in enumerate(spools)]
+places = group_by_node([(n.node, str(open_job_spool(n.spool, root).folder)) for n in nodes])
+ranks = [
+    CheckpointCoordinator(root, rank=r, world_size=2, places=places, run_key="one", settings=n)
+    for r, n in enumerate(nodes)
+]
+for rank, saves in enumerate(ranks):
+    saves.save(1, {"model": {"w": torch.full((9,), float(rank))}})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def nodes(settings: Settings) -> Iterator[list[Settings]]:
+    """Settings of the processes of two nodes."""
+    made = []
+    for number in range(2):
+        spool = settings.spool / f"{number}"
+        spool.mkdir(mode=0o700)
+        own = {"node": f"node-{number}", "spool": spool, "saver_after_s": 1.0}
+        made.append(settings.model_copy(update=own))
+    yield made
+    for each in made:
+        for saver in savers_of(each.spool):
+            saver.kill()
+
+
+@pytest.fixture
+def ranks(nodes: list[Settings], job: Job) -> Iterator[list[CheckpointCoordinator]]:
+    """A rank on each node."""
+    where = [(each.node, str(open_job_spool(each.spool, job.root).folder)) for each in nodes]
+    with ExitStack() as closing:
+        made = []
+        for rank, settings in enumerate(nodes):
+            how: dict[str, Any] = {"world_size": 2, "places": group_by_node(where), "run_key": "a"}
+            saves = CheckpointCoordinator(job.root, rank=rank, settings=settings, **how)
+            closing.callback(saves.close, 0)
+            made.append(saves)
+        yield made
+
+
+def save(ranks: list[CheckpointCoordinator], step: int) -> None:
+    for rank, saves in enumerate(ranks):
+        saves.save(step, {"model": {"w": torch.full((9,), float(rank))}})
+
+
+def wait_all(ranks: list[CheckpointCoordinator]) -> None:
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        list(threads.map(lambda saves: saves.wait_all(60), ranks))
+
+
+def require_saved(root: Path, step: int) -> None:
+    assert [file.rank for file in require_committed(root, step).files] == [0, 1]
+    for rank in range(2):
+        states = load_states(root, step, "actor", rank=rank, world_size=2)
+        assert states["model"]["w"].tolist() == [float(rank)] * 9
+    assert not [*root.rglob("*.tmp")]
+
+
+def test_each_node_persists_its_ranks_and_the_first_one_commits(
+    ranks: list[CheckpointCoordinator], nodes: list[Settings], job: Job
+) -> None:
+    for step in (1, 2):
+        save(ranks, step)
+        wait_all(ranks)
+        await_that(lambda: not any(s.spool.tickets()[0] for s in ranks), "the slots are freed")
+        require_saved(job.root, step)
+    assert all(savers_of(each.spool) for each in nodes)
+
+
+def test_the_nodes_of_a_stack_that_is_away_do_so_as_well(
+    ranks: list[CheckpointCoordinator], job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    save(ranks, 1)
+    wait_all(ranks)
+    require_saved(job.root, 1)
+    (timing,) = require_committed(job.root, 1).timings
+    assert (timing.by_saver, timing.nodes) == (True, 2)
+
+
+def test_what_killed_ranks_have_saved_on_several_nodes_is_committed(
+    nodes: list[Settings], job: Job
+) -> None:
+    command = [sys.executable, "-c", TRAINER, str(job.root), *(str(each.spool) for each in nodes)]
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TRINITY_SYNC_SAVER", "auto")
+        environment.setenv("TRINITY_SYNC_HOME", str(nodes[0].home))
+        assert subprocess.run(command, check=False).returncode == -9
+    await_that(lambda: read_latest_pointer(job.root, "checkpoint") == 1, "the step is committed")
+    require_saved(job.root, 1)
+    for each in nodes:
+        await_that(lambda each=each: not savers_of(each.spool), "its saver ends")  # type: ignore[misc]
+
+
+def test_a_node_that_is_gone_is_named_with_its_ranks_and_fails_the_save_on_the_others(
+    ranks: list[CheckpointCoordinator],
+    nodes: list[Settings],
+    job: Job,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write_job_settings(job.root, {"rank_timeout_s": 3.0})
+    ranks[0].save(1, {"model": {"w": torch.ones(3)}})
+    monkeypatch.setattr(sys, "executable", "/bin/false")  # its saver never lives
+    ranks[1].save(1, {"model": {"w": torch.ones(3)}})
+    named = r"within 3 s by node node-1, role actor rank 1\."
+    with pytest.raises(SaveFailedError, match=named):
+        ranks[0].wait_all(60)
+    with pytest.raises(SaveFailedError, match=named):
+        ranks[1].wait_all(60)
+    assert not [*job.root.rglob("*.tmp")]
+    assert all(image.failed for image in ranks[0].spool.tickets()[0])
+    monkeypatch.undo()
+    save(ranks, 1)
+    wait_all(ranks)
+    require_committed(job.root, 1)
+
+
+def test_a_node_that_cannot_persist_fails_the_save_with_its_reason(
+    ranks: list[CheckpointCoordinator], job: Job, nodes: list[Settings]
+) -> None:
+    ranks[0].save(1, {"model": {"w": torch.ones(3)}})
+    (saver,) = savers_of(nodes[0].spool)
+    saver.suspend()
+    ranks[1].save(1, {"model": {"w": torch.ones(3)}})
+    (image,) = ranks[1].spool.tickets()[0]
+    with image.slot.open("r+b") as slot:
+        slot.truncate(1)
+    log = nodes[1].home / LOG
+    await_that(lambda: "is truncated" in log.read_text(), "the saver of the second node fails")
+    saver.resume()
+    with pytest.raises(SaveFailedError, match=r"rank 1 in .* is truncated"):
+        ranks[0].wait_all(60)
+    assert read_latest_pointer(job.root, "checkpoint") is None
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("instant", ["begun", "before the commit"])
+def test_a_saver_that_is_killed_on_any_node_is_replaced(
+    ranks: list[CheckpointCoordinator],
+    nodes: list[Settings],
+    job: Job,
+    number: int,
+    instant: str,
+) -> None:
+    step = job.root / "global_step_1"
+
+    def has_come() -> bool:
+        records = [each.read_text() for each in step.glob(".node*.tmp")]
+        if instant == "begun":
+            return bool(records)
+        ended = any('"ended": true' in each for each in records)
+        return ended and len([*step.rglob(".model*.tmp")]) == 2
+
+    with acquire_commit_lock(job.root):
+        save(ranks, 1)
+        (saver,) = savers_of(nodes[number].spool)
+        await_that(has_come, instant)
+        saver.kill()
+        saver.wait(10)
+    wait_all(ranks)
+    require_saved(job.root, 1)

@@ -1,0 +1,238 @@
+"""A save that a stack does not begin is committed by the saver of its node, and only once."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+import torch
+
+from tests.support.answers import serving
+from tests.support.job import Job
+from tests.support.savers import await_that, savers_of, train
+from tests.unit.saver.conftest import Make
+from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
+from trinity_sync.client.saver_control import LOG
+from trinity_sync.pipeline.pending import find_pending_saves
+from trinity_sync.saver import _is_of_stack
+from trinity_sync.storage.commit import acquire_commit_lock
+from trinity_sync.storage.discovery import require_committed
+from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.restore import load_states
+
+AWAY = "http://127.0.0.1:9/api"
+RUN = UUID(int=7)
+PYTHON = sys.executable
+
+FLOW_RUN = """
+import sys, time
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.pipeline.save import NodeWriting, commit_images, list_shares, persist_share
+from trinity_sync.storage.placement import await_node_shards
+
+request = SaveRequest.model_validate_json(sys.argv[1])
+(shards,) = await_node_shards(request.save, rank_timeout_s=60)
+shares = list_shares(request, shards, commits=False)
+persisted = [persist_share(request, share, shards, NodeWriting()) for share in shares]
+print("persisted", flush=True)
+sys.stdin.readline()
+commit_images(request, persisted, shards, NodeWriting(), time.time(), time.time())
+"""
+"""What the tasks of a flow run do, which commits once it reads a line."""
+
+
+@pytest.fixture
+def known(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    """Settings of trainers whose stack does not answer."""
+    monkeypatch.setenv("PREFECT_API_URL", AWAY)
+    return settings.model_copy(update={"saver_after_s": 1.0})
+
+
+@pytest.fixture
+def saves(job: Job, known: Settings) -> Iterator[CheckpointCoordinator]:
+    coordinator = CheckpointCoordinator(job.root, settings=known)
+    yield coordinator
+    coordinator.close(timeout=0)
+
+
+@contextmanager
+def flow_run(job: Job) -> "Iterator[subprocess.Popen[str]]":
+    """A process that does what a flow run does, and has persisted the pending save."""
+    (request,) = find_pending_saves(job.spool, grace_s=0)
+    command = [PYTHON, "-c", FLOW_RUN, request.model_dump_json()]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "persisted\n"
+        yield process
+
+
+def is_by_saver(root: Path, step: int) -> bool:
+    (timing,) = require_committed(root, step).timings
+    return timing.by_saver
+
+
+def test_a_stack_that_is_away_delays_no_commit_for_long(
+    saves: CheckpointCoordinator, job: Job
+) -> None:
+    for step in (1, 2):
+        saves.save(step, {"model": {"w": torch.full((9,), float(step))}})
+        saves.wait_all(60)
+        assert is_by_saver(job.root, step)
+    assert load_states(job.root, 2, "actor")["model"]["w"].tolist() == [2.0] * 9
+
+
+def test_what_was_saved_is_committed_although_trainer_and_stack_are_gone(
+    known: Settings, tmp_path: Path
+) -> None:
+    root = tmp_path / "ckpts"
+    train(root, known, tmp_path)
+    await_that(lambda: read_latest_pointer(root, "checkpoint") == 2, "step 2 is committed")
+    assert is_by_saver(root, 2)
+    await_that(lambda: not savers_of(known.spool), "it ends after its trainers")
+
+
+def test_a_run_that_is_taken_and_not_begun_is_overtaken(
+    job: Job, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requested = []
+
+    def answer(request: BaseHTTPRequestHandler, body: str) -> tuple[int, str]:
+        if request.path.endswith("/create_flow_run"):
+            requested.append(json.loads(body)["idempotency_key"])
+            return 201, "{}"
+        if request.path.endswith("/filter"):
+            state = {"type": "SCHEDULED", "timestamp": "2026-01-01T00:00:00Z"}
+            run = {"id": str(RUN), "state": state}
+            return 200, json.dumps([{**run, "idempotency_key": key} for key in requested])
+        return 200, json.dumps({"id": str(RUN)})
+
+    with serving(answer) as url:
+        monkeypatch.setenv("PREFECT_API_URL", f"{url}/api")
+        hasty = settings.model_copy(update={"saver_after_s": 1.0})
+        with CheckpointCoordinator(job.root, settings=hasty) as saves:
+            saves.save(1, {"model": {"w": torch.ones(3)}})
+            saves.wait_all(60)
+    assert len(set(requested)) == 1
+    assert is_by_saver(job.root, 1)
+
+
+def test_a_failure_of_the_saver_is_told_while_the_stack_is_away(
+    coordinator: Make, known: Settings, job: Job
+) -> None:
+    how = {"job": {"rank_timeout_s": 1.0}, "roles": ("actor", "critic")}
+    with CheckpointCoordinator(job.root, settings=known, **how) as saves:  # type: ignore[arg-type]
+        saves.save(4, {"model": {"w": torch.ones(3)}}, role="actor")
+        with pytest.raises(SaveFailedError, match="role critic has submitted nothing"):
+            saves.wait_all(60)
+
+
+def test_a_saver_that_cannot_be_started_leaves_the_saves_to_the_stack(
+    saves: CheckpointCoordinator,
+    job: Job,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    saves.save(1, {"model": {"w": torch.ones(3)}})
+    assert "Saves that the stack does not begin wait for it: the saver cannot" in caplog.text
+    with flow_run(job) as process:
+        process.communicate("\n")
+    saves.wait_all(60)
+    assert not is_by_saver(job.root, 1)
+
+
+@pytest.mark.parametrize("then", ["goes on", "dies"])
+def test_a_flow_run_that_stops_in_mid_save_is_overtaken(
+    saves: CheckpointCoordinator, job: Job, then: str
+) -> None:
+    saves.save(1, {"model": {"w": torch.ones(3)}, "optim": {"a": 1}})
+    (saver,) = savers_of(saves.settings.spool)
+    saver.suspend()
+    with flow_run(job) as process:
+        saver.resume()
+        if then == "dies":
+            process.send_signal(signal.SIGKILL)
+        saves.wait_all(60)
+        assert is_by_saver(job.root, 1)
+        before = require_committed(job.root, 1)
+        if then == "goes on":
+            process.communicate("\n")
+            assert process.returncode == 0
+    assert require_committed(job.root, 1) == before
+    assert not [*job.root.rglob("*.tmp")]
+
+
+def test_a_flow_run_and_the_saver_that_commit_at_once_do_no_harm(
+    saves: CheckpointCoordinator, job: Job, known: Settings
+) -> None:
+    saves.save(1, {"model": {"w": torch.ones(3)}, "optim": {"a": 1}})
+    with ExitStack() as ending, acquire_commit_lock(job.root):
+        step = job.root / "global_step_1"
+        await_that(lambda: len([*step.rglob("*.tmp")]) == 2, "the saver has written both files")
+        process = ending.enter_context(flow_run(job))
+        assert len([*step.rglob("*.tmp")]) == 4
+        assert process.stdin
+        process.stdin.write("\n")
+        process.stdin.flush()
+    assert process.returncode == 0
+    saves.wait_all(60)
+    await_that(lambda: "save actor step 1" in (known.home / LOG).read_text(), "the saver ends it")
+    assert "has failed" not in (known.home / LOG).read_text()
+    assert load_states(job.root, 1, "actor")["optim"] == {"a": 1}
+    assert not [*job.root.rglob("*.tmp")]
+
+
+def test_what_a_flow_run_writes_is_left_to_it(
+    saves: CheckpointCoordinator, job: Job, known: Settings
+) -> None:
+    saves.save(1, {"model": {"w": torch.ones(3)}})
+    (saver,) = savers_of(known.spool)
+    saver.suspend()
+    with flow_run(job) as process:
+        saver.resume()
+        slow = job.root / "global_step_1/actor/.of a slower rank.tmp"
+        (image,) = job.spool.tickets()[0]
+        now = job.root / ".trinity_sync/.now"
+        looks = set[int]()
+
+        def has_looked() -> bool:  # its looks at what is due ask for the root's time
+            looks.add(now.stat().st_mtime_ns if now.exists() else 0)
+            slow.touch()
+            return len(looks) > 3 and image.ticket.sealed_at < now.stat().st_mtime - 3
+
+        await_that(has_looked, "the saver looks several times")
+        assert saver.is_running()
+        slow.unlink()
+        process.communicate("\n")
+    saves.wait_all(60)
+    assert not is_by_saver(job.root, 1)
+
+
+def test_a_save_whose_function_runs_is_left_to_the_stack(
+    saves: CheckpointCoordinator, job: Job
+) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def write() -> None:
+        begun.set()
+        assert goes_on.wait(60)
+
+    saves.save_async("other", write, 3)
+    assert begun.wait(60)
+    asyncio.run(saves.register_and_monitor(3, checkpoint_thread_count=1))
+    (request,) = find_pending_saves(job.spool, grace_s=0)
+    assert _is_of_stack(job.spool, request, 0)
+    goes_on.set()
+    await_that(lambda: not _is_of_stack(job.spool, request, 0), "the function has ended")
+    assert _is_of_stack(job.spool, request, 3600)
+    saves.wait_all(60)
+    assert is_by_saver(job.root, 3)

@@ -1,0 +1,180 @@
+"""A save of several nodes without a stack: what the savers of its nodes tell each other.
+
+They share the root alone. The saver of each node persists what its ranks have sealed, and leaves a
+record of it among the temporary files of the step. The saver of the first node, that of rank 0,
+commits once all records are there, and removes them. The others wait for its commit, and free their
+slots::
+
+    root/global_step_40/.node1.5d41402abc4b2a76b9719d911017c592.tmp
+
+The number is that of the node in `await_node_shards`, the rest a digest of the request's key. A
+record without files says that a saver has begun. Records that a crash leaves are removed like the
+temporary files that they name.
+"""
+
+import hashlib
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from trinity_sync.client.outcomes import OutcomeLogs
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.errors import MissingShardsError, SaveError
+from trinity_sync.fs.atomic import (
+    TEMPORARY_SUFFIX,
+    lengthen_pauses,
+    list_uncached,
+    make_folder,
+    read_uncached,
+    replace_file,
+)
+from trinity_sync.fs.records import Record, encode_record, read_record
+from trinity_sync.storage.manifest import read_run_manifest
+from trinity_sync.storage.placement import NodeShards
+from trinity_sync.storage.save import Persisted, Written, is_being_written, remove_files
+from trinity_sync.storage.save_functions import CallableStatus
+
+
+@dataclass(frozen=True)
+class NodeRecord(Record):
+    """What the saver of a node has persisted of a save, or why it has not."""
+
+    ended: bool = False
+    written: tuple[Written, ...] = ()
+    statuses: tuple[CallableStatus, ...] = ()
+    error: str = ""
+
+    @classmethod
+    def of(cls, persisted: Sequence[Persisted]) -> "NodeRecord":
+        """Return the record of a node that has persisted everything."""
+        written = tuple(file for each in persisted for file in each.written)
+        return cls(True, written, tuple(each for one in persisted for each in one.statuses))
+
+
+def find_node(request: SaveRequest, nodes: Sequence[NodeShards], spool: Path, name: str) -> int:
+    """Return which of the nodes of a save this node is, by the job's spool and the node's name.
+
+    Raises:
+        SaveError: it is none of them.
+    """
+    if len(nodes) == 1:
+        return 0
+    mine = [each for each in nodes if each.spool == str(spool)]
+    for each in mine if len(mine) == 1 else [each for each in mine if each.node == name]:
+        return nodes.index(each)
+    raise SaveError(
+        f"{request.run_name} of {request.root} is not committed: the saver of node {name} with the "
+        f"spool {spool} is none of its nodes {[each.node for each in nodes]}. Set "
+        "TRINITY_SYNC_NODE to one name in all processes of the node"
+    )
+
+
+def write_node_record(request: SaveRequest, number: int, record: NodeRecord) -> None:
+    """Leave the record of a node, in the place of an earlier one."""
+    make_folder(request.save.folder)
+    replace_file(_path(request, number), encode_record(record))
+
+
+def has_node_records(request: SaveRequest) -> bool:
+    """Return whether a saver of any node has begun a save."""
+    return bool(list_uncached(request.save.folder, _path(request, "*").name))
+
+
+def remove_node_records(request: SaveRequest, number: int | None = None) -> None:
+    """Remove the record of a node, or of all nodes."""
+    name = _path(request, "*" if number is None else number).name
+    remove_files(list_uncached(request.save.folder, name))
+
+
+def is_committed(request: SaveRequest) -> bool:
+    """Return whether the run of a save has committed it."""
+    save = request.save
+    manifest = read_run_manifest(save.root, save.run, save.step)
+    roles = save.roles if request.components else ()  # save functions have none
+    return bool(manifest and manifest.has_kind(save.kind, roles))
+
+
+def await_node_records(
+    request: SaveRequest, nodes: Sequence[NodeShards], *, rank_timeout_s: float
+) -> list[Persisted]:
+    """Wait for what the other nodes persist, as long as any of them writes.
+
+    Raises:
+        MissingShardsError: a node has left no record, and none has written anything within
+            ``rank_timeout_s``.
+        SaveError: a node could not persist its images.
+    """
+    waiting = {number: node for number, node in enumerate(nodes) if number}
+    found: list[Persisted] = []
+    quiet = _Quiet(request, rank_timeout_s)
+    while True:
+        for number in list(waiting):
+            record = read_record(NodeRecord, _path(request, number), read_uncached)
+            if record and record.error:
+                raise SaveError(f"node {waiting[number].node}: {record.error}")
+            if record and record.ended:
+                del waiting[number]
+                found.append(Persisted(record.written, record.statuses))
+        if not waiting:
+            return found
+        if quiet.pause():
+            lacking = "; ".join(f"node {each.node}, {each}" for each in waiting.values())
+            raise MissingShardsError(
+                f"{request.run_name} of {request.root} is not committed: nothing was persisted "
+                f"within {rank_timeout_s:g} s by {lacking}. Check whether the node runs and sees "
+                "this root, and saver.log in its home. Later saves are unaffected."
+            )
+
+
+def await_commit(
+    request: SaveRequest, nodes: Sequence[NodeShards], *, rank_timeout_s: float
+) -> None:
+    """Wait until the saver of the first node has committed a save.
+
+    Raises:
+        SaveError: it has failed, or has written nothing for twice ``rank_timeout_s``.
+    """
+    logs = OutcomeLogs(request)
+    quiet = _Quiet(request, 2 * rank_timeout_s)
+    while not is_committed(request):
+        with suppress(OSError):
+            logs.read()
+        outcome = logs.outcome(request.key)
+        if outcome and outcome.state == "completed":
+            return  # it may have been removed since
+        if outcome:
+            raise SaveError(outcome.message)
+        if quiet.pause():
+            raise SaveError(
+                f"{request.run_name} of {request.root} is not committed by node {nodes[0].node}, "
+                f"{nodes[0]}: nothing was written within {2 * rank_timeout_s:g} s. Check whether "
+                "the node runs and sees this root, and saver.log in its home. Later saves are "
+                "unaffected."
+            )
+
+
+class _Quiet:
+    """Tells whether a step has not been written for some seconds."""
+
+    def __init__(self, request: SaveRequest, seconds: float) -> None:
+        self._request = request
+        self._seconds = seconds
+        self._ask_at = time.monotonic() + seconds
+        self._pauses = lengthen_pauses()
+
+    def pause(self) -> bool:
+        """Return whether nothing was written; otherwise sleep a little."""
+        if time.monotonic() >= self._ask_at:
+            root, step = self._request.root, self._request.step
+            if not is_being_written(root, step, within_s=self._seconds):
+                return True
+            self._ask_at = time.monotonic() + min(1.0, self._seconds)
+        time.sleep(next(self._pauses))
+        return False
+
+
+def _path(request: SaveRequest, number: int | str) -> Path:
+    digest = hashlib.sha256(request.key.encode()).hexdigest()[:32]
+    return request.save.folder / f".node{number}.{digest}{TEMPORARY_SUFFIX}"
