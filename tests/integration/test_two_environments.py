@@ -138,7 +138,7 @@ def test_commands_about_files_work_in_a_trainers_environment(
         assert done.returncode == 0, (words, done.stdout + done.stderr)
         assert not re.search("error|warning|Traceback", done.stderr), (words, done.stderr)
     assert require_committed(tmp_path / "back", 30)
-    assert "the stack is not installed" in (tmp_path / "page.html").read_text()
+    assert "no Prefect server is known" in (tmp_path / "page.html").read_text()
 
 
 @pytest.mark.parametrize(
