@@ -6,14 +6,16 @@ import enum
 import html
 import importlib
 import inspect
+import itertools
 import json
 import re
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import figures
 from advice import WHAT_TO_DO
@@ -139,7 +141,7 @@ def _plain(text: str) -> str:
 
 def documents() -> str:
     """Describe the JSON documents of the commands: the fields of their dataclasses."""
-    schema = importlib.import_module("trinity_sync.cli.schema")
+    schema = importlib.import_module("trinity_sync.cli.documents")
     parts, names = [], {}
     for command, document in schema.DOCUMENTS.items():
         names.setdefault(document, []).append(command)
@@ -147,9 +149,8 @@ def documents() -> str:
     for (noun, declared), commands_ in names.items():
         title = ", ".join(f"`{command}`" for command in commands_)
         what = "a list" if get_origin(declared) is list else "an object"
-        content = next(iter(get_args(declared)), declared)  # of a row, or of what may be null
         parts.append(f"### {title}\n\n`{noun}` is {what}.")
-        for each in _nested(schema, content):
+        for each in _dataclasses(declared):
             if each not in seen:
                 seen.add(each)
                 first = inspect.cleandoc(each.__doc__ or "").split("\n\n")[0]
@@ -160,35 +161,53 @@ def documents() -> str:
     return "\n\n".join(parts)
 
 
-def _nested(module: Any, content: type) -> list[type]:
-    """Return a dataclass, and those that its fields are of."""
-    found = [content]
-    for _, kind, _ in _fields(content):
-        for name in re.findall(r"\w+", kind):
-            inner = getattr(module, name, None)
-            if dataclasses.is_dataclass(inner) and inner not in found:
-                found += [each for each in _nested(module, inner) if each not in found]
+def _dataclasses(declared: Any) -> list[type]:
+    """Return the dataclasses that a type is made of, the outer ones first."""
+    if not dataclasses.is_dataclass(declared):
+        return [found for each in get_args(declared) for found in _dataclasses(each)]
+    found = [declared]
+    for hint in get_type_hints(declared).values():
+        found += [each for each in _dataclasses(hint) if each not in found]
     return found
 
 
 def _fields(content: type) -> list[tuple[str, ...]]:
+    from trinity_sync.cli.documents import MEANINGS
+    from trinity_sync.cli.output import KEYS, is_time
+
+    described = _docstrings(content)
     rows: list[tuple[str, ...]] = []
-    tree = ast.parse(textwrap.dedent(inspect.getsource(content))).body[0]
-    assert isinstance(tree, ast.ClassDef)
-    for statement, after in zip(tree.body, [*tree.body[1:], None], strict=True):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            kind = statement.annotation
-            if isinstance(kind, ast.Subscript) and ast.unparse(kind.value) == "Annotated":
-                assert isinstance(kind.slice, ast.Tuple)
-                kind = kind.slice.elts[0]
-            text = (
-                ast.unparse(kind)
-                .replace("None", "null")
-                .replace(" | ", " or ")
-                .replace("datetime", "time")
-            )
-            rows.append((f"`{statement.target.id}`", text, _docstring(after)))
+    for each in dataclasses.fields(content):
+        key = KEYS.get(each.name, each.name)
+        kind = _name_type(get_type_hints(content)[each.name])
+        kind = kind.replace("float", "time") if is_time(key) else kind
+        rows.append((f"`{key}`", kind, described.get(each.name) or MEANINGS[key]))
     return rows
+
+
+def _docstrings(content: type) -> dict[str, str]:
+    """Return the text below each field of a dataclass, and of those that it inherits from."""
+    found = {}
+    for owner in reversed(content.__mro__[:-1]):
+        tree = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
+        assert isinstance(tree, ast.ClassDef)
+        for statement, after in itertools.pairwise(tree.body):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                found[statement.target.id] = _docstring(after)
+    return found
+
+
+def _name_type(declared: Any) -> str:
+    """Return a type in words, as JSON has it."""
+    if get_origin(declared) in (Union, types.UnionType):
+        return " or ".join(map(_name_type, get_args(declared)))
+    if get_origin(declared) is Literal or declared is Path:
+        return "str"
+    if get_origin(declared) in (list, tuple, Sequence):
+        return f"list[{_name_type(get_args(declared)[0])}]"
+    if get_origin(declared) in (dict, Mapping):
+        return f"dict[{', '.join(map(_name_type, get_args(declared)))}]"
+    return "null" if declared is type(None) else getattr(declared, "__name__", str(declared))
 
 
 # ------------------------------------------------------------ settings

@@ -38,7 +38,7 @@ def test_a_failed_save_is_listed_with_its_reason_and_retried(
     assert {step: row["status"] for step, row in rows.items()} == {1: "committed", 2: "failed"}
     assert "is missing; create it" in rows[2]["reason"]
     assert rows[2]["url"].endswith(f"/runs/flow-run/{rows[2]['flow_run']}")
-    assert run("runs", root, "--failed", "-o", "name").stdout == "2\n"
+    assert run("runs", root, "--failed").stdout.startswith("2\t")
     listed = run("ls", root, "-o", "json")
     found = {row["step"]: row for row in check_document("ls", listed.stdout)}
     assert (found[1]["status"], found[2]["status"]) == ("valid", "failed")
@@ -55,7 +55,7 @@ def test_a_failed_save_is_listed_with_its_reason_and_retried(
     (row,) = check_document("wait", waited.stdout)
     assert (row["step"], row["status"]) == (2, "valid")
     require_committed(root, 2)
-    assert run("wait", root, "latest", "-o", "name").stdout == "2\n"
+    assert run("wait", root, "latest").stdout == "step 2 is committed\n"
     late = run("wait", root, 3, "--timeout", 0)
     assert (late.returncode, "is not committed after 0 s" in late.stderr) == (1, True)
 

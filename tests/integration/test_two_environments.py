@@ -1,16 +1,19 @@
 """A trainer whose environment has the client alone saves through a stack in another environment."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.environments import make_environment, pip
+from tests.support.job import Job
 from trinity_sync import Settings
 from trinity_sync.storage.discovery import require_committed
 
-OF_THE_STACK = ("prefect", "fastapi", "sqlalchemy", "alembic", "typer", "ray", "verl")
+OF_THE_STACK = ("prefect", "fastapi", "sqlalchemy", "alembic", "ray", "verl")
 
 TRAIN = f"""
 import sys
@@ -84,6 +87,83 @@ def test_two_ranks_save_through_a_stack_of_another_environment(
             ["env", "trinity-sync", "down", "--yes"], env=env, check=True, capture_output=True
         )
     assert len(require_committed(root, 1).files) == 2
+
+
+@pytest.fixture
+def alone(client: Path, tmp_path: Path) -> dict[str, str]:
+    """The variables of a command in the trainer's environment, on a machine without a stack."""
+    return {
+        "PATH": os.pathsep.join([str(client), "/usr/bin", "/bin"]),
+        "TRINITY_SYNC_HOME": str(tmp_path / "home"),
+        "TRINITY_SYNC_SPOOL": str(tmp_path / "spool"),
+    }
+
+
+def test_commands_about_files_work_in_a_trainers_environment(
+    job: Job, alone: dict[str, str], tmp_path: Path
+) -> None:
+    for step in (10, 20, 30):
+        job.stage(step, {"model": {"w": torch.full((4,), step)}})
+        job.commit(step)
+    root, store = job.root, f"file://{tmp_path}/store"
+    for words in (
+        ["ls", root],
+        ["show", root, "latest"],
+        ["runs", root],
+        ["wait", root, 30],
+        ["diff", root, 10, 30],
+        ["verify", root],
+        ["verify", root, "--load"],
+        ["pin", root, 10],
+        ["pin", root, 20, "--name", "best"],
+        ["unpin", root, "best"],
+        ["unpin", root, 10],
+        ["metrics", root, 30, "reward=0.8"],
+        ["jobs", "set", root, "keep=last=3"],
+        ["remote", "push", root, 30, store],
+        ["remote", "pull", tmp_path / "back", 30, store],
+        ["export", "dcp", root, 30, tmp_path / "dcp"],
+        ["import", "dcp", root, 50, tmp_path / "dcp", "--world-size", 2, "--optim", ""],
+        ["readers", root],
+        ["report", root, "--html", tmp_path / "page.html"],
+        ["doctor", root],
+        ["prune", root, "--keep", "last=2", "--yes"],
+        ["rewind", root, 30, "--yes"],
+        ["config", "show"],
+        ["down"],
+        ["version"],
+    ):
+        command = ["env", "trinity-sync", *map(str, words)]
+        done = subprocess.run(command, env=alone, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, (words, done.stdout + done.stderr)
+        assert not re.search("error|warning|Traceback", done.stderr), (words, done.stderr)
+    assert require_committed(tmp_path / "back", 30)
+    assert "no Prefect server is known" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "up",
+        "restart",
+        "join x",
+        "run ls",
+        "deploy",
+        "worker",
+        "reconcile .",
+        "jobs ls",
+        "jobs show .",
+    ],
+)
+def test_a_command_of_the_stack_names_the_extra_in_a_trainers_environment(
+    words: str, alone: dict[str, str], tmp_path: Path
+) -> None:
+    command = ["env", "trinity-sync", *words.split()]
+    done = subprocess.run(command, env=alone, cwd=tmp_path, capture_output=True, text=True)
+    error, hint = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "needs the stack" in error
+    assert 'pip install "trinity-sync[stack]"' in hint
 
 
 @pytest.mark.parametrize(

@@ -4,20 +4,17 @@ Commands import heavy packages (torch, Prefect, Ray) when they need them, so tha
 are instant. An error is ``error: ...`` on stderr, with a ``hint: ...`` where one is known, or a
 JSON object with ``-o json``.
 
-ROOT is the first argument and STEP the second one of all commands. ROOT may be left out: then it is
-``-C``, ``TRINITY_SYNC_ROOT``, the current folder if it is a root, or, for commands that only read,
-the only job that this node knows.
+ROOT is the first argument and STEP the second one of all commands. With ``-C`` or
+``TRINITY_SYNC_ROOT``, which name the root, the commands take no ROOT.
 """
 
 import itertools
 import json
 import os
-import re
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 import typer.core
@@ -28,11 +25,13 @@ from trinity_sync.cli.output import Color
 from trinity_sync.errors import (
     ConfigError,
     CorruptedCopyError,
+    MissingPackageError,
     PrefectApiError,
     RemoteError,
     TrinitySyncError,
 )
-from trinity_sync.layout import PRIVATE_FOLDER, parse_number, refuse_url, step_of_folder
+from trinity_sync.layout import PRIVATE_FOLDER, refuse_url, step_of_folder
+from trinity_sync.stack import list_missing_packages
 
 if TYPE_CHECKING:
     from trinity_sync.settings import Settings
@@ -50,10 +49,6 @@ E = TypeVar("E", bound=TrinitySyncError)
 
 _given_root: str | None = None
 """Value of ``-C`` or of its variable: a path or a URL."""
-
-
-_SETTING = re.compile("[A-Za-z0-9_-]+=")
-"""How a setting or metric begins, and no root: its value may be a URL or a path."""
 
 
 def with_hint(error: E, hint: str) -> E:
@@ -119,41 +114,40 @@ class CommandGroup(typer.core.TyperGroup):
         return found
 
 
-class JobCommand(typer.core.TyperCommand):
-    """A command whose first argument, ROOT, may be left out before the others."""
+class Command(typer.core.TyperCommand):
+    """A command whose first argument is ROOT, unless the options of all commands name it."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters."""
         return _without_flag_types(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Add the default root to the arguments if they have none."""
-        positional = [each for each in self.params if each.param_type_name == "argument"]
-        find_root: Any = positional[0].default if positional else None
-        if callable(find_root) and positional[0].name == "root":
-            if ctx.resilient_parsing:  # to complete a word: a line that lacks a root is no error
-                ctx.default_map = {"root": ""}
-                with suppress(TrinitySyncError, OSError):
-                    args = self._add_root(ctx, args, positional, find_root)
-            else:
-                args = self._add_root(ctx, args, positional, find_root)
+        """Put the root of ``-C`` before the arguments."""
+        if _given_root is not None and self.params and self.params[0].name == "root":
+            args = [_given_root, *args]
         return super().parse_args(ctx, args)
 
-    def _add_root(
-        self, ctx: Any, args: list[str], positional: list[Any], find_root: Callable[[], str]
-    ) -> list[str]:
-        found, _, _ = self.make_parser(ctx).parse_args(args=list(args))
-        values = [found.get(each.name or "") for each in positional]
-        firsts = [value[0] if isinstance(value, tuple) and value else value for value in values]
-        given = [value for value in firsts if isinstance(value, str)]
-        required = sum(each.required for each in positional)
-        # settings or metrics in the place of another argument
-        fixed = sum(each.nargs != -1 for each in positional)
-        if len(given) >= fixed < len(positional) and _SETTING.match(given[fixed - 1]):
-            return [find_root(), *args]
-        if given and _is_root_missing(given, required, len(positional), find_root):
-            return [find_root(), *args]
-        return args
+
+class StackCommand(Command):
+    """A command that needs the packages of the stack."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command.
+
+        Raises:
+            MissingPackageError: This environment has the client only.
+        """
+        if missing := list_missing_packages():
+            raise with_hint(
+                MissingPackageError(
+                    f"{ctx.command_path} needs the stack, and {sys.prefix} has the client only (it "
+                    f"lacks {', '.join(missing)})"
+                ),
+                "install the stack into an environment of its own: uv tool install "
+                '"trinity-sync[stack]", or pip install "trinity-sync[stack]" in a new virtual '
+                "environment",
+            )
+        return super().invoke(ctx)
 
 
 def _without_flag_types(params: list[Any]) -> list[Any]:
@@ -164,42 +158,24 @@ def _without_flag_types(params: list[Any]) -> list[Any]:
     return params
 
 
-def _is_root_missing(
-    given: list[str], required: int, most: int, find_root: Callable[[], str]
-) -> bool:
-    """Return whether the first of some arguments is not a root but a step.
-
-    ``required`` counts the arguments other than the root, and ``most`` all that the command takes.
-    """
-    if len(given) == most or "://" in given[0] or os.sep in given[0]:
-        return False
-    if parse_number(given[0]) is None and Path(given[0]).is_dir():
-        return False
-    return len(given) == required or _is_step(given[0], find_root)
-
-
-def _is_step(text: str, find_root: Callable[[], str]) -> bool:
-    """Return whether an argument names a step of the default root, or a step by its number."""
-    from trinity_sync.storage.pins import resolve_step
-
-    if parse_number(text) is not None or text.startswith("latest"):
-        return True
-    try:
-        resolve_step(find_root(), text)
-    except TrinitySyncError:
-        return False
-    return True
-
-
 class App(typer.Typer):
-    """A Typer app whose commands are `JobCommand`."""
+    """A Typer app whose commands are `Command`."""
 
     def command(  # type: ignore[override]
-        self, *commands: str, name: str | None = None, note: str = "", **options: Any
+        self,
+        *commands: str,
+        name: str | None = None,
+        note: str = "",
+        panel: str | None = None,
+        stack: bool = False,
+        **options: Any,
     ) -> Any:
-        """Register a command, whose help ends with `examples` and is in the given ``panel``."""
-        options |= {"epilog": examples(*commands, note=note), "cls": JobCommand}
-        return super().command(name, rich_help_panel=options.pop("panel", None), **options)
+        """Register a command, whose help ends with `examples` and is in the given ``panel``.
+
+        With ``stack`` it is refused where the client is installed alone.
+        """
+        options |= {"epilog": examples(*commands, note=note), "rich_help_panel": panel}
+        return super().command(name, cls=StackCommand if stack else Command, **options)
 
 
 def examples(*commands: str, note: str = "") -> str:
@@ -216,7 +192,7 @@ app = App(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Checkpoints for RL post-training: run the stack, inspect and manage checkpoints.\n\n"
-    "ROOT may be left out in the folder of a job, with -C, or, to only read, if there is one job. "
+    "ROOT is the folder of a job; with -C or TRINITY_SYNC_ROOT, commands take no ROOT. "
     "A STEP is a number, a tag, latest, or latest~1 for the one before.\n\n"
     "Settings of the stack are in trinity_sync.toml (trinity-sync config show); TRINITY_SYNC_HOME "
     "is its folder, and PREFECT_API_URL names an external server.",
@@ -248,7 +224,7 @@ def set_options(
             show_envvar=True,
             metavar="ROOT",
             autocompletion=complete_root,
-            help="Root of the job, for commands that name none.",
+            help="Root of the job; commands then take no ROOT.",
         ),
     ] = None,
     color: Annotated[
@@ -269,52 +245,11 @@ def set_options(
     formats.color = color  # the group has read the root
 
 
-def find_default_root() -> str:
-    """Return the root, or its URL, of a command that names none.
-
-    The job that this node knows is no default here: if the disk of another job is not mounted, it
-    would be the wrong one.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    return _find_given_root() or _refuse_to_guess("; a command that changes a job does not guess")
-
-
-def guess_root() -> str:
-    """Return the root, or its URL, of a command that only reads and names none.
-
-    Raises:
-        ConfigError: There is none, or several jobs are known, also such that do not exist now.
-    """
-    if found := _find_given_root():
-        return found
-    from trinity_sync.orchestration.job_registry import list_registered_roots
-
-    known = list_registered_roots(read_settings())
-    return str(known[0]) if len(known) == 1 and known[0].is_dir() else _refuse_to_guess()
-
-
-def _find_given_root() -> str:
-    """Return ``-C``, its variable, or the current folder if it is a root; otherwise "".
-
-    Raises:
-        ConfigError: The current folder is inside a root.
-    """
-    if _given_root is not None:
-        return _given_root
-    here = Path.cwd()
-    if _is_root(here):
-        return str(here)
-    _refuse_inside(here, "the current folder")
-    return ""
-
-
 def _is_root(folder: Path) -> bool:
     return (folder / PRIVATE_FOLDER).is_dir() or any(folder.glob("global_step_*"))
 
 
-def _refuse_inside(folder: Path, what: str) -> None:
+def _refuse_inside(folder: Path) -> None:
     """Refuse a folder inside a root, such as that of a step.
 
     Raises:
@@ -324,44 +259,27 @@ def _refuse_inside(folder: Path, what: str) -> None:
     for each in (path, *path.parents):
         if each.name == PRIVATE_FOLDER or step_of_folder(each.name) is not None:
             raise with_hint(
-                ConfigError(f"{what} is not the root of a job, but inside of one"),
+                ConfigError(f"{folder} is not the root of a job, but inside of one"),
                 f"pass the root: {each.parent}",
             )
 
 
-def _refuse_to_guess(why: str = "") -> NoReturn:
-    from trinity_sync.orchestration.job_registry import list_registered_roots
-
-    known = list_registered_roots(read_settings())
-    text = "no ROOT: the current folder is not the root of a job"
-    if known:
-        names = ", ".join(f"{root}{'' if root.is_dir() else ' (missing)'}" for root in known)
-        text += f", and this node knows {len(known)} job{'s' * (len(known) > 1)}: {names}{why}"
-    raise with_hint(ConfigError(text), f"name the root, or pass -C ROOT, or set {ROOT_VARIABLE}")
-
-
-def _describe_root(find_root: Callable[[], str], what: str) -> Any:
-    """Return the argument ROOT of commands that call a function to find it if it is left out."""
-    return typer.Argument(
+Root = Annotated[
+    Path,
+    typer.Argument(
         metavar="ROOT",
-        default_factory=find_root,
-        show_default=False,
         autocompletion=complete_root,
-        help=what,
-    )
-
-
-_A_ROOT = "Root of the job, which holds the global_step_N folders."
-_A_ROOT_OR_URL = "Root of the job, or the URL of its remote."
-
-Root = Annotated[Path, _describe_root(find_default_root, _A_ROOT)]
-"""Root of a command that changes something."""
-RootToRead = Annotated[Path, _describe_root(guess_root, _A_ROOT)]
-"""Root of a command that only reads."""
-RootOrUrl = Annotated[str, _describe_root(find_default_root, _A_ROOT_OR_URL)]
-"""Root or URL of a command that changes something."""
-RootOrUrlToRead = Annotated[str, _describe_root(guess_root, _A_ROOT_OR_URL)]
-"""Root or URL of a command that only reads."""
+        help="Root of the job, which holds the global_step_N folders.",
+    ),
+]
+RootOrUrl = Annotated[
+    str,
+    typer.Argument(
+        metavar="ROOT",
+        autocompletion=complete_root,
+        help="Root of the job, or the URL of its remote.",
+    ),
+]
 
 Step = Annotated[
     str,
@@ -402,6 +320,15 @@ def read_settings() -> "Settings":
     return Settings()
 
 
+def update_catalog(root: Path, steps: Iterable[int] = ()) -> None:
+    """Update the catalog after a change of a job's files; a client alone has none."""
+    if list_missing_packages():
+        return
+    from trinity_sync.catalog.mirror import try_mirror
+
+    try_mirror(read_settings(), root, steps)
+
+
 def require_existing(root: Path) -> Path:
     """Return the root of a job.
 
@@ -418,7 +345,7 @@ def require_existing(root: Path) -> Path:
             "pass the job's root, e.g. trinity-sync ls ckpts",
         )
     if not _is_root(root):
-        _refuse_inside(root, str(root))
+        _refuse_inside(root)
     read_identity(root)  # which refuses a root of another release
     return root
 
@@ -459,11 +386,6 @@ def print_error(error: BaseException, *, as_json: bool) -> None:
 
 def _wants_json(words: Sequence[str]) -> bool:
     """Return whether a command line asks for JSON, even if it cannot be parsed."""
-    formats_ = ("json", "jsonl")
-    joined = [f"{each}{name}" for each in ("-o", "--output=", "-o=") for name in formats_]
-    if "--" in words:
-        words = words[: words.index("--")]
-    pairs = itertools.pairwise(words)
-    return any(a in ("-o", "--output") and b in formats_ for a, b in pairs) or any(
-        word in joined for word in words
-    )
+    own = list(itertools.takewhile(lambda word: word != "--", words))
+    pairs = {f"{first}={second}" for first, second in itertools.pairwise(own)}
+    return not {"-ojson", "-o=json", "--output=json"}.isdisjoint({*own, *pairs})

@@ -8,16 +8,10 @@ import typer
 from trinity_sync.layout import step_of_folder
 
 
-def complete_root(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the roots of known jobs and the folders that begin with a text.
-
-    A command that takes a step as well also offers the steps of the default root.
-    """
-    found = [*_known_roots(), *_folders(incomplete)]
-    takes_step = any(each.name in ("step", "before") for each in ctx.command.params)
-    if takes_step and not incomplete.startswith((".", "/")):
-        found += _steps(ctx)
-    return sorted({each for each in found if each.startswith(incomplete)})
+def complete_root(incomplete: str) -> list[str]:
+    """Return the roots of known jobs and the folders that begin with a text."""
+    found = {*_known_roots(), *_folders(incomplete)}
+    return sorted(each for each in found if each.startswith(incomplete))
 
 
 def complete_step(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -49,29 +43,16 @@ def _folders(incomplete: str) -> Iterator[str]:
 
 
 def _steps(ctx: typer.Context) -> list[str]:
-    """Return the steps and tags of the command's root, or of its default."""
+    """Return the steps and tags of the command's root."""
     from trinity_sync.errors import TrinitySyncError
     from trinity_sync.layout import steps_on_disk
     from trinity_sync.storage.pins import list_tags
 
     try:
-        base = Path(_find_root(ctx))
-        return ["latest", *list_tags(base), *map(str, reversed(steps_on_disk(base)))]
+        root = Path(ctx.params["root"])
+        return ["latest", *list_tags(root), *map(str, reversed(steps_on_disk(root)))]
     except (TrinitySyncError, OSError):
         return []
-
-
-def _find_root(ctx: typer.Context) -> str:
-    """Return the root of the line, or the one that the command has if it is left out.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    source = ctx.get_parameter_source("root")
-    if source and source.name == "COMMANDLINE":
-        return str(ctx.params["root"])
-    defaults = [each.default for each in ctx.command.params if each.name == "root"]
-    return next((str(each()) for each in defaults if callable(each)), ".")
 
 
 def complete_setting(incomplete: str) -> list[str]:
@@ -79,9 +60,3 @@ def complete_setting(incomplete: str) -> list[str]:
     from trinity_sync.storage.job_settings import NAMES
 
     return [f"{name}=" for name in NAMES if name.startswith(incomplete)]
-
-
-def complete_tag(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the tags of the job that begin with a text."""
-    found = [each for each in _steps(ctx) if not each.isdecimal()]
-    return [each for each in found if each.startswith(incomplete) and each != "latest"]

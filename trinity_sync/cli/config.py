@@ -11,7 +11,7 @@ import typer
 
 from trinity_sync.cli.app import App, app, examples, read_settings, with_hint
 from trinity_sync.cli.output import Output, print_rows
-from trinity_sync.cli.schema import SettingRow
+from trinity_sync.cli.rows import SettingRow
 from trinity_sync.errors import ConfigError
 
 WIDTH = 88
@@ -47,7 +47,7 @@ app.add_typer(config, name="config", rich_help_panel="Run the stack")
 @config.command("config show", "config show -o json")
 def show(file: ConfigFile = None, output: Output = "table") -> None:
     """Show each setting: its value, where that is from, and the default."""
-    print_rows("settings", list_settings(), output)
+    print_rows("settings", list_settings(), output, "name value source")
 
 
 @config.command("config check trinity_sync.toml")
@@ -106,8 +106,8 @@ def list_settings() -> list[SettingRow]:
     rows = [
         SettingRow(
             variable,
-            _show(values[name]) or None,
-            _show(defaults[name]) or None,
+            _show(values[name]),
+            _show(defaults[name]),
             variable if os.environ.get(variable) else "default",
         )
         for name in type(settings).model_fields
@@ -121,7 +121,7 @@ def list_settings() -> list[SettingRow]:
         elif key in in_file.get(section, {}):
             source = str(path)
         value, default = _show(values[section][key]), _show(defaults[section][key])
-        rows.append(SettingRow(f"{section}.{key}", value or None, default or None, source))
+        rows.append(SettingRow(f"{section}.{key}", value, default, source))
     return rows
 
 

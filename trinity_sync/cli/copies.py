@@ -18,25 +18,11 @@ from trinity_sync.cli.app import (
     resolve_step_argument,
     with_hint,
 )
-from trinity_sync.cli.maintenance import parse_size
-from trinity_sync.cli.output import (
-    Output,
-    format_duration,
-    print_object,
-    print_table,
-    progress_bar,
-)
+from trinity_sync.cli.output import Output, print_object, print_table, progress_bar
 from trinity_sync.cli.retention import list_pruned
-from trinity_sync.cli.schema import (
-    CommittedStep,
-    ExportedDcp,
-    ExportedModel,
-    PrunedStep,
-    PushedStep,
-)
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import parse_number
-from trinity_sync.orchestration.quantities import format_bytes
+from trinity_sync.orchestration.quantities import format_bytes, format_duration, parse_size
 
 remote = App(
     no_args_is_help=True,
@@ -78,6 +64,7 @@ def push(
     output: Output = "table",
 ) -> None:
     """Copy a committed step to a remote, its manifest last. Safe to run again."""
+    from trinity_sync.cli.documents import PushedStep
     from trinity_sync.remote.prune import prune_remote
     from trinity_sync.remote.upload import replicate
     from trinity_sync.retention.planner import Rules
@@ -91,15 +78,7 @@ def push(
     if keep_last:
         rules = Rules(LastN(keep_last), LastN(keep_last))
         rows = list_pruned(prune_remote(root, url, rules, time.time(), just_copied=number))
-    row = PushedStep(
-        step=number,
-        run=done.run,
-        url=done.url,
-        uploaded=done.uploaded,
-        bytes=done.nbytes,
-        seconds=done.seconds,
-        remote=rows,
-    )
+    row = PushedStep(**vars(done), remote=rows)
     text = (
         f"copied step {number} to {done.url}: uploaded {done.uploaded} files, "
         f"{format_bytes(done.nbytes)}, in {format_duration(done.seconds)}"
@@ -108,7 +87,7 @@ def push(
     def show() -> None:
         typer.echo(text)
         if rows:
-            print_table(PrunedStep, rows, output)
+            print_table(rows, "step bytes status reason")
 
     print_object("push", row, output, show)
 
@@ -135,11 +114,17 @@ def pull(
     url = url or _find_remote(require_existing(root))
     with progress_bar("downloading") as on_progress:
         manifest, added = fetch(url, number, root, on_progress=on_progress)
-    row = CommittedStep(manifest.step, manifest.run, str(root), manifest.nbytes, added)
     text = f"committed step {manifest.step}, {format_bytes(manifest.nbytes)}, in {root}"
     if not added:
         text = f"step {manifest.step} is already in {root}"
-    print_object("step", row, output, text)
+    _print_step(root, manifest.step, output, text)
+
+
+def _print_step(root: Path, step: int, output: Output, text: str) -> None:
+    """Print a step that was committed, as ls does in JSON."""
+    from trinity_sync.orchestration.report.steps import read_step
+
+    print_object("step", read_step(root, step), output, text)
 
 
 def _find_remote(root: Path) -> str:
@@ -214,9 +199,8 @@ def export_hf(
             trust_remote_code=trust_remote_code,
             on_progress=on_progress,
         )
-    row = ExportedModel(str(done.folder), list(done.files), done.nbytes)
     text = f"wrote {len(done.files)} files, {format_bytes(done.nbytes)}, to {done.folder}"
-    print_object("export", row, output, text)
+    print_object("export", done, output, text)
 
 
 @export.command(
@@ -244,12 +228,11 @@ def export_dcp(
         done = to_dcp(
             root, number, folder, role=role, components=components, on_progress=on_progress
         )
-    row = ExportedDcp(str(done.folder), list(done.components), done.tensors, done.nbytes)
     text = (
         f"wrote {' and '.join(done.components)} of step {number}, {done.tensors} tensors, "
         f"{format_bytes(done.nbytes)}, to {done.folder}"
     )
-    print_object("export", row, output, text)
+    print_object("export", done, output, text)
 
 
 @import_.command(
@@ -293,6 +276,5 @@ def import_dcp(
             metadata=metadata,
             on_progress=on_progress,
         )
-    row = CommittedStep(manifest.step, manifest.run, str(root), manifest.nbytes, True)
     text = f"committed step {manifest.step}, {format_bytes(manifest.nbytes)}, in {root}"
-    print_object("step", row, output, text)
+    _print_step(root, manifest.step, output, text)

@@ -10,7 +10,7 @@ import typer
 from trinity_sync.cli.app import DONE, PROBLEM_FOUND, app, read_settings, require_existing
 from trinity_sync.cli.completion import complete_root
 from trinity_sync.cli.output import Output, is_text, paint, print_object, print_rows
-from trinity_sync.cli.schema import CheckRow, VersionReport
+from trinity_sync.cli.rows import CheckRow, VersionReport
 
 
 @app.command(
@@ -31,11 +31,11 @@ def doctor(
 
     rows = []
     for check in run_checks(read_settings(), require_existing(job).resolve() if job else None):
-        rows.append(CheckRow(check.name, check.state, check.found, check.todo or None))
+        rows.append(CheckRow(check.name, check.state, check.found, check.todo))
         if is_text(output):
             _print_check(rows[-1])
     if not is_text(output):
-        print_rows("checks", rows, output)
+        print_rows("checks", rows, output, "status name message hint")
     raise typer.Exit(PROBLEM_FOUND if any(row.status == "fail" for row in rows) else DONE)
 
 

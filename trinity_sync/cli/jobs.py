@@ -1,4 +1,4 @@
-"""Commands for jobs: jobs ls, show, reindex, check, forget; readers; report."""
+"""Commands for jobs: jobs ls, show, set, reindex, check, forget; reconcile."""
 
 import time
 from dataclasses import fields
@@ -12,43 +12,38 @@ from trinity_sync.cli.app import (
     PROBLEM_FOUND,
     App,
     Root,
-    RootToRead,
     Yes,
     app,
     confirm,
     read_settings,
     require_existing,
+    update_catalog,
     with_hint,
 )
 from trinity_sync.cli.completion import complete_root, complete_setting
 from trinity_sync.cli.output import (
     Output,
-    format_age,
     format_time,
     print_object,
     print_rows,
     print_table,
     progress_bar,
-    utc,
 )
-from trinity_sync.cli.schema import (
-    CatalogStep,
+from trinity_sync.cli.rows import (
     CheckedJob,
     ForgottenJob,
-    JobDetails,
     JobRow,
-    JobSettingRow,
-    ReaderRow,
-    ReadersReport,
     ReindexedJob,
+    SettingRow,
     WeightVersionRow,
 )
-from trinity_sync.errors import ConfigError
-from trinity_sync.fs.atomic import replace_file
+from trinity_sync.errors import ConfigError, PrefectApiError
 from trinity_sync.orchestration.quantities import format_bytes
 
 if TYPE_CHECKING:
     from trinity_sync.catalog.database import JobSteps
+    from trinity_sync.cli.documents import JobDetails
+    from trinity_sync.storage.gc import Finding
 
 jobs = App(
     no_args_is_help=True,
@@ -66,7 +61,7 @@ Keep = Annotated[
 ]
 
 
-@jobs.command("jobs ls", "jobs ls --keep last=3 -o wide", "jobs ls -o name", name="ls")
+@jobs.command("jobs ls", "jobs ls --keep last=3", "jobs ls -o json", name="ls", stack=True)
 def list_jobs(keep: Keep = "", output: Output = "table") -> None:
     """List the jobs in the catalog, without reading their files."""
     from trinity_sync.catalog.database import get_catalog_url, list_jobs, open_catalog
@@ -82,20 +77,22 @@ def list_jobs(keep: Keep = "", output: Output = "table") -> None:
             weights=job.versions[-1].step if job.versions else None,
             bytes=job.nbytes,
             would_free=_count_freed(job, keep),
-            updated_at=utc(job.mirrored_at),
+            updated_at=job.mirrored_at,
         )
         for job in found
     ]
-    print_rows("jobs", rows, output, empty="the catalog has no job")
+    columns = "root steps newest bytes would_free updated_at"
+    print_rows("jobs", rows, output, columns, empty="the catalog has no job")
     for job in found:
         if warning := _describe_outdated(Path(job.root), {each.step for each in job.steps}):
             typer.echo(warning, err=True)
 
 
-@jobs.command("jobs show ckpts", "jobs show ckpts -o json", name="show")
-def show_job(root: RootToRead, keep: Keep = "", output: Output = "table") -> None:
+@jobs.command("jobs show ckpts", "jobs show ckpts -o json", name="show", stack=True)
+def show_job(root: Root, keep: Keep = "", output: Output = "table") -> None:
     """Show a job in the catalog: its steps and versions of the weights."""
     from trinity_sync.catalog.database import get_catalog_url, list_jobs_at, open_catalog
+    from trinity_sync.cli.documents import JobDetails
 
     with open_catalog(get_catalog_url(read_settings())) as engine:
         found = list_jobs_at(engine, root)
@@ -104,23 +101,8 @@ def show_job(root: RootToRead, keep: Keep = "", output: Output = "table") -> Non
             ConfigError(f"no job at {root} is known"), f"trinity-sync jobs reindex {root}"
         )
     job = found[0]
-    steps = [
-        CatalogStep(
-            step=each.step,
-            run=each.run,
-            kinds=list(each.kinds),
-            bytes=each.nbytes,
-            committed_at=utc(each.committed_at),
-            metrics=dict(each.metrics),
-            held=list(each.held),
-            reason=each.corruption or None,
-            superseded_by=each.superseded_by or None,
-            flow_run=job.flow_runs.get(each.step),
-        )
-        for each in reversed(job.steps)
-    ]
     versions = [
-        WeightVersionRow(each.step, each.run, each.source, utc(each.published_at))
+        WeightVersionRow(each.step, each.run, each.source, each.published_at)
         for each in reversed(job.versions)
     ]
     details = JobDetails(
@@ -128,17 +110,18 @@ def show_job(root: RootToRead, keep: Keep = "", output: Output = "table") -> Non
         job=job.job,
         bytes=job.nbytes,
         would_free=_count_freed(job, keep),
-        updated_at=utc(job.mirrored_at),
+        updated_at=job.mirrored_at,
         settings=_list_settings(root) if root.is_dir() else [],
-        steps=steps,
+        steps=job.steps[::-1],
+        flow_runs=job.flow_runs,
         versions=versions,
     )
-    print_object("job", details, output, lambda: _print_details(details, output))
+    print_object("job", details, output, lambda: _print_details(details))
     if warning := _describe_outdated(Path(job.root), {each.step for each in job.steps}):
         typer.echo(warning, err=True)
 
 
-def _print_details(details: JobDetails, output: Output) -> None:
+def _print_details(details: "JobDetails") -> None:
     typer.echo(f"job {details.job} at {details.root}")
     typer.echo(
         f"{len(details.steps)} steps, {format_bytes(details.bytes)}; retention would free "
@@ -148,11 +131,11 @@ def _print_details(details: JobDetails, output: Output) -> None:
         newest = details.versions[0]
         typer.echo(f"newest weights: step {newest.step}, {newest.source}")
     for setting in details.settings:
-        if setting.is_set:
+        if setting.source == "job":
             typer.echo(f"{setting.name} = {setting.value}")
     if details.steps:
         typer.echo("")
-        print_table(CatalogStep, details.steps, output)
+        print_table(details.steps, "step run kinds bytes committed_at held")
 
 
 @jobs.command(
@@ -175,7 +158,6 @@ def set_job(
     output: Output = "table",
 ) -> None:
     """Change settings of a job."""
-    from trinity_sync.catalog.mirror import try_mirror
     from trinity_sync.client.init_root import resolve_root
     from trinity_sync.client.job_settings import set_job_settings
 
@@ -189,12 +171,12 @@ def set_job(
         root = resolve_root(root)
         typer.echo(f"created {root}", err=True)
     set_job_settings(require_existing(root), values)
-    try_mirror(read_settings(), root, [])
+    update_catalog(root)
     rows = _list_settings(root)
-    print_rows("settings", rows, output)
+    print_rows("settings", rows, output, "name value default source")
 
 
-def _list_settings(root: Path) -> list[JobSettingRow]:
+def _list_settings(root: Path) -> list[SettingRow]:
     from trinity_sync.storage.job_settings import (
         JobSettings,
         read_job_settings,
@@ -204,17 +186,17 @@ def _list_settings(root: Path) -> list[JobSettingRow]:
     given = read_set_job_settings(root)
     settings, default = read_job_settings(root), JobSettings()
     return [
-        JobSettingRow(
+        SettingRow(
             name=each.name,
-            value=None if (value := getattr(settings, each.name)) == "" else value,
-            default=None if (value := getattr(default, each.name)) == "" else value,
-            is_set=each.name in given,
+            value=getattr(settings, each.name),
+            default=getattr(default, each.name),
+            source="job" if each.name in given else "default",
         )
         for each in fields(JobSettings)
     ]
 
 
-@jobs.command("jobs reindex ckpts")
+@jobs.command("jobs reindex ckpts", stack=True)
 def reindex(roots: Roots, output: Output = "table") -> None:
     """Read the rows of jobs in the catalog again from their files."""
     from trinity_sync.catalog.database import get_catalog_url, open_catalog
@@ -226,10 +208,10 @@ def reindex(roots: Roots, output: Output = "table") -> None:
             with progress_bar("reading", of_steps=True) as on_progress:
                 count = rebuild(engine, require_existing(root), on_progress=on_progress)
             rows.append(ReindexedJob(str(root), count))
-    print_rows("jobs", rows, output)
+    print_rows("jobs", rows, output, "root steps")
 
 
-@jobs.command("jobs check ckpts", note="Exit code 3 if catalog and files differ.")
+@jobs.command("jobs check ckpts", stack=True, note="Exit code 3 if catalog and files differ.")
 def check(roots: Roots, output: Output = "table") -> None:
     """Compare the catalog with the files of jobs."""
     from trinity_sync.catalog.database import get_catalog_url, open_catalog
@@ -240,14 +222,14 @@ def check(roots: Roots, output: Output = "table") -> None:
         for root in roots:
             found = find_differences(engine, require_existing(root))
             rows.append(CheckedJob(str(root), "differs" if found else "ok", list(found)))
-    print_rows("jobs", rows, output)
+    print_rows("jobs", rows, output, "root status differences")
     different = [row.root for row in rows if row.differences]
     if different:
         typer.echo(f"hint: trinity-sync jobs reindex {' '.join(different)}", err=True)
     raise typer.Exit(PROBLEM_FOUND if different else DONE)
 
 
-@jobs.command("jobs forget ckpts")
+@jobs.command("jobs forget ckpts", stack=True)
 def forget(
     root: Annotated[
         Path,
@@ -304,97 +286,27 @@ def _describe_outdated(root: Path, known: set[int]) -> str:
     )
 
 
-@app.command("readers ckpts", "readers -o json", panel="Look at a job")
-def readers(root: RootToRead, output: Output = "table") -> None:
-    """Show which reader serves which version of the weights, and how stale it is."""
-    report = _read_report(root)
-    print_object("readers", report, output, lambda: _print_report(report, str(root), output))
-
-
-def _read_report(root: Path) -> ReadersReport | None:
-    from trinity_sync.weights.state_files import read_sync_report
-
-    now = time.time()
-    found = read_sync_report(require_existing(root), now)
-    if found and found.lives is False:  # what it knew then says nothing about now
-        now = found.written_at
-        found = read_sync_report(root, now)
-    if found is None:
-        return None
-    newest = found.newest
-    return ReadersReport(
-        version=newest.step if newest else None,
-        run=newest.run if newest else None,
-        source=newest.source if newest else None,
-        running=found.lives,
-        as_of=utc(now),
-        trainer=found.trainer,
-        explorers=found.explorers,
-        readers=[
-            ReaderRow(each.name, each.step, each.run, each.behind, utc(each.since), each.stale_s)
-            for each in found.readers
-        ],
-    )
-
-
-def _print_report(report: ReadersReport | None, root: str, output: Output) -> None:
-    if report is None:
-        typer.echo(
-            f"no Synchronizer has worked in {root}; readers without one do not report which "
-            "version they serve",
-            err=True,
-        )
-        return
-    version = "none"
-    if report.version is not None:
-        version = f"{report.version} of run {report.run}, from {report.source}"
-    age = format_age(time.time() - report.as_of.timestamp())
-    state = {
-        True: "running",
-        False: f"not running, as of {age} ago",
-        None: "on another host",
-    }[report.running]
-    typer.echo(f"newest version: {version}")
-    typer.echo(f"trainer: {report.trainer}; Synchronizer: {state}")
-    for name, status in report.explorers.items():
-        typer.echo(f"explorer {name}: {status}")
-    if report.running is False:
-        typer.echo("hint: trainer and explorers start it again by Synchronizer.get_actor", err=True)
-    if report.readers:
-        typer.echo("")
-        print_table(ReaderRow, report.readers, output)
-
-
-@app.command(
-    "report ckpts", "report ckpts --html /tmp/ckpts.html", "report ckpts -o json",
-    panel="Look at a job",
-    note="Failures, flow runs and verifications come from the Prefect server, if one answers.",
-)  # fmt: skip
-def report(
-    root: RootToRead,
-    html: Annotated[Path, typer.Option("--html", help="File to write.")] = Path("report.html"),
+@app.command("reconcile ckpts", "reconcile ckpts -o json", panel="Look after steps", stack=True)
+def reconcile(
+    root: Root,
+    grace: Annotated[
+        float, typer.Option(min=0, help="Minimum age in seconds of unused files that are removed.")
+    ] = 3600.0,
     output: Output = "table",
 ) -> None:
-    """Write an HTML page about a job: its health, failures with what to type, cost of saves.
+    """Repair what a crash left, and report it. Safe to run again."""
+    from trinity_sync.client.prefect_api import PrefectApi, ask_server
+    from trinity_sync.orchestration.recovery.reconcile import reconcile
 
-    With -o json no page is written.
-    """
-    from trinity_sync.cli.report_html import render_report
-    from trinity_sync.orchestration.report.collect import collect_report
-    from trinity_sync.orchestration.report.facts import to_json
+    settings, job = read_settings(), require_existing(root).resolve()
 
-    if html.is_dir():
-        raise ConfigError(f"{html} is a folder; pass a file as --html")
-    found = collect_report(read_settings(), require_existing(root))
-    if output in ("json", "jsonl"):
-        print_object("report", to_json(found), output)
-        return
-    try:
-        replace_file(html, render_report(found), sync=False)
-    except OSError as error:
-        raise ConfigError(f"cannot write {html}: {error.strerror}; pass another --html") from error
-    if output == "name":
-        typer.echo(html)
-        return
-    typer.echo(f"{found.health.status}: {found.health.sentence}")
-    typer.echo(f"wrote {html}; open it in a browser")
+    async def repair(api: PrefectApi) -> "list[Finding]":
+        try:
+            await api.read_version()
+        except PrefectApiError as error:
+            typer.echo(f"flow runs are not checked: {error}", err=True)
+            return await reconcile(settings, [job], None, grace_s=grace)
+        return await reconcile(settings, [job], api, grace_s=grace)
+
+    found = ask_server(settings, repair)
+    print_rows("findings", found, output, "status what reason", empty="no problems found")

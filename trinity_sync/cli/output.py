@@ -1,8 +1,8 @@
-"""Formats of the command's output: ``-o table|wide|json|jsonl|name``.
+"""Formats of the command's output: ``-o table|json``.
 
-A command declares what it prints as a dataclass (see `schema`). Its fields are the keys of JSON,
-and those annotated with a `Column` are also columns of the table. On a terminal a table has
-headings, ages and colours; elsewhere it is tab-separated, with full values and no headings.
+A command prints dataclasses. Their fields are the keys of JSON, and it names those that are columns
+of its table. On a terminal a table has headings, ages and colours; elsewhere it is tab-separated,
+with full values and no headings. What a value is, a size or a time, its key tells: `KEYS`, `TIMES`.
 """
 
 import json
@@ -11,35 +11,49 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
 import typer
 
 from trinity_sync.fs.direct_io import OnProgress, no_progress
-from trinity_sync.orchestration.quantities import format_bytes
+from trinity_sync.orchestration.quantities import format_bytes, format_duration
 
 SCHEMA = 1
 """Version of the JSON documents, which is in each of them."""
+KEYS = {
+    "corruption": "reason",
+    "nbytes": "bytes",
+    "state": "status",
+    "why": "reason",
+    "wrong": "reason",
+}
+"""Keys of fields that have another name in the package."""
+TIMES = ("at", "since", "as_of")
+"""Keys of times in seconds since the epoch, with those that end in ``_at``."""
+SIZES = ("bytes", "would_free")
+"""Keys of numbers of bytes."""
+HEADINGS = {
+    "bytes": "SIZE",
+    "changed_percent": "CHANGED %",
+    "committed_at": "AGE",
+    "path": "FILE",
+    "pinned_at": "AGE",
+    "relative_l2": "RELATIVE L2",
+    "seconds": "TIME",
+    "since": "AGE",
+    "stale_s": "STALE FOR",
+    "updated_at": "UPDATED",
+    "url": "ADDRESS",
+}
+"""Headings of columns that are not the key."""
 
-
-Output = Annotated[
-    Literal["table", "wide", "json", "jsonl", "name"],
-    typer.Option(
-        "--output",
-        "-o",
-        metavar="FORMAT",
-        help="table, wide, json, jsonl or name (one name on each line).",
-        show_default=False,
-    ),
-]
+Output = Annotated[Literal["table", "json"], typer.Option("--output", "-o", help="Format.")]
 Color = Literal["auto", "always", "never"]
-Mode = Literal["short", "wide", "plain"]
-"""How a value is written: for a terminal, for ``wide`` on a terminal, or for a file or pipe."""
 
 STYLES = {
     "green": ("valid", "running", "external", "online", "ok", "committed", "completed", "restored"),
@@ -56,131 +70,60 @@ color: Color = "auto"
 """Value of ``--color``, set by the command before it prints."""
 
 
-@dataclass(frozen=True)
-class Column:
-    """How a field of a row appears in the table.
-
-    ``wide`` is whether only that format shows it. ``form`` writes a value, by default according to
-    its type.
-    """
-
-    heading: str
-    right: bool = False
-    wide: bool = False
-    form: Callable[[Any, Mode], str] | None = None
-
-    def write(self, value: Any, mode: Mode) -> str:
-        """Return a value as text."""
-        if value is None or value == "" or value == []:
-            return "" if mode == "plain" else "-"
-        if self.form:
-            return self.form(value, mode)
-        if isinstance(value, bool):
-            return "yes" if value else "no"
-        if isinstance(value, datetime):
-            return write_time(value, mode)
-        if isinstance(value, (list, tuple)):
-            return ", ".join(" ".join(str(each).split()) for each in value)
-        return " ".join(value.split()) if isinstance(value, str) else str(value)
+def is_time(key: str) -> bool:
+    """Return whether the value of a key is a time."""
+    return key in TIMES or key.endswith("_at")
 
 
-# Values
+def write_utc(seconds: float) -> str | None:
+    """Write a time as RFC 3339 in UTC; None for 0, which is no time, and after the year 9999."""
+    try:
+        when = datetime.fromtimestamp(seconds, timezone.utc)
+    except (OverflowError, ValueError, OSError):
+        return None
+    return when.isoformat(timespec="seconds").replace("+00:00", "Z") if seconds else None
 
 
-def utc(seconds: float) -> datetime:
-    """Return a time in seconds since the epoch as a datetime."""
-    return datetime.fromtimestamp(seconds, timezone.utc)
+def format_time(seconds: float) -> str:
+    """Format a time as local time to the second."""
+    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
-def format_time(when: datetime | float) -> str:
-    """Format a time, or seconds since the epoch, as local time to the second."""
-    if not isinstance(when, datetime):
-        when = utc(when)
-    return when.astimezone().strftime("%Y-%m-%d %H:%M:%S")
-
-
-def format_age(seconds: float) -> str:
-    """Format an age, such as ``45s``, ``12m``, ``5h`` or ``3d``; a time to come is ``0s``."""
-    seconds = max(seconds, 0.0)
-    for unit, length, limit in (("s", 1, 120), ("m", 60, 7200), ("h", 3600, 172_800)):
-        if seconds < limit:
-            return f"{seconds / length:.0f}{unit}"
-    return f"{seconds / 86_400:.0f}d"
-
-
-def format_duration(seconds: float) -> str:
-    """Format a duration, such as ``0.52s``, ``9.1s``, ``3m12s`` or ``2h05m``."""
-    if seconds < 10:
-        return f"{seconds:.2g}s" if seconds < 1 else f"{seconds:.1f}s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 1:
-        return f"{rest}s"
-    return f"{minutes}m{rest:02}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02}m"
-
-
-def write_size(value: int, mode: Mode) -> str:
-    """Write a number of bytes: rounded on a terminal, all digits elsewhere."""
-    return str(value) if mode == "plain" else format_bytes(value)
-
-
-def write_duration(value: float, mode: Mode) -> str:
-    """Write a duration: rounded on a terminal, seconds elsewhere."""
-    return f"{value:.3f}" if mode == "plain" else format_duration(value)
-
-
-def write_time(value: datetime, mode: Mode) -> str:
-    """Write a time: its age, local time for ``wide``, UTC elsewhere."""
-    if mode == "short":
-        return format_age(time.time() - value.timestamp())
-    return format_time(value) if mode == "wide" else write_utc(value)
-
-
-def write_utc(value: datetime) -> str:
-    """Write a time as RFC 3339 in UTC."""
-    return value.astimezone(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
-
-
-def to_json(value: Any) -> Any:
-    """Return a row, or a value in one, as JSON can represent it."""
+def to_json(value: Any, key: str = "") -> Any:
+    """Return a value of a key as JSON can represent it."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {each.name: to_json(getattr(value, each.name)) for each in fields(value)}
-    if isinstance(value, dict):
-        return {str(key): to_json(each) for key, each in value.items()}
+        names = {each.name: KEYS.get(each.name, each.name) for each in fields(value)}
+        return {key: to_json(getattr(value, name), key) for name, key in names.items()}
+    if isinstance(value, Mapping):
+        return {str(name): to_json(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [to_json(each) for each in value]
-    if isinstance(value, datetime):
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, float) and is_time(key):
         return write_utc(value)
     if isinstance(value, Path):
         return str(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
-
-
-# Printing
+    return None if value == "" else value
 
 
 def is_text(output: Output) -> bool:
     """Return whether a format is read by people."""
-    return output in ("table", "wide")
+    return output == "table"
 
 
-def print_rows(noun: str, rows: Sequence[Any], output: Output, *, empty: str = "") -> None:
+def print_rows(
+    noun: str, rows: Sequence[Any], output: Output, columns: str, *, empty: str = ""
+) -> None:
     """Print rows in a format.
 
-    ``noun`` is their key in the JSON document, such as ``steps``. ``empty`` is a sentence for
-    stderr if there are none.
+    ``noun`` is their key in the JSON document, such as ``steps``, and ``columns`` the keys that a
+    table has, between spaces. ``empty`` is a sentence for stderr if there are no rows.
     """
     if output == "json":
-        _print_document(noun, rows)
-    elif output == "jsonl":
-        for each in rows:
-            typer.echo(json.dumps(to_json(each)))
-    elif output == "name":
-        for each in rows:
-            typer.echo(_name(each))
+        print_document(noun, rows)
     elif rows:
-        print_table(type(rows[0]), rows, output)
+        print_table(rows, columns)
     elif empty:
         typer.echo(empty, err=True)
 
@@ -190,53 +133,54 @@ def print_object(
 ) -> None:
     """Print the result of a command that has no rows.
 
-    ``noun`` is its key in the JSON document, such as ``pin``. ``text`` is what ``table`` and
-    ``wide`` print, or a function that prints it.
+    ``noun`` is its key in the JSON document, such as ``pin``. ``text`` is what ``table`` prints, or
+    a function that prints it.
     """
     if output == "json":
-        _print_document(noun, value)
-    elif output == "jsonl":
-        typer.echo(json.dumps(to_json(value)))
-    elif output == "name":
-        if value is not None:
-            typer.echo(_name(value))
+        print_document(noun, value)
     elif callable(text):
         text()
     else:
         typer.echo(text)
 
 
-def print_table(row: type, rows: Sequence[Any], output: Output) -> None:
-    """Print rows as a table, whose lines fit into the width of a terminal unless it is wide.
+def print_document(noun: str, value: Any) -> None:
+    """Print a JSON document."""
+    typer.echo(json.dumps({"schema": SCHEMA, noun: to_json(value)}, indent=2))
+
+
+def print_table(rows: Sequence[Any], columns: str) -> None:
+    """Print rows as a table, whose lines fit into the width of a terminal.
 
     The last column is cut first, down to `LAST_WIDTH`, then the longest other texts in the middle.
     """
-    wide = output == "wide"
-    shown = [(name, each) for name, each in list_columns(row).items() if wide or not each.wide]
+    keys = columns.split()
+    names = {KEYS.get(each.name, each.name): each.name for each in fields(rows[0])}
+    values = [[getattr(row, names.get(key, key)) for key in keys] for row in rows]
     on_terminal = sys.stdout.isatty()
-    mode: Mode = "plain" if not on_terminal else "wide" if wide else "short"
-    cells = [[each.write(getattr(one, name), mode) for name, each in shown] for one in rows]
+    cells = [
+        [write_cell(key, value, on_terminal) for key, value in zip(keys, line, strict=True)]
+        for line in values
+    ]
+    states = [at for at, key in enumerate(keys) if key == "status"]
     if not on_terminal:
         for line in cells:
-            styled = [paint(cell) if _is_status(name) else cell
-                      for cell, (name, _) in zip(line, shown, strict=True)]  # fmt: skip
-            typer.echo("\t".join(styled), color=True)
+            for at in states:
+                line[at] = paint(line[at])
+            typer.echo("\t".join(line), color=True)
         return
+    numbers = {
+        at for line in values for at, value in enumerate(line) if isinstance(value, (int, float))
+    } - {at for line in values for at, value in enumerate(line) if isinstance(value, (str, bool))}
     for line in cells:
         line[-1] = "" if line[-1] == "-" else line[-1]
-    lines = [[each.heading for _, each in shown], *cells]
-    widths = [max(len(line[at]) for line in lines) for at in range(len(shown))]
-    room = max(widths)
-    if not wide:
-        room = shutil.get_terminal_size().columns - 2 * (len(widths) - 1)
-        texts = [
-            at
-            for at, (name, each) in enumerate(shown[:-1])
-            if not each.right and not _is_status(name)
-        ]
-        _narrow(widths, texts, room - min(widths[-1], LAST_WIDTH))
-        room = max(room - sum(widths[:-1]), LAST_WIDTH)
-        widths[-1] = min(widths[-1], room)
+    lines = [[HEADINGS.get(key, key.upper().replace("_", " ")) for key in keys], *cells]
+    widths = [max(len(line[at]) for line in lines) for at in range(len(keys))]
+    room = shutil.get_terminal_size().columns - 2 * (len(widths) - 1)
+    texts = [at for at in range(len(keys) - 1) if at not in numbers and at not in states]
+    _narrow(widths, texts, room - min(widths[-1], LAST_WIDTH))
+    room = max(room - sum(widths[:-1]), LAST_WIDTH)
+    widths[-1] = min(widths[-1], room)
     for index, line in enumerate(lines):
         line[:-1] = [
             _cut_middle(cell, width) for cell, width in zip(line[:-1], widths[:-1], strict=True)
@@ -244,14 +188,37 @@ def print_table(row: type, rows: Sequence[Any], output: Output) -> None:
         if len(line[-1]) > room:
             line[-1] = line[-1][: room - 1] + "…"
         padded = [
-            cell.rjust(width) if each.right else cell.ljust(width)
-            for cell, width, (_, each) in zip(line, widths, shown, strict=True)
+            cell.rjust(width) if at in numbers else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
         ]
-        if index:
-            for at, (name, _) in enumerate(shown):
-                if _is_status(name):
-                    padded[at] = padded[at].replace(line[at], paint(line[at]), 1)
+        for at in states if index else ():
+            padded[at] = padded[at].replace(line[at], paint(line[at]), 1)
         typer.echo("  ".join(padded).rstrip(), color=True)
+
+
+def write_cell(key: str, value: Any, on_terminal: bool) -> str:
+    """Return the value of a key as text: rounded on a terminal, all digits elsewhere."""
+    if value is None or value == "" or value in ([], ()):
+        return "-" if on_terminal else ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (list, tuple)):
+        between = "; " if key == "notes" else ", "
+        return between.join(" ".join(str(each).split()) for each in value)
+    if key == "kind":  # a table calls a state_dict weights
+        return "weights" if value == "state_dict" else str(value)
+    if isinstance(value, str):
+        return " ".join(value.split())
+    if key in SIZES:
+        return format_bytes(value) if on_terminal else str(value)
+    if is_time(key):
+        age_s = max(time.time() - value, 0.0)
+        return format_duration(age_s) if on_terminal else write_utc(value) or ""
+    if key == "seconds" or key.endswith("_s"):
+        return format_duration(value) if on_terminal else f"{value:.3f}"
+    if key.endswith("_percent"):
+        return f"{value:.2f}"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _narrow(widths: list[int], texts: Sequence[int], room: int) -> None:
@@ -274,17 +241,6 @@ def _cut_middle(text: str, width: int) -> str:
     return f"{text[: width - tail - 1]}…{text[-tail:]}"
 
 
-def list_columns(row: type) -> dict[str, Column]:
-    """Return the columns of the table of a dataclass, by the name of the field."""
-    hints = get_type_hints(row, include_extras=True)
-    return {
-        name: each
-        for name, hint in hints.items()
-        for each in getattr(hint, "__metadata__", ())
-        if isinstance(each, Column)
-    }
-
-
 def paint(word: str) -> str:
     """Return a status word in its colour, if stdout shows colours."""
     if not use_color():
@@ -301,19 +257,6 @@ def use_color() -> bool:
         return color == "always"
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return sys.stdout.isatty() and not plain
-
-
-def _is_status(name: str) -> bool:
-    return name in ("status", "state")
-
-
-def _name(value: Any) -> str:
-    """Return the first field of a row, which names it."""
-    return str(getattr(value, fields(value)[0].name))
-
-
-def _print_document(noun: str, value: Any) -> None:
-    typer.echo(json.dumps({"schema": SCHEMA, noun: to_json(value)}, indent=2))
 
 
 @contextmanager

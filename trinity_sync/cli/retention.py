@@ -1,4 +1,4 @@
-"""Commands that keep and remove steps: prune, pin, unpin, tag, untag, metrics, rewind."""
+"""Commands that keep and remove steps: prune, pin, unpin, metrics, rewind."""
 
 import time
 from typing import TYPE_CHECKING, Annotated
@@ -14,20 +14,20 @@ from trinity_sync.cli.app import (
     read_settings,
     require_existing,
     resolve_step_argument,
+    update_catalog,
     with_hint,
 )
-from trinity_sync.cli.completion import complete_step, complete_tag
-from trinity_sync.cli.output import Output, is_text, print_object, print_rows, print_table, utc
-from trinity_sync.cli.schema import (
+from trinity_sync.cli.completion import complete_step
+from trinity_sync.cli.output import Output, is_text, print_object, print_rows, print_table
+from trinity_sync.cli.rows import (
     MetricRow,
-    PinRow,
     PrunedStep,
     PruneReport,
     RewindReport,
-    TagRow,
     Unpinned,
 )
-from trinity_sync.errors import CommitError, ConfigError
+from trinity_sync.errors import ConfigError
+from trinity_sync.layout import parse_number
 from trinity_sync.orchestration.quantities import format_bytes
 
 if TYPE_CHECKING:
@@ -62,7 +62,6 @@ def prune(
     output: Output = "table",
 ) -> None:
     """Remove steps that no policy, pin, tag, lease or latest pointer keeps."""
-    from trinity_sync.catalog.mirror import try_mirror
     from trinity_sync.retention.planner import Rules
     from trinity_sync.retention.prune import plan_prune
     from trinity_sync.retention.prune import prune as prune_root
@@ -75,13 +74,13 @@ def prune(
     if not dry_run:
         if not yes and (plan.removed or plan.quarantine):
             if is_text(output):
-                _print_pruned(_describe(plan, dry_run=True), str(root), output)
+                _print_pruned(_describe(plan, dry_run=True), str(root))
             confirm(f"remove {_count(plan)} of {root}, {format_bytes(plan.nbytes)}", yes=yes)
         reuse_files = StackSettings().io.reuse_files
         plan = prune_root(root, plan, spool=settings.spool, recycle=reuse_files)
-        try_mirror(settings, root, [each.step for each in plan.removed])
+        update_catalog(root, [each.step for each in plan.removed])
     report = _describe(plan, dry_run=dry_run)
-    print_object("prune", report, output, lambda: _print_pruned(report, str(root), output))
+    print_object("prune", report, output, lambda: _print_pruned(report, str(root)))
 
 
 def _count(plan: "RemovalPlan") -> str:
@@ -98,14 +97,14 @@ def list_pruned(plan: "RemovalPlan", *, dry_run: bool = False) -> list[PrunedSte
     """Return what became of the steps of a plan, newest first, as rows."""
     removed = "would be removed" if dry_run else "removed"
     return [
-        PrunedStep(step.step, step.nbytes, "kept" if why else removed, why or None)
+        PrunedStep(step.step, step.nbytes, "kept" if why else removed, why)
         for step, why in reversed(plan.steps)
     ]
 
 
-def _print_pruned(report: PruneReport, root: str, output: Output) -> None:
+def _print_pruned(report: PruneReport, root: str) -> None:
     if report.steps:
-        print_table(PrunedStep, report.steps, output)
+        print_table(report.steps, "step bytes status reason")
     else:
         typer.echo(f"nothing is committed in {root}", err=True)
     would = "would be " if report.dry_run else ""
@@ -114,121 +113,68 @@ def _print_pruned(report: PruneReport, root: str, output: Output) -> None:
     typer.echo(f"{format_bytes(report.bytes)} {would}freed in {root}", err=True)
 
 
-@app.command("pin ckpts 40 --reason 'the paper'", "pin ckpts latest", panel="Keep and remove steps")
+@app.command(
+    "pin ckpts 40 --reason 'the paper'", "pin ckpts latest --name best",
+    "pin ckpts 60 --name best --force", panel="Keep and remove steps",
+    note="The name is a tag: commands take it in the place of the step's number. ls shows pins and "
+        "tags.",
+)  # fmt: skip
 def pin(
     root: Root,
     step: Step,
+    name: Annotated[
+        str,
+        typer.Option(metavar="TAG", help="Name: letters, digits, _ and -, e.g. best or paper-v1."),
+    ] = "",
     reason: Annotated[str, typer.Option(help="Reason, shown in ls and report.")] = "",
+    force: Annotated[
+        bool, typer.Option("--force", help="Move the name from another step.")
+    ] = False,
     output: Output = "table",
 ) -> None:
-    """Pin a committed step: no policy removes it."""
-    from trinity_sync.catalog.mirror import try_mirror
-    from trinity_sync.storage import pins
-
-    made = pins.pin(root, resolve_step_argument(root, step), reason)
-    try_mirror(read_settings(), root, [])
-    row = PinRow(made.step, None, made.reason or None, utc(made.pinned_at))
-    print_object("pin", row, output, f"pinned step {made.step}")
-
-
-@app.command("unpin ckpts 40", panel="Keep and remove steps")
-def unpin(root: Root, step: Step, output: Output = "table") -> None:
-    """Unpin a step: policies may remove it again."""
-    from trinity_sync.catalog.mirror import try_mirror
+    """Pin a committed step, perhaps under a name: no policy removes it."""
     from trinity_sync.storage import pins
 
     number = resolve_step_argument(root, step)
-    removed = pins.unpin(root, number)
-    try_mirror(read_settings(), root, [])
-    tags = pins.list_tags(root, skip_torn=True).values()
-    kept = [tag.name for tag in tags if tag.step == number]
-    text = f"unpinned step {number}" if removed else f"step {number} was not pinned"
-    if kept:
-        text += f"\nit is still kept by the tag {', '.join(kept)}; see trinity-sync untag"
-    print_object("pin", Unpinned(number, removed, kept), output, text)
-
-
-@app.command(
-    "tag ckpts 40 best", "tag ckpts latest best --force", "tag ckpts --list",
-    panel="Keep and remove steps",
-    note="Every command that takes the number of a step also takes a tag.",
-)  # fmt: skip
-def tag(
-    root: Root,
-    step: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="STEP",
-            autocompletion=complete_step,
-            help="Step: its number, another tag, or latest.",
-        ),
-    ] = None,
-    name: Annotated[
-        str | None,
-        typer.Argument(metavar="NAME", help="Letters, digits, _ and -, e.g. best or paper-v1."),
-    ] = None,
-    reason: Annotated[str, typer.Option(help="Reason, shown in ls and report.")] = "",
-    force: Annotated[bool, typer.Option("--force", help="Move the tag from another step.")] = False,
-    listed: Annotated[bool, typer.Option("--list", "-l", help="Show the tags of the job.")] = False,
-    output: Output = "table",
-) -> None:
-    """Tag a committed step with a name, which also pins it."""
-    from trinity_sync.catalog.mirror import try_mirror
-    from trinity_sync.storage import pins
-
-    if listed:
-        if step is not None:
-            raise with_hint(ConfigError("--list takes no STEP"), "pass either STEP NAME or --list")
-        rows = [
-            TagRow(each.name, each.step, utc(each.pinned_at), each.reason or None)
-            for each in pins.list_tags(require_existing(root)).values()
-        ]
-        print_rows("tags", rows, output, empty=f"no step in {root} has a tag")
-        return
-    if step is None or name is None:
-        raise with_hint(
-            ConfigError("a tag needs STEP NAME"),
-            f"to show the tags: trinity-sync tag {root} --list",
-        )
-    made = pins.tag(root, resolve_step_argument(root, step), name, reason, force=force)
-    try_mirror(read_settings(), root, [])
-    row = PinRow(made.step, made.name, made.reason or None, utc(made.pinned_at))
-    print_object("pin", row, output, f"tagged step {made.step} as {name}")
-
-
-@app.command("untag ckpts best --yes", panel="Keep and remove steps")
-def untag(
-    root: Root,
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", autocompletion=complete_tag, help="The tag.")
-    ],
-    yes: Yes = False,
-    output: Output = "table",
-) -> None:
-    """Remove a tag; policies may then remove its step."""
-    from trinity_sync.catalog.mirror import try_mirror
-    from trinity_sync.storage import pins
-
-    step, others = None, []
-    try:
-        found = pins.read_tag(require_existing(root), name)
-    except CommitError as error:  # its file is torn: only removing it, or tagging again, helps
-        typer.echo(f"warning: {error}", err=True)
+    if name:
+        made = pins.tag(root, number, name, reason, force=force)
     else:
-        if found is None or not found.name:
-            raise with_hint(
-                ConfigError(f"no step in {root} is tagged {name}"),
-                f"trinity-sync tag {root} --list",
-            )
-        step = found.step
-    of = f"tag {name}" if step is None else f"tag {name} of step {step}"
-    confirm(f"remove {of}, so that retention may remove its step", yes=yes)
-    removed = pins.unpin(root, name)
-    try_mirror(read_settings(), root, [])
-    if step is not None:
-        tags = pins.list_tags(root, skip_torn=True).values()
-        others = [each.name for each in tags if each.step == step]
-    print_object("pin", Unpinned(step, removed, others), output, f"removed tag {name}")
+        made = pins.pin(root, number, reason)
+    update_catalog(root)
+    print_object("pin", made, output, f"pinned step {made.step}" + f" as {name}" * bool(name))
+
+
+@app.command("unpin ckpts 40", "unpin ckpts best", panel="Keep and remove steps")
+def unpin(
+    root: Root,
+    pin: Annotated[
+        str,
+        typer.Argument(
+            metavar="PIN",
+            autocompletion=complete_step,
+            help="Step, for its pin without a name; or the name of a pin.",
+        ),
+    ],
+    output: Output = "table",
+) -> None:
+    """Remove a pin; unless another one keeps the step, policies may remove it again."""
+    from trinity_sync.storage import pins
+
+    named = pins.list_tags(require_existing(root), skip_torn=True)
+    step = parse_number(pin)
+    removed = step is None and pins.unpin(root, pin)  # also one whose file is torn
+    if not removed:
+        step = resolve_step_argument(root, pin)
+        removed = pins.unpin(root, step)
+    elif pin in named:
+        step = named.pop(pin).step
+    update_catalog(root)
+    kept = [name for name, each in named.items() if each.step == step]
+    what = pin if step is None else f"step {step}"
+    text = f"unpinned {what}" if removed else f"{what} was not pinned"
+    if kept:
+        text += f"\nstep {step} is still pinned as {', '.join(kept)}"
+    print_object("pin", Unpinned(step, removed, kept), output, text)
 
 
 @app.command(
@@ -245,16 +191,17 @@ def metrics(
     output: Output = "table",
 ) -> None:
     """Show the metrics of a step, or record some."""
-    from trinity_sync.catalog.mirror import try_mirror
     from trinity_sync.client.checkpoints import Checkpoints
 
     number = resolve_step_argument(root, step)
     checkpoints = Checkpoints(root)
     if values:
         checkpoints.record_metrics(number, dict(map(_parse, values)))
-        try_mirror(read_settings(), root, [])
+        update_catalog(root)
     rows = [MetricRow(number, *each) for each in sorted(checkpoints.metrics(number).items())]
-    print_rows("metrics", rows, output, empty=f"step {number} of {root} has no metrics")
+    print_rows(
+        "metrics", rows, output, "name value", empty=f"step {number} of {root} has no metrics"
+    )
 
 
 def _parse(text: str) -> tuple[str, float]:
@@ -285,7 +232,6 @@ def rewind(
     output: Output = "table",
 ) -> None:
     """Make an earlier step the newest; newer steps are quarantined, not deleted."""
-    from trinity_sync.catalog.mirror import try_mirror
     from trinity_sync.storage.quarantine import list_newer_steps
     from trinity_sync.storage.quarantine import rewind as rewind_to
 
@@ -298,7 +244,7 @@ def rewind(
         return
     confirm(f"rewind {root} to step {number}: {what}", yes=yes)
     done = rewind_to(root, number, force=force)
-    try_mirror(read_settings(), root, done.quarantined)
+    update_catalog(root, done.quarantined)
     folder = str(done.folder) if done.folder else None
     report = RewindReport(number, False, done.run, list(done.quarantined), folder)
     text = f"{root} is at step {number}; the next run resumes from there"

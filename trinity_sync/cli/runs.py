@@ -1,4 +1,4 @@
-"""Commands for saves that the Prefect server knows: runs, retry, wait."""
+"""Commands for saves, in flight and ended: runs, retry, wait."""
 
 import time
 from pathlib import Path
@@ -8,7 +8,6 @@ import typer
 
 from trinity_sync.cli.app import (
     Root,
-    RootToRead,
     Step,
     app,
     read_settings,
@@ -17,8 +16,8 @@ from trinity_sync.cli.app import (
     with_hint,
 )
 from trinity_sync.cli.completion import complete_step
-from trinity_sync.cli.output import Output, is_text, print_object, print_rows, utc
-from trinity_sync.cli.schema import Retried, SaveRow, WaitedSave
+from trinity_sync.cli.output import Output, is_text, print_document, print_object, print_rows
+from trinity_sync.cli.rows import SaveRow
 from trinity_sync.errors import (
     CommitError,
     PrefectApiError,
@@ -40,9 +39,12 @@ CRASH_GRACE_S = 30.0
 """Seconds for which a worker may still retry a crashed flow run."""
 
 
-@app.command("runs ckpts", "runs ckpts --failed -o wide", "runs -o json", panel="Look at a job")
+@app.command(
+    "runs ckpts", "runs ckpts --failed", "runs ckpts -o json", panel="Look at a job",
+    note="Without a stack, the saves that the job's log and this node's shared memory tell.",
+)  # fmt: skip
 def runs(
-    root: RootToRead,
+    root: Root,
     failed: Annotated[bool, typer.Option("--failed", help="Show failed saves only.")] = False,
     limit: Annotated[
         int | None,
@@ -61,8 +63,8 @@ def runs(
         rows = [row for row in rows if row.status == "failed"]
     most = limit or (MAX_ROWS if is_text(output) else len(rows))
     what = "failed save" if failed else "save"
-    empty = f"the Prefect server knows no {what} of {root}"
-    print_rows("saves", rows[:most], output, empty=empty)
+    columns = "step run kind status since seconds reason"
+    print_rows("saves", rows[:most], output, columns, empty=f"no {what} of {root} is known")
     if len(rows) > most and is_text(output):
         typer.echo(f"{len(rows) - most:,} older saves not shown; use --limit", err=True)
 
@@ -73,38 +75,42 @@ def _row(save: "FlowRun", status: str) -> SaveRow:
         run=save.run,
         kind=save.kind,
         status=status,
-        since=utc(save.state.since) if save.state.since else None,
-        seconds=save.seconds if save.attempts else None,
-        attempts=save.attempts,
-        flow_run=str(save.id),
+        since=save.state.since or None,
+        seconds=save.seconds or None,
+        attempts=save.attempts or None,
+        flow_run=str(save.id) if save.page else None,
         url=save.page,
-        reason=save.state.message or None,
+        reason=save.state.message,
     )
 
 
 @app.command(
     "retry ckpts 40",
-    "trinity-sync runs ckpts --failed -o name | xargs -n1 trinity-sync retry ckpts",
+    "trinity-sync runs ckpts --failed | cut -f1 | xargs -n1 trinity-sync retry ckpts",
     panel="Look after steps",
     note="The images of a failed save stay in shared memory until later saves need the slots. "
         "Remove the cause first; trinity-sync runs shows it.",
 )  # fmt: skip
 def retry(root: Root, step: Step, output: Output = "table") -> None:
     """Run a failed save again, as Retry in the Prefect UI does."""
-    from trinity_sync.cli.saves import describe_status, read_saves
+    from trinity_sync.cli.saves import describe_status, query_saves
     from trinity_sync.client.prefect_api import ask_server
     from trinity_sync.storage.discovery import list_known_runs
 
     settings, number = read_settings(), resolve_step_argument(root, step)
     known = list_known_runs(root)
-    saves = read_saves(settings, root, step=number)
+    saves = query_saves(settings, root, step=number)
     by_status = {describe_status(save, known): save for save in reversed(saves)}
     if "failed" not in by_status:
         raise _no_failed_save(root, number, by_status)
     save = by_status["failed"]
     ask_server(settings, lambda api: api.retry_flow_run(save.id))
-    done = Retried(number, save.run, str(save.id), save.page)
-    print_object("save", done, output, f"the save of step {number} runs again: {save.page}")
+    print_object(
+        "save",
+        _row(save, "pending"),
+        output,
+        f"the save of step {number} runs again: {save.page}",
+    )
 
 
 def _no_failed_save(root: Path, step: int, by_status: dict[str, Any]) -> SaveError:
@@ -129,7 +135,7 @@ def _no_failed_save(root: Path, step: int, by_status: dict[str, Any]) -> SaveErr
     note="Exit code 1 if a save failed or was superseded, or at the time-out.",
 )  # fmt: skip
 def wait(
-    root: RootToRead,
+    root: Root,
     step: Annotated[
         str | None,
         typer.Argument(
@@ -144,6 +150,7 @@ def wait(
     """Wait until a step is committed, or all saves in flight are."""
     from trinity_sync.cli.saves import QUICK_S, read_saves
     from trinity_sync.client.prefect_connection import ANSWER_S
+    from trinity_sync.orchestration.report.steps import read_step
 
     base, settings = require_existing(root), read_settings()
     deadline = time.monotonic() + timeout
@@ -155,20 +162,21 @@ def wait(
                 saves.setdefault(save.step, set()).add((save.run, save.kind))
     else:
         saves[resolve_step_argument(base, step)] = set()
-    done = [_await_step(base, number, saves[number], deadline, timeout) for number in sorted(saves)]
-    if not is_text(output):
-        print_rows("steps", done, output)
+    for number in sorted(saves):
+        _await_step(base, number, saves[number], deadline, timeout)
+    if output == "json":
+        print_document("steps", [read_step(base, number) for number in sorted(saves)])
         return
-    for each in done:
-        typer.echo(f"step {each.step} is committed")
-    if not done:
+    for number in sorted(saves):
+        typer.echo(f"step {number} is committed")
+    if not saves:
         typer.echo(f"no save of {root} is in flight", err=True)
 
 
 def _await_step(
     root: Path, step: int, saves: set[tuple[int, str]], deadline: float, timeout_s: float
-) -> WaitedSave:
-    """Wait until a step is committed and not superseded, and return it.
+) -> None:
+    """Wait until a step is committed and not superseded.
 
     ``saves`` are run and kind of what must be in the step; empty for any. ``deadline`` is by
     `time.monotonic`, and ``timeout_s`` for the error.
@@ -189,9 +197,7 @@ def _await_step(
         manifest = found.manifest
         if manifest and all(run <= manifest.run and kind in manifest.kinds for run, kind in saves):
             if found.state == "valid":
-                return WaitedSave(
-                    step, found.state, manifest.run, manifest.nbytes, utc(manifest.committed_at)
-                )
+                return
             if found.state == "superseded" and saves and found.error:
                 raise found.error
         if found.state == "corrupted":
@@ -253,7 +259,8 @@ def _require_not_failed(root: Path, save: "FlowRun") -> None:
         return
     error = SaveFailedError(
         f"the save of step {save.step} in {root} {'was ' * (status == 'superseded')}{status}: "
-        f"{save.state.message or save.state.name} ({save.page})"
+        f"{save.state.message or save.state.name}" + f" ({save.page})" * bool(save.page)
     )
-    hint = f"trinity-sync retry {root} {save.step}" if status == "failed" else ""
+    can_retry = status == "failed" and save.page
+    hint = f"trinity-sync retry {root} {save.step}" if can_retry else ""
     raise with_hint(error, hint)

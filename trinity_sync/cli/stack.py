@@ -18,13 +18,12 @@ from trinity_sync.cli.app import DONE, PROBLEM_FOUND, Yes, app, confirm, read_se
 from trinity_sync.cli.config import ConfigFile
 from trinity_sync.cli.output import (
     Output,
-    format_duration,
     is_text,
     print_object,
     print_rows,
     print_table,
 )
-from trinity_sync.cli.schema import (
+from trinity_sync.cli.rows import (
     DeploymentRow,
     JobImages,
     ServiceRow,
@@ -33,7 +32,7 @@ from trinity_sync.cli.schema import (
     UiReport,
 )
 from trinity_sync.errors import PrefectApiError, SpoolError, StackError
-from trinity_sync.orchestration.quantities import format_bytes
+from trinity_sync.orchestration.quantities import format_bytes, format_duration
 
 if TYPE_CHECKING:
     from trinity_sync.settings import Settings
@@ -50,7 +49,7 @@ Timeout = Annotated[
 ]
 
 
-@app.command("up", "up --cpus 4", "up -o json", panel="Run the stack")
+@app.command("up", "up --cpus 4", "up -o json", panel="Run the stack", stack=True)
 def up(
     cpus: Cpus = None,
     worker: WithWorker = True,
@@ -73,7 +72,7 @@ def up(
     print_object("stack", report, output, lambda: _print_ready(settings, state, report, seconds))
 
 
-@app.command("restart", panel="Run the stack")
+@app.command("restart", panel="Run the stack", stack=True)
 def restart(
     cpus: Cpus = None,
     worker: WithWorker = True,
@@ -97,7 +96,7 @@ def restart(
 
 
 @app.command(
-    "join join.json", panel="Run the stack",
+    "join join.json", panel="Run the stack", stack=True,
     note="Afterwards, up starts them again if they have ended, and down leaves the stack.",
 )  # fmt: skip
 def join(
@@ -115,11 +114,11 @@ def join(
     with Console(stderr=True).status("starting a Ray node and a flow worker"):
         embedded.join(settings, invitation, num_cpus=cpus)
     report = _describe_stack(settings)
-    print_object("stack", report, output, lambda: _print_stack(report, output))
+    print_object("stack", report, output, lambda: _print_stack(report))
 
 
 @app.command(
-    "run -- torchrun --nproc-per-node 8 train.py", panel="Run the stack",
+    "run -- torchrun --nproc-per-node 8 train.py", panel="Run the stack", stack=True,
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
     note="The stack keeps running. Exit code of the command; 127 if there is no such command.",
 )  # fmt: skip
@@ -192,7 +191,7 @@ def _list_images(settings: "Settings") -> list[JobImages]:
 
 
 @app.command(
-    "status", "status -o wide", "status -o json", panel="Run the stack",
+    "status", "status -o json", panel="Run the stack",
     note="Exit code 3 if a service does not run, no worker is online, or the environment "
         "overrides a service.",
 )  # fmt: skip
@@ -201,7 +200,7 @@ def status(output: Output = "table") -> None:
 
     settings = read_settings()
     report = _describe_stack(settings)
-    print_object("stack", report, output, lambda: _print_stack(report, output))
+    print_object("stack", report, output, lambda: _print_stack(report))
     works = all(each.status in ("running", "external") for each in report.services[:2])
     works = bool(works and report.workers_online and not report.overrides)
     raise typer.Exit(DONE if works else PROBLEM_FOUND)
@@ -303,7 +302,7 @@ def env(
 
 @app.command(
     "trinity-sync deploy", "PREFECT_API_URL=http://prefect.internal/api trinity-sync deploy",
-    panel="Run the stack",
+    panel="Run the stack", stack=True,
 )  # fmt: skip
 def deploy(config: ConfigFile = None, output: Output = "table") -> None:
     """Create or update the work pool, deployments and automations on a Prefect server."""
@@ -313,7 +312,7 @@ def deploy(config: ConfigFile = None, output: Output = "table") -> None:
     stack = StackSettings()
     names = deploy.deploy(stack)
     rows = [DeploymentRow(name, stack.worker.pool) for name in names]
-    print_rows("deployments", rows, output)
+    print_rows("deployments", rows, output, "name pool")
     zone = deploy.find_time_zone(stack.maintenance)
     typer.echo(f"schedules are in time zone {zone}", err=True)
 
@@ -322,7 +321,7 @@ def deploy(config: ConfigFile = None, output: Output = "table") -> None:
     "trinity-sync worker",
     "PREFECT_API_URL=http://prefect.internal/api "
     "TRINITY_SYNC_STACK__RAY__ADDRESS=10.0.0.4:6379 trinity-sync worker",
-    panel="Run the stack",
+    panel="Run the stack", stack=True,
 )  # fmt: skip
 def worker(config: ConfigFile = None) -> None:
     """Run a flow worker in the foreground, for the services of the settings or of up."""
@@ -383,7 +382,7 @@ def _print_ready(
     asks = "; its password: trinity-sync ui" if state.api_auth else ""
     typer.echo(f"Prefect UI: {_ui_url(state.api_url)}{asks}")
     typer.echo(f"ready after {format_duration(seconds)}\n")
-    _print_stack(report, "table")
+    _print_stack(report)
     typer.echo(
         '\nFor a training: trinity-sync run -- COMMAND, or in its shell: eval "$(trinity-sync env)"'
     )
@@ -392,8 +391,8 @@ def _print_ready(
         typer.echo(f"On another machine, with a copy of {invitation}: trinity-sync join join.json")
 
 
-def _print_stack(report: StackReport, output: Output) -> None:
-    print_table(ServiceRow, report.services, output)
+def _print_stack(report: StackReport) -> None:
+    print_table(report.services, "name status pid url")
     for sentence in report.overrides:
         typer.echo(sentence, err=True)
     if report.changed:

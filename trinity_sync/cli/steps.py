@@ -4,7 +4,7 @@ import math
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
@@ -12,8 +12,8 @@ from trinity_sync.cli.app import (
     DONE,
     PROBLEM_FOUND,
     Role,
-    RootOrUrlToRead,
-    RootToRead,
+    Root,
+    RootOrUrl,
     Step,
     app,
     require_existing,
@@ -30,24 +30,19 @@ from trinity_sync.cli.output import (
     print_rows,
     print_table,
     progress_bar,
-    utc,
 )
-from trinity_sync.cli.schema import (
-    FileRow,
-    SaveFunctionRow,
-    StallRow,
-    StepDetails,
-    StepRow,
-    TensorRow,
-    TimingRow,
-)
+from trinity_sync.cli.rows import FileRow, TensorRow
 from trinity_sync.errors import ConfigError
 from trinity_sync.orchestration.quantities import format_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trinity_sync.cli.documents import StepDetails
     from trinity_sync.client.prefect_api import FlowRun
+    from trinity_sync.orchestration.report.facts import StepRow
     from trinity_sync.storage.diff import TensorChange
-    from trinity_sync.storage.manifest import Manifest
+    from trinity_sync.storage.runs import Run
 
 T = TypeVar("T")
 MAX_ROWS = 20
@@ -57,13 +52,13 @@ WATCH_S = 2.0
 
 
 @app.command(
-    "ls ckpts", "ls ckpts --watch", "ls ckpts -o json", "ls ckpts -o name | head -1",
+    "ls ckpts", "ls ckpts --watch", "ls ckpts -o json", "ls ckpts | cut -f1 | head -1",
     "ls s3://bucket/job", name="ls", panel="Look at a job",
-    note="Saves that are not committed yet, or failed, are shown if the Prefect server answers "
-        "within 2 seconds.",
+    note="With a stack, saves that are not committed yet, or failed, are shown if its Prefect "
+        "server answers within 2 seconds.",
 )  # fmt: skip
 def list_steps(
-    root: RootOrUrlToRead,
+    root: RootOrUrl,
     limit: Annotated[
         int | None,
         typer.Option(
@@ -81,7 +76,7 @@ def list_steps(
         raise with_hint(ConfigError("--limit and --all exclude each other"), "pass one of them")
     most = limit or (None if show_all or not is_text(output) else MAX_ROWS)
     if watch and not is_text(output):
-        raise with_hint(ConfigError(f"--watch prints tables, not {output}"), "leave -o out")
+        raise with_hint(ConfigError("--watch prints tables, not JSON"), "leave -o out")
     while watch:
         if sys.stdout.isatty():
             typer.echo("\x1b[2J\x1b[H", nl=False)  # clear the screen, cursor to its start
@@ -94,20 +89,21 @@ def _print_steps(root: str, most: int | None, output: Output) -> None:
     from trinity_sync.layout import steps_on_disk
 
     if "://" in root:
-        left_out, rows = _take_last(_summarize_remote(root), most)
+        left_out, rows = _take_last(_list_remote(root), most)
     else:
         base = require_existing(Path(root))
         saves = _read_saves(base)
         found = sorted({*steps_on_disk(base), *saves})
         left_out, steps = _take_last(found, most)
-        rows = _summarize_steps(base, steps, saves)
+        rows = _read_rows(base, steps, saves)
     for row in rows:
         if row.status == "another format":
             typer.echo(row.reason, err=True)
-    print_rows("steps", rows[::-1], output, empty=f"no steps in {root}")
+    columns = "step run kind bytes committed_at status notes"
+    print_rows("steps", rows[::-1], output, columns, empty=f"no steps in {root}")
     if left_out and is_text(output):
         typer.echo(f"{left_out:,} older steps not shown; use --all", err=True)
-    if failed := [row.step for row in rows if row.status == "failed"]:
+    if failed := [row.step for row in rows if row.status == "failed" and row.urls]:
         typer.echo(
             f"hint: to run a failed save again: trinity-sync retry {root} {failed[-1]}", err=True
         )
@@ -115,11 +111,12 @@ def _print_steps(root: str, most: int | None, output: Output) -> None:
 
 @app.command("show ckpts 40", "show ckpts latest", "show ckpts best -o json", panel="Look at a job")
 def show(
-    root: RootToRead,
+    root: Root,
     step: Step,
     output: Output = "table",
 ) -> None:
     """Show a committed step: its files with sizes and digests, and its save functions."""
+    from trinity_sync.cli.documents import StepDetails
     from trinity_sync.layout import step_folder
     from trinity_sync.storage.discovery import read_corruption, read_step_state
     from trinity_sync.storage.pins import list_steps_in_use, list_tags
@@ -141,39 +138,21 @@ def show(
     details = StepDetails(
         step=number,
         run=manifest.run,
-        kinds=list(manifest.kinds),
+        kinds=manifest.kinds,
         status=found.state,
-        reason=found.reason or None,
-        committed_at=utc(manifest.committed_at),
+        reason=found.reason,
+        committed_at=manifest.committed_at,
         bytes=manifest.nbytes,
         tags=[tag.name for tag in list_tags(root).values() if tag.step == number],
         in_use=list_steps_in_use(root)[number],
-        timings=[
-            TimingRow(
-                kind=each.kind,
-                roles=list(each.roles),
-                stalls=[StallRow(one.role, one.rank, one.seconds) for one in each.stalls],
-                submitted_at=utc(each.submitted_at),
-                queue_s=each.queue_s,
-                write_s=each.write_s,
-                commit_s=each.commit_s,
-                bytes=each.nbytes,
-                ranks=each.ranks,
-                nodes=each.nodes,
-            )
-            for each in manifest.timings
-        ],
+        timings=manifest.timings,
         files=files,
-        save_functions=[
-            SaveFunctionRow(each.name, each.rank, each.seconds, list(each.files))
-            for each in manifest.callables
-        ],
+        save_functions=manifest.callables,
     )
-    timings = [f"{each.kind}: {each}" for each in manifest.timings]
-    print_object("step", details, output, lambda: _print_details(details, timings, output))
+    print_object("step", details, output, lambda: _print_details(details))
 
 
-def _print_details(details: StepDetails, timings: list[str], output: Output) -> None:
+def _print_details(details: "StepDetails") -> None:
     typer.echo(
         f"step {details.step} of run {details.run}: {paint(details.status)}, "
         f"{', '.join(details.kinds)}, committed {format_time(details.committed_at)}, "
@@ -182,13 +161,13 @@ def _print_details(details: StepDetails, timings: list[str], output: Output) -> 
     )
     if details.reason:
         typer.echo(f"reason: {details.reason}")
-    for timing in timings:
-        typer.echo(timing)
+    for timing in details.timings:
+        typer.echo(f"{timing.kind}: {timing}")
     typer.echo("")
-    print_table(FileRow, details.files, output)
+    print_table(details.files, "path bytes digest status")
     if details.save_functions:
         typer.echo("")
-        print_table(SaveFunctionRow, details.save_functions, output)
+        print_table(details.save_functions, "name rank seconds files")
 
 
 def _take_last(steps: list[T], count: int | None) -> tuple[int, list[T]]:
@@ -198,7 +177,7 @@ def _take_last(steps: list[T], count: int | None) -> tuple[int, list[T]]:
 
 
 def _read_saves(root: Path) -> dict[int, "FlowRun"]:
-    """Return the newest save of each step that is in flight or failed, if a server answers."""
+    """Return the newest save of each step that is in flight or failed, as far as it is known."""
     from trinity_sync.cli.saves import describe_status, try_read_saves
     from trinity_sync.storage.discovery import list_known_runs
 
@@ -213,85 +192,51 @@ def _read_saves(root: Path) -> dict[int, "FlowRun"]:
     return {step: save for step, save in newest.items() if describe_status(save, runs) in shown}
 
 
-def _summarize_steps(root: Path, steps: list[int], saves: dict[int, "FlowRun"]) -> list[StepRow]:
-    from trinity_sync.cli.saves import describe_status
-    from trinity_sync.layout import KINDS
-    from trinity_sync.storage.discovery import list_known_runs, read_step_state
-    from trinity_sync.storage.job_settings import is_replicated, read_required_remote
-    from trinity_sync.storage.latest_pointer import read_latest_pointer
-    from trinity_sync.storage.pins import list_steps_in_use, list_tags
+def _read_rows(root: Path, steps: list[int], saves: dict[int, "FlowRun"]) -> "list[StepRow]":
+    from trinity_sync.layout import step_folder
+    from trinity_sync.orchestration.report.steps import read_steps
+    from trinity_sync.storage.discovery import list_known_runs
 
-    has_remote = bool(read_required_remote(root))
-    pointers = {kind: read_latest_pointer(root, kind) for kind in KINDS}
-    in_use, tagged, runs = list_steps_in_use(root), list_tags(root).values(), list_known_runs(root)
-    rows = []
-    for step in steps:
-        found, save = read_step_state(root, step, runs), saves.get(step)
-        manifest, status, reason, stored = found.manifest, str(found.state), found.reason, None
-        if save and (manifest is None or save.run > manifest.run) and status != "another format":
-            status, reason = describe_status(save, runs), save.state.message
-            row: dict[str, Any] = {"run": save.run, "kind": save.kind, "url": save.page}
-        elif save is None and manifest is None and not (root / f"global_step_{step}").is_dir():
-            continue  # committed or removed between the two looks
-        else:
-            row = _summarize_manifest(manifest)
-            stored = is_replicated(root, manifest) if has_remote and manifest else None
-        latest_of = [str(kind) for kind, target in pointers.items() if target == step]
-        remote = {True: ["in remote"], False: ["not in remote"], None: []}[stored]
-        why = [] if status in ("valid", "not committed") else [_shorten(reason, step, root)]
-        rows.append(
-            StepRow(
-                step=step,
-                **row,
-                status=status,
-                notes=[*_describe_pointers(latest_of), *in_use[step], *remote, *filter(None, why)],
-                latest_of=latest_of,
-                tags=[tag.name for tag in tagged if tag.step == step],
-                in_use=in_use[step],
-                in_remote=stored,
-                reason=reason or None,
-            )
-        )
-    return rows
-
-
-def _describe_pointers(latest_of: list[str]) -> list[str]:
-    if "checkpoint" in latest_of:
-        return ["latest"]
-    return ["latest weights"] if latest_of else []
-
-
-def _shorten(reason: str, step: int, root: Path) -> str:
-    """Return a reason without what the row of the table says already."""
-    for start in (f"step {step} in {root} is corrupted: ", f"{root}/global_step_{step}/"):
-        reason = reason.replace(start, "")
-    return reason.partition(". Choose another step")[0]
-
-
-def _summarize_remote(url: str) -> list[StepRow]:
-    from trinity_sync.remote.remote_root import Remote
-
+    runs = list_known_runs(root)
     return [
-        StepRow(
-            step=step.step,
-            **_summarize_manifest(step.manifest),
-            status=step.state,
-            reason=str(step.unreadable) if step.unreadable else None,
-        )
-        for step in Remote(url).list_steps()
+        _add_save(row, saves.get(row.step), runs)
+        for row in read_steps(root, steps, runs)
+        # otherwise committed or removed between the two looks
+        if row.step in saves or row.run is not None or step_folder(root, row.step).is_dir()
     ]
 
 
-def _summarize_manifest(manifest: "Manifest | None") -> dict[str, Any]:
-    if manifest is None:
-        return {}
-    return {
-        "run": manifest.run,
-        "kind": "checkpoint" if "checkpoint" in manifest.kinds else "state_dict",
-        "files": len(manifest.files),
-        "bytes": manifest.nbytes,
-        "committed_at": utc(manifest.committed_at),
-    }
+def _add_save(row: "StepRow", save: "FlowRun | None", runs: "Sequence[Run]") -> "StepRow":
+    """Return the row of a newer save of the step, if there is one."""
+    from trinity_sync.cli.saves import describe_status
+    from trinity_sync.layout import KINDS
+    from trinity_sync.orchestration.report.facts import StepRow
+
+    if save is None or row.status == "another format" or save.run <= (row.run or 0):
+        return row
+    return StepRow(
+        row.step,
+        describe_status(save, runs),
+        save.state.message,
+        run=save.run,
+        kinds=tuple(kind for kind in KINDS if kind == save.kind),
+        latest_of=row.latest_of,
+        tags=row.tags,
+        in_use=row.in_use,
+        urls=(save.page,) if save.page else (),
+    )
+
+
+def _list_remote(url: str) -> "list[StepRow]":
+    from trinity_sync.orchestration.report.facts import StepRow
+    from trinity_sync.orchestration.report.steps import add_manifest
+    from trinity_sync.remote.remote_root import Remote
+
+    rows = []
+    for found in Remote(url).list_steps():
+        row = StepRow(found.step, found.state, str(found.unreadable or ""))
+        rows.append(add_manifest(row, found.manifest) if found.manifest else row)
+    return rows
 
 
 def _size_on_disk(path: Path) -> int | None:
@@ -304,7 +249,7 @@ def _size_on_disk(path: Path) -> int | None:
     note="Files are unpickled, so compare steps of your own jobs only.",
 )  # fmt: skip
 def diff(
-    root: RootToRead,
+    root: Root,
     before: Annotated[
         str,
         typer.Argument(metavar="A", autocompletion=complete_step, help="The earlier step."),
@@ -330,7 +275,8 @@ def diff(
     rows = [_row(change) for change in changes]
     if is_text(output):
         rows = [row for row in rows if row.status != "same" or row.nonfinite]
-    print_rows("tensors", rows, output)
+    columns = "name status shape changed_percent max_abs relative_l2 nonfinite"
+    print_rows("tensors", rows, output, columns)
     same = sum(change.state == "same" for change in changes)
     if is_text(output):
         typer.echo(f"{same} of {len(changes)} tensors are the same", err=True)

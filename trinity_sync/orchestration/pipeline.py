@@ -9,8 +9,6 @@ have `PACKAGES` first on ``sys.path``.
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 _PACKAGE = Path(__file__).parents[1]
 _PACKAGED = _PACKAGE / "packages"
 
@@ -22,6 +20,8 @@ PACKAGES = str(_PACKAGED) if _PACKAGED.is_dir() else INSTALLED
 
 def read_deployments() -> list[dict[str, Any]]:
     """Return the entries of prefect.yaml."""
+    import yaml  # of the stack's environment
+
     text = Path(PACKAGES, "flows", "prefect.yaml").read_text()
     entries: list[dict[str, Any]] = yaml.safe_load(text)["deployments"]
     return entries

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from trinity_sync.errors import ConfigError
 from trinity_sync.layout import job_id_of
 
 RETENTION = "retention"
@@ -34,6 +35,27 @@ def format_duration(seconds: float) -> str:
 def format_rate(nbytes: float, seconds: float) -> str:
     """Return a throughput such as ``2.6 GB/s``; empty if nothing was written."""
     return f"{format_bytes(nbytes / seconds)}/s" if nbytes and seconds > 0 else ""
+
+
+def parse_size(text: str) -> int:
+    """Parse a number of bytes such as ``5GB``, ``500 MB``, ``2GiB`` or ``1000``.
+
+    Raises:
+        ConfigError: The text is not a size.
+    """
+    units = {"": 1, "b": 1}
+    for power, letter in enumerate("kmgt", start=1):
+        units[f"{letter}b"] = units[letter] = 1000**power
+        units[f"{letter}ib"] = 1024**power
+    number = text.strip().lower().rstrip("bgikmt ")
+    unit = text.strip().lower().removeprefix(number).strip()
+    try:
+        nbytes = int(float(number) * units[unit])
+    except (ValueError, KeyError, OverflowError):
+        nbytes = 0
+    if nbytes < 1:
+        raise ConfigError(f"{text!r} is not a size; write it like 500MB, 5GB or 2GiB")
+    return nbytes
 
 
 def make_artifact_key(what: str, root: str | Path) -> str:

@@ -11,6 +11,7 @@ import pwd
 import shutil
 import stat
 import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from trinity_sync.fs.mounts import find_mount
 from trinity_sync.orchestration.pipeline import read_deployments
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.spool import JobSpool, sort_job_spools
-from trinity_sync.stack import embedded, services
+from trinity_sync.stack import embedded, list_missing_packages, services
 from trinity_sync.stack.doctor_job import Check, check_root
 from trinity_sync.stack.services import StackState
 
@@ -46,9 +47,13 @@ def run_checks(
     yield from _guard("settings", lambda: [_check_settings(state)])
     stack = embedded.read_running_settings(state) or StackSettings()
     yield from _guard("packages", lambda: [_check_installation()])
-    yield from _guard("prefect server", lambda: _check_server(settings, stack))
-    yield from _guard("ray", lambda: _check_ray(settings, stack))
-    yield from _guard("access", lambda: _check_access(stack, state))
+    if not list_missing_packages():
+        yield from _guard("prefect server", lambda: _check_server(settings, stack))
+        yield from _guard("ray", lambda: _check_ray(settings, stack))
+        yield from _guard("access", lambda: _check_access(stack, state))
+    else:
+        found = f"not installed in {sys.prefix}; server, worker and Ray are not checked"
+        yield Check("stack", "ok", found, 'for one: uv tool install "trinity-sync[stack]"')
     yield from _guard("spool", lambda: _check_spool(settings.spool, clock))
     if root is not None:
         yield from _guard("root", lambda: check_root(root, settings))
@@ -93,8 +98,9 @@ def _check_installation() -> Check:
 def check_packages(requirements: list[str]) -> Check:
     """Check the installed packages against the requirements of client and stack."""
     wrong, right = [], 0
+    extra = "" if list_missing_packages() else "stack"
     for requirement in map(Requirement, requirements):
-        if requirement.marker and not requirement.marker.evaluate({"extra": "stack"}):
+        if requirement.marker and not requirement.marker.evaluate({"extra": extra}):
             continue
         try:
             version = importlib.metadata.version(requirement.name)

@@ -109,7 +109,7 @@ def tag(
         if before and before.step != step:
             raise ConfigError(
                 f"tag {name} is at step {before.step} in {root}; to move it to step {step}: "
-                f"trinity-sync tag {root} {step} {name} --force"
+                f"trinity-sync pin {root} {step} --name {name} --force"
             )
         return _write_pin(path, _PinRecord(step, reason, time.time()), name)
 
@@ -243,6 +243,7 @@ def _read_pin(path: Path) -> Pin | None:
             return Pin(step, "unknown (its file is torn)", path.stat().st_mtime)
         root = path.parents[2]
         raise CommitError(
-            f"{path} is torn, so the step of the tag is unknown. Tag the step again: "
-            f"trinity-sync tag {root} STEP {name} --force; or: trinity-sync untag {root} {name}"
+            f"{path} is torn, so the step of the tag is unknown. Pin the step again: "
+            f"trinity-sync pin {root} STEP --name {name} --force; or: trinity-sync unpin {root} "
+            f"{name}"
         ) from error

@@ -234,7 +234,7 @@ def _refuse_in_use(root: Path, step: int, newer: list[int], *, force: bool) -> l
             kept.setdefault(pin.step, []).append(pin.why)
         raise StepInUseError(
             f"cannot rewind {root} to step {step}: newer steps are pinned or tagged "
-            f"({_in_words(kept)}). Unpin or untag them, or pass --force to quarantine them and "
+            f"({_in_words(kept)}). Unpin them, or pass --force to quarantine them and "
             "remove their pins and tags.",
             holders=kept,
         )

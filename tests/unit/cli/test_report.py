@@ -16,8 +16,10 @@ from typer.testing import CliRunner
 
 from tests.conftest import environment
 from tests.support.job import Job
+from trinity_sync.cli.charts import Bar, draw_bars
 from trinity_sync.cli.commands import app
-from trinity_sync.cli.report_html import Bar, draw_bars, render_report
+from trinity_sync.cli.output import to_json
+from trinity_sync.cli.report_html import render_report
 from trinity_sync.orchestration.report.collect import collect_report
 from trinity_sync.orchestration.report.facts import (
     FailureGroup,
@@ -25,7 +27,6 @@ from trinity_sync.orchestration.report.facts import (
     JobReport,
     Mark,
     StepRow,
-    to_json,
 )
 from trinity_sync.settings import Settings
 from trinity_sync.storage.leases import acquire_lease
@@ -182,7 +183,7 @@ def test_many_steps_are_not_drawn_and_listed_one_by_one(facts: JobReport) -> Non
     (save, *_) = facts.saves
     saves = tuple(replace(save, step=step, committed_at=1.7e9 + step) for step in range(1000))
     steps = tuple(
-        StepRow(step, "valid", "", 1, ("checkpoint",), 9, committed_at=1.7e9 + step)
+        StepRow(step, "valid", "", 1, ("checkpoint",), nbytes=9, committed_at=1.7e9 + step)
         for step in range(2000)
     )
     page = render_report(replace(facts, saves=saves, steps=steps))
@@ -225,8 +226,8 @@ def test_a_time_that_is_unknown_is_null_in_json(facts: JobReport) -> None:
     found = to_json(unknown)
     assert (found["in_flight"][0]["since"], found["verified_at"]) == (None, None)
     assert found["marks"] == [
-        {"step": 33, "at": "2023-11-14T22:13:20Z", "state": "Failed"},
-        {"step": 34, "at": None, "state": "Crashed"},
+        {"step": 33, "at": "2023-11-14T22:13:20Z", "status": "Failed"},
+        {"step": 34, "at": None, "status": "Crashed"},
     ]
     drawn = re.findall(r"data-step='(\d+)'", render_report(unknown))
     assert ("33" in drawn, "34" in drawn) == (True, False)  # it has no place in time

@@ -76,7 +76,9 @@ def test_a_superseded_save_is_no_failure() -> None:
 
 
 def test_a_corrupted_step_is_a_problem_with_a_command() -> None:
-    row = StepRow(40, "corrupted", "model has other bytes", 1, ("checkpoint",), 9, committed_at=NOW)
+    row = StepRow(
+        40, "corrupted", "model has other bytes", 1, ("checkpoint",), nbytes=9, committed_at=NOW
+    )
     (group,) = group_failures("/my ckpts", [], [], [row], set())
     assert group.command == "trinity-sync verify '/my ckpts' 40"
     health = judge_health(EVERY_100_S, [row], [group], [], NOW)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -18,7 +18,7 @@ from trinity_sync.errors import (
     PrefectApiError,
     TrinitySyncError,
 )
-from trinity_sync.layout import KINDS, PRIVATE_FOLDER, steps_on_disk
+from trinity_sync.layout import PRIVATE_FOLDER, steps_on_disk
 from trinity_sync.orchestration.quantities import VERIFIED, make_artifact_key
 from trinity_sync.orchestration.report.facts import (
     Disk,
@@ -32,6 +32,7 @@ from trinity_sync.orchestration.report.facts import (
     Use,
 )
 from trinity_sync.orchestration.report.health import Committed, group_failures, judge_health
+from trinity_sync.orchestration.report.steps import read_steps
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import All, StepInfo, parse_policy
 from trinity_sync.retention.prune import list_step_infos
@@ -40,18 +41,10 @@ from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.snapshot.spool import JobSpool, count_evictions, read_evictions
 from trinity_sync.snapshot.ticket import Ticket
 from trinity_sync.storage.block_reuse import list_spares
-from trinity_sync.storage.discovery import list_known_runs, read_step_state
-from trinity_sync.storage.job_settings import (
-    JobSettings,
-    is_replicated,
-    read_job_settings,
-    read_required_remote,
-)
-from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.discovery import list_known_runs
+from trinity_sync.storage.job_settings import JobSettings, read_job_settings
 from trinity_sync.storage.leases import list_leases
-from trinity_sync.storage.manifest import Manifest
-from trinity_sync.storage.metrics import read_metrics
-from trinity_sync.storage.pins import list_pins, list_tags
+from trinity_sync.storage.pins import list_pins
 from trinity_sync.storage.placement import NodeRanks, describe_ranks, read_placement
 from trinity_sync.storage.quarantine import quarantine_folder
 from trinity_sync.storage.runs import Run
@@ -117,11 +110,7 @@ def collect_report(settings: Settings, root: Path) -> JobReport:
         quarantined=tuple("/".join(path.parts[-2:]) for path in quarantined),
         remote=job.remote,
         verified_at=server.verified_at,
-        versions={
-            "trinity-sync": version("trinity-sync"),
-            "prefect": version("prefect"),
-            "python": platform.python_version(),
-        },
+        versions=_list_versions(),
         ui_url=server.ui_url,
         server_error=server.error,
         server_limit=PAGE if len(server.runs) == PAGE else 0,
@@ -134,6 +123,13 @@ def _read_job_settings(root: Path) -> JobSettings:
         return read_job_settings(root)
     except (TrinitySyncError, OSError):
         return JobSettings(keep="all", keep_weights="all", keep_quarantine="all")
+
+
+def _list_versions() -> dict[str, str]:
+    found = {"trinity-sync": version("trinity-sync"), "python": platform.python_version()}
+    with suppress(PackageNotFoundError):
+        found["prefect"] = version("prefect")
+    return found
 
 
 def _query_server(settings: Settings, root: Path) -> _Server:
@@ -162,62 +158,18 @@ def _list_committed(steps: Sequence[StepRow]) -> Committed:
 
 
 def _list_steps(root: Path, known: Sequence[Run], server: _Server) -> Iterator[StepRow]:
-    pointers = {kind: read_latest_pointer(root, kind) for kind in KINDS}
-    tags = list_tags(root).values()
-    try:
-        has_remote = bool(read_required_remote(root))
-    except TrinitySyncError:
-        has_remote = False
     good = ("valid", "restored")
     checked = {row.get("step") for row in server.verified if row.get("state") in good}
-    urls: dict[tuple[int, int], list[str]] = {}
+    urls: dict[tuple[int, int | None], list[str]] = {}
     for run in server.runs:
         if run.is_save and run.state.type == "COMPLETED":
             urls.setdefault((run.step, run.run), []).append(run.page)
-    for step in steps_on_disk(root):
-        found = read_step_state(root, step, known)
-        row = StepRow(
-            step,
-            found.state,
-            found.reason,
-            pointers=tuple(kind for kind, target in pointers.items() if target == step),
-            tags=tuple(tag.name for tag in tags if tag.step == step),
-            verified_at=server.verified_at if step in checked else None,
+    for row in read_steps(root, steps_on_disk(root), known):
+        yield replace(
+            row,
+            verified_at=server.verified_at if row.step in checked else None,
+            urls=tuple(urls.get((row.step, row.run), ())),
         )
-        if found.manifest is None:
-            yield row
-            continue
-        manifest = found.manifest
-        replicated = is_replicated(root, manifest) if has_remote else None
-        yield _add_manifest(root, row, manifest, replicated, urls)
-
-
-def _add_manifest(
-    root: Path,
-    row: StepRow,
-    manifest: Manifest,
-    replicated: bool | None,
-    urls: Mapping[tuple[int, int], Sequence[str]],
-) -> StepRow:
-    components: dict[str, int] = {}
-    for file in manifest.files:
-        name = file.component or "other"
-        components[name] = components.get(name, 0) + file.nbytes
-    return replace(
-        row,
-        run=manifest.run,
-        kinds=manifest.kinds,
-        nbytes=manifest.nbytes,
-        components=components,
-        committed_at=manifest.committed_at,
-        timings=manifest.timings,
-        callables=tuple(
-            f"{each.name} of rank {each.rank} {each.seconds:.2f} s" for each in manifest.callables
-        ),
-        replicated=replicated,
-        metrics=read_metrics(root, manifest.run, manifest.step),
-        urls=tuple(urls.get((manifest.step, manifest.run), ())),
-    )
 
 
 def _list_runs(root: Path, known: Sequence[Run]) -> Iterator[RunRow]:

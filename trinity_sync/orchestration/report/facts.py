@@ -1,13 +1,12 @@
 """The values of a report. Times are seconds since the epoch, durations seconds, sizes bytes."""
 
-import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
-from datetime import datetime, timezone
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 from trinity_sync.layout import Kind
+from trinity_sync.storage.manifest import CallableRecord
 from trinity_sync.storage.save_timing import LoggedSave, SaveTiming
 
 HealthStatus = Literal["ok", "late", "failed", "empty"]
@@ -19,6 +18,7 @@ class Health:
 
     status: HealthStatus
     sentence: str
+    """The status and its reason, in words."""
     interval_s: float | None
     """Median time between two commits of late; None for fewer than three."""
     problems: tuple[str, ...] = ()
@@ -27,37 +27,62 @@ class Health:
 
 @dataclass(frozen=True)
 class StepRow:
-    """A step on disk."""
+    """A step of a job, or a save that is not committed yet."""
 
     step: int
     status: str
-    """``valid``, ``superseded``, ``corrupted``, ``not committed`` or ``another format``."""
-    reason: str
-    """Why it is not valid; empty for a valid step."""
+    """``valid``, ``corrupted``, ``superseded``, ``not committed`` or ``another format``; for a save
+    in ``ls``, ``pending``, ``writing`` or ``failed``."""
+    reason: str = ""
     run: int | None = None
+    """Number of the run that saved it; None if it has no readable manifest."""
     kinds: tuple[Kind, ...] = ()
+    files: int | None = None
+    """Number of files."""
     nbytes: int = 0
     components: Mapping[str, int] = field(default_factory=dict)
     """Bytes by component; ``other`` for the files of save functions."""
     committed_at: float | None = None
     timings: tuple[SaveTiming, ...] = ()
-    callables: tuple[str, ...] = ()
-    """Save functions, with rank and seconds."""
-    pointers: tuple[Kind, ...] = ()
+    """How long each save of it took; none if it was imported."""
+    save_functions: tuple[CallableRecord, ...] = ()
+    """Save functions of the user that wrote files of it."""
+    latest_of: tuple[Kind, ...] = ()
     """Kinds whose latest pointer names the step."""
     tags: tuple[str, ...] = ()
-    replicated: bool | None = None
+    in_use: tuple[str, ...] = ()
+    in_remote: bool | None = None
     """Whether the required remote has it; None if none is required."""
     verified_at: float | None = None
-    """When its files were last read and compared, as far as the Prefect server knows."""
+    """When its files were last read and compared, as far as the report knows from the server."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Recorded metrics."""
     urls: tuple[str, ...] = ()
-    """Pages of its flow runs."""
+    """Pages of its flow runs, as far as the server was asked."""
 
     @property
     def is_loadable(self) -> bool:
         """Whether the step is committed and not corrupted."""
         return self.status in ("valid", "superseded")
+
+    @property
+    def kind(self) -> str | None:
+        """The kind that a table shows."""
+        return "checkpoint" if "checkpoint" in self.kinds else next(iter(self.kinds), None)
+
+    @property
+    def notes(self) -> list[str]:
+        """What else a table shows: latest pointers, pins, leases, the remote, why it is not valid.
+
+        The reason is without what the row says already.
+        """
+        latest = "latest" if "checkpoint" in self.latest_of else "latest weights"
+        remote = {True: "in remote", False: "not in remote", None: ""}[self.in_remote]
+        reason = re.sub(rf"step {self.step} in .*? is corrupted: ", "", self.reason)
+        reason = re.sub(rf"/\S*/global_step_{self.step}/", "", reason)
+        why = "" if self.status in ("valid", "not committed") else reason
+        found = latest * bool(self.latest_of), *self.in_use, remote
+        return [*filter(None, (*found, why.partition(". Choose another step")[0]))]
 
 
 @dataclass(frozen=True)
@@ -68,6 +93,7 @@ class RunRow:
     resumed_from: int
     """Step that it started from; 0 for a fresh start."""
     began_at: float | None
+    """When it started."""
     nodes: tuple[str, ...]
     """Nodes of its ranks, as far as their placement is recorded."""
 
@@ -79,7 +105,9 @@ class InFlight:
     step: int
     kind: str
     phase: str
+    """What it waits for, or does, in words."""
     since: float
+    """Time of its first image on this node, or of its flow run's state."""
     images: int
     """Its images in the memory of this node."""
     waiting_for: str
@@ -96,13 +124,17 @@ class FailureGroup:
     message: str
     """The newest message."""
     count: int
+    """Number of flow runs, or of saves."""
     steps: tuple[int, ...]
     """Steps in order; empty for runs that are not about a step."""
     saved_since: int
     """How many of the steps are committed by now."""
     first_at: float
+    """Time of the first."""
     last_at: float
+    """Time of the newest."""
     remedy: str
+    """What to do, in words."""
     command: str
     """What to type; empty if nothing is to be done."""
     url: str
@@ -121,10 +153,13 @@ class Disk:
     nbytes: int
     """All committed steps."""
     quarantine_bytes: int
+    """Steps in quarantine."""
     spare_bytes: int
     """Files of removed steps that the next saves write over."""
     free_bytes: int
+    """Free on the file system."""
     total_bytes: int
+    """Size of the file system."""
     growth_per_day: float | None
     """Bytes that saves add a day under the policy in force; None if it is unknown."""
     full_at: float | None
@@ -140,7 +175,9 @@ class Memory:
     used_bytes: int
     """Bytes of the job's slots."""
     free_bytes: int
+    """Free on the file system."""
     total_bytes: int
+    """Size of the file system."""
     evicted: int
     """Images of the job that were evicted before they were committed."""
 
@@ -150,11 +187,15 @@ class PolicyEffect:
     """What retention with a policy for checkpoints would remove now."""
 
     policy: str
+    """The policy."""
     in_force: bool
+    """Whether it is the job's."""
     kept: int
+    """Number of steps that it keeps."""
     removed: tuple[int, ...]
     """Steps, oldest first."""
     freed_bytes: int
+    """Bytes that it would free."""
     error: str = ""
     """Why the policy cannot be applied; empty if it can."""
 
@@ -167,6 +208,7 @@ class Use:
     kind: str
     name: str
     since: float | None
+    """Time since which it uses the step; null if it is unknown."""
     behind: int | None = None
     """Steps that a reader is behind the newest version of the weights."""
 
@@ -188,20 +230,31 @@ class JobReport:
 
     root: str
     job: str
+    """Identifier of the job, which tags its flow runs."""
     created_at: float
+    """Time of the report."""
     health: Health
+    """Whether the job is saved now."""
     steps: tuple[StepRow, ...] = ()
     """By step."""
     saves: tuple[LoggedSave, ...] = ()
     """Committed saves in order of time, also of steps removed since; the newest thousand."""
     runs: tuple[RunRow, ...] = ()
+    """Starts of the training."""
     in_flight: tuple[InFlight, ...] = ()
+    """Saves that are submitted and not committed."""
     failures: tuple[FailureGroup, ...] = ()
+    """What did not succeed, by cause."""
     marks: tuple[Mark, ...] = ()
+    """Saves that were not committed, for charts."""
     disk: Disk | None = None
+    """Where the bytes are."""
     memory: Memory | None = None
+    """The spool of this node; null if there is none."""
     policies: tuple[PolicyEffect, ...] = ()
+    """What policies for checkpoints would remove now."""
     uses: tuple[Use, ...] = ()
+    """Pins, leases and readers."""
     quarantined: tuple[str, ...] = ()
     """Steps in quarantine, as ``time/global_step_N``."""
     remote: str = ""
@@ -209,46 +262,10 @@ class JobReport:
     verified_at: float | None = None
     """When steps were last read and compared."""
     versions: Mapping[str, str] = field(default_factory=dict)
+    """Versions of packages."""
     ui_url: str = ""
     """The job's flow runs in the Prefect UI; empty if there is no server."""
     server_error: str = ""
     """Why the Prefect server could not be asked; empty if it answered."""
     server_limit: int = 0
     """Number of newest flow runs that were read."""
-
-
-def to_json(report: JobReport) -> dict[str, Any]:
-    """Return a report as values of JSON.
-
-    Sizes are ``bytes``, times RFC 3339 in UTC to the second; what is unknown is null.
-    """
-    found: dict[str, Any] = _convert(report)
-    return found
-
-
-def _convert(value: Any, name: str = "") -> Any:
-    if is_dataclass(value):
-        return {
-            each.name.replace("nbytes", "bytes"): _convert(getattr(value, each.name), each.name)
-            for each in fields(value)
-        }
-    if isinstance(value, Mapping):
-        return {str(key): _convert(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_convert(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, float) and (name.endswith("_at") or name in ("at", "since")):
-        return _format_time(value)
-    if isinstance(value, Path):
-        return str(value)
-    return None if value == "" else value
-
-
-def _format_time(seconds: float) -> str | None:
-    """Return a time as RFC 3339; None for 0, which is no time, and after the year 9999."""
-    try:
-        when = datetime.fromtimestamp(seconds, timezone.utc)
-    except (OverflowError, ValueError, OSError):
-        return None
-    return when.isoformat(timespec="seconds").replace("+00:00", "Z") if seconds else None

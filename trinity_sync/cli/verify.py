@@ -1,4 +1,4 @@
-"""Commands for committed steps: verify, reconcile."""
+"""The command that reads committed steps again: verify."""
 
 import time
 from pathlib import Path
@@ -9,23 +9,20 @@ import typer
 from trinity_sync.cli.app import (
     DONE,
     PROBLEM_FOUND,
-    Root,
     RootOrUrl,
     app,
-    read_settings,
     require_existing,
     resolve_step_argument,
     with_hint,
 )
 from trinity_sync.cli.completion import complete_step
-from trinity_sync.cli.output import Output, format_duration, print_object, print_rows, progress_bar
-from trinity_sync.cli.schema import FindingRow, LoadedRow, VerifiedRow
-from trinity_sync.errors import CommitError, ConfigError, PrefectApiError
+from trinity_sync.cli.output import Output, print_object, print_rows, progress_bar
+from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.layout import parse_number
-from trinity_sync.orchestration.quantities import format_bytes
+from trinity_sync.orchestration.quantities import format_bytes, format_duration, parse_size
 
 if TYPE_CHECKING:
-    from trinity_sync.storage.gc import Finding
+    from trinity_sync.storage.verify import VerifiedStep
 
 DAY_S = 86_400
 
@@ -80,14 +77,14 @@ def verify(
         rows = _verify_remote(root, step, limit or 1)
     else:
         rows = _verify_files(Path(root), step, limit, sample, seed)
-    empty = f"nothing is committed in {root}"
-    print_rows("steps", rows, output, empty=empty)
-    raise typer.Exit(PROBLEM_FOUND if any(row.status == "corrupted" for row in rows) else DONE)
+    columns = "step files bytes seconds status reason"
+    print_rows("steps", rows, output, columns, empty=f"nothing is committed in {root}")
+    raise typer.Exit(PROBLEM_FOUND if any(row.state == "corrupted" for row in rows) else DONE)
 
 
 def _verify_files(
     root: Path, step: str | None, limit: int | None, sample: str | None, seed: int | None
-) -> list[VerifiedRow]:
+) -> "list[VerifiedStep]":
     from trinity_sync.storage.verify import check_files, choose_files, judge_steps
 
     files = choose_files(
@@ -99,12 +96,7 @@ def _verify_files(
     )
     with progress_bar("reading") as on_progress:
         checked = check_files(files, on_progress=on_progress)
-    return [
-        VerifiedRow(
-            each.step, each.files, each.nbytes, each.seconds, each.state, each.wrong or None
-        )
-        for each in judge_steps(checked)
-    ]
+    return list(judge_steps(checked))
 
 
 def _parse_sample(text: str) -> int | float:
@@ -128,16 +120,16 @@ def _verify_by_loading(root: Path, output: Output) -> None:
         print_object("loaded", None, output, "")
         typer.echo(f"nothing is committed in {root}", err=True)
         return
-    row = LoadedRow(done.step, done.files, done.nbytes, done.seconds, done.checked)
     text = (
-        f"loaded step {row.step}: {row.files} files, {format_bytes(row.bytes)}, in "
-        f"{format_duration(row.seconds)}" + ", without digests" * (not row.checked)
+        f"loaded step {done.step}: {done.files} files, {format_bytes(done.nbytes)}, in "
+        f"{format_duration(done.seconds)}" + ", without digests" * (not done.checked)
     )
-    print_object("loaded", row, output, text)
+    print_object("loaded", done, output, text)
 
 
-def _verify_remote(url: str, step: str | None, limit: int) -> list[VerifiedRow]:
+def _verify_remote(url: str, step: str | None, limit: int) -> "list[VerifiedStep]":
     from trinity_sync.remote.remote_root import Remote
+    from trinity_sync.storage.verify import VerifiedStep
 
     remote = Remote(url)
     number = None if step in (None, "latest") else parse_number(str(step))
@@ -162,61 +154,14 @@ def _verify_remote(url: str, step: str | None, limit: int) -> list[VerifiedRow]:
                 if why:
                     wrong.append(f"{record.path} {why}")
             rows.append(
-                VerifiedRow(
+                VerifiedStep(
+                    root=url,
                     step=manifest.step,
+                    state="corrupted" if wrong else "valid",
                     files=len(manifest.files),
-                    bytes=manifest.nbytes,
+                    nbytes=manifest.nbytes,
                     seconds=time.perf_counter() - start,
-                    status="corrupted" if wrong else "valid",
-                    reason="; ".join(wrong) or None,
+                    wrong="; ".join(wrong),
                 )
             )
     return rows
-
-
-@app.command("reconcile ckpts", "reconcile -o json", panel="Look after steps")
-def reconcile(
-    root: Root,
-    grace: Annotated[
-        float, typer.Option(min=0, help="Minimum age in seconds of unused files that are removed.")
-    ] = 3600.0,
-    output: Output = "table",
-) -> None:
-    """Repair what a crash left, and report it. Safe to run again."""
-    from trinity_sync.client.prefect_api import PrefectApi, ask_server
-    from trinity_sync.orchestration.recovery.reconcile import reconcile
-
-    settings, job = read_settings(), require_existing(root).resolve()
-
-    async def repair(api: PrefectApi) -> "list[Finding]":
-        try:
-            await api.read_version()
-        except PrefectApiError as error:
-            typer.echo(f"flow runs are not checked: {error}", err=True)
-            return await reconcile(settings, [job], None, grace_s=grace)
-        return await reconcile(settings, [job], api, grace_s=grace)
-
-    found = ask_server(settings, repair)
-    rows = [FindingRow(each.where, each.state, each.what, each.why) for each in found]
-    print_rows("findings", rows, output, empty="no problems found")
-
-
-def parse_size(text: str) -> int:
-    """Parse a number of bytes such as ``5GB``, ``500 MB``, ``2GiB`` or ``1000``.
-
-    Raises:
-        ConfigError: The text is not a size.
-    """
-    units = {"": 1, "b": 1}
-    for power, letter in enumerate("kmgt", start=1):
-        units[f"{letter}b"] = units[letter] = 1000**power
-        units[f"{letter}ib"] = 1024**power
-    number = text.strip().lower().rstrip("bgikmt ")
-    unit = text.strip().lower().removeprefix(number).strip()
-    try:
-        nbytes = int(float(number) * units[unit])
-    except (ValueError, KeyError, OverflowError):
-        nbytes = 0
-    if nbytes < 1:
-        raise with_hint(ConfigError(f"{text!r} is not a size"), "write it like 500MB, 5GB or 2GiB")
-    return nbytes

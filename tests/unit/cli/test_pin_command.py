@@ -1,4 +1,4 @@
-"""Names for steps on the command line: given, listed, used in place of numbers, and removed."""
+"""Named pins on the command line: given, listed, used in place of numbers, and removed."""
 
 import json
 from pathlib import Path
@@ -42,13 +42,8 @@ def json_of(root: Path, *arguments: object) -> Any:
 
 
 def test_tags_are_listed_and_shown_with_their_steps(root: Path) -> None:
-    assert run(root, "tag", root, "best", "paper-v1").stdout == "tagged step 20 as paper-v1\n"
-    assert [(each["tag"], each["step"]) for each in json_of(root, "tag", root, "--list")] == [
-        ("start", 10),
-        ("best", 20),
-        ("paper-v1", 20),
-    ]
-    assert "reward 0.9" in run(root, "tag", root, "--list").stdout
+    pinned = run(root, "pin", root, "best", "--name", "paper-v1")
+    assert pinned.stdout == "pinned step 20 as paper-v1\n"
     rows = {row["step"]: row["tags"] for row in json_of(root, "ls", root)}
     assert rows == {10: ["start"], 20: ["best", "paper-v1"], 30: []}
     assert "tagged best: reward 0.9; tagged paper-v1" in run(root, "ls", root).stdout
@@ -63,10 +58,10 @@ def test_a_tag_serves_wherever_a_step_is_asked_for(root: Path, tmp_path: Path) -
     assert json_of(root, "remote", "push", root, "best", url)["step"] == 20
     assert "20" in run(root, "ls", url).stdout
     assert run(root, "pin", root, "best").stdout == "pinned step 20\n"
-    unpinned = run(root, "unpin", root, "best").stdout
-    assert unpinned.startswith("unpinned step 20\nit is still kept by the tag best;")
+    unpinned = run(root, "unpin", root, 20).stdout
+    assert unpinned == "unpinned step 20\nstep 20 is still pinned as best\n"
     assert "step 20 in" in run(root, "export", "hf", root, "best", "--role", "critic").stderr
-    run(root, "untag", root, "best", "--yes")
+    assert run(root, "unpin", root, "best").stdout == "unpinned step 20\n"
     assert json_of(root, "rewind", root, "start", "--yes")["quarantined"] == [30, 20]
 
 
@@ -83,14 +78,14 @@ def test_retention_keeps_a_tagged_step_until_its_tag_is_gone(root: Path) -> None
     run(root, "prune", root, "--keep", "last=1", "--yes")
     assert steps_on_disk(root) == [10, 20, 30]
     assert "tagged best: reward 0.9" in run(root, "prune", root, "--keep", "last=1", "--yes").stdout
-    assert run(root, "untag", root, "best", "--yes").exit_code == 0
+    assert run(root, "unpin", root, "best").exit_code == 0
     run(root, "prune", root, "--keep", "last=1", "--yes")
     assert steps_on_disk(root) == [10, 30]
 
 
 def test_the_catalog_knows_tags(root: Path) -> None:
     run(root, "jobs", "reindex", root)
-    run(root, "tag", root, 30, "best", "--force")
+    run(root, "pin", root, 30, "--name", "best", "--force")
     job = json_of(root, "jobs", "show", root)
     held = {each["step"]: each["held"] for each in job["steps"]}
     assert held == {10: ["tagged start"], 20: [], 30: ["tagged best"]}
@@ -101,15 +96,11 @@ def test_what_cannot_be_is_one_sentence_and_changes_nothing(root: Path) -> None:
     for arguments, words in [
         (["show", "ROOT", "bset"], "'bset' is neither the number of a step, nor latest, nor a tag"),
         (["verify", "ROOT", "../20"], "(tags: best, start)"),
-        (["tag", "ROOT", 30, "best"], "--force"),
-        (["tag", "ROOT", 30, "40"], "looks like a step number"),
-        (["tag", "ROOT", 30, "a/b"], "may hold letters"),
-        (["tag", "ROOT", 30, "latest"], "latest always names the newest"),
-        (["tag", "ROOT", 30], "STEP NAME"),
-        (["tag", "ROOT"], "STEP NAME"),
-        (["tag", "ROOT", 30, "--list"], "--list"),
-        (["untag", "ROOT", "bset"], "no step in"),
-        (["untag", "ROOT", "20"], "no step in"),
+        (["pin", "ROOT", 30, "--name", "best"], "--force"),
+        (["pin", "ROOT", 30, "--name", "40"], "looks like a step number"),
+        (["pin", "ROOT", 30, "--name", "a/b"], "may hold letters"),
+        (["pin", "ROOT", 30, "--name", "latest"], "latest always names the newest"),
+        (["unpin", "ROOT", "bset"], "nor a tag"),
     ]:
         done = run(root, *[root if each == "ROOT" else each for each in arguments])
         assert (done.exit_code, done.stdout) == (2, "")

@@ -1,0 +1,72 @@
+"""What the commands say of saves where no Prefect server is known: what the files say."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+from typer.testing import CliRunner
+
+from tests.support.job import Job
+from trinity_sync.cli.commands import app
+from trinity_sync.storage.save import mark_failed
+
+
+@pytest.fixture
+def saves(job: Job) -> Job:
+    """A job of a committed save, a failed one, and one that is only in shared memory."""
+    for step in (10, 20, 30):
+        job.stage(step, {"model": {"w": torch.full((4,), step)}})
+        if step == 10:
+            job.commit(step)
+    mark_failed(job.spool, job.save(20), "no space left on device")
+    return job
+
+
+def run(job: Job, *arguments: object) -> Result:
+    env = {
+        "TRINITY_SYNC_HOME": str(job.root.parent / "home"),
+        "TRINITY_SYNC_SPOOL": str(job.spool.folder.parent),
+        "PREFECT_API_URL": "",
+    }
+    return CliRunner().invoke(app, [str(each) for each in arguments], env=env)
+
+
+def rows_of(done: Result, noun: str) -> list[dict[str, Any]]:
+    return json.loads(done.stdout)[noun]
+
+
+def test_runs_lists_committed_failed_and_pending_saves(saves: Job) -> None:
+    rows = rows_of(run(saves, "runs", saves.root, "-o", "json"), "saves")
+    assert {row["step"]: row["status"] for row in rows} == {
+        10: "committed",
+        20: "failed",
+        30: "pending",
+    }
+    (failed,) = rows_of(run(saves, "runs", saves.root, "--failed", "-o", "json"), "saves")
+    assert (failed["reason"], failed["flow_run"]) == ("no space left on device", None)
+
+
+def test_ls_shows_saves_that_are_not_committed(saves: Job) -> None:
+    done = run(saves, "ls", saves.root, "-o", "json")
+    assert {row["step"]: row["status"] for row in rows_of(done, "steps")} == {
+        10: "valid",
+        20: "failed",
+        30: "pending",
+    }
+    assert "retry" not in done.stderr  # there is no flow run
+
+
+def test_wait_ends_with_the_reason_of_a_failed_save(saves: Job) -> None:
+    done = run(saves, "wait", saves.root, 20)
+    assert done.exit_code == 1
+    assert "no space left on device" in done.stderr
+    late = run(saves, "wait", saves.root, "--timeout", 0)
+    assert (late.exit_code, "step 30" in late.stderr) == (1, True)
+
+
+def test_the_images_of_a_committed_save_are_not_pending(saves: Job) -> None:
+    (saves.root / ".trinity_sync/saves.jsonl").unlink()  # the log is bounded
+    rows = rows_of(run(saves, "runs", saves.root, "-o", "json"), "saves")
+    assert {row["step"] for row in rows} == {20, 30}

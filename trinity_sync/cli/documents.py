@@ -1,0 +1,196 @@
+"""The JSON documents of the commands, declared by types.
+
+A document is ``{"schema": 1, "<noun>": ...}``, with a list of rows or a single object below the
+noun. Its keys are the fields of a dataclass, most of them of other packages or `rows`, by the names
+of `KEYS`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from trinity_sync.cli.rows import (
+    CheckedJob,
+    CheckRow,
+    DeploymentRow,
+    FileRow,
+    ForgottenJob,
+    JobRow,
+    MetricRow,
+    PrunedStep,
+    PruneReport,
+    ReindexedJob,
+    RewindReport,
+    SaveRow,
+    SettingRow,
+    StackReport,
+    StoppedStack,
+    TensorRow,
+    UiReport,
+    Unpinned,
+    VersionReport,
+    WeightVersionRow,
+)
+from trinity_sync.formats.dcp import DcpResult
+from trinity_sync.formats.hf_export import ExportResult
+from trinity_sync.layout import Kind
+from trinity_sync.orchestration.report.facts import JobReport, StepRow
+from trinity_sync.remote.upload import Replicated
+from trinity_sync.retention.policies import StepInfo
+from trinity_sync.storage.gc import Finding
+from trinity_sync.storage.manifest import CallableRecord
+from trinity_sync.storage.pins import Pin
+from trinity_sync.storage.save_timing import SaveTiming
+from trinity_sync.storage.verify import VerifiedStep
+from trinity_sync.storage.verify_load import LoadedCheckpoint
+from trinity_sync.weights.versions import Reader
+
+MEANINGS = {
+    "at": "Time.",
+    "behind": "Steps to the newest version.",
+    "bytes": "Size of all files.",
+    "checked": "Whether digests were compared.",
+    "committed_at": "Time of the commit.",
+    "components": "Components that it has.",
+    "files": "Number of files, or their paths.",
+    "folder": "Its folder.",
+    "flow_run": "Id of the flow run.",
+    "in_use": "Pins, tags and leases of the step, in words.",
+    "kind": "``checkpoint``, or ``state_dict`` for weights alone.",
+    "kinds": "``checkpoint``, ``state_dict``, or both.",
+    "metrics": "Recorded metrics.",
+    "name": "Its name.",
+    "nodes": "Number of nodes, or their names.",
+    "number": "Number of the run.",
+    "rank": "Rank.",
+    "ranks": "Number of ranks.",
+    "reason": "Why it is not valid, or was not done.",
+    "role": "Role of the state.",
+    "roles": "Roles that it saved.",
+    "root": "Root of the job.",
+    "run": "Number of the run that saved it.",
+    "seconds": "Time that it took.",
+    "status": "Status, in a word.",
+    "step": "Number of the step.",
+    "tags": "Tags of the step.",
+    "tensors": "Number of tensors.",
+    "timing": "How long it took.",
+    "what": "What was found.",
+    "url": "Page of the flow run in the Prefect UI.",
+}
+"""Meaning of the keys that a dataclass does not describe."""
+
+
+@dataclass(frozen=True)
+class StepDetails:
+    """A committed step."""
+
+    step: int
+    run: int
+    kinds: tuple[Kind, ...]
+    status: str
+    """As in ``ls``."""
+    reason: str | None
+    committed_at: float
+    bytes: int
+    tags: list[str]
+    in_use: list[str]
+    timings: tuple[SaveTiming, ...]
+    """How long each save of it took; none if it was imported."""
+    files: list[FileRow]
+    """Its files."""
+    save_functions: tuple[CallableRecord, ...]
+    """Save functions of the user that wrote files of it."""
+
+
+@dataclass(frozen=True)
+class ReadersReport:
+    """State of a job's Synchronizer."""
+
+    version: int | None
+    """Step of the newest version; null if there is none."""
+    run: int | None
+    source: str | None
+    """Where it comes from, such as ``memory`` or ``checkpoint``."""
+    running: bool | None
+    """Whether the Synchronizer runs; null if it is on another host."""
+    as_of: float
+    """Time for which this holds: now if it runs, otherwise that of its last change."""
+    trainer: str
+    """Status of the trainer."""
+    explorers: dict[str, str]
+    """Status of each explorer, by name."""
+    readers: tuple[Reader, ...]
+    """The readers."""
+
+
+@dataclass(frozen=True)
+class JobDetails:
+    """A job in the catalog, with its steps."""
+
+    root: str
+    job: str
+    """Identifier of the job, which tags its flow runs."""
+    bytes: int
+    """Size of all steps."""
+    would_free: int
+    """Bytes that the retention policy of checkpoints would free."""
+    updated_at: float
+    """Time of the last update of the catalog."""
+    settings: list[SettingRow]
+    """Its settings; empty if its root does not exist here."""
+    steps: tuple[StepInfo, ...]
+    """Its committed steps, newest first."""
+    flow_runs: dict[int, str]
+    """Id of the flow run that committed a step, as far as it is known."""
+    versions: list[WeightVersionRow]
+    """Versions of its weights, newest first."""
+
+
+@dataclass(frozen=True)
+class PushedStep(Replicated):
+    """A step that was copied to a remote."""
+
+    remote: list[PrunedStep]
+    """With ``--keep-last``, all steps in the remote, newest first."""
+
+
+DOCUMENTS: dict[str, tuple[str, Any]] = {
+    "ls": ("steps", list[StepRow]),
+    "show": ("step", StepDetails),
+    "diff": ("tensors", list[TensorRow]),
+    "runs": ("saves", list[SaveRow]),
+    "retry": ("save", SaveRow),
+    "wait": ("steps", list[StepRow]),
+    "readers": ("readers", ReadersReport | None),
+    "jobs ls": ("jobs", list[JobRow]),
+    "jobs show": ("job", JobDetails),
+    "jobs set": ("settings", list[SettingRow]),
+    "jobs check": ("jobs", list[CheckedJob]),
+    "jobs reindex": ("jobs", list[ReindexedJob]),
+    "jobs forget": ("job", ForgottenJob),
+    "prune": ("prune", PruneReport),
+    "metrics": ("metrics", list[MetricRow]),
+    "pin": ("pin", Pin),
+    "unpin": ("pin", Unpinned),
+    "report": ("report", JobReport),
+    "rewind": ("rewind", RewindReport),
+    "verify": ("steps", list[VerifiedStep]),
+    "verify --load": ("loaded", LoadedCheckpoint | None),
+    "reconcile": ("findings", list[Finding]),
+    "remote push": ("push", PushedStep),
+    "remote pull": ("step", StepRow),
+    "export hf": ("export", ExportResult),
+    "export dcp": ("export", DcpResult),
+    "import dcp": ("step", StepRow),
+    "up": ("stack", StackReport),
+    "restart": ("stack", StackReport),
+    "join": ("stack", StackReport),
+    "status": ("stack", StackReport),
+    "down": ("stack", StoppedStack),
+    "doctor": ("checks", list[CheckRow]),
+    "deploy": ("deployments", list[DeploymentRow]),
+    "ui": ("ui", UiReport),
+    "config show": ("settings", list[SettingRow]),
+    "version": ("version", VersionReport),
+}
+"""Noun and content of the JSON document of each command that has ``-o``."""

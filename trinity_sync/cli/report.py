@@ -1,0 +1,106 @@
+"""Commands that describe a job: readers, report."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trinity_sync.cli.app import Root, app, read_settings, require_existing
+from trinity_sync.cli.output import Output, print_document, print_object, print_table
+from trinity_sync.errors import ConfigError
+from trinity_sync.fs.atomic import replace_file
+from trinity_sync.orchestration.quantities import format_duration
+
+if TYPE_CHECKING:
+    from trinity_sync.cli.documents import ReadersReport
+
+
+@app.command("readers ckpts", "readers ckpts -o json", panel="Look at a job")
+def readers(root: Root, output: Output = "table") -> None:
+    """Show which reader serves which version of the weights, and how stale it is."""
+    report = _read_report(root)
+    print_object("readers", report, output, lambda: _print_report(report, str(root)))
+
+
+def _read_report(root: Path) -> "ReadersReport | None":
+    from trinity_sync.cli.documents import ReadersReport
+    from trinity_sync.weights.state_files import read_sync_report
+
+    now = time.time()
+    found = read_sync_report(require_existing(root), now)
+    if found and found.lives is False:  # what it knew then says nothing about now
+        now = found.written_at
+        found = read_sync_report(root, now)
+    if found is None:
+        return None
+    newest = found.newest
+    return ReadersReport(
+        version=newest.step if newest else None,
+        run=newest.run if newest else None,
+        source=newest.source if newest else None,
+        running=found.lives,
+        as_of=now,
+        trainer=found.trainer,
+        explorers=found.explorers,
+        readers=found.readers,
+    )
+
+
+def _print_report(report: "ReadersReport | None", root: str) -> None:
+    if report is None:
+        typer.echo(
+            f"no Synchronizer has worked in {root}; readers without one do not report which "
+            "version they serve",
+            err=True,
+        )
+        return
+    version = "none"
+    if report.version is not None:
+        version = f"{report.version} of run {report.run}, from {report.source}"
+    age = format_duration(max(time.time() - report.as_of, 0.0))
+    state = {
+        True: "running",
+        False: f"not running, as of {age} ago",
+        None: "on another host",
+    }[report.running]
+    typer.echo(f"newest version: {version}")
+    typer.echo(f"trainer: {report.trainer}; Synchronizer: {state}")
+    for name, status in report.explorers.items():
+        typer.echo(f"explorer {name}: {status}")
+    if report.running is False:
+        typer.echo("hint: trainer and explorers start it again by Synchronizer.get_actor", err=True)
+    if report.readers:
+        typer.echo("")
+        print_table(report.readers, "name step run behind since stale_s")
+
+
+@app.command(
+    "report ckpts", "report ckpts --html /tmp/ckpts.html", "report ckpts -o json",
+    panel="Look at a job",
+    note="Failures, flow runs and verifications come from the Prefect server, if one answers.",
+)  # fmt: skip
+def report(
+    root: Root,
+    html: Annotated[Path, typer.Option("--html", help="File to write.")] = Path("report.html"),
+    output: Output = "table",
+) -> None:
+    """Write an HTML page about a job: its health, failures with what to type, cost of saves.
+
+    With -o json no page is written.
+    """
+    from trinity_sync.cli.report_html import render_report
+    from trinity_sync.orchestration.report.collect import collect_report
+
+    if html.is_dir():
+        raise ConfigError(f"{html} is a folder; pass a file as --html")
+    found = collect_report(read_settings(), require_existing(root))
+    if output == "json":
+        print_document("report", found)
+        return
+    try:
+        replace_file(html, render_report(found), sync=False)
+    except OSError as error:
+        raise ConfigError(f"cannot write {html}: {error.strerror}; pass another --html") from error
+    typer.echo(f"{found.health.status}: {found.health.sentence}")
+    typer.echo(f"wrote {html}; open it in a browser")

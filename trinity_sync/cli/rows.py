@@ -1,0 +1,339 @@
+"""What the commands print and no other package has a type for: rows and results.
+
+Times are seconds since the epoch. A value that is unknown or does not apply is None.
+"""
+
+from dataclasses import dataclass
+
+# Steps
+
+
+@dataclass(frozen=True)
+class FileRow:
+    """A file of a step."""
+
+    path: str
+    """Path below the step's folder."""
+    bytes: int
+    """Size that the manifest names."""
+    status: str
+    """``valid``, ``corrupted``, ``missing`` or ``truncated``; only ``verify`` reads the file."""
+    digest: str
+    """Digest that the manifest names."""
+
+
+@dataclass(frozen=True)
+class TensorRow:
+    """A tensor of two steps."""
+
+    name: str
+    """Name of the tensor."""
+    status: str
+    """``same``, ``changed``, ``new``, ``missing``, ``reshaped`` or ``retyped``."""
+    shape: str
+    """Shape in the later step, otherwise in the earlier one; both if they differ."""
+    elements: int
+    """Number of elements; 0 if they cannot be compared."""
+    changed: int
+    """Number of elements that are not equal."""
+    changed_percent: float | None
+    """Percentage of them."""
+    max_abs: float | None
+    """Greatest absolute difference."""
+    relative_l2: float | None
+    """L2 norm of the difference relative to the earlier tensor; null if that was zero."""
+    nonfinite: int
+    """Number of infinite or NaN elements of the later step."""
+
+
+# Saves
+
+
+@dataclass(frozen=True)
+class SaveRow:
+    """A save of a job; with a stack, a flow run of the Prefect server."""
+
+    step: int
+    run: int
+    """Number of the run of the job."""
+    kind: str
+    """``checkpoint`` or ``state_dict``."""
+    status: str
+    """``pending``, ``writing``, ``committed``, ``failed``, or ``superseded`` by a later run."""
+    since: float | None
+    """Time since which it has this status."""
+    seconds: float | None
+    """Time that it took, or has taken so far."""
+    attempts: int | None
+    """Number of times that the flow run was started."""
+    flow_run: str | None
+    url: str | None
+    reason: str | None
+    """Why it failed; otherwise the message of its state."""
+
+
+# Jobs
+
+
+@dataclass(frozen=True)
+class JobRow:
+    """A job in the catalog."""
+
+    root: str
+    job: str
+    """Identifier of the job, which tags its flow runs."""
+    steps: int
+    """Number of committed steps."""
+    newest: int | None
+    """The newest step."""
+    weights: int | None
+    """Step of the newest version of the weights."""
+    bytes: int
+    """Size of all steps."""
+    would_free: int
+    """Bytes that the retention policy of checkpoints would free."""
+    updated_at: float
+    """Time of the last update of the catalog."""
+
+
+@dataclass(frozen=True)
+class WeightVersionRow:
+    """A version of the weights in the catalog."""
+
+    step: int
+    run: int
+    source: str
+    """Where it comes from."""
+    published_at: float
+    """Time at which it was published."""
+
+
+@dataclass(frozen=True)
+class CheckedJob:
+    """Comparison of the catalog with the files of a job."""
+
+    root: str
+    status: str
+    """``ok``, or ``differs``."""
+    differences: list[str]
+    """How the catalog differs from the files."""
+
+
+@dataclass(frozen=True)
+class ReindexedJob:
+    """A job whose rows were read again from its files."""
+
+    root: str
+    steps: int
+    """Number of committed steps."""
+
+
+@dataclass(frozen=True)
+class ForgottenJob:
+    """A job that was removed from the catalog."""
+
+    root: str
+    """Root of the job; its files stay."""
+
+
+# Keep and remove
+
+
+@dataclass(frozen=True)
+class PrunedStep:
+    """A step, and whether it was removed."""
+
+    step: int
+    bytes: int
+    status: str
+    """``kept``, ``removed``, or ``would be removed``."""
+    reason: str | None
+    """Why it is kept."""
+
+
+@dataclass(frozen=True)
+class PruneReport:
+    """Result of ``prune``."""
+
+    dry_run: bool
+    """Whether nothing was removed."""
+    bytes: int
+    """Bytes that were or would be freed."""
+    steps: list[PrunedStep]
+    """All steps, newest first."""
+    quarantine: list[str]
+    """Folders in quarantine that were or would be removed."""
+
+
+@dataclass(frozen=True)
+class MetricRow:
+    """A metric of a step."""
+
+    step: int
+    name: str
+    """Name of the metric."""
+    value: float
+    """Its value."""
+
+
+@dataclass(frozen=True)
+class Unpinned:
+    """A pin that was removed."""
+
+    step: int | None
+    """Number of the step; null if the file of the pin was torn."""
+    removed: bool
+    """Whether there was such a pin."""
+    tags: list[str]
+    """Tags that still keep the step."""
+
+
+@dataclass(frozen=True)
+class RewindReport:
+    """Result of ``rewind``."""
+
+    step: int
+    """The newest step from now on."""
+    dry_run: bool
+    """Whether nothing was changed."""
+    run: int | None
+    """Number of the run that resumes from it; null for a dry run."""
+    quarantined: list[int]
+    """Steps that were or would be quarantined, newest first."""
+    folder: str | None
+    """Folder that contains them."""
+
+
+# The stack
+
+
+@dataclass(frozen=True)
+class ServiceRow:
+    """A service of the stack."""
+
+    name: str
+    """``server``, ``ray`` or ``worker``."""
+    status: str
+    """``running`` or ``dead`` for the stack's own, ``external`` or ``away`` for an external one,
+    otherwise ``absent``."""
+    pid: int | None
+    """Process id."""
+    url: str | None
+    """Its address."""
+    log: str | None
+    """File with its output."""
+
+
+@dataclass(frozen=True)
+class StackReport:
+    """The stack of this node."""
+
+    home: str
+    """Its folder."""
+    pool: str
+    """Prefect work pool of the deployments."""
+    workers_online: int | None
+    """Number of online workers; null if no server answers."""
+    waiting_runs: int | None
+    """Due flow runs that no worker has acquired."""
+    reason: str | None
+    """Why the server does not answer."""
+    changed: list[str]
+    """Settings that the running stack does not have, as ``server.port: 4200, now 5000``."""
+    overrides: list[str]
+    """A sentence for each service that the environment overrides."""
+    services: list[ServiceRow]
+    """The services."""
+
+
+@dataclass(frozen=True)
+class StoppedStack:
+    """Result of ``down``."""
+
+    home: str
+    """Folder of the stack."""
+    stopped: bool
+    """Whether there was a stack."""
+    images: list["JobImages"]
+    """Images that stay in shared memory."""
+
+
+@dataclass(frozen=True)
+class JobImages:
+    """Images of a job in shared memory."""
+
+    root: str | None
+    """Root of the job; null if it is unknown."""
+    folder: str
+    """Folder of the images."""
+    bytes: int
+    """Their size."""
+    uncommitted: int
+    """Number of images that are not committed yet."""
+
+
+@dataclass(frozen=True)
+class SettingRow:
+    """A setting of a job, of this process or of the stack, without a password."""
+
+    name: str
+    """Name of a job's setting, ``section.key`` in the stack's file, or the variable of a setting of
+    the process."""
+    value: str | float | bool | None
+    """Its value; null for an empty text."""
+    default: str | float | bool | None
+    """Its default."""
+    source: str
+    """Where the value is from: ``default``, ``job``, a variable, or the path of the file."""
+
+
+@dataclass(frozen=True)
+class CheckRow:
+    """A check of ``doctor``."""
+
+    name: str
+    """What was checked."""
+    status: str
+    """``ok``, ``warn`` or ``fail``."""
+    message: str
+    """What was found."""
+    hint: str | None
+    """What to do."""
+
+
+@dataclass(frozen=True)
+class DeploymentRow:
+    """A deployment of the Prefect server."""
+
+    name: str
+    """Its name."""
+    pool: str
+    """Its work pool."""
+
+
+@dataclass(frozen=True)
+class UiReport:
+    """The Prefect UI."""
+
+    url: str
+    """Its address."""
+    password: str | None
+    """What its login asks for; null if it needs none, or the server is external."""
+
+
+@dataclass(frozen=True)
+class VersionReport:
+    """This installation."""
+
+    version: str
+    """Version of trinity-sync."""
+    path: str
+    """Folder of the package."""
+    python: str
+    """Version of Python."""
+    executable: str
+    """Path of Python."""
+    packages: dict[str, str | None]
+    """Version of each package that matters; null if it is not installed."""
+    formats: dict[str, int]
+    """Formats of the records in the root and the spool that this release reads and writes."""
