@@ -299,7 +299,7 @@ def test_a_rank_that_requests_a_flow_run_itself_asks_for_it_itself(pair: Job) ->
     answers = {
         "/flow_runs/filter": flow_run(request, "FAILED"),
         "/deployments/name": (200, json.dumps({"id": str(uuid4())})),
-        "/deployments": (201, "{}"),
+        "/deployments": (201, json.dumps({"id": str(uuid4())})),
     }
     with server(answers, asked=asked) as url:
         trigger = SaveTrigger(Settings(spool=pair.spool.folder.parent), url)

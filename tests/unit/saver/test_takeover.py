@@ -108,7 +108,7 @@ def test_a_run_that_is_taken_and_not_begun_is_overtaken(
     def answer(request: BaseHTTPRequestHandler, body: str) -> tuple[int, str]:
         if request.path.endswith("/create_flow_run"):
             requested.append(json.loads(body)["idempotency_key"])
-            return 201, "{}"
+            return 201, json.dumps({"id": str(RUN)})
         if request.path.endswith("/filter"):
             state = {"type": "SCHEDULED", "timestamp": "2026-01-01T00:00:00Z"}
             run = {"id": str(RUN), "state": state}
