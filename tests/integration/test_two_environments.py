@@ -170,7 +170,6 @@ def test_a_command_of_the_stack_names_the_extra_in_a_trainers_environment(
     ("module", "package", "extra"),
     [
         ("trinity_sync.integrations.verl.fsdp.manager", "verl", "verl"),
-        ("trinity_sync.integrations.verl.switch", "packaging", "verl"),
         ("trinity_sync.integrations.huggingface", "transformers", "hf"),
         ("trinity_sync.integrations.lightning", "lightning", "lightning"),
         ("trinity_sync.integrations.torchtitan", "torchtitan", "torchtitan"),
