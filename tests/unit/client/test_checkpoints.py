@@ -126,8 +126,8 @@ def test_a_folder_that_does_not_exist_is_refused_and_not_created(tmp_path: Path)
 
 def run(job: Job, *arguments: str, root: bool = True) -> Result:
     own = {"TRINITY_SYNC_HOME": str(job.root.parent / "home"), "COLUMNS": "200"}
-    own["TRINITY_SYNC_ROOT"] = str(job.root)
     given = [str(job.root)] if root else []
+    own |= {} if root else {"TRINITY_SYNC_ROOT": str(job.root)}
     return CliRunner().invoke(app, ["metrics", *given, *arguments], env=own)
 
 

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -33,7 +34,7 @@ def test_a_copy_is_requested_after_the_export_even_if_that_failed(
 
     patch("find_nodes", [Node])
     patch("persist_images")
-    patch("commit_step", True)
+    patch("commit_step", SimpleNamespace(has_exports=True, by_saver=False))
     patch("free_remaining_slots")
     patch("upload_if_required")
     patch("export_requested_models", error=ExportError("no config") if fails else None)
