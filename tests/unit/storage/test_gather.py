@@ -57,14 +57,14 @@ def test_a_wait_reads_unchanged_tickets_and_an_unchanged_manifest_once(half: Job
 
     def count(kind: str, path: str) -> None:
         if kind == "open":
-            read[Path(path).suffix] += 1
+            read["ticket" if path.endswith(".ticket") else Path(path).name] += 1
 
     with (
         watch_path_calls(count, half.root, half.spool.folder),
         pytest.raises(MissingShardsError, match="rank 1"),
     ):
         gather_images(half.share, save, "model", 1.0, looks())
-    assert read[".ticket"] == read[".json"] == 1
+    assert read["ticket"] == read[MANIFEST] == read["job.json"] == 1
 
 
 def test_an_image_that_comes_late_is_found(half: Job) -> None:
