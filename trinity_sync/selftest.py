@@ -66,8 +66,8 @@ class Try:
     def make_state(self, step: int) -> State:
         """Return the same tensors in each process: of each kind of layout, and a large one."""
         random = torch.Generator().manual_seed(step)
-        large = torch.randn(self.nbytes // 4, generator=random)
-        odd = torch.randint(-100, 100, (7, 5), generator=random)
+        large = torch.randn(self.nbytes // 4, generator=random, device="cpu")
+        odd = torch.randint(-100, 100, (7, 5), generator=random, device="cpu")
         state = {
             "large": large,
             "transposed": large[:4096].view(64, 64).t(),
@@ -109,7 +109,7 @@ def check_overlap(of: Try) -> Result:
     before = _digest(state)
     with ExitStack() as opened:
         saves = opened.enter_context(closing(CheckpointCoordinator(of.root)))
-        saves.save(20, {"model": {"before": torch.ones(1)}}).wait(ANSWER_S)
+        saves.save(20, {"model": {"before": state["scalar"]}}).wait(ANSWER_S)
         handle = saves.save(21, {"model": state}, overlap=True)
         state["large"] += 1
         try:
@@ -206,7 +206,7 @@ def _digest(state: Mapping[str, torch.Tensor]) -> str:
 
 def _measure_copy(source: torch.Tensor) -> float:
     """Return the median seconds of a copy into warm memory of this process."""
-    target = torch.empty(source.shape, pin_memory=source.device.type == "cuda")
+    target = torch.empty(source.shape, pin_memory=source.device.type == "cuda", device="cpu")
 
     def copy() -> None:
         target.copy_(source)

@@ -87,9 +87,7 @@ def test_a_running_stack_keeps_its_settings_and_says_which_are_others_now(
     assert embedded.status(stack_settings, others).changed
 
 
-def test_no_other_user_reads_the_folder_of_ray(
-    stack: StackState, stack_settings: Settings
-) -> None:
+def test_no_other_user_reads_the_folder_of_ray(stack: StackState, stack_settings: Settings) -> None:
     found = embedded.find(stack_settings)  # another test may have had it started again
     assert found
     assert stat.S_IMODE(Path(found.ray_folder).stat().st_mode) == 0o700
