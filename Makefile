@@ -197,7 +197,7 @@ $(TORCHTITAN)/.ready: pyproject.toml
 	test -x $(TORCHTITAN)/bin/python || $(PYTHON) -m venv $(TORCHTITAN)
 	$(TORCHTITAN)/bin/python -m pip install --quiet "pip>=25.1"
 	$(TORCHTITAN)/bin/python -m pip install --quiet $(TORCH)
-	$(TORCHTITAN)/bin/python -m pip install --quiet -e . torchtitan==0.3.0 $(TORCH) triton pytest pytest-timeout packaging
+	$(TORCHTITAN)/bin/python -m pip install --quiet -e . torchtitan==0.3.0 $(TORCH) triton pytest pytest-timeout
 	touch $@
 
 # VeOmni asks for an older datasets, and for timm, which brings a CUDA build of torchvision; neither is imported here.
