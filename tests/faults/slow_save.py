@@ -10,7 +10,6 @@ from tests.integration.prefect_api import key_of
 from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.stack import embedded
-from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import read_manifest
@@ -65,7 +64,9 @@ def kill_server(settings: Settings) -> None:
     assert not psutil.wait_procs(processes, 10)[1]
 
 
-def ray_processes(stack: StackState, title: str) -> list[psutil.Process]:
-    assert stack.ray is not None
-    every = psutil.Process(stack.ray.pid).children(recursive=True)
+def ray_processes(settings: Settings, title: str) -> list[psutil.Process]:
+    found = embedded.find(settings)  # another test may have had it started again
+    assert found is not None
+    assert found.ray is not None
+    every = psutil.Process(found.ray.pid).children(recursive=True)
     return [each for each in every if each.cmdline() and each.cmdline()[0].startswith(title)]

@@ -92,10 +92,10 @@ def test_ranks_killed_the_instant_after_dcp_has_staged(
 
 
 def test_a_ray_worker_killed_in_mid_write(
-    saves: CheckpointCoordinator, root: Path, stack: StackState, api: Api
+    saves: CheckpointCoordinator, root: Path, stack_settings: Settings, api: Api
 ) -> None:
     begin_slow_save(saves, root, 2)
-    (writer,) = ray_processes(stack, "ray::persist-model")
+    (writer,) = ray_processes(stack_settings, "ray::persist-model")
     writer.kill()
     with pytest.raises(SaveFailedError, match="step 2"):
         saves.wait_all(120)

@@ -139,7 +139,7 @@ class TestTheServerIsAwayWhenARunEnds:
         begin_slow_save(saves, root, 2)
         run = api.run_of(key(saves, 2))
         kill_server(stack_settings)
-        (writer,) = ray_processes(stack, "ray::persist-model")
+        (writer,) = ray_processes(stack_settings, "ray::persist-model")
         writer.kill()
         await_broken_off(stack_settings, before)
         assert read_manifest(root, 2) is None

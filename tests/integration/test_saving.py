@@ -30,6 +30,7 @@ from trinity_sync.client.prefect_api import PrefectApi, ask_server
 from trinity_sync.layout import Kind, step_folder
 from trinity_sync.orchestration.quantities import format_duration, make_artifact_key
 from trinity_sync.orchestration.recovery.flow_runs import retry_crashed
+from trinity_sync.stack import embedded
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.manifest import read_manifest
@@ -429,7 +430,10 @@ def test_a_save_that_no_worker_begins_is_committed_by_the_saver_and_its_run_says
     stack: StackState, stack_settings: Settings, api: Api, root: Path
 ) -> None:
     settings = stack_settings.model_copy(update={"saver": "auto", "saver_after_s": 1.0})
-    worker = psutil.Process(stack.worker.pid)
+    now = embedded.find(stack_settings)  # another test may have had it started again
+    assert now
+    assert now.worker
+    worker = psutil.Process(now.worker.pid)
     worker.suspend()
     try:
         with CheckpointCoordinator(root, settings=settings) as saves:
