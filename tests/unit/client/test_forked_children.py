@@ -5,8 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
@@ -53,23 +53,40 @@ def ask_to_end() -> None:
     os.kill(os.getpid(), signal.SIGUSR1)
 
 
+FORKS = """
+import signal, sys, threading
+from tests.unit.client.test_forked_children import ask_to_end, end_of
+from trinity_sync import CheckpointCoordinator
+
+saves, ends = CheckpointCoordinator(sys.argv[1]), []
+saves.on_preemption(signal.SIGUSR1)
+if sys.argv[2] == "another thread":
+    thread = threading.Thread(target=lambda: ends.append(end_of(ask_to_end)))
+    thread.start()
+    thread.join()
+else:
+    ends.append(end_of(ask_to_end))
+assert ends == [-signal.SIGUSR1], ends
+assert not saves.preempted
+ask_to_end()
+assert saves.preempted
+"""
+
+
 @pytest.mark.parametrize("forks", ["the main thread", "another thread"])
 def test_a_child_ends_at_the_signal_that_its_parent_only_notes(
-    coordinator_of: Open, ended_by_default: None, forks: str
+    tmp_path: Path, spool_folder: Path, forks: str
 ) -> None:
-    saves = coordinator_of()
-    saves.on_preemption(signal.SIGUSR1)
-    ends: list[int] = []
-    if forks == "another thread":
-        thread = threading.Thread(target=lambda: ends.append(end_of(ask_to_end)))
-        thread.start()
-        thread.join()
-    else:
-        ends.append(end_of(ask_to_end))
-    assert ends == [-signal.SIGUSR1]
-    assert not saves.preempted
-    ask_to_end()
-    assert saves.preempted
+    # in a process without the threads of other tests' libraries, whose locks a child would inherit
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS, tmp_path / "ckpts", forks],
+        cwd=Path(__file__).parents[3],
+        env=os.environ | {"TRINITY_SYNC_SPOOL": str(spool_folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_signal_that_comes_right_after_the_fork_ends_the_child() -> None:
