@@ -6,7 +6,6 @@ another one if no flow run has begun them in time. A flow run that begins nevert
 one of the two commits, and the other finds that commit.
 """
 
-import hashlib
 import logging
 import os
 import select
@@ -214,7 +213,7 @@ class Saver:
 
 
 def _begun_path(folder: Path, request: SaveRequest) -> Path:
-    return folder / f"{hashlib.sha256(request.key.encode()).hexdigest()[:32]}{BEGUN}"
+    return folder / f"{request.key_digest}{BEGUN}"
 
 
 def _write_begun(spool: Path, request: SaveRequest) -> None:

@@ -63,6 +63,11 @@ class Try:
     device: str
     nbytes: int
 
+    @property
+    def backend(self) -> str | None:
+        """Back end of a weight group: on the CPU never NCCL, whatever GPUs there are."""
+        return "gloo" if self.device == "cpu" else None
+
     def make_state(self, step: int) -> State:
         """Return the same tensors in each process: of each kind of layout, and a large one."""
         random = torch.Generator().manual_seed(step)
@@ -157,7 +162,9 @@ def check_weights(of: Try) -> Result:
 def _receive(of: Try, address: str, port: int) -> str:
     if of.device != "cpu":
         torch.accelerator.set_device_index(torch.device(of.device).index)
-    group = join_weight_group(address, port, rank=1, world_size=2, timeout_s=ANSWER_S)
+    group = join_weight_group(
+        address, port, rank=1, world_size=2, backend=of.backend, timeout_s=ANSWER_S
+    )
     with closing(group):
         return _digest({name: tensor.clone() for name, tensor in receive_weights(group)})
 
@@ -168,7 +175,8 @@ def check_broadcast(of: Try, to: Try) -> Result:
     host = WeightGroupHost(address="127.0.0.1")
     with _new_process() as process:
         received = process.submit(_receive, to, host.address, host.port)
-        with closing(host.join(world_size=2, timeout_s=ANSWER_S)) as group:
+        joining = host.join(world_size=2, backend=of.backend, timeout_s=ANSWER_S)
+        with closing(joining) as group:
             began = time.perf_counter()
             nbytes = send_weights(state.items(), group, version=50)
             took = time.perf_counter() - began

@@ -1,5 +1,6 @@
 """The parameters of the ``save-step`` flow."""
 
+import hashlib
 import os
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,11 @@ class SaveRequest(BaseModel):
         roles = "" if self.kind == "checkpoint" else f"/{'+'.join(sorted(self.roles))}"
         attempt = "" if self.attempt == 1 else f"/attempt{self.attempt}"
         return f"{self.job}/{self.save.run_label}/step{self.step}/{self.kind}{roles}{attempt}"
+
+    @property
+    def key_digest(self) -> str:
+        """Digest of the key, for names of files."""
+        return hashlib.sha256(self.key.encode()).hexdigest()[:32]
 
     @property
     def run_name(self) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import date, datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar, cast
 
@@ -42,7 +42,7 @@ from trinity_sync.storage import verify
 from trinity_sync.storage.export_requests import list_export_requests
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.latest_pointer import read_latest_pointer
-from trinity_sync.storage.manifest import read_run_manifest
+from trinity_sync.storage.manifest import read_manifest, read_run_manifest
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted
 from trinity_sync.storage.verify import CheckedFile, ChosenFile
@@ -324,7 +324,9 @@ def commit_step(
         logger.warning("%s is committed; cannot describe it: %s", request.run_name, error)
         page = ""
     exports = list_export_requests(request.root, step=request.step)
-    found = read_run_manifest(request.root, request.run, request.step)
+    # its head alone: with thousands of ranks, the files are in parts
+    read_head = partial(read_manifest, ranks=())
+    found = read_run_manifest(request.root, request.run, request.step, read=read_head)
     timings = found.timings if found else ()
     mine = [each for each in timings if (each.kind, each.roles) == (request.kind, request.roles)]
     by_saver = any(each.by_saver for each in mine)

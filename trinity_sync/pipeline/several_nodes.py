@@ -12,7 +12,6 @@ record without files says that a saver has begun. Records that a crash leaves ar
 temporary files that they name.
 """
 
-import hashlib
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -31,7 +30,7 @@ from trinity_sync.fs.atomic import (
     replace_file,
 )
 from trinity_sync.fs.records import Record, encode_record, read_record
-from trinity_sync.storage.manifest import read_run_manifest
+from trinity_sync.storage import manifest
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted, Written, is_being_written, remove_files
 from trinity_sync.storage.save_functions import CallableStatus
@@ -91,9 +90,8 @@ def remove_node_records(request: SaveRequest, number: int | None = None) -> None
 def is_committed(request: SaveRequest) -> bool:
     """Return whether the run of a save has committed it."""
     save = request.save
-    manifest = read_run_manifest(save.root, save.run, save.step)
     roles = save.roles if request.components else ()  # save functions have none
-    return bool(manifest and manifest.has_kind(save.kind, roles))
+    return manifest.is_committed(save.root, save.run, save.step, save.kind, roles)
 
 
 def await_node_records(
@@ -176,5 +174,4 @@ class _Quiet:
 
 
 def _path(request: SaveRequest, number: int | str) -> Path:
-    digest = hashlib.sha256(request.key.encode()).hexdigest()[:32]
-    return request.save.folder / f".node{number}.{digest}{TEMPORARY_SUFFIX}"
+    return request.save.folder / f".node{number}.{request.key_digest}{TEMPORARY_SUFFIX}"

@@ -94,11 +94,11 @@ def list_held(root: Path) -> dict[int, list[str]]:
     held = defaultdict(list, list_steps_in_use(root))
     for step, roles in list_steps_awaiting_export(root).items():
         held[step].append(f"the export of the model of {', '.join(roles)} is pending")
-    for kind in KINDS:
-        if (pointed := read_latest_pointer(root, kind)) is not None:
-            held[pointed].append(f"the latest pointer of {kind}s names it")
-    run = find_newest_run(root)
-    pointed = read_latest_pointer(root, "checkpoint")
+    pointers = {kind: read_latest_pointer(root, kind) for kind in KINDS}
+    for kind, named in pointers.items():
+        if named is not None:
+            held[named].append(f"the latest pointer of {kind}s names it")
+    run, pointed = find_newest_run(root), pointers["checkpoint"]
     latest = 0 if pointed is None else read_run_number(root, pointed)
     if run and run.resumed_from and latest < run.number:
         held[run.resumed_from].append(f"run {run.number} resumed from it and has no checkpoint yet")
