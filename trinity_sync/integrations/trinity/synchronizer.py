@@ -170,7 +170,8 @@ class TrinitySynchronizer(Synchronizer):
                 if await _wait_for_death(module):
                     self._modules.discard(module)
             await asyncio.sleep(PROBE_S)
-        ray.get_runtime_context().current_actor.stop.remote()
+        # the handle in the actor's own process knows nothing of what its creator said of a method
+        ray.get_runtime_context().current_actor.stop.options(max_task_retries=0).remote()
 
 
 async def _wait_for_death(actor: Any) -> bool:
