@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-from datetime import datetime
-from functools import partial
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
 from typing import TYPE_CHECKING
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from trinity_sync.cli.charts import (
-    HEIGHT,
-    WIDE,
-    Bar,
-    Chart,
-    Point,
-    draw_bars,
-    draw_key,
-    draw_points,
-    is_drawable,
-    round_up,
-    summarize_values,
-)
 from trinity_sync.cli.output import format_time
 from trinity_sync.orchestration.quantities import format_bytes, format_duration
-from trinity_sync.storage.runs import Run, find_superseding_run
 
 if TYPE_CHECKING:
     from trinity_sync.orchestration.report.facts import JobReport
@@ -35,10 +21,35 @@ OPEN_ROWS = 20
 """Steps that are shown at once."""
 MAX_ROWS = 500
 """Steps that are listed in all; a browser takes long for more."""
-MAX_METRICS = 6
+MAX_BARS = 120
+"""Bars of a chart; of more saves, several consecutive ones have a bar."""
 KINDS = {"checkpoint": "Checkpoints", "state_dict": "Weights"}
-DAY_S = 86_400
-MARKS = {"Superseded": "superseded", "Evicted": "evicted"}
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A save, or consecutive saves, in a chart."""
+
+    title: str
+    """Its steps and values, in words."""
+    heights: tuple[float, ...]
+    """Percent of the chart's height, from the bottom."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A value of each save, in order of time."""
+
+    title: str
+    summary: str
+    """The numbers that matter, in words."""
+    bars: tuple[Bar, ...]
+    names: tuple[str, ...]
+    """Names of the parts of a bar, from the bottom."""
+    top: str
+    """Value of the highest bar."""
+    ends: tuple[str, str]
+    """The first and the last step."""
 
 
 def render_report(report: JobReport) -> str:
@@ -50,18 +61,16 @@ def render_report(report: JobReport) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(
-        size=format_bytes, time=format_time, duration=format_duration, key=draw_key
-    )
+    environment.filters.update(size=format_bytes, time=format_time, duration=format_duration)
     newest_first = sorted(report.steps, key=lambda row: (row.run or 0, row.step), reverse=True)
     return environment.get_template("report.html.j2").render(
         report=report,
         figures=summarize(report),
-        progress=draw_job(report),
         charts={
-            title: charts for kind, title in KINDS.items() if (charts := chart_saves(report, kind))
+            title: charts
+            for kind, title in KINDS.items()
+            if (charts := [*chart_saves(report, kind)])
         },
-        metrics=list(chart_metrics(report)),
         shown=newest_first[:OPEN_ROWS],
         more=newest_first[OPEN_ROWS:MAX_ROWS],
         left_out=max(len(newest_first) - MAX_ROWS, 0),
@@ -91,131 +100,75 @@ def summarize(report: JobReport) -> dict[str, str]:
     return figures
 
 
-def draw_job(report: JobReport) -> Chart | None:
-    """Return the chart of steps over time; None if nothing was submitted."""
-    runs = [Run(row.number, "", row.resumed_from) for row in report.runs]
-    status = {(row.run, row.step): row.status for row in report.steps}
-    lines: dict[int, list[Point]] = {}
-    points: dict[tuple[int, int, str], float] = {
-        (each.run, each.step, each.timing.kind): each.committed_at for each in report.saves
-    }
-    for row in report.steps:  # imported steps are not in the log
-        if row.run is not None and row.committed_at and not row.timings:
-            kind = "checkpoint" if "checkpoint" in row.kinds else "state_dict"
-            points.setdefault((row.run, row.step, kind), row.committed_at)
-    for (run, step, kind), at in sorted(points.items(), key=lambda item: item[1]):
-        superseded = find_superseding_run(runs, run, step) is not None
-        mark = "superseded" if superseded else kind
-        mark = "corrupted" if status.get((run, step)) == "corrupted" else mark
-        title = f"step {step} of run {run}, {mark}, {format_time(at)}"
-        lines.setdefault(run, []).append(Point(at, step, title, mark, step))
-    marks = [
-        Point(
-            each.at,
-            each.step,
-            f"step {each.step}, {each.state}, {format_time(each.at)}",
-            MARKS.get(each.state, "failed"),
-            each.step,
-        )
-        for each in report.marks
-        if each.at
-    ]
-    drawn = [*(point for line in lines.values() for point in line), *marks]
-    if not drawn:
-        return None
-    start, end = min(point.x for point in drawn), max(point.x for point in drawn)
-    shown = "%H:%M:%S" if end - start < 900 else "%H:%M" if end - start < DAY_S else "%d %b %H:%M"
-    count = 5 if end - start >= 60 else 2
-    times = [start + (end - start) * number / (count - 1) for number in range(count)]
-    saves = sum(map(len, lines.values()))
-    return draw_points(
-        "Steps over time",
-        f"{saves:,} saves in {len(lines)} run{'s' * (len(lines) != 1)}",
-        [lines[run] for run in sorted(lines)],
-        marks,
-        top=round_up(max(point.y for point in drawn) or 1),
-        label=lambda step: f"{step:,.0f}",
-        ticks=[(at, f"{datetime.fromtimestamp(at).astimezone():{shown}}") for at in times],
-        axis=f"time ({datetime.fromtimestamp(end).astimezone().tzname()})",
-        width=WIDE,
-        height=HEIGHT + 40,
-    )
-
-
-def chart_saves(report: JobReport, kind: str) -> list[Chart]:
-    """Return the charts of the saves of a kind: stall, time to commit, speed, size."""
+def chart_saves(report: JobReport, kind: str) -> Iterator[Chart]:
+    """Yield the charts of the saves of a kind: stall, time to commit, speed, size."""
     saves = [each for each in report.saves if each.timing.kind == kind]
-    if not saves:
-        return []
-    charts = []
-    if stalled := [each for each in saves if each.timing.stalls]:
+    stalled = [each for each in saves if each.timing.stalls]
+    if stalled:
         worst = max(stalled, key=_get_stall)
         slow = worst.timing.longest_stall
         where = f" (step {worst.step}, {slow.role} rank {slow.rank})" if slow else ""
-        charts.append(
-            draw_bars(
-                "Trainer stall",
-                summarize_values([*map(_get_stall, stalled)], format_duration) + where,
-                [Bar(str(each.step), (_get_stall(each),)) for each in stalled],
-                ("",),
-                format_duration,
-                combine=max,
-            )
-        )
-    charts.append(
-        draw_bars(
-            "Submitted to committed",
-            summarize_values([each.timing.total_s for each in saves], format_duration),
-            [
-                Bar(
-                    str(each.step), (each.timing.queue_s, each.timing.write_s, each.timing.commit_s)
-                )
-                for each in saves
-            ],
-            ("queue", "write", "commit"),
-            format_duration,
-        )
+        stalls = [(each.step, (_get_stall(each),)) for each in stalled]
+        yield from draw_bars("Trainer stall", stalls, format_duration, where=where, combine=max)
+    phases = [
+        (each.step, (each.timing.queue_s, each.timing.write_s, each.timing.commit_s))
+        for each in saves
+    ]
+    names = ("queue", "write", "commit")
+    yield from draw_bars("Submitted to committed", phases, format_duration, names=names)
+    speeds = [(each.step, (each.timing.bytes_per_s,)) for each in saves]
+    yield from draw_bars("Write speed", speeds, lambda nbytes: f"{format_bytes(nbytes)}/s")
+    yield from draw_bars(
+        "Size", [(each.step, (each.timing.nbytes,)) for each in saves], format_bytes
     )
-    for title, values, suffix in (
-        ("Write speed", [each.timing.bytes_per_s for each in saves], "/s"),
-        ("Size", [float(each.timing.nbytes) for each in saves], ""),
-    ):
-        bars = [Bar(str(each.step), (value,)) for each, value in zip(saves, values, strict=True)]
-        finite = [value for value in values if is_drawable(value)] or [0.0]
-        write = partial(_write_size, suffix=suffix)
-        charts.append(draw_bars(title, summarize_values(finite, write), bars, ("",), write))
-    return charts
 
 
-def _write_size(nbytes: float, suffix: str) -> str:
-    return f"{format_bytes(nbytes)}{suffix}"
+def draw_bars(
+    title: str,
+    saves: Sequence[tuple[int, tuple[float, ...]]],
+    write: Callable[[float], str],
+    *,
+    names: tuple[str, ...] = ("",),
+    where: str = "",
+    combine: Callable[[Sequence[float]], float] = mean,
+) -> Iterator[Chart]:
+    """Yield a chart of the values of saves by step; none if none of them can be drawn.
+
+    Saves with a value that is not finite are left out. ``names`` are those of the values, stacked
+    from the bottom, ``where`` is added to the summary, and ``combine`` makes the value of saves
+    that share a bar.
+    """
+    saves = [(step, values) for step, values in saves if all(map(is_drawable, values))]
+    if not saves:
+        return
+    size = math.ceil(len(saves) / MAX_BARS)
+    groups = [saves[start : start + size] for start in range(0, len(saves), size)]
+    rows = [
+        [combine(column) for column in zip(*(values for _, values in group), strict=True)]
+        for group in groups
+    ]
+    top = max(map(sum, rows))
+    bars = []
+    for group, values in zip(groups, rows, strict=True):
+        first, last = group[0][0], group[-1][0]
+        steps = f"step {first}" if len(group) == 1 else f"steps {first} to {last}"
+        parts = ", ".join(
+            f"{name} {write(value)}".strip() for name, value in zip(names, values, strict=True)
+        )
+        bars.append(Bar(f"{steps}: {parts}", tuple(100 * value / (top or 1) for value in values)))
+    summary = summarize_values([sum(values) for _, values in saves], write) + where
+    ends = (f"step {saves[0][0]}", f"step {saves[-1][0]}")
+    yield Chart(title, summary, tuple(bars), names, write(top), ends)
 
 
-def chart_metrics(report: JobReport) -> Iterator[Chart]:
-    """Yield a chart of each recorded metric, with the steps that are on disk."""
-    names = sorted({name for row in report.steps for name in row.metrics})
-    for name in names[:MAX_METRICS]:
-        values = {row.step: row.metrics[name] for row in report.steps if name in row.metrics}
-        points = [
-            Point(step, value, f"step {step}: {value}")
-            for step, value in values.items()
-            if is_drawable(value)
-        ]
-        if points:
-            best = max(points, key=lambda point: point.y)
-            low, high = min(point.y for point in points), best.y
-            room = 0.5 if low == high else 0.0
-            chart = draw_points(
-                name,
-                f"last {points[-1].y:.4g}, highest {best.y:.4g} at step {best.x}",
-                [points],
-                low=low - room,
-                top=high + room,
-                label=lambda value: f"{value:.3g}",
-                ticks=[(point.x, str(point.x)) for point in (points[0], points[-1])],
-                axis="step",
-            )
-            yield replace(chart, legend=())
+def is_drawable(value: float) -> bool:
+    """Return whether a value can be drawn: it is finite, and so are sums of it."""
+    return math.isfinite(value) and abs(value) < 1e300
+
+
+def summarize_values(values: Sequence[float], write: Callable[[float], str]) -> str:
+    """Return the newest, middle and greatest of some values, in words."""
+    return f"last {write(values[-1])}, median {write(median(values))}, most {write(max(values))}"
 
 
 def _get_stall(save: LoggedSave) -> float:

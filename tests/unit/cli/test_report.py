@@ -2,7 +2,6 @@
 
 import html
 import json
-import math
 import re
 import shutil
 import subprocess
@@ -16,16 +15,14 @@ from typer.testing import CliRunner
 
 from tests.conftest import environment
 from tests.support.job import Job
-from trinity_sync.cli.charts import Bar, draw_bars
 from trinity_sync.cli.commands import app
 from trinity_sync.cli.output import to_json
-from trinity_sync.cli.report_html import render_report
+from trinity_sync.cli.report_html import MAX_BARS, render_report
 from trinity_sync.orchestration.report.collect import collect_report
 from trinity_sync.orchestration.report.facts import (
     FailureGroup,
     InFlight,
     JobReport,
-    Mark,
     StepRow,
 )
 from trinity_sync.settings import Settings
@@ -77,12 +74,7 @@ def with_failures(facts: JobReport) -> JobReport:
         "http://p/runs/1",
     )
     evil = replace(group, cause="Superseded", message="<script>", command="", url="javascript:x")
-    return replace(
-        facts,
-        failures=(group, evil),
-        marks=(Mark(33, facts.created_at, "Failed"),),
-        server_error="",
-    )
+    return replace(facts, failures=(group, evil), server_error="")
 
 
 def text_of(page: str) -> str:
@@ -112,8 +104,7 @@ def test_every_step_is_listed_with_its_state(facts: JobReport) -> None:
     }.items():
         assert all(word in rows[step] for word in words), rows[step]
     assert "global_step_40" in text_of(page)  # in quarantine
-    drawn = sorted(map(int, re.findall(r"data-step='(\d+)'", page)))
-    assert drawn == [10, 20, 30, 35, 40]  # also the step that the rewind removed
+    assert "reward 4.286, odd <name> nan" in rows["30"].replace("|", "")
 
 
 def test_uses_of_steps_are_named_and_nothing_is_taken_for_markup(facts: JobReport) -> None:
@@ -151,24 +142,55 @@ def test_failures_say_what_to_type(facts: JobReport) -> None:
     assert "trinity-sync retry /ckpts 34" in rows["Failed"]
     assert "33, 34" in rows["Failed"]
     assert "href='http://p/runs/1'" in page
-    assert "data-step='33'" in page
 
 
-def test_charts_show_stall_phases_speed_and_recorded_metrics(facts: JobReport) -> None:
+def bars_of(page: str) -> dict[str, list[str]]:
+    """Titles of the bars of each chart, by the chart's title; of checkpoints before weights."""
+    found: dict[str, list[str]] = {}
+    for figure in re.findall(r"<figure>.*?</figure>", page, flags=re.S):
+        (title,) = re.findall(r"<figcaption><b>(.*?)</b>", figure)
+        found.setdefault(title, re.findall(r"<div title='(.*?)'>", figure))
+    return found
+
+
+def test_charts_show_stall_phases_speed_and_size_of_each_save(facts: JobReport) -> None:
     page = render_report(facts)
-    for title in ("Trainer stall", "Submitted to committed", "Write speed", "Size", "reward"):
-        assert f"<b>{title}</b>" in page, title
-    assert {"queue", "write", "commit"} <= set(re.findall(r"</svg> (\w+)</span>", page))
+    bars = bars_of(page)
+    assert list(bars) == ["Trainer stall", "Submitted to committed", "Write speed", "Size"]
+    for titles in bars.values():  # also the step that the rewind removed
+        assert [title.partition(":")[0] for title in titles] == [
+            f"step {step}" for step in (10, 20, 30, 40)
+        ]
+    (phases, *_) = bars["Submitted to committed"]
+    assert re.fullmatch(r"step 10: queue .+ m?s, write .+ m?s, commit .+ m?s", phases)
+    assert {"queue", "write", "commit"} <= set(re.findall(r"</i> (\w+)</span>", page))
+
+
+def test_the_highest_bar_fills_the_chart_and_the_others_are_in_proportion(facts: JobReport) -> None:
+    (save, *_) = facts.saves
+    saves = tuple(
+        replace(save, step=step, timing=replace(save.timing, nbytes=nbytes))
+        for step, nbytes in ((1, 500), (2, 2000), (3, 0))
+    )
+    (size,) = re.findall(
+        r"<figure>\s*<figcaption><b>Size</b>.*?</figure>",
+        render_report(replace(facts, saves=saves)),
+        flags=re.S,
+    )
+    assert re.findall(r"style='height:(.*?)%'", size) == ["25.00", "100.00", "0.00"]
+    assert "<div class=top>2.0 kB</div>" in size
+    assert re.search(r"<span>step 1</span><span>step 3</span>", size)
 
 
 def test_charts_leave_out_what_is_not_finite(facts: JobReport) -> None:
     (save, *_) = facts.saves
     timing = replace(save.timing, nbytes=10**9, write_s=5e-324)  # an infinite speed
-    page = render_report(replace(facts, saves=(replace(save, timing=timing), *facts.saves)))
-    assert "<b>Write speed</b>" in page
-    assert not re.search(r"='(inf|nan)", page)
-    chart = draw_bars("x", "", [Bar("1", (math.inf,)), Bar("2", (2.0,))], ("",), str)
-    assert re.findall(r"step (\d+)", chart.svg) == ["2"]
+    infinite = replace(save, step=7, timing=timing)
+    bars = bars_of(render_report(replace(facts, saves=(infinite, *facts.saves))))
+    assert len(bars["Size"]) == len(bars["Write speed"]) + 1
+    assert not any(title.startswith("step 7:") for title in bars["Write speed"])
+    alone = bars_of(render_report(replace(facts, saves=(infinite,))))
+    assert "Write speed" not in alone
 
 
 def test_policies_are_compared_by_the_planner_that_removes(facts: JobReport) -> None:
@@ -187,7 +209,9 @@ def test_many_steps_are_not_drawn_and_listed_one_by_one(facts: JobReport) -> Non
         for step in range(2000)
     )
     page = render_report(replace(facts, saves=saves, steps=steps))
-    assert page.count("<rect") < 6 * 130
+    bars = bars_of(page)["Size"]
+    assert len(bars) <= MAX_BARS
+    assert bars[0].startswith("steps 0 to 8: ")
     assert len(table_of(page, "steps")) == 21
     assert "480 older steps" in page
     assert "1500 still older steps" in page
@@ -220,17 +244,10 @@ def test_a_time_that_is_unknown_is_null_in_json(facts: JobReport) -> None:
     unknown = replace(
         with_failures(facts),
         in_flight=(replace(save, since=0.0),),
-        marks=(Mark(33, 1.7e9, "Failed"), Mark(34, 0.0, "Crashed")),
         verified_at=1e15,
     )
     found = to_json(unknown)
     assert (found["in_flight"][0]["since"], found["verified_at"]) == (None, None)
-    assert found["marks"] == [
-        {"step": 33, "at": "2023-11-14T22:13:20Z", "status": "Failed"},
-        {"step": 34, "at": None, "status": "Crashed"},
-    ]
-    drawn = re.findall(r"data-step='(\d+)'", render_report(unknown))
-    assert ("33" in drawn, "34" in drawn) == (True, False)  # it has no place in time
 
 
 def test_a_browser_shows_it_and_loads_nothing_else(facts: JobReport, tmp_path: Path) -> None:
@@ -243,6 +260,6 @@ def test_a_browser_shows_it_and_loads_nothing_else(facts: JobReport, tmp_path: P
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
     command += [f"--user-data-dir={tmp_path}/profile", "--dump-dom", f"file://{page}"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert shown.stdout.count("data-step=") == 6, shown.stderr
+    assert '<div title="step 10: ' in shown.stdout, shown.stderr
     assert "global_step_40" in shown.stdout
     assert not re.search(r"\bsrc=|@import|url\(|<link|<script", shown.stdout)

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import quote
 from uuid import UUID
 
-from trinity_sync.client.prefect_api import FAILED, PAGE, FlowRun, PrefectApi, ask_server
+from trinity_sync.client.prefect_api import PAGE, FlowRun, PrefectApi, ask_server
 from trinity_sync.errors import (
     ConfigError,
     PrefectApiError,
@@ -24,7 +24,6 @@ from trinity_sync.orchestration.report.facts import (
     Disk,
     InFlight,
     JobReport,
-    Mark,
     Memory,
     PolicyEffect,
     RunRow,
@@ -98,11 +97,6 @@ def collect_report(settings: Settings, root: Path) -> JobReport:
         runs=tuple(_list_runs(root, known)),
         in_flight=in_flight,
         failures=failures,
-        marks=tuple(
-            Mark(run.step, run.state.since or run.started_at, run.state.name)
-            for run in server.runs
-            if run.state.type in FAILED and run.is_save
-        ),
         disk=_measure_disk(root, steps, quarantined, growth, now),
         memory=measure_memory(settings.spool, spool),
         policies=preview_policies(infos, rules, now) if infos else (),

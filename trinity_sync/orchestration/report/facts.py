@@ -214,17 +214,6 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Mark:
-    """A save that was not committed, for charts."""
-
-    step: int
-    at: float
-    """Time of its final state; 0 if it is unknown."""
-    state: str
-    """Name of its final state."""
-
-
-@dataclass(frozen=True)
 class JobReport:
     """All that is known about a job."""
 
@@ -245,8 +234,6 @@ class JobReport:
     """Saves that are submitted and not committed."""
     failures: tuple[FailureGroup, ...] = ()
     """What did not succeed, by cause."""
-    marks: tuple[Mark, ...] = ()
-    """Saves that were not committed, for charts."""
     disk: Disk | None = None
     """Where the bytes are."""
     memory: Memory | None = None
