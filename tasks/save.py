@@ -73,9 +73,9 @@ PERSIST_TASKS: dict[Component | None, PersistTask] = {
 async def create_weights_artifact(root: str | Path) -> None:
     """Show in the Prefect UI which version each reader serves, if the job has a Synchronizer."""
     found = await run_in_thread(read_sync_report, root, time.time())
-    if found is None or found.lives is False or not found.readers:
+    if found is None or found.running is False or not found.readers:
         return
-    newest = found.newest.step if found.newest else "none"
+    newest = "none" if found.version is None else found.version
     await acreate_table_artifact(
         key=make_artifact_key("weights", root),
         description=f"Version of `{root}` that each reader serves; the newest is {newest}",

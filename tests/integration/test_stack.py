@@ -49,7 +49,7 @@ def on_the_same_ray(
 
 
 def part(settings: Settings, name: str) -> embedded.ServiceStatus:
-    return next(each for each in embedded.status(settings).parts if each.name == name)
+    return next(each for each in embedded.status(settings).services if each.name == name)
 
 
 def test_the_server_asks_for_the_password_in_the_file_that_up_names(
@@ -72,7 +72,7 @@ def test_everything_runs_and_the_worker_is_online(
     stack: StackState, stack_settings: Settings
 ) -> None:
     found = embedded.status(stack_settings)
-    assert [each.state for each in found.parts] == ["running"] * 3
+    assert [each.state for each in found.services] == ["running"] * 3
     assert found.workers_online
     assert found.waiting_runs == 0
 
@@ -123,7 +123,7 @@ def test_a_stack_whose_server_died_is_stopped_and_started_again_at_its_addresses
     assert (after.api_url, after.api_auth) == (before.api_url, before.api_auth)
     assert after.ray_address == before.ray_address
     assert (after.settings, after.config) == (before.settings, before.config)
-    assert [each.state for each in embedded.status(stack_settings).parts] == ["running"] * 3
+    assert [each.state for each in embedded.status(stack_settings).services] == ["running"] * 3
     assert not Path(before.ray_folder).exists()
 
 

@@ -3,14 +3,17 @@
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trinity_sync.cli.app import DONE, PROBLEM_FOUND, app, read_settings, require_existing
 from trinity_sync.cli.completion import complete_root
-from trinity_sync.cli.output import Output, is_text, paint, print_object, print_rows
-from trinity_sync.cli.rows import CheckRow, VersionReport
+from trinity_sync.cli.output import Output, is_text, paint, print_document, print_object
+from trinity_sync.cli.rows import VersionReport
+
+if TYPE_CHECKING:
+    from trinity_sync.stack.doctor_job import Check
 
 
 @app.command(
@@ -29,24 +32,24 @@ def doctor(
     """Check versions, server, worker, Ray, shared memory and disk; suggest what to do."""
     from trinity_sync.stack.doctor import run_checks
 
-    rows = []
+    checks = []
     for check in run_checks(read_settings(), require_existing(job).resolve() if job else None):
-        rows.append(CheckRow(check.name, check.state, check.found, check.todo))
+        checks.append(check)
         if is_text(output):
-            _print_check(rows[-1])
+            _print_check(check)
     if not is_text(output):
-        print_rows("checks", rows, output, "status name message hint")
-    raise typer.Exit(PROBLEM_FOUND if any(row.status == "fail" for row in rows) else DONE)
+        print_document("checks", checks)
+    raise typer.Exit(PROBLEM_FOUND if any(each.state == "fail" for each in checks) else DONE)
 
 
-def _print_check(row: CheckRow) -> None:
+def _print_check(check: "Check") -> None:
     if not sys.stdout.isatty():
-        typer.echo("\t".join((row.status, row.name, row.message, row.hint or "")))
+        typer.echo("\t".join((check.state, check.name, check.found, check.todo)))
         return
-    word = paint(row.status) + " " * (4 - len(row.status))
-    typer.echo(f"{word}  {row.name}: {row.message}", color=True)
-    if row.hint:
-        typer.echo(f"      hint: {row.hint}")
+    word = paint(check.state) + " " * (4 - len(check.state))
+    typer.echo(f"{word}  {check.name}: {check.found}", color=True)
+    if check.todo:
+        typer.echo(f"      hint: {check.todo}")
 
 
 PACKAGES = ("prefect", "ray", "torch", "verl", "transformers", "lightning")

@@ -10,7 +10,6 @@ from typing import Any
 
 from trinity_sync.cli.rows import (
     CheckedJob,
-    CheckRow,
     DeploymentRow,
     FileRow,
     ForgottenJob,
@@ -19,12 +18,9 @@ from trinity_sync.cli.rows import (
     PrunedStep,
     PruneReport,
     ReindexedJob,
-    RewindReport,
     SaveRow,
     SettingRow,
-    StackReport,
     StoppedStack,
-    TensorRow,
     UiReport,
     Unpinned,
     VersionReport,
@@ -36,13 +32,17 @@ from trinity_sync.layout import Kind
 from trinity_sync.orchestration.report.facts import JobReport, StepRow
 from trinity_sync.remote.upload import Replicated
 from trinity_sync.retention.policies import StepInfo
+from trinity_sync.stack.doctor_job import Check
+from trinity_sync.stack.embedded import StackStatus
+from trinity_sync.storage.diff import TensorChange
 from trinity_sync.storage.gc import Finding
 from trinity_sync.storage.manifest import CallableRecord
 from trinity_sync.storage.pins import Pin
+from trinity_sync.storage.quarantine import RewindResult
 from trinity_sync.storage.save_timing import SaveTiming
 from trinity_sync.storage.verify import VerifiedStep
 from trinity_sync.storage.verify_load import LoadedCheckpoint
-from trinity_sync.weights.versions import Reader
+from trinity_sync.weights.state_files import SyncReport
 
 MEANINGS = {
     "at": "Time.",
@@ -103,27 +103,6 @@ class StepDetails:
 
 
 @dataclass(frozen=True)
-class ReadersReport:
-    """State of a job's Synchronizer."""
-
-    version: int | None
-    """Step of the newest version; null if there is none."""
-    run: int | None
-    source: str | None
-    """Where it comes from, such as ``memory`` or ``checkpoint``."""
-    running: bool | None
-    """Whether the Synchronizer runs; null if it is on another host."""
-    as_of: float
-    """Time for which this holds: now if it runs, otherwise that of its last change."""
-    trainer: str
-    """Status of the trainer."""
-    explorers: dict[str, str]
-    """Status of each explorer, by name."""
-    readers: tuple[Reader, ...]
-    """The readers."""
-
-
-@dataclass(frozen=True)
 class JobDetails:
     """A job in the catalog, with its steps."""
 
@@ -157,11 +136,11 @@ class PushedStep(Replicated):
 DOCUMENTS: dict[str, tuple[str, Any]] = {
     "ls": ("steps", list[StepRow]),
     "show": ("step", StepDetails),
-    "diff": ("tensors", list[TensorRow]),
+    "diff": ("tensors", list[TensorChange]),
     "runs": ("saves", list[SaveRow]),
     "retry": ("save", SaveRow),
     "wait": ("steps", list[StepRow]),
-    "readers": ("readers", ReadersReport | None),
+    "readers": ("readers", SyncReport | None),
     "jobs ls": ("jobs", list[JobRow]),
     "jobs show": ("job", JobDetails),
     "jobs set": ("settings", list[SettingRow]),
@@ -173,7 +152,7 @@ DOCUMENTS: dict[str, tuple[str, Any]] = {
     "pin": ("pin", Pin),
     "unpin": ("pin", Unpinned),
     "report": ("report", JobReport),
-    "rewind": ("rewind", RewindReport),
+    "rewind": ("rewind", RewindResult),
     "verify": ("steps", list[VerifiedStep]),
     "verify --load": ("loaded", LoadedCheckpoint | None),
     "reconcile": ("findings", list[Finding]),
@@ -182,12 +161,12 @@ DOCUMENTS: dict[str, tuple[str, Any]] = {
     "export hf": ("export", ExportResult),
     "export dcp": ("export", DcpResult),
     "import dcp": ("step", StepRow),
-    "up": ("stack", StackReport),
-    "restart": ("stack", StackReport),
-    "join": ("stack", StackReport),
-    "status": ("stack", StackReport),
+    "up": ("stack", StackStatus),
+    "restart": ("stack", StackStatus),
+    "join": ("stack", StackStatus),
+    "status": ("stack", StackStatus),
     "down": ("stack", StoppedStack),
-    "doctor": ("checks", list[CheckRow]),
+    "doctor": ("checks", list[Check]),
     "deploy": ("deployments", list[DeploymentRow]),
     "ui": ("ui", UiReport),
     "config show": ("settings", list[SettingRow]),

@@ -27,8 +27,10 @@ SCHEMA = 1
 """Version of the JSON documents, which is in each of them."""
 KEYS = {
     "corruption": "reason",
+    "found": "message",
     "nbytes": "bytes",
     "state": "status",
+    "todo": "hint",
     "why": "reason",
     "wrong": "reason",
 }

@@ -13,41 +13,19 @@ from trinity_sync.fs.atomic import replace_file
 from trinity_sync.orchestration.quantities import format_duration
 
 if TYPE_CHECKING:
-    from trinity_sync.cli.documents import ReadersReport
+    from trinity_sync.weights.state_files import SyncReport
 
 
 @app.command("readers ckpts", "readers ckpts -o json", panel="Look at a job")
 def readers(root: Root, output: Output = "table") -> None:
     """Show which reader serves which version of the weights, and how stale it is."""
-    report = _read_report(root)
+    from trinity_sync.weights.state_files import read_sync_report
+
+    report = read_sync_report(require_existing(root), time.time())
     print_object("readers", report, output, lambda: _print_report(report, str(root)))
 
 
-def _read_report(root: Path) -> "ReadersReport | None":
-    from trinity_sync.cli.documents import ReadersReport
-    from trinity_sync.weights.state_files import read_sync_report
-
-    now = time.time()
-    found = read_sync_report(require_existing(root), now)
-    if found and found.lives is False:  # what it knew then says nothing about now
-        now = found.written_at
-        found = read_sync_report(root, now)
-    if found is None:
-        return None
-    newest = found.newest
-    return ReadersReport(
-        version=newest.step if newest else None,
-        run=newest.run if newest else None,
-        source=newest.source if newest else None,
-        running=found.lives,
-        as_of=now,
-        trainer=found.trainer,
-        explorers=found.explorers,
-        readers=found.readers,
-    )
-
-
-def _print_report(report: "ReadersReport | None", root: str) -> None:
+def _print_report(report: "SyncReport | None", root: str) -> None:
     if report is None:
         typer.echo(
             f"no Synchronizer has worked in {root}; readers without one do not report which "

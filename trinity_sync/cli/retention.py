@@ -1,6 +1,7 @@
 """Commands that keep and remove steps: prune, pin, unpin, metrics, rewind."""
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -23,7 +24,6 @@ from trinity_sync.cli.rows import (
     MetricRow,
     PrunedStep,
     PruneReport,
-    RewindReport,
     Unpinned,
 )
 from trinity_sync.errors import ConfigError
@@ -232,26 +232,24 @@ def rewind(
     output: Output = "table",
 ) -> None:
     """Make an earlier step the newest; newer steps are quarantined, not deleted."""
-    from trinity_sync.storage.quarantine import list_newer_steps
+    from trinity_sync.storage.quarantine import RewindResult, list_newer_steps
     from trinity_sync.storage.quarantine import rewind as rewind_to
 
     number = resolve_step_argument(root, step)
     newer = list_newer_steps(root, number)
     what = f"quarantine {len(newer)} newer steps ({_join(newer)})" if newer else "no newer step"
     if dry_run:
-        report = RewindReport(number, True, None, newer, None)
-        print_object("rewind", report, output, f"would rewind {root} to step {number}: {what}")
+        planned = RewindResult(number, None, tuple(newer), None)
+        print_object("rewind", planned, output, f"would rewind {root} to step {number}: {what}")
         return
     confirm(f"rewind {root} to step {number}: {what}", yes=yes)
     done = rewind_to(root, number, force=force)
     update_catalog(root, done.quarantined)
-    folder = str(done.folder) if done.folder else None
-    report = RewindReport(number, False, done.run, list(done.quarantined), folder)
     text = f"{root} is at step {number}; the next run resumes from there"
-    if folder:
-        text += f"\nin quarantine: steps {_join(list(done.quarantined))}, in {folder}"
-    print_object("rewind", report, output, text)
+    if done.folder:
+        text += f"\nin quarantine: steps {_join(done.quarantined)}, in {done.folder}"
+    print_object("rewind", done, output, text)
 
 
-def _join(steps: list[int]) -> str:
+def _join(steps: Sequence[int]) -> str:
     return ", ".join(map(str, sorted(steps)))

@@ -22,30 +22,6 @@ class FileRow:
     """Digest that the manifest names."""
 
 
-@dataclass(frozen=True)
-class TensorRow:
-    """A tensor of two steps."""
-
-    name: str
-    """Name of the tensor."""
-    status: str
-    """``same``, ``changed``, ``new``, ``missing``, ``reshaped`` or ``retyped``."""
-    shape: str
-    """Shape in the later step, otherwise in the earlier one; both if they differ."""
-    elements: int
-    """Number of elements; 0 if they cannot be compared."""
-    changed: int
-    """Number of elements that are not equal."""
-    changed_percent: float | None
-    """Percentage of them."""
-    max_abs: float | None
-    """Greatest absolute difference."""
-    relative_l2: float | None
-    """L2 norm of the difference relative to the earlier tensor; null if that was zero."""
-    nonfinite: int
-    """Number of infinite or NaN elements of the later step."""
-
-
 # Saves
 
 
@@ -188,62 +164,7 @@ class Unpinned:
     """Tags that still keep the step."""
 
 
-@dataclass(frozen=True)
-class RewindReport:
-    """Result of ``rewind``."""
-
-    step: int
-    """The newest step from now on."""
-    dry_run: bool
-    """Whether nothing was changed."""
-    run: int | None
-    """Number of the run that resumes from it; null for a dry run."""
-    quarantined: list[int]
-    """Steps that were or would be quarantined, newest first."""
-    folder: str | None
-    """Folder that contains them."""
-
-
 # The stack
-
-
-@dataclass(frozen=True)
-class ServiceRow:
-    """A service of the stack."""
-
-    name: str
-    """``server``, ``ray`` or ``worker``."""
-    status: str
-    """``running`` or ``dead`` for the stack's own, ``external`` or ``away`` for an external one,
-    otherwise ``absent``."""
-    pid: int | None
-    """Process id."""
-    url: str | None
-    """Its address."""
-    log: str | None
-    """File with its output."""
-
-
-@dataclass(frozen=True)
-class StackReport:
-    """The stack of this node."""
-
-    home: str
-    """Its folder."""
-    pool: str
-    """Prefect work pool of the deployments."""
-    workers_online: int | None
-    """Number of online workers; null if no server answers."""
-    waiting_runs: int | None
-    """Due flow runs that no worker has acquired."""
-    reason: str | None
-    """Why the server does not answer."""
-    changed: list[str]
-    """Settings that the running stack does not have, as ``server.port: 4200, now 5000``."""
-    overrides: list[str]
-    """A sentence for each service that the environment overrides."""
-    services: list[ServiceRow]
-    """The services."""
 
 
 @dataclass(frozen=True)
@@ -285,20 +206,6 @@ class SettingRow:
     """Its default."""
     source: str
     """Where the value is from: ``default``, ``job``, a variable, or the path of the file."""
-
-
-@dataclass(frozen=True)
-class CheckRow:
-    """A check of ``doctor``."""
-
-    name: str
-    """What was checked."""
-    status: str
-    """``ok``, ``warn`` or ``fail``."""
-    message: str
-    """What was found."""
-    hint: str | None
-    """What to do."""
 
 
 @dataclass(frozen=True)

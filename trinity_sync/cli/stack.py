@@ -26,8 +26,6 @@ from trinity_sync.cli.output import (
 from trinity_sync.cli.rows import (
     DeploymentRow,
     JobImages,
-    ServiceRow,
-    StackReport,
     StoppedStack,
     UiReport,
 )
@@ -36,6 +34,7 @@ from trinity_sync.orchestration.quantities import format_bytes, format_duration
 
 if TYPE_CHECKING:
     from trinity_sync.settings import Settings
+    from trinity_sync.stack.embedded import StackStatus
     from trinity_sync.stack.services import StackState
 
 
@@ -68,7 +67,7 @@ def up(
     with Console(stderr=True).status("starting the stack"):
         state = embedded.up(settings, num_cpus=cpus, worker=worker, timeout_s=timeout)
     seconds = time.monotonic() - start
-    report = _describe_stack(settings)
+    report = embedded.status(settings)
     print_object("stack", report, output, lambda: _print_ready(settings, state, report, seconds))
 
 
@@ -113,7 +112,7 @@ def join(
     settings = read_settings()
     with Console(stderr=True).status("starting a Ray node and a flow worker"):
         embedded.join(settings, invitation, num_cpus=cpus)
-    report = _describe_stack(settings)
+    report = embedded.status(settings)
     print_object("stack", report, output, lambda: _print_stack(report))
 
 
@@ -197,11 +196,12 @@ def _list_images(settings: "Settings") -> list[JobImages]:
 )  # fmt: skip
 def status(output: Output = "table") -> None:
     """Show the services, their addresses, and whether a worker is online."""
+    from trinity_sync.stack import embedded
 
     settings = read_settings()
-    report = _describe_stack(settings)
+    report = embedded.status(settings)
     print_object("stack", report, output, lambda: _print_stack(report))
-    works = all(each.status in ("running", "external") for each in report.services[:2])
+    works = all(each.state in ("running", "external") for each in report.services[:2])
     works = bool(works and report.workers_online and not report.overrides)
     raise typer.Exit(DONE if works else PROBLEM_FOUND)
 
@@ -351,30 +351,8 @@ def worker(config: ConfigFile = None) -> None:
     os.execve(sys.executable, [sys.executable, "-m", services.WORKER_MODULE], env)
 
 
-def _describe_stack(settings: "Settings") -> StackReport:
-    from trinity_sync.client.prefect_connection import hide_password
-    from trinity_sync.stack import embedded
-
-    found = embedded.status(settings)
-    return StackReport(
-        home=str(settings.home),
-        pool=found.pool,
-        workers_online=found.workers_online,
-        waiting_runs=found.waiting_runs,
-        reason=found.problem or None,
-        changed=list(found.changed),
-        overrides=list(found.elsewhere),
-        services=[
-            ServiceRow(
-                part.name, part.state, part.pid, hide_password(part.url) or None, part.log or None
-            )
-            for part in found.parts
-        ],
-    )
-
-
 def _print_ready(
-    settings: "Settings", state: "StackState", report: StackReport, seconds: float
+    settings: "Settings", state: "StackState", report: "StackStatus", seconds: float
 ) -> None:
     from trinity_sync.settings import LOCAL_HOST
     from trinity_sync.stack import state_file
@@ -391,7 +369,7 @@ def _print_ready(
         typer.echo(f"On another machine, with a copy of {invitation}: trinity-sync join join.json")
 
 
-def _print_stack(report: StackReport) -> None:
+def _print_stack(report: "StackStatus") -> None:
     print_table(report.services, "name status pid url")
     for sentence in report.overrides:
         typer.echo(sentence, err=True)

@@ -1,6 +1,5 @@
 """Commands that show and compare steps: ls, show, diff."""
 
-import math
 import sys
 import time
 from pathlib import Path
@@ -31,7 +30,7 @@ from trinity_sync.cli.output import (
     print_table,
     progress_bar,
 )
-from trinity_sync.cli.rows import FileRow, TensorRow
+from trinity_sync.cli.rows import FileRow
 from trinity_sync.errors import ConfigError
 from trinity_sync.orchestration.quantities import format_bytes
 
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from trinity_sync.cli.documents import StepDetails
     from trinity_sync.client.prefect_api import FlowRun
     from trinity_sync.orchestration.report.facts import StepRow
-    from trinity_sync.storage.diff import TensorChange
     from trinity_sync.storage.runs import Run
 
 T = TypeVar("T")
@@ -272,32 +270,12 @@ def diff(
     a, b = resolve_step_argument(root, before), resolve_step_argument(root, after)
     with progress_bar("comparing") as on_progress:
         changes = diffs.diff(root, a, b, role=role, component=component, on_progress=on_progress)
-    rows = [_row(change) for change in changes]
+    rows = changes
     if is_text(output):
-        rows = [row for row in rows if row.status != "same" or row.nonfinite]
+        rows = [row for row in changes if row.state != "same" or row.nonfinite]
     columns = "name status shape changed_percent max_abs relative_l2 nonfinite"
     print_rows("tensors", rows, output, columns)
     same = sum(change.state == "same" for change in changes)
     if is_text(output):
         typer.echo(f"{same} of {len(changes)} tensors are the same", err=True)
     raise typer.Exit(PROBLEM_FOUND if exit_code and same < len(changes) else DONE)
-
-
-def _row(change: "TensorChange") -> TensorRow:
-    compared = bool(change.elements) and change.state not in ("new", "missing", "reshaped")
-    return TensorRow(
-        name=change.name,
-        status=change.state,
-        shape=change.shape,
-        elements=change.elements,
-        changed=change.changed,
-        changed_percent=change.changed_percent if compared else None,
-        max_abs=_finite(change.max_abs) if compared else None,
-        relative_l2=_finite(change.relative_l2) if compared else None,
-        nonfinite=change.nonfinite,
-    )
-
-
-def _finite(value: float) -> float | None:
-    """Return None for a value that JSON cannot represent."""
-    return value if math.isfinite(value) else None

@@ -375,7 +375,7 @@ def _exists(root: Path) -> bool:
 
 def _observe(root: Path, known: _Root) -> _Observed:
     report = read_sync_report(root, time.time())
-    readers = report.readers if report and report.lives is not False else ()
+    readers = report.readers if report and report.running is not False else ()
     return _Observed(
         job=job_id(root),
         corrupted=_count_corrupted(root, known),

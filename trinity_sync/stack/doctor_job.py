@@ -40,12 +40,16 @@ PROBE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Check:
-    """Result of a check."""
+    """A check of ``doctor``."""
 
     name: str
+    """What was checked."""
     state: Literal["ok", "warn", "fail"]
+    """``ok``, ``warn`` or ``fail``."""
     found: str
+    """What was found."""
     todo: str = ""
+    """What to do."""
 
 
 def check_root(root: Path, settings: Settings) -> Iterator[Check]:

@@ -41,32 +41,41 @@ STOP_S = 20.0
 
 @dataclass(frozen=True)
 class ServiceStatus:
-    """Status of one service."""
+    """A service of the stack."""
 
     name: str
+    """``server``, ``ray`` or ``worker``."""
     state: Literal["running", "dead", "external", "away", "absent"]
-    """``running`` or ``dead`` for the stack's own, ``external`` or ``away`` for an external one."""
-    url: str = ""
+    """``running`` or ``dead`` for the stack's own, ``external`` or ``away`` for an external one,
+    otherwise ``absent``."""
     pid: int | None = None
+    """Process id."""
+    url: str = ""
+    """Its address, without a password."""
     log: str = ""
+    """File with its output."""
 
 
 @dataclass(frozen=True)
 class StackStatus:
-    """Status of all services, and of the work pool."""
+    """The stack of this node."""
 
-    parts: tuple[ServiceStatus, ...]
+    home: Path
+    """Its folder."""
     pool: str
+    """Prefect work pool of the deployments."""
     workers_online: int | None
-    """None if no Prefect server answers."""
+    """Number of online workers; null if no server answers."""
     waiting_runs: int | None
-    """Due runs of the pool that no worker has acquired; None if no Prefect server answers."""
-    problem: str = ""
-    """Why the Prefect server does not answer."""
-    elsewhere: tuple[str, ...] = ()
+    """Due flow runs that no worker has acquired; null if no server answers."""
+    reason: str
+    """Why the server does not answer."""
+    changed: tuple[str, ...]
+    """Settings that the running stack does not have, as ``server.port: 4200, now 5000``."""
+    overrides: tuple[str, ...]
     """A sentence for each service that the environment overrides."""
-    changed: tuple[str, ...] = ()
-    """Settings whose value differs from that of the stack, as ``server.port: 4200, now 5000``."""
+    services: tuple[ServiceStatus, ...]
+    """The services."""
 
 
 def up(
@@ -201,25 +210,27 @@ def status(settings: Settings, stack: StackSettings | None = None) -> StackStatu
     state = find(settings) or StackState()
     changed = find_changes(state, stack)
     stack = read_running_settings(state) or stack or StackSettings()
-    pool = stack.worker.pool
+    pool, api_url = stack.worker.pool, state.api_url or os.environ.get(API_URL, "")
     found = (
-        _check_service("server", state.server, state.api_url or os.environ.get(API_URL, "")),
+        _check_service("server", state.server, api_url),
         _check_service("ray", state.ray, state.ray_address or stack.ray.address),
         _check_service("worker", state.worker, ""),
     )
     online = waiting = None
-    problem = ""
+    reason = ""
     if found[0].state in ("running", "external", "away"):
 
         async def ask(api: PrefectApi) -> tuple[int, int]:
             return len(await api.read_workers(pool)), await api.count_waiting_runs(pool)
 
         try:
-            online, waiting = ask_server(settings, ask, found[0].url)
+            online, waiting = ask_server(settings, ask, api_url)
         except PrefectApiError as error:
-            problem = str(error)
-    elsewhere = tuple(_list_overrides(state, stack))
-    return StackStatus(found, pool, online, waiting, problem, elsewhere, changed)
+            reason = str(error)
+    overrides = tuple(_list_overrides(state, stack))
+    return StackStatus(
+        settings.home, pool, online, waiting, reason, changed, overrides, services=found
+    )
 
 
 def find(settings: Settings) -> StackState | None:
@@ -447,10 +458,11 @@ def _list_overrides(state: StackState, stack: StackSettings) -> Iterator[str]:
 
 
 def _check_service(name: str, process: Daemon | None, url: str) -> ServiceStatus:
+    shown = hide_password(url)
     if process:
-        return ServiceStatus(
-            name, "running" if process.lives else "dead", url, process.pid, process.log
-        )
+        state: Literal["running", "dead"] = "running" if process.lives else "dead"
+        return ServiceStatus(name, state, process.pid, shown, process.log)
     if not url:
         return ServiceStatus(name, "absent")
-    return ServiceStatus(name, "external" if services.accepts_connections(url) else "away", url)
+    external = services.accepts_connections(url)
+    return ServiceStatus(name, "external" if external else "away", url=shown)

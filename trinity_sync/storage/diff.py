@@ -7,7 +7,7 @@ compared.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,35 +26,60 @@ PIECE = 1 << 20
 """Number of elements compared at a time."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class TensorChange:
-    """Difference of one tensor between an earlier and a later step."""
+    """A tensor of two steps."""
 
     name: str
-    state: str = "same"
-    """``same``, ``changed``, ``new``, ``missing``, ``reshaped`` or ``retyped`` (another dtype)."""
-    shape: str = ""
+    """Name of the tensor."""
+    state: str
+    """``same``, ``changed``, ``new``, ``missing``, ``reshaped`` or ``retyped``."""
+    shape: str
     """Shape in the later step, otherwise in the earlier one; both if they differ."""
+    elements: int
+    """Number of elements; 0 if they cannot be compared."""
+    changed: int
+    """Number of elements that are not equal."""
+    changed_percent: float | None
+    """Percentage of them."""
+    max_abs: float | None
+    """Greatest absolute difference."""
+    relative_l2: float | None
+    """L2 norm of the difference relative to the earlier tensor; null in JSON if that was zero."""
+    nonfinite: int
+    """Number of infinite or NaN elements of the later step, in files that differ."""
+
+
+@dataclass
+class _Comparison:
+    """What is known of a tensor after some of its shards."""
+
+    state: str = "same"
+    shape: str = ""
     elements: int = 0
     changed: int = 0
-    """Number of elements that are not equal."""
     max_abs: float = 0.0
     nonfinite: int = 0
-    """Number of infinite or NaN elements of the later step, in files that differ."""
-    _difference: float = field(default=0.0, repr=False)
-    _before: float = field(default=0.0, repr=False)
+    difference: float = 0.0
+    """Sum of the squares of the differences."""
+    before: float = 0.0
+    """Sum of the squares of the earlier tensor."""
 
-    @property
-    def changed_percent(self) -> float:
-        """Percentage of the elements that are not equal."""
-        return 100 * self.changed / self.elements if self.elements else 0.0
-
-    @property
-    def relative_l2(self) -> float:
-        """L2 norm of the difference relative to the earlier tensor; infinite if that was zero."""
-        if not self._before:
-            return math.inf if self._difference else 0.0
-        return math.sqrt(self._difference / self._before)
+    def summarize(self, name: str) -> TensorChange:
+        """Return the change of the tensor, all of whose shards are compared."""
+        compared = bool(self.elements) and self.state not in ("new", "missing", "reshaped")
+        relative = math.sqrt(self.difference / self.before) if self.before else math.inf
+        return TensorChange(
+            name=name,
+            state=self.state,
+            shape=self.shape,
+            elements=self.elements,
+            changed=self.changed,
+            changed_percent=100 * self.changed / self.elements if compared else None,
+            max_abs=self.max_abs if compared else None,
+            relative_l2=(relative if self.difference else 0.0) if compared else None,
+            nonfinite=self.nonfinite,
+        )
 
 
 def diff(
@@ -86,19 +111,20 @@ def diff(
                 f"{len(new)} at step {after}; different shardings cannot be compared. Merge both "
                 "(python -m verl.model_merger), and compare the merged models."
             )
-        changes: dict[str, TensorChange] = {}
+        changes: dict[str, _Comparison] = {}
         total = sum(record.nbytes for record in new.values())
         for rank in sorted(old):
             same_file = old[rank].digest == new[rank].digest
             a = dict(_iter_tensors(_load(step_folder(root, before) / old[rank].path)))
             b = dict(_iter_tensors(_load(step_folder(root, after) / new[rank].path)))
             for name in {**a, **b}:
-                change = changes.setdefault(name, TensorChange(name))
+                change = changes.setdefault(name, _Comparison())
                 _compare(change, a.get(name), b.get(name), same_file=same_file)
                 on_progress(_local(b[name]).nbytes if name in b else 0, total)
         for manifest in manifests:
             require_unreplaced(root, manifest)
-    return sorted(changes.values(), key=_by_change)
+    found = [change.summarize(name) for name, change in changes.items()]
+    return sorted(found, key=_by_change)
 
 
 def _shards(
@@ -140,7 +166,7 @@ def _iter_tensors(state: Any, name: str = "") -> Iterator[tuple[str, torch.Tenso
 
 
 def _compare(
-    change: TensorChange, a: torch.Tensor | None, b: torch.Tensor | None, *, same_file: bool
+    change: _Comparison, a: torch.Tensor | None, b: torch.Tensor | None, *, same_file: bool
 ) -> None:
     """Add the comparison of one shard of a tensor to its change."""
     shapes = [str(list(tensor.shape)) for tensor in (a, b) if tensor is not None]
@@ -165,7 +191,7 @@ def _compare(
         change.state = "changed"
 
 
-def _compare_narrow(change: TensorChange, x: torch.Tensor, y: torch.Tensor) -> bool:
+def _compare_narrow(change: _Comparison, x: torch.Tensor, y: torch.Tensor) -> bool:
     """Compare in 32 bits, six times as fast; return False if that could overflow or lose bits."""
     if not all(t.is_floating_point() and t.dtype != torch.float64 for t in (x, y)):
         return False
@@ -177,26 +203,26 @@ def _compare_narrow(change: TensorChange, x: torch.Tensor, y: torch.Tensor) -> b
         return False
     change.changed += count
     change.max_abs = max(change.max_abs, float(distance.abs_().max()))
-    change._difference += difference
-    change._before += before
+    change.difference += difference
+    change.before += before
     return True
 
 
-def _compare_wide(change: TensorChange, x: torch.Tensor, y: torch.Tensor) -> None:
+def _compare_wide(change: _Comparison, x: torch.Tensor, y: torch.Tensor) -> None:
     """Compare in 64 bits, for any values."""
     wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
     x, y = x.to(wide), y.to(wide)
     both_nan = x.isnan() & y.isnan()
     unequal = (x != y) & ~both_nan
     change.nonfinite += int((~y.isfinite()).sum())
-    change._before += float(x.abs().square().nansum())
+    change.before += float(x.abs().square().nansum())
     if unequal.any():
         change.changed += int(unequal.sum())
         distance = (y - x).abs().where(unequal, 0.0)
         greatest = float(distance.max())
         if math.isnan(greatest) or greatest > change.max_abs:
             change.max_abs = greatest
-        change._difference += float(distance.square().sum())
+        change.difference += float(distance.square().sum())
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -208,5 +234,5 @@ _ORDER = {"missing": 0, "new": 1, "reshaped": 2, "retyped": 3, "changed": 4, "sa
 
 
 def _by_change(change: TensorChange) -> tuple[int, bool, float, str]:
-    size = change.relative_l2
+    size = change.relative_l2 or 0.0
     return _ORDER[change.state], not math.isnan(size), -size, change.name

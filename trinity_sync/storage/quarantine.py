@@ -141,11 +141,13 @@ class RewindResult:
     """Result of a rewind."""
 
     step: int
-    run: int
-    """Number of the run record that resumes from the step."""
+    """The newest step from now on."""
+    run: int | None
+    """Number of the run that resumes from it; null for a dry run."""
     quarantined: tuple[int, ...]
+    """Steps that were or would be quarantined, newest first."""
     folder: Path | None
-    """Folder that contains them; None if there were none."""
+    """Folder that contains them; null if there are none, or for a dry run."""
 
 
 def list_newer_steps(root: str | Path, step: int) -> list[int]:

@@ -20,7 +20,7 @@ from trinity_sync.fs.atomic import make_folder, read_uncached, replace_file
 from trinity_sync.fs.process import is_process_alive, read_process_identity, read_process_namespace
 from trinity_sync.fs.records import Record, encode_record, read_record
 from trinity_sync.layout import PRIVATE_FOLDER
-from trinity_sync.weights.versions import Reader, Version, VersionRegistry
+from trinity_sync.weights.versions import Reader, Source, VersionRegistry
 
 
 @dataclass(frozen=True)
@@ -84,39 +84,48 @@ def read_state(root: str | Path) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """State of a job's Synchronizer when it last wrote its state file."""
+    """State of a job's Synchronizer."""
 
-    newest: Version | None
-    readers: tuple[Reader, ...]
+    version: int | None
+    """Step of the newest version; null if there is none."""
+    run: int | None
+    source: Source | None
+    """Where it comes from, such as ``memory`` or ``checkpoint``."""
+    running: bool | None
+    """Whether the Synchronizer runs; null if it is on another host."""
+    as_of: float
+    """Time for which this holds: that of its last change if it has ended, otherwise now."""
     trainer: str
+    """Status of the trainer."""
     explorers: dict[str, str]
-    """Status by name."""
-    written_at: float
-    """Seconds since the epoch of the last change."""
-    lives: bool | None
-    """Whether the Synchronizer's process runs; None if it is on another host."""
-    address: str
-    """``namespace/name`` of its Ray actor; empty once it was stopped."""
+    """Status of each explorer, by name."""
+    readers: tuple[Reader, ...]
+    """The readers."""
 
 
 def read_sync_report(root: str | Path, now: float) -> SyncReport | None:
     """Return the report of a job; None if it had no Synchronizer.
 
-    Staleness is computed to ``now``, in seconds since the epoch.
+    Staleness is computed to ``now``, in seconds since the epoch, or to the last change if the
+    Synchronizer has ended: what it knew then says nothing about now.
     """
     state, address = read_state(root), read_address(root)
     if state is None:
         return None
     try:
         registry, barrier = VersionRegistry.from_json(state["registry"]), state["barrier"]
+        newest = registry.newest()
+        running = address.is_running if address else False
+        as_of = float(state["written_at"]) if running is False else now
         return SyncReport(
-            newest=registry.newest(),
-            readers=registry.readers(now),
+            version=newest.step if newest else None,
+            run=newest.run if newest else None,
+            source=newest.source if newest else None,
+            running=running,
+            as_of=as_of,
             trainer=barrier["trainer"],
             explorers=dict(barrier["explorers"]),
-            written_at=float(state["written_at"]),
-            lives=address.is_running if address else False,
-            address=f"{address.namespace}/{address.name}" if address else "",
+            readers=registry.readers(as_of),
         )
     except (KeyError, TypeError, ValueError):
         return None

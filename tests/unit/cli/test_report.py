@@ -30,7 +30,7 @@ from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.pins import pin
 from trinity_sync.storage.quarantine import rewind
-from trinity_sync.weights.state_files import write_state
+from trinity_sync.weights.state_files import read_state, read_sync_report, write_state
 from trinity_sync.weights.versions import Version, VersionRegistry
 
 
@@ -115,6 +115,16 @@ def test_uses_of_steps_are_named_and_nothing_is_taken_for_markup(facts: JobRepor
     assert any(use.name.startswith("reader 7") for use in facts.uses)
     (reader,) = [use for use in facts.uses if use.kind == "reader"]
     assert (reader.name, reader.step, reader.behind) == ("explorer-1", 30, 5)
+
+
+def test_what_an_ended_synchronizer_knew_holds_for_its_last_change(facts: JobReport) -> None:
+    state = read_state(facts.root)
+    assert state is not None
+    write_state(facts.root, state | {"written_at": 1.7e9 + 90})
+    found = read_sync_report(facts.root, 1.8e9)
+    assert found is not None
+    assert (found.version, found.run, found.running, found.as_of) == (35, 3, False, 1.7e9 + 90)
+    assert [reader.stale_s for reader in found.readers] == [90]
 
 
 def test_a_save_in_memory_is_in_flight(facts: JobReport) -> None:

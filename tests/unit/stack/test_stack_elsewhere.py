@@ -15,6 +15,7 @@ import pytest
 
 from tests.conftest import environment
 from tests.support.answers import server
+from trinity_sync.cli.output import to_json
 from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
@@ -41,8 +42,19 @@ def test_what_does_not_answer_is_away(listening: int, tmp_path: Path) -> None:
     }
     with environment(named):
         found = embedded.status(Settings(home=tmp_path))
-    assert [part.state for part in found.parts] == ["away", "external", "absent"]
-    assert "no Prefect server can be reached at http://127.0.0.1:9" in found.problem
+    assert [part.state for part in found.services] == ["away", "external", "absent"]
+    assert "no Prefect server can be reached at http://127.0.0.1:9" in found.reason
+
+
+def test_the_server_is_asked_with_the_password_of_its_url_which_status_does_not_show(
+    tmp_path: Path,
+) -> None:
+    with server({"/flow_runs/count": (200, "3")}, login="me:secret") as url:
+        named = url.replace("//", "//me:secret@")
+        with environment({"PREFECT_API_URL": named}):
+            found = embedded.status(Settings(home=tmp_path))
+    assert (found.waiting_runs, found.reason, found.services[0].url) == (3, "", url)
+    assert "secret" not in json.dumps(to_json(found))
 
 
 def test_up_waits_no_longer_than_it_was_told_to(listening: int, tmp_path: Path) -> None:
@@ -66,7 +78,7 @@ def test_what_the_environment_names_instead_of_the_stacks_part_is_said(
     (tmp_path / "stack.json").write_text(json.dumps(state))
     for named, differs in ((theirs, True), (ours, False), ("", False)):
         with environment({"TRINITY_SYNC_STACK__RAY__ADDRESS": named}):
-            sentences = embedded.status(Settings(home=tmp_path)).elsewhere
+            sentences = embedded.status(Settings(home=tmp_path)).overrides
         assert len(sentences) == differs
         assert all(theirs in sentence and ours in sentence for sentence in sentences)
 

@@ -37,8 +37,6 @@ class StepRow:
     run: int | None = None
     """Number of the run that saved it; None if it has no readable manifest."""
     kinds: tuple[Kind, ...] = ()
-    files: int | None = None
-    """Number of files."""
     nbytes: int = 0
     components: Mapping[str, int] = field(default_factory=dict)
     """Bytes by component; ``other`` for the files of save functions."""

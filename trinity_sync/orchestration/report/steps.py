@@ -59,7 +59,6 @@ def add_manifest(row: StepRow, manifest: Manifest) -> StepRow:
         row,
         run=manifest.run,
         kinds=manifest.kinds,
-        files=len(manifest.files),
         nbytes=manifest.nbytes,
         components=components,
         committed_at=manifest.committed_at,
