@@ -141,9 +141,11 @@ def _plain(text: str) -> str:
 
 def documents() -> str:
     """Describe the JSON documents of the commands: the fields of their dataclasses."""
-    schema = importlib.import_module("trinity_sync.cli.documents")
-    parts, names = [], {}
-    for command, document in schema.DOCUMENTS.items():
+    from json_documents import DOCUMENTS
+
+    parts: list[str] = []
+    names: dict[Any, list[str]] = {}
+    for command, document in DOCUMENTS.items():
         names.setdefault(document, []).append(command)
     seen: set[type] = set()
     for (noun, declared), commands_ in names.items():
@@ -172,7 +174,8 @@ def _dataclasses(declared: Any) -> list[type]:
 
 
 def _fields(content: type) -> list[tuple[str, ...]]:
-    from trinity_sync.cli.documents import MEANINGS
+    from json_documents import MEANINGS
+
     from trinity_sync.cli.output import KEYS, is_time
 
     described = _docstrings(content)

@@ -11,6 +11,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from runpy import run_path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import psutil
@@ -24,7 +25,6 @@ from tests.support.job import Job
 from tests.support.steps import MODEL, commit_files
 from tests.support.waiting import until
 from trinity_sync.cli.commands import app
-from trinity_sync.cli.documents import DOCUMENTS
 from trinity_sync.cli.output import KEYS, is_time, write_cell
 from trinity_sync.orchestration.job_registry import register_job
 from trinity_sync.orchestration.quantities import format_bytes, format_duration
@@ -33,6 +33,9 @@ from trinity_sync.storage.job_settings import JobSettings, read_job_settings
 from trinity_sync.storage.pins import pin, tag, unpin
 from trinity_sync.storage.runs import open_run
 
+REPOSITORY = Path(__file__).parents[3]
+DOCUMENTS = run_path(str(REPOSITORY / "docs/_hooks/json_documents.py"))["DOCUMENTS"]
+"""Noun and content of the JSON document of each command."""
 NEED_A_SERVER = {"retry", "up", "restart", "join", "deploy", "ui"}
 """Commands whose documents are compared in `tests/integration`; join prints that of up."""
 
