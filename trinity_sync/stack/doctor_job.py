@@ -1,23 +1,18 @@
-"""Checks of one job: the root's file system, remote and disk, the steps and latest pointers.
+"""Checks of one job: the root's file system, remote and disk, its steps.
 
 The checks change nothing: the files of probes in the root are removed at once.
 """
 
-import mmap
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
-from uuid import uuid4
 
 from trinity_sync.errors import CommitError, FormatError, RootError, TrinitySyncError
-from trinity_sync.fs.atomic import TEMPORARY_SUFFIX
 from trinity_sync.fs.capabilities import Capabilities, probe_capabilities
-from trinity_sync.fs.direct_io import write_file
-from trinity_sync.layout import KINDS, ROOT_FORMAT, steps_on_disk
+from trinity_sync.layout import ROOT_FORMAT, steps_on_disk
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import job_id, read_identity
 from trinity_sync.snapshot.spool import JobSpool
@@ -31,11 +26,8 @@ from trinity_sync.storage.job_settings import (
     needs_replication,
     read_required_remote,
 )
-from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.placement import read_placement
 from trinity_sync.storage.runs import find_newest_run, list_runs
-
-PROBE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -72,26 +64,12 @@ def check_root(root: Path, settings: Settings) -> Iterator[Check]:
     except FormatError:  # reported below
         latest = None
     yield _check_disk(root, latest.nbytes if latest else 0)
-    yield _check_write_speed(root)
     if latest and settings.spool.is_dir():
         spool = JobSpool(settings.spool / job_id(root))
         yield _check_shared_memory(
             spool, settings, int(latest.nbytes * _compute_local_fraction(root, settings))
         )
     yield _check_steps(root)
-    for kind in KINDS:
-        try:
-            best, named = find_newest(root, kind), read_latest_pointer(root, kind)
-        except FormatError as error:
-            yield Check(f"latest {kind}", "fail", str(error), "no run resumes until then")
-            continue
-        step = best.step if best else None
-        found = f"names {'no step' if named is None else f'step {named}'}"
-        if step != named:
-            found += f", but the newest is {'none' if step is None else f'step {step}'}"
-        todo = "" if step == named else f"run: trinity-sync reconcile {root}"
-        state: Literal["ok", "warn"] = "ok" if step == named else "warn"
-        yield Check(f"latest {kind}", state, found, todo)
 
 
 def _check_records(root: Path) -> Check:
@@ -154,24 +132,6 @@ def _check_required_remote(root: Path) -> Iterator[Check]:
         yield Check("remote", "warn", f"{found}; it lacks {missing}", "the next save sends them")
     else:
         yield Check("remote", "ok", found)
-
-
-def _check_write_speed(root: Path) -> Check:
-    path = root / f".doctor.{uuid4().hex}{TEMPORARY_SUFFIX}"
-    content = memoryview(mmap.mmap(-1, PROBE_BYTES))  # aligned to pages, as direct I/O needs
-    try:
-        start = time.perf_counter()
-        write_file(path, content)
-        speed = PROBE_BYTES / (time.perf_counter() - start) / 1e9
-    except OSError as error:
-        found = f"cannot write a file of {PROBE_BYTES >> 20} MiB: {error.strerror}"
-        return Check("write speed", "fail", found, "free space, or repair the disk")
-    finally:
-        path.unlink(missing_ok=True)
-    slow = speed < 0.1
-    found = f"{speed:.2f} GB/s for {PROBE_BYTES >> 20} MiB"
-    todo = "use a faster disk, or save less often" if slow else ""
-    return Check("write speed", "warn" if slow else "ok", found, todo)
 
 
 def _compute_local_fraction(root: Path, settings: Settings) -> float:
