@@ -18,7 +18,6 @@ from tests.support.job import Job
 from trinity_sync import Settings
 from trinity_sync.layout import MANIFEST
 from trinity_sync.settings import StackSettings
-from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.stack import embedded
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.latest_pointer import read_latest_pointer
@@ -234,19 +233,6 @@ def test_down_without_a_stack_is_no_error(tmp_path: Path) -> None:
     done = run("down", TRINITY_SYNC_HOME=str(tmp_path))
     assert done.returncode == 0
     assert "nothing to stop" in done.stdout
-
-
-def test_down_names_the_memory_that_a_job_keeps(root: Path, spool_folder: Path) -> None:
-    job = Job(root, open_job_spool(spool_folder, root))
-    job.stage(1, {"model": {"w": torch.zeros(500_000)}})
-    done = run("down", TRINITY_SYNC_HOME=str(root), TRINITY_SYNC_SPOOL=str(spool_folder))
-    assert f"2.1 MB of images stay in memory for the next run of {root}" in done.stdout
-    assert "1 of them are committed after the next up" in done.stdout
-    assert "rm -r" not in done.stdout
-    job.commit(1)
-    done = run("down", TRINITY_SYNC_HOME=str(root), TRINITY_SYNC_SPOOL=str(spool_folder))
-    assert f"rm -r {job.spool.folder}" in done.stdout
-    job.stagers[0].close()
 
 
 def test_down_ends_well_where_the_spool_cannot_be_trusted(root: Path, spool_folder: Path) -> None:

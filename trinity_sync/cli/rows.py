@@ -175,22 +175,6 @@ class StoppedStack:
     """Folder of the stack."""
     stopped: bool
     """Whether there was a stack."""
-    images: list["JobImages"]
-    """Images that stay in shared memory."""
-
-
-@dataclass(frozen=True)
-class JobImages:
-    """Images of a job in shared memory."""
-
-    root: str | None
-    """Root of the job; null if it is unknown."""
-    folder: str
-    """Folder of the images."""
-    bytes: int
-    """Their size."""
-    uncommitted: int
-    """Number of images that are not committed yet."""
 
 
 @dataclass(frozen=True)

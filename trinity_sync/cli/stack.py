@@ -25,12 +25,11 @@ from trinity_sync.cli.output import (
 )
 from trinity_sync.cli.rows import (
     DeploymentRow,
-    JobImages,
     StoppedStack,
     UiReport,
 )
 from trinity_sync.errors import PrefectApiError, SpoolError, StackError
-from trinity_sync.orchestration.quantities import format_bytes, format_duration
+from trinity_sync.orchestration.quantities import format_duration
 
 if TYPE_CHECKING:
     from trinity_sync.settings import Settings
@@ -152,8 +151,7 @@ def down(yes: Yes = False, output: Output = "table") -> None:
     from trinity_sync.stack import embedded
 
     settings = read_settings()
-    images = _list_images(settings)
-    waiting = sum(each.uncommitted for each in images)
+    waiting = _count_uncommitted(settings)
     if embedded.find(settings) is not None and waiting:
         confirm(
             f"stop the stack while {waiting} images in shared memory are not committed, which a "
@@ -162,31 +160,16 @@ def down(yes: Yes = False, output: Output = "table") -> None:
         )
     stopped = embedded.down(settings)
     text = "stopped" if stopped else f"nothing to stop: there is no stack in {settings.home}"
-    for each in images:
-        if each.bytes >= 1_000_000:
-            text += (
-                f"\n{format_bytes(each.bytes)} of images stay in memory for the next run of "
-                f"{each.root or 'an unknown root'}; "
-            ) + (
-                f"{each.uncommitted} of them are committed after the next up"
-                if each.uncommitted
-                else f"if that job is over: rm -r {shlex.quote(each.folder)}"
-            )
-    print_object("stack", StoppedStack(str(settings.home), stopped, images), output, text)
+    print_object("stack", StoppedStack(str(settings.home), stopped), output, text)
 
 
-def _list_images(settings: "Settings") -> list[JobImages]:
-    """Return the images of each job in shared memory; none if it cannot be used."""
+def _count_uncommitted(settings: "Settings") -> int:
+    """Return the number of images in shared memory to commit; 0 if it cannot be used."""
     from trinity_sync.snapshot.spool import list_job_spools
 
-    found = []
     with suppress(SpoolError, OSError):  # doctor reports it
-        for job in list_job_spools(settings.spool):
-            sealed, torn = job.tickets()
-            root = str(job.root) if job.root else None
-            count = len(sealed) + len(torn)
-            found.append(JobImages(root, str(job.folder), job.bytes_used, count))
-    return found
+        return sum(len(found) for job in list_job_spools(settings.spool) for found in job.tickets())
+    return 0
 
 
 @app.command(

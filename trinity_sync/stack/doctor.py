@@ -22,6 +22,7 @@ from trinity_sync.client.prefect_api import PrefectApi, ask_server
 from trinity_sync.errors import PrefectApiError, StackError
 from trinity_sync.fs.mounts import find_mount
 from trinity_sync.orchestration.pipeline import read_deployments
+from trinity_sync.orchestration.quantities import format_bytes
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.spool import JobSpool, sort_job_spools
 from trinity_sync.stack import embedded, list_missing_packages, services
@@ -289,4 +290,5 @@ def _check_tickets(job: JobSpool, clock: Callable[[], float]) -> Check:
             f"{len(stale)} of steps {steps} have waited for more than {STALE_S / 60:.0f} minutes"
         )
         return Check(name, "warn", found, "check their flow runs, and whether a worker runs here")
-    return Check(name, "ok", f"{len(sealed)} wait to be persisted")
+    found = f"{format_bytes(job.bytes_used)} in memory, {len(sealed)} wait to be persisted"
+    return Check(name, "ok", found)

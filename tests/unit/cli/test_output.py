@@ -318,6 +318,23 @@ def test_what_cannot_be_undone_is_asked_first(root: Path, home: dict[str, str]) 
     assert list_steps(home, root) == ["30", "25", "5"]
 
 
+def test_down_asks_first_while_an_image_is_not_committed(
+    root: Path, job: Job, home: dict[str, str]
+) -> None:
+    state = {"server": None, "ray": None, "worker": None, "ray_address": "127.0.0.1:9"}
+    stack = Path(home["TRINITY_SYNC_HOME"]) / "stack.json"
+    stack.parent.mkdir(exist_ok=True)
+    stack.write_text(json.dumps(state))
+    stack.chmod(0o600)
+    spool = home | {"TRINITY_SYNC_SPOOL": str(job.spool.folder.parent)}
+    job.stage(40, {"model": {"w": torch.zeros(4)}})
+    refused = run(spool, "down")
+    assert (refused.exit_code, "1 images in shared memory are not" in refused.stderr) == (2, True)
+    job.commit(40)
+    assert run(spool, "down").stdout == "stopped\n"
+    assert not stack.exists()
+
+
 def test_a_torn_pin_can_be_removed(root: Path, home: dict[str, str]) -> None:
     for name in ("torn", "torn-too"):
         tag(root, 20, name)

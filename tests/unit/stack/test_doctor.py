@@ -20,6 +20,7 @@ from tests.support.job import Job
 from tests.support.restricted import restricted
 from trinity_sync.cli.app import PROBLEM_FOUND
 from trinity_sync.client.prefect_connection import compute_clock_skew
+from trinity_sync.orchestration.quantities import format_bytes
 from trinity_sync.settings import Settings
 from trinity_sync.stack.doctor import Check, check_logout, check_packages, run_checks
 from trinity_sync.stack.doctor_job import check_root
@@ -109,7 +110,9 @@ def test_a_step_that_is_cut_is_a_warning(committed: Job) -> None:
 def test_images_that_wait_for_long_and_torn_tickets_are_named(committed: Job) -> None:
     committed.stage(5, {"model": {"w": torch.zeros(3)}})
     name = f"images of {committed.spool.folder.name}"
-    assert states(committed)[name] == "ok"
+    used = format_bytes(committed.spool.bytes_used)
+    found = checks(committed)[name]
+    assert (found.state, found.found) == ("ok", f"{used} in memory, 1 wait to be persisted")
     settings = Settings(home=committed.root / "none", spool=committed.spool.folder.parent)
     later = {c.name: c for c in run_checks(settings, clock=lambda: time.time() + 3600)}
     assert (later[name].state, "steps [5]" in later[name].found) == ("warn", True)
