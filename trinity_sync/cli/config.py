@@ -1,4 +1,4 @@
-"""Commands for settings: config show, check, init."""
+"""Commands for settings: config show, init."""
 
 import json
 import os
@@ -38,31 +38,19 @@ ConfigFile = Annotated[
 
 config = App(
     no_args_is_help=True,
-    help="Show, check and write the settings of the stack.",
+    help="Show and write the settings of the stack.",
     epilog=examples("config show", "config init ~/.config/trinity_sync/trinity_sync.toml"),
 )
 app.add_typer(config, name="config", rich_help_panel="Run the stack")
 
 
-@config.command("config show", "config show -o json")
+@config.command("config show", "config show --config trinity_sync.toml", "config show -o json")
 def show(file: ConfigFile = None, output: Output = "table") -> None:
-    """Show each setting: its value, where that is from, and the default."""
+    """Show each setting: its value, where that is from, and the default.
+
+    An error names each problem of the file and the environment, and a valid value.
+    """
     print_rows("settings", list_settings(), output, "name value source")
-
-
-@config.command("config check trinity_sync.toml")
-def check(
-    file: Annotated[
-        Path | None,
-        typer.Argument(callback=_use_file, help="The file; by default the one that counts."),
-    ] = None,
-) -> None:
-    """Check the file and the environment; an error names each problem and a valid value."""
-    from trinity_sync.settings import CONFIG_FILE, StackSettings, find_config_file
-
-    _ = read_settings(), StackSettings()
-    found = find_config_file()
-    typer.echo(f"{found}: no problems found" if found else f"no {CONFIG_FILE}: defaults are used")
 
 
 @config.command("config init ~/.config/trinity_sync/trinity_sync.toml")
@@ -82,7 +70,7 @@ def init(
         raise with_hint(ConfigError(f"{file} exists"), "remove it first, or choose another path")
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_file(file, text, mode=0o600)  # the catalog's password may be in it
-    typer.echo(f"wrote {file}; edit it, then: trinity-sync config check {file}")
+    typer.echo(f"wrote {file}; edit it, then: trinity-sync config show --config {file}")
 
 
 def list_settings() -> list[SettingRow]:
