@@ -140,16 +140,18 @@ class Run:
     def stack(self) -> Iterator[None]:
         """Run an embedded stack within the block."""
         from trinity_sync.settings import Settings
-        from trinity_sync.stack.embedded import running
+        from trinity_sync.stack import embedded
 
         settings = Settings(home=self.root / "home", spool=self.shared / "spool")
-        with running(settings) as stack:
+        try:
             self.environment = {
-                **stack.environment,
+                **embedded.up(settings).environment,
                 "TRINITY_SYNC_HOME": str(settings.home),
                 "TRINITY_SYNC_SPOOL": str(settings.spool),
             }
             yield
+        finally:
+            embedded.down(settings)
         self.environment = {}
 
 

@@ -198,12 +198,15 @@ def test_a_given_server_and_a_given_ray_are_used_and_outlive_down(
     stack: StackState, on_the_same_ray: Settings, stack_settings: Settings
 ) -> None:
     another = on_the_same_ray
-    with embedded.running(another) as state:
+    state = embedded.up(another)
+    try:
         assert (state.server, state.ray) == (None, None)
         assert (state.api_url, state.ray_address) == (stack.api_url, stack.ray_address)
         assert part(another, "server").state == "external"
         assert embedded.status(another).workers_online == 1
         processes = processes_of(state)
+    finally:
+        embedded.down(another)
     assert processes
     assert not left_of(processes)
     # the deployment belongs to one pool, and that is the session's again

@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -240,23 +239,6 @@ def find(settings: Settings) -> StackState | None:
         StackError: Its state file is corrupted, or others than this user may write it.
     """
     return read_state(settings.home)
-
-
-@contextmanager
-def running(settings: Settings, **arguments: Any) -> Iterator[StackState]:
-    """Run a stack for the duration of a ``with`` block.
-
-    A stack that runs already is used, and left running. `StackState.environment` has the variables
-    for trainers; the caller's environment stays as it is. The other arguments are those of `up`.
-    """
-    before = find(settings)
-    is_started_here = before is None or not before.lives
-    state = up(settings, **arguments)
-    try:
-        yield state
-    finally:
-        if is_started_here:
-            down(settings)
 
 
 def find_changes(state: StackState, stack: StackSettings | None = None) -> tuple[str, ...]:
