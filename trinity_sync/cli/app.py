@@ -122,8 +122,20 @@ class Command(typer.core.TyperCommand):
         return _without_flag_types(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put the root of ``-C`` before the arguments."""
+        """Put the root of ``-C`` before the arguments.
+
+        Raises:
+            ConfigError: The first argument is a root as well.
+        """
         if _given_root is not None and self.params and self.params[0].name == "root":
+            first = next((word for word in args if not word.startswith("-")), "")
+            if first and _is_root(Path(first)) and not ctx.resilient_parsing:
+                raise with_hint(
+                    ConfigError(
+                        f"two roots are named: {first}, and {_given_root} by -C or {ROOT_VARIABLE}"
+                    ),
+                    "leave one of them out",
+                )
             args = [_given_root, *args]
         return super().parse_args(ctx, args)
 

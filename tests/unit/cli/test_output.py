@@ -432,6 +432,19 @@ def test_an_option_or_a_variable_names_the_root_and_nothing_is_guessed(
     assert run(named, "-C", root / "none", "show", 20).exit_code == 2  # the option counts
 
 
+def test_a_root_that_is_named_twice_is_an_error_that_names_both(
+    root: Path, home: dict[str, str], elsewhere: Path
+) -> None:
+    commit_files(elsewhere / "other", 1)
+    named = home | {"TRINITY_SYNC_ROOT": str(root)}
+    for words in (["ls", "other"], ["show", "other", 1], ["verify", root], ["metrics", root, 20]):
+        refused = run(named, *words)
+        assert refused.exit_code == 2
+        for name in (words[1], root, "TRINITY_SYNC_ROOT"):
+            assert str(name) in refused.stderr.splitlines()[0]
+    assert run(named, "pin", 20, "--reason", "other").exit_code == 0
+
+
 def test_a_folder_of_a_step_is_no_root(
     root: Path, home: dict[str, str], elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
