@@ -49,8 +49,6 @@ class JobDetails:
     """Identifier of the job, which tags its flow runs."""
     bytes: int
     """Size of all steps."""
-    would_free: int
-    """Bytes that the retention policy of checkpoints would free."""
     updated_at: float
     """Time of the last update of the catalog."""
     settings: list[SettingRow]

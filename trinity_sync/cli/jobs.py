@@ -1,6 +1,5 @@
 """Commands for jobs: jobs ls, show, set, reindex, check, forget; reconcile."""
 
-import time
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -41,7 +40,6 @@ from trinity_sync.errors import ConfigError, PrefectApiError
 from trinity_sync.orchestration.quantities import format_bytes
 
 if TYPE_CHECKING:
-    from trinity_sync.catalog.database import JobSteps
     from trinity_sync.cli.documents import JobDetails
     from trinity_sync.storage.gc import Finding
 
@@ -55,14 +53,10 @@ app.add_typer(jobs, name="jobs", rich_help_panel="Look at a job")
 Roots = Annotated[
     list[Path], typer.Argument(autocompletion=complete_root, help="Roots of the jobs.")
 ]
-Keep = Annotated[
-    str,
-    typer.Option(help="Show how much this policy for checkpoints would free, as in prune."),
-]
 
 
-@jobs.command("jobs ls", "jobs ls --keep last=3", "jobs ls -o json", name="ls", stack=True)
-def list_jobs(keep: Keep = "", output: Output = "table") -> None:
+@jobs.command("jobs ls", "jobs ls -o json", name="ls", stack=True)
+def list_jobs(output: Output = "table") -> None:
     """List the jobs in the catalog, without reading their files."""
     from trinity_sync.catalog.database import get_catalog_url, list_jobs, open_catalog
 
@@ -76,12 +70,11 @@ def list_jobs(keep: Keep = "", output: Output = "table") -> None:
             newest=job.steps[-1].step if job.steps else None,
             weights=job.versions[-1].step if job.versions else None,
             bytes=job.nbytes,
-            would_free=_count_freed(job, keep),
             updated_at=job.mirrored_at,
         )
         for job in found
     ]
-    columns = "root steps newest bytes would_free updated_at"
+    columns = "root steps newest bytes updated_at"
     print_rows("jobs", rows, output, columns, empty="the catalog has no job")
     for job in found:
         if warning := _describe_outdated(Path(job.root), {each.step for each in job.steps}):
@@ -89,7 +82,7 @@ def list_jobs(keep: Keep = "", output: Output = "table") -> None:
 
 
 @jobs.command("jobs show ckpts", "jobs show ckpts -o json", name="show", stack=True)
-def show_job(root: Root, keep: Keep = "", output: Output = "table") -> None:
+def show_job(root: Root, output: Output = "table") -> None:
     """Show a job in the catalog: its steps and versions of the weights."""
     from trinity_sync.catalog.database import get_catalog_url, list_jobs_at, open_catalog
     from trinity_sync.cli.documents import JobDetails
@@ -109,7 +102,6 @@ def show_job(root: Root, keep: Keep = "", output: Output = "table") -> None:
         root=job.root,
         job=job.job,
         bytes=job.nbytes,
-        would_free=_count_freed(job, keep),
         updated_at=job.mirrored_at,
         settings=_list_settings(root) if root.is_dir() else [],
         steps=job.steps[::-1],
@@ -124,8 +116,8 @@ def show_job(root: Root, keep: Keep = "", output: Output = "table") -> None:
 def _print_details(details: "JobDetails") -> None:
     typer.echo(f"job {details.job} at {details.root}")
     typer.echo(
-        f"{len(details.steps)} steps, {format_bytes(details.bytes)}; retention would free "
-        f"{format_bytes(details.would_free)}; updated {format_time(details.updated_at)}"
+        f"{len(details.steps)} steps, {format_bytes(details.bytes)}; "
+        f"updated {format_time(details.updated_at)}"
     )
     if details.versions:
         newest = details.versions[0]
@@ -258,15 +250,6 @@ def forget(
     unregister_job(settings, root)
     text = f"removed {root} from the catalog; its files stay, and its next commit adds it again"
     print_object("job", ForgottenJob(str(root)), output, text)
-
-
-def _count_freed(job: "JobSteps", keep: str) -> int:
-    """Return the bytes that a policy for checkpoints would free."""
-    from trinity_sync.retention.planner import Rules, plan_removals
-    from trinity_sync.storage.job_settings import read_job_settings
-
-    rules = Rules.of_job(read_job_settings(job.root), keep=keep)
-    return plan_removals(job.steps, rules, time.time()).nbytes
 
 
 def _describe_outdated(root: Path, known: set[int]) -> str:

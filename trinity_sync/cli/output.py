@@ -37,8 +37,6 @@ KEYS = {
 """Keys of fields that have another name in the package."""
 TIMES = ("at", "since", "as_of")
 """Keys of times in seconds since the epoch, with those that end in ``_at``."""
-SIZES = ("bytes", "would_free")
-"""Keys of numbers of bytes."""
 HEADINGS = {
     "bytes": "SIZE",
     "changed_percent": "CHANGED %",
@@ -211,7 +209,7 @@ def write_cell(key: str, value: Any, on_terminal: bool) -> str:
         return "weights" if value == "state_dict" else str(value)
     if isinstance(value, str):
         return " ".join(value.split())
-    if key in SIZES:
+    if key == "bytes":
         return format_bytes(value) if on_terminal else str(value)
     if is_time(key):
         age_s = max(time.time() - value, 0.0)

@@ -66,8 +66,6 @@ class JobRow:
     """Step of the newest version of the weights."""
     bytes: int
     """Size of all steps."""
-    would_free: int
-    """Bytes that the retention policy of checkpoints would free."""
     updated_at: float
     """Time of the last update of the catalog."""
 
