@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,15 @@ import torch
 from trinity_sync.errors import ConfigError, WeightSyncError
 from trinity_sync.tensors.unshard import Slice
 from trinity_sync.weights.committed import find_newest_version
-from trinity_sync.weights.delta_cache import DeltaCache
 from trinity_sync.weights.file_registry import FileRegistry
 from trinity_sync.weights.ray_cluster import in_ray_cluster
 from trinity_sync.weights.version_view import Target, VersionOpener, VersionView, list_targets
-from trinity_sync.weights.versions import Registry, Version, VersionUnavailableError
+from trinity_sync.weights.versions import (
+    ImageCopy,
+    Registry,
+    Version,
+    VersionUnavailableError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -57,14 +61,11 @@ class WeightReader:
         root: the job's root; required without a Synchronizer.
         role: role of the weights, as the trainer's `upload` names it; by default that of the
             Synchronizer, or ``actor``.
-        deltas: keep a private copy of weights in the memory of other nodes, and fetch what has
-            changed, where there is a delta; otherwise the full version. Images of this node are
-            read in place.
         dtype: dtype to which floating-point tensors are rounded as they are copied, e.g.
-            ``torch.bfloat16`` for a trainer with ``float32`` master weights; deltas are of the
-            rounded elements. Not rounded is what `load_into` loads into a ``float32`` tensor, what
-            `WeightFolder` finds in the model's ``_keep_in_fp32_modules``, and what ``keep_float32``
-            names. By default tensors keep the trainer's dtypes, and targets have them as well.
+            ``torch.bfloat16`` for a trainer with ``float32`` master weights. Not rounded is what
+            `load_into` loads into a ``float32`` tensor, what `WeightFolder` finds in the model's
+            ``_keep_in_fp32_modules``, and what ``keep_float32`` names. By default tensors keep the
+            trainer's dtypes, and targets have them as well.
         verify: compare the digests of files that are read from a commit, not their sizes alone.
         timeout_s: seconds to look for a version that can be opened before raising.
 
@@ -82,7 +83,6 @@ class WeightReader:
         name: str,
         root: str | Path | None = None,
         role: str | None = None,
-        deltas: bool = False,
         dtype: torch.dtype | None = None,
         verify: bool = False,
         timeout_s: float = 60.0,
@@ -91,15 +91,9 @@ class WeightReader:
         self._role = role
         self._name = name
         self._opener = VersionOpener(name, verify=verify, node=self._registry.node, dtype=dtype)
-        self._cache = DeltaCache() if deltas else None
         self._timeout_s = timeout_s
         self.dtype = dtype
         self.version: Version | None = None
-
-    @property
-    def delta_bytes(self) -> int | None:
-        """Bytes of the deltas that made the version read last from memory; None if read in full."""
-        return self._cache.delta_bytes if self._cache else None
 
     async def wait_newer(
         self,
@@ -272,29 +266,15 @@ class WeightReader:
                 f"of {version.root} serves {version.role!r}; start it with that role in "
                 "SyncSettings, or read from files, in a process outside of the Ray cluster"
             )
-        if self._cache:
-            self._cache.delta_bytes = None
         if version.source == "checkpoint":
             return self._opener.open_checkpoint(version, kept)
         if version.source == "memory":
 
-            def left_s() -> float:
-                return max(0.0, deadline - time.monotonic())
+            def fetch(ranks: Sequence[int]) -> Sequence[ImageCopy]:
+                left_s = max(0.0, deadline - time.monotonic())
+                return self._registry.fetch_images(version, ranks, left_s)
 
-            fetch = self._registry.fetch_images
-            full = self._opener.open_images(
-                version, lambda ranks: fetch(version, ranks, left_s()), kept
-            )
-            here = self._registry.node
-            if self._cache is None or all(here in (None, ref.node) for ref in version.images):
-                return full
-            ranks = range(len(version.images))
-            return self._cache.open(
-                version,
-                full,
-                lambda base, spans: fetch(version, ranks, left_s() / 2, base, spans),
-                kept,
-            )
+            return self._opener.open_images(version, fetch, kept)
         raise WeightSyncError(
             f"version {version.step} is broadcast ({version.source}); join the broadcast, or set "
             "the trainer's sync_method to memory or checkpoint"

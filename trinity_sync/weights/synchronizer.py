@@ -17,7 +17,6 @@ from typing import Any
 
 from trinity_sync.errors import ConfigError, StackError
 from trinity_sync.layout import job_id_of
-from trinity_sync.weights.delta import Spans
 from trinity_sync.weights.object_store import ObjectRefs
 from trinity_sync.weights.ray_cluster import (
     NAMESPACE,
@@ -181,38 +180,28 @@ class Synchronizer(TrinityMethods):
         """
         return self._registry.versions.newest(source, readable=readable)
 
-    async def get_image_refs(
-        self,
-        run: int,
-        step: int,
-        ranks: Sequence[int],
-        base: Version | None = None,
-        spans: Sequence[Spans] = (),
-    ) -> list[list[Any]]:
-        """Return object references of images, or of their deltas; see ``object_store``.
+    async def get_image_refs(self, run: int, step: int, ranks: Sequence[int]) -> list[list[Any]]:
+        """Return object references of images; see ``object_store``.
 
-        They are created for the first caller, and the same for all that have the same base.
+        They are created for the first caller, and the same for all.
 
         Args:
             run: the version's run.
             step: the version's step.
             ranks: whose images.
-            base: version that the reader has, for deltas.
-            spans: for each rank, byte ranges of its image that the reader rounds, for deltas.
 
         Returns:
-            For each rank the references of version tag and bytes, or that of its delta.
+            For each rank the references of version tag and bytes.
 
         Raises:
-            VersionUnavailableError: the version is not the newest in memory, or the images of
-                ``base`` are on other nodes.
+            VersionUnavailableError: the version is not the newest in memory.
         """
         newest = self._registry.versions.newest("memory")
         if newest is None or (newest.run, newest.step) != (run, step):
             raise VersionUnavailableError(
                 f"version {step} (run {run}) is no longer the newest in memory"
             )
-        return self._object_refs.get_refs(newest, ranks, base, spans)
+        return self._object_refs.get_refs(newest, ranks)
 
     def _require_role(self, version: Version) -> None:
         if version.role != self._settings.role:

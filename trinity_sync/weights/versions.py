@@ -18,7 +18,6 @@ import msgspec
 from trinity_sync.errors import WeightSyncError
 from trinity_sync.snapshot.ticket import VersionTag
 from trinity_sync.storage.runs import Run, find_superseding_run
-from trinity_sync.weights.delta import Spans
 
 Source = Literal["memory", "checkpoint", "nccl"]
 """Trinity's ``sync_method``: images in the trainer's spool, a committed step, or a broadcast."""
@@ -101,21 +100,14 @@ class Registry(ABC):
         """Record the version that a reader serves; by default there is no record."""
 
     def fetch_images(
-        self,
-        version: Version,
-        ranks: Sequence[int],
-        timeout_s: float,
-        base: Version | None = None,
-        spans: Sequence[Spans] = (),
-    ) -> Sequence[Any]:
+        self, version: Version, ranks: Sequence[int], timeout_s: float
+    ) -> Sequence[ImageCopy]:
         """Fetch images that are on other nodes, of the newest version in memory.
 
-        They are in the order of ``ranks``, each an `ImageCopy`; or each an `ImageDelta` from
-        ``base``, a version that the reader has. For each rank, ``spans`` are then the byte ranges
-        of its image that the reader rounds. ``timeout_s`` is for all of them.
+        They are in the order of ``ranks``; ``timeout_s`` is for all of them.
 
         Raises:
-            VersionUnavailableError: an image cannot be fetched, or there is no delta; by default.
+            VersionUnavailableError: an image cannot be fetched; by default.
         """
         raise VersionUnavailableError(
             f"images of ranks {list(ranks)} of version {version.step} are on other nodes; to read "

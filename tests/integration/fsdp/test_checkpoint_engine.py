@@ -354,15 +354,6 @@ def test_different_roots_are_refused_before_an_update(trainer: Engine, tmp_path:
         connect(trainer, elsewhere)
 
 
-def test_a_rollout_on_the_trainers_node_needs_no_deltas(root: Path, trainer: Engine) -> None:
-    rollout = Engine(root=root, deltas=True)
-    for step in (1, 2, 3):
-        send(trainer, step)
-        assert same(cached(rollout), weights_of(step))
-    assert rollout._opened
-    assert rollout._opened[1].delta_bytes is None
-
-
 def test_committed_versions_outlive_shared_memory(
     root: Path, trainer: Engine, rollout: Engine
 ) -> None:

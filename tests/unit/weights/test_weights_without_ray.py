@@ -272,17 +272,6 @@ def test_a_reader_may_start_before_the_job(tmp_path: Path, settings: Settings) -
     assert found(asyncio.run(story())) == (1, 1, "memory")
 
 
-def test_a_reader_with_deltas_reads_in_place_without_ray(job: Job, registry: FileRegistry) -> None:
-    state = first()
-    with WeightReader(registry, name="explorer", deltas=True) as reader:
-        for step in (1, 2):
-            train(state, step)
-            upload(job, step, state)
-            loaded = dict(reader.iter_weights())
-            assert digest(loaded) == digest({name: state[name] for name in loaded})
-            assert reader.delta_bytes is None
-
-
 @pytest.mark.parametrize("content", ["", "nonsense", "7"])
 def test_a_pointer_that_names_no_commit_does_not_hide_one(job: Job, content: str) -> None:
     pointer = job.root / "latest_state_dict_iteration.txt"

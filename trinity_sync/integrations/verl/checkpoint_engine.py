@@ -73,8 +73,6 @@ class TrinitySyncCheckpointEngine(CheckpointEngineWithCache):
             which the switch sets to ``trainer.default_local_dir``.
         commit: also commit each version as a weights-only step, for rollouts to read from disk once
             the trainer's shared memory is gone. This needs a stack, as any save.
-        deltas: rollout workers keep a copy of the weights, and fetch what has changed; see
-            `WeightReader`.
         timeout_s: seconds for which `receive_weights` waits for the trainer.
 
     Attributes:
@@ -91,7 +89,6 @@ class TrinitySyncCheckpointEngine(CheckpointEngineWithCache):
         *,
         root: str | Path | None = None,
         commit: bool = False,
-        deltas: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
         root = root or os.environ.get(ROOT)
@@ -105,7 +102,7 @@ class TrinitySyncCheckpointEngine(CheckpointEngineWithCache):
         self.root = Path(root).resolve()
         self.is_master = is_master
         self.version: Version | None = None
-        self._commit, self._deltas = commit, deltas
+        self._commit = commit
         self._timeout_s = timeout_s
         self._sender: _Sender | None = None
         self._sender_info: SenderInfo | None = None
@@ -287,7 +284,7 @@ class TrinitySyncCheckpointEngine(CheckpointEngineWithCache):
             return opened
         else:
             registry = FileRegistry(self.root, role=ROLE)
-        self._opened = registry, WeightReader(registry, name=self._name, deltas=self._deltas)
+        self._opened = registry, WeightReader(registry, name=self._name)
         return self._opened
 
 

@@ -64,8 +64,6 @@ class TrinitySyncInitInfo(WeightTransferInitInfo):
     """The job's root, as the workers see it."""
     role: str = "actor"
     """Role of the weights."""
-    deltas: bool = False
-    """Fetch the elements that changed, where there is a delta; see `WeightReader`."""
     verify: bool = False
     """Compare the digests of files that are read from a commit."""
     compare: bool = True
@@ -138,7 +136,6 @@ class TrinitySyncEngine(WeightTransferEngine):
                 root=init_info.root,
                 role=init_info.role,
                 name=make_reader_name("vllm"),
-                deltas=init_info.deltas,
                 verify=init_info.verify,
                 timeout_s=OPEN_S,
             )
