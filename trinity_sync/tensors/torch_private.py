@@ -365,18 +365,11 @@ def get_whole_numel(parameter: Any) -> int | None:
 
 # Process groups
 
-look_up("torch.distributed.ProcessGroup._device_types")
 if dist.is_gloo_available():
     for _name in ("_devices", "_threads", "_timeout"):
         look_up(f"torch.distributed.ProcessGroupGloo._Options.{_name}")
 if dist.is_nccl_available():
     look_up("torch.distributed.ProcessGroupNCCL.Options._timeout")
-
-
-def get_group_devices(group: dist.ProcessGroup) -> Collection[torch.device]:
-    """Return the types of devices whose tensors a group sends."""
-    devices: Collection[torch.device] = group._device_types
-    return devices
 
 
 def make_gloo_options(timeout: timedelta, threads: int) -> Any:

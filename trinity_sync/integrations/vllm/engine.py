@@ -220,7 +220,8 @@ class TrinitySyncEngine(WeightTransferEngine):
 
     def _receive(self, group: WeightGroup) -> list[Named]:
         """Receive a whole broadcast before any of it is loaded, in memory of the host."""
-        received = [(name, tensor.to("cpu", copy=True)) for name, tensor in receive_weights(group)]
+        with receive_weights(group) as (_, tensors):
+            received = [(name, tensor.to("cpu", copy=True)) for name, tensor in tensors]
         self._require_fit([(name, tuple(each.shape), each.dtype) for name, each in received])
         return received
 

@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 def fsdp_sync_weight_nccl(
     engine: Any,
-    model_update_group: "WeightGroup | dist.ProcessGroup | None",
+    model_update_group: WeightGroup | None,
     *,
     version: int = 0,
     synchronizer: Any = None,
@@ -52,8 +52,7 @@ def fsdp_sync_weight_nccl(
 
     Args:
         engine: veRL's FSDPEngine.
-        model_update_group: the group on rank 0, from ``WeightGroupHost`` or torch; None on other
-            ranks.
+        model_update_group: the group on rank 0, from ``WeightGroupHost.join``; None on other ranks.
         version: the trainer's step, which is sent to the receivers.
         synchronizer: the job's Synchronizer, a Ray actor, which records the version once all
             receivers have it; None records nothing.
