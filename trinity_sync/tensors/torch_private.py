@@ -325,12 +325,6 @@ def map_plain_names(names: Iterable[str]) -> dict[str, str]:
     return plain
 
 
-def get_non_persistent_buffers(module: torch.nn.Module) -> Collection[str]:
-    """Return the names of a module's own buffers that its state dict leaves out."""
-    names: Collection[str] = module._non_persistent_buffers_set
-    return names
-
-
 def get_fsdp1_handle(module: Any) -> Any:
     """Return FSDP1's handle of a module with a flat parameter; None for other modules."""
     return getattr(module, "_handle", None)
