@@ -270,7 +270,6 @@ def disable_plan_cache(planner: Any) -> None:
 
 # Modules and FSDP
 
-look_up("torch.nn.Module._non_persistent_buffers_set", _attributes(torch.nn.Module.register_buffer))
 look_up(
     "torch.distributed.fsdp.FullyShardedDataParallel._handle",
     _attributes(look_up("torch.distributed.fsdp._common_utils._FSDPState.__init__")),

@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from trinity_sync.errors import ConfigError, WeightSyncError
-from trinity_sync.tensors.unshard import Slice
 from trinity_sync.weights.committed import find_newest_version
 from trinity_sync.weights.file_registry import FileRegistry
 from trinity_sync.weights.ray_cluster import in_ray_cluster
@@ -176,7 +175,6 @@ class WeightReader:
         self,
         version: Version | None = None,
         *,
-        slices: Mapping[str, Slice] | None = None,
         keep_float32: Collection[str] = (),
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and full tensors of a version, one at a time.
@@ -189,35 +187,26 @@ class WeightReader:
         Args:
             version: version to read; by default the newest. If it is no longer available, a newer
                 one is read.
-            slices: parts of tensors to return, by name: (dimension, start, stop).
             keep_float32: as for `open`.
 
         Raises:
-            WeightSyncError: no version could be opened, see `open`; or a slice is of an unknown
-                tensor, or outside of it.
+            WeightSyncError: no version could be opened, see `open`.
         """
         with self.open(version, keep_float32=keep_float32) as view:
-            yield from view.iter_tensors(slices)
+            yield from view.iter_tensors()
         self._registry.set_serving(self._name, view.version.step, view.version.run)
 
-    def load_into(
-        self,
-        target: Target,
-        version: Version | None = None,
-        *,
-        slices: Mapping[str, Slice] | None = None,
-    ) -> int:
+    def load_into(self, target: Target, version: Version | None = None) -> int:
         """Copy a version into a module or a dict of tensors, on any device.
 
         Nothing else may use the target meanwhile.
 
         Args:
             target: module, also in a wrapper of torch, or tensors by name; every parameter and
-                buffer is filled. Shapes and dtypes are those of the trainer's full tensors, or of
-                ``slices`` and ``dtype``.
+                buffer is filled. Shapes and dtypes are those of the trainer's full tensors, or the
+                reader's ``dtype``.
             version: version to load; by default the newest. If it is no longer available, a newer
                 one is loaded.
-            slices: parts of tensors to copy, by name: (dimension, start, stop).
 
         Returns:
             Step of the version that the target holds now.
@@ -229,7 +218,7 @@ class WeightReader:
         targets = list_targets(target) if self.dtype else {}
         kept = [name for name, tensor in targets.items() if tensor.dtype is torch.float32]
         with self.open(version, keep_float32=kept) as view:
-            view.load_into(target, slices)
+            view.load_into(target)
         self._registry.set_serving(self._name, view.version.step, view.version.run)
         return view.version.step
 
