@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from trinity_sync.errors import WeightSyncError
+from trinity_sync.errors import ConfigError, WeightSyncError
 from trinity_sync.snapshot.ticket import VersionTag
 from trinity_sync.storage.runs import Run, find_superseding_run
 
@@ -328,3 +328,34 @@ class VersionRegistry:
 
     def _remove(self, key: Key) -> None:
         del self._versions[key], self._known_at[key]
+
+
+@dataclass(frozen=True)
+class RolloutGate:
+    """Accepts rollouts of weights that are at most ``max_lag`` trainer steps old.
+
+    Args:
+        max_lag: largest number of steps between rollout and training; 0 is on-policy.
+
+    Raises:
+        ConfigError: ``max_lag`` is negative.
+    """
+
+    max_lag: int
+
+    def __post_init__(self) -> None:
+        if self.max_lag < 0:
+            raise ConfigError(f"max_lag {self.max_lag} would let no rollout pass; 0 is on-policy")
+
+    def accepts(self, made_by: int, trainer_step: int, *, resumed_at: int | None = None) -> bool:
+        """Return whether to train at ``trainer_step`` on a rollout.
+
+        Args:
+            made_by: step of the weights that generated it.
+            trainer_step: current step of the trainer.
+            resumed_at: step that training resumed from, for a rollout of an earlier run (the
+                ``run`` of its `Version` differs). Weights beyond that step were superseded, and
+                count as being of that step.
+        """
+        shared = made_by if resumed_at is None else min(made_by, resumed_at)
+        return trainer_step - shared <= self.max_lag
