@@ -116,7 +116,7 @@ class Synchronizer(TrinityMethods):
         write_address(root, name, namespace)
         super().__init__(root, namespace, settings)
         self._object_refs = ObjectRefs()
-        self._registry.run_in_background(self._follow_commits())
+        self._registry.run_in_background(self._registry.follow_commits())
 
     async def restore_address(self) -> None:
         """Write the address file again if the root was recreated, for readers to find the actor."""
@@ -256,13 +256,6 @@ class Synchronizer(TrinityMethods):
     async def readers(self) -> tuple[Reader, ...]:
         """Return the version that each reader serves, and its staleness."""
         return self._registry.versions.readers(self._registry.now())
-
-    async def _follow_commits(self) -> None:
-        async for _ in self._registry.commits():
-            self._on_newer_commit()
-
-    def _on_newer_commit(self) -> None:
-        """Handle a commit that is the newest of the job; subclasses override it."""
 
     async def explorers(self) -> dict[str, Status]:
         """Return the status of each known explorer, by name."""
