@@ -43,13 +43,14 @@ class VersionFile:
         body["images"] = tuple(ImageRef(**ref) for ref in body["images"])
         return Version(**body)
 
-    async def wait_newer(
-        self, than: int, timeout_s: float | None, run: int | None, identity: str = ""
-    ) -> Version | None:
+    async def wait_newer(self, than: int | Version, timeout_s: float | None) -> Version | None:
         deadline = time.monotonic() + (timeout_s or 60)
         while time.monotonic() < deadline:
             found = self.latest()
-            if found and (found.run, found.step) > (run or 0, than):
+            is_newer = found and (
+                than.is_older_than(found) if isinstance(than, Version) else found.step > than
+            )
+            if is_newer:
                 return found
             await asyncio.sleep(0.001)
         return None

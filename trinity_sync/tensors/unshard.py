@@ -254,7 +254,7 @@ def _copy_chunks(
 def _find_problem(target: torch.Tensor) -> str | None:
     """Return why a tensor cannot be filled, and what to do; None if it can."""
     if isinstance(target, DTensor):
-        return "is a DTensor: load before sharding, or copy parts of VersionView.iter_views()"
+        return "is a DTensor: load before sharding, or copy its part of iter_views() to to_local()"
     if target.layout is not torch.strided or (target.numel() and not target.data_ptr()):
         return "has no memory to copy to: call model.to_empty(device=...) first if it is on meta"
     if any(by == 0 and n > 1 for n, by in zip(target.shape, target.stride(), strict=True)):

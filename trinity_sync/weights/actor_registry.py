@@ -45,9 +45,7 @@ class ActorRegistry(Registry):
             except ray.exceptions.RayError as error:
                 self._switch_actor(error)
 
-    async def wait_newer(
-        self, than: int, timeout_s: float | None, run: int | None, identity: str = ""
-    ) -> Version | None:
+    async def wait_newer(self, than: int | Version, timeout_s: float | None) -> Version | None:
         """As `Registry.wait_newer`.
 
         Raises:
@@ -56,9 +54,7 @@ class ActorRegistry(Registry):
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            answer = self._actor.wait_newer.remote(
-                than, left_s, run, readable=True, identity=identity
-            )
+            answer = self._actor.wait_newer.remote(than, left_s, readable=True)
             try:
                 return self._note_root(await answer)
             except ray.exceptions.RayError as error:

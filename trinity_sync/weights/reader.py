@@ -96,11 +96,8 @@ class WeightReader:
 
     async def wait_newer(
         self,
-        than: int | None = None,
+        than: int | Version | None = None,
         timeout_s: float | None = None,
-        *,
-        run: int | None = None,
-        identity: str | None = None,
     ) -> Version | None:
         """Wait for a version that can be read and is newer than the one read last.
 
@@ -108,11 +105,9 @@ class WeightReader:
         whatever their steps.
 
         Args:
-            than: step that the version has to be beyond, instead of that of the version read last.
+            than: version that it has to be newer than, or a step that it has to be beyond; by
+                default the version read last. The same step of a later run is newer than a version.
             timeout_s: seconds to wait; None waits without limit.
-            run: number of the run that made step ``than``; by default that of the version read
-                last.
-            identity: identity of the job that made it, as in a version; by default likewise.
 
         Returns:
             The newest version; None at the time-out.
@@ -120,19 +115,17 @@ class WeightReader:
         Raises:
             WeightSyncError: the Synchronizer was stopped, or lost.
         """
-        last = self.version
-        beyond = than if than is not None else last.step if last else -1
-        if run is None and last:
-            run = last.run
-        if identity is None:
-            identity = last.identity if last else ""
-        return await self._registry.wait_newer(beyond, timeout_s, run, identity)
+        if than is None:
+            than = self.version or -1
+        return await self._registry.wait_newer(than, timeout_s)
 
     @contextmanager
     def open(
         self, version: Version | None = None, *, keep_float32: Collection[str] = ()
     ) -> Iterator[VersionView]:
         """Open a version, which is neither changed nor removed within the ``with`` block.
+
+        Once the block has ended without an error, the reader counts as serving the version.
 
         Args:
             version: version to open; by default the newest that can be read. If it is no longer
@@ -160,6 +153,7 @@ class WeightReader:
                         continue
                     yield view
                 self.version = view.version
+                self._registry.set_serving(self._name, view.version.step, view.version.run)
                 return
             if time.monotonic() >= deadline:
                 raise WeightSyncError(
@@ -194,7 +188,6 @@ class WeightReader:
         """
         with self.open(version, keep_float32=keep_float32) as view:
             yield from view.iter_tensors()
-        self._registry.set_serving(self._name, view.version.step, view.version.run)
 
     def load_into(self, target: Target, version: Version | None = None) -> int:
         """Copy a version into a module or a dict of tensors, on any device.
@@ -219,7 +212,6 @@ class WeightReader:
         kept = [name for name, tensor in targets.items() if tensor.dtype is torch.float32]
         with self.open(version, keep_float32=kept) as view:
             view.load_into(target)
-        self._registry.set_serving(self._name, view.version.step, view.version.run)
         return view.version.step
 
     def close(self) -> None:

@@ -213,30 +213,25 @@ class Synchronizer(TrinityMethods):
 
     async def wait_newer(
         self,
-        than: int,
+        than: int | Version,
         timeout_s: float | None = None,
-        run: int | None = None,
         *,
         readable: bool = False,
-        identity: str = "",
     ) -> Version | None:
         """Wait for a newer version.
 
         Args:
-            than: step that the version has to be beyond.
+            than: version that it has to be newer than, or a step that it has to be beyond. Than a
+                version, the same step of a later run is newer, and any step of another job, which
+                is in the root now.
             timeout_s: seconds to wait; None waits without limit.
-            run: number of the run that made step ``than``; with it, the same step of a later run
-                counts as newer.
             readable: wait for a version that a reader can open, from memory or a commit.
-            identity: identity of the job that made step ``than``, if it is known; a version of
-                another job, which is in the root now, is newer.
 
         Returns:
             The newest version; None at the time-out.
         """
         return await self._registry.until(
-            lambda: self._registry.versions.newer(than, run, readable=readable, identity=identity),
-            timeout_s,
+            lambda: self._registry.versions.newer(than, readable=readable), timeout_s
         )
 
     async def set_serving(self, reader: str, step: int | None, run: int | None = None) -> None:

@@ -86,14 +86,10 @@ class Registry(ABC):
         """Return the newest version that can be read; None if there is none."""
 
     @abstractmethod
-    async def wait_newer(
-        self, than: int, timeout_s: float | None, run: int | None, identity: str = ""
-    ) -> Version | None:
-        """Wait for a newer version that can be read; return None at the time-out.
+    async def wait_newer(self, than: int | Version, timeout_s: float | None) -> Version | None:
+        """Wait for a version that can be read, and is newer as `VersionRegistry.newer` says.
 
-        ``run`` of the job ``identity`` made step ``than``; None and an empty identity are unknown.
-        A version of another job, which is in the root now, is newer. A ``timeout_s`` of None waits
-        without limit.
+        Return None at the time-out; a ``timeout_s`` of None waits without limit.
         """
 
     def set_serving(self, reader: str, step: int, run: int) -> None:  # noqa: B027
@@ -224,30 +220,23 @@ class VersionRegistry:
         keys = [key for key, found in self._versions.items() if key[1] == step and source in found]
         return self._versions[max(keys)][source] if keys else None
 
-    def newer(
-        self,
-        than: int,
-        run: int | None = None,
-        *,
-        readable: bool = False,
-        identity: str = "",
-    ) -> Version | None:
-        """Return the newest version if it is newer than step ``than`` of ``run``, otherwise None.
+    def newer(self, than: int | Version, *, readable: bool = False) -> Version | None:
+        """Return the newest version if it is newer than a version or a step, otherwise None.
 
-        Without ``run``, a step beyond the newest version counts as older if the newest run made
-        that version: the newest run has not reached the step, so an earlier, superseded run made
-        it. The same step of a later run is newer only if ``run`` is given. A version of another
-        job, which is in the root now, is newer whatever its step; an empty ``identity`` is unknown.
+        Than a version, a later run and another job, which is in the root now, are newer whatever
+        the step. Than a step of an unknown run, the newest version is newer if it is beyond the
+        step; also below it, if the newest run made it: that run has not reached the step, so an
+        earlier, superseded run made it.
         """
         newest = self.newest(readable=readable)
         if newest is None:
             return None
-        if "" not in (identity, newest.identity) and identity != newest.identity:
-            return newest
-        if run is not None:
-            return newest if (newest.run, newest.step) > (run, than) else None
-        resumed = newest.run == self.run > 1
-        return newest if newest.step > than or (resumed and newest.step < than) else None
+        if isinstance(than, Version):
+            is_newer = than.is_older_than(newest) or than.is_of_other_job(newest)
+        else:
+            resumed = newest.run == self.run > 1
+            is_newer = newest.step > than or (resumed and newest.step < than)
+        return newest if is_newer else None
 
     @property
     def run(self) -> int:

@@ -136,7 +136,7 @@ def test_ranks_that_upload_within_a_tick_of_the_clock_wake_a_wait(
     async def story() -> Version | None:
         upload(job, 1, weights(1))
         os.utime(job.spool.folder, ns=(tick, tick))
-        waits = asyncio.create_task(registry.wait_newer(-1, 10, None))
+        waits = asyncio.create_task(registry.wait_newer(-1, 10))
         for _ in range(2):  # when it is called, and when it begins to wait
             await asyncio.to_thread(looks.get, timeout=60)
         upload(job, 1, weights(1), weights(1))
@@ -263,7 +263,7 @@ def test_a_reader_may_start_before_the_job(tmp_path: Path, settings: Settings) -
     assert registry.latest() is None
 
     async def story() -> Version | None:
-        waits = asyncio.create_task(registry.wait_newer(-1, 60, None))
+        waits = asyncio.create_task(registry.wait_newer(-1, 60))
         await asyncio.sleep(0)
         open_run(root, "first", 0)
         upload(Job(root, open_job_spool(settings.spool, root)), 1, weights(1))

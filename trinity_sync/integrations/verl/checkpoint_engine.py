@@ -198,8 +198,9 @@ class TrinitySyncCheckpointEngine(CheckpointEngineWithCache):
         step, run = global_steps, sender.run if sender else None
         if step is None and sender:
             step = sender.newest or 0
-        least = -1 if step is None else step - 1
-        version = await self._open_job().wait_newer(least, self._timeout_s, run=run)
+        before = -1 if step is None else step - 1
+        than = before if run is None else Version(before, run, "memory", str(self.root), ROLE)
+        version = await self._open_job().wait_newer(than, self._timeout_s)
         if version is None:
             wanted = "any step" if step is None else f"step {step}"
             raise WeightSyncError(
