@@ -62,10 +62,10 @@ def test_a_copy_is_requested_after_the_export_even_if_that_failed(
 
 @pytest.mark.parametrize(
     ("kind", "keep", "prunes"),
-    [("state_dict", None, True), ("checkpoint", None, False), ("checkpoint", 2, True)],
+    [("state_dict", 0, True), ("checkpoint", 0, False), ("checkpoint", 2, True)],
 )
 def test_older_weights_are_pruned_after_each_commit_of_weights(
-    tmp_path: Path, calls: list[str], kind: Any, keep: int | None, prunes: bool
+    tmp_path: Path, calls: list[str], kind: Any, keep: int, prunes: bool
 ) -> None:
     request = SaveRequest(root=str(tmp_path), step=1, run=1, kind=kind, keep=keep)
     asyncio.run(flows.save.save_step.fn(request))
