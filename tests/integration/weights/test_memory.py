@@ -55,7 +55,8 @@ def test_a_version_is_published_once_all_ranks_have_uploaded(job: Job, synchroni
     assert version is not None
     assert (version.step, version.run, version.source) == (7, 1, "memory")
     assert [image.rank for image in version.images] == [0, 1]
-    found = dict(reader.iter_weights(version))
+    with reader.open(version) as view:
+        found = dict(view.iter_tensors())
     assert all(torch.equal(found[f"of_rank{n}"], state(n, 7)[f"of_rank{n}"]) for n in (0, 1))
     serving = until(lambda: ray.get(synchronizer.readers.remote()), "word of the reader", 30)
     assert [(each.name, each.step) for each in serving] == [("explorer-0", 7)]

@@ -122,7 +122,7 @@ class TrinitySynchronizer(Synchronizer):
                 yield named
             return
         version = self._registry.versions.find(self._returned_version, "memory") or memory
-        reader = WeightReader(ray.get_runtime_context().current_actor, name=NAME)
+        reader = WeightReader(ray.get_runtime_context().current_actor, name="explorers")
         tensors = _iter_tensors(reader, version)
         try:
             while (item := await asyncio.to_thread(lambda: next(tensors, None))) is not None:
