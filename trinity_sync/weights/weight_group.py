@@ -106,6 +106,9 @@ class WeightGroup:
         try:
             self._store.wait([self._header_key], self._limit)
             body: dict[str, Any] = json.loads(self._store.get(self._header_key))
+        except dist.DistStoreError as error:
+            seconds = self._limit.total_seconds()
+            raise self.fail(f"rank 0 sent nothing for {seconds:g} s") from error
         except RuntimeError as error:
             raise self.fail(first_line(error)) from error
         if not body:

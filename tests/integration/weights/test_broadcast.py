@@ -257,6 +257,13 @@ def test_a_dead_trainer_ends_the_wait_of_its_readers(members: Any) -> None:
     assert "rank 0, the trainer's, is gone" in str(reader.answer())
 
 
+def test_a_trainer_that_sends_nothing_is_named_by_its_readers(members: Any) -> None:
+    _, (reader,) = members(_take)
+    assert f"rank 0 sent nothing for {0.75 * TIMEOUT_S:g} s; no answer from rank 0" in str(
+        reader.answer()
+    )
+
+
 def test_the_port_of_a_host_cannot_be_taken_before_the_trainer_joins() -> None:
     host = WeightGroupHost(address="127.0.0.1")
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
