@@ -58,8 +58,9 @@ def _packed(group: WeightGroup, model: dict[str, torch.Tensor]) -> None:
     if group.rank == 0:
         send_weights(model.items(), group, version=1)
     else:
-        for _ in receive_weights(group):
-            pass
+        with receive_weights(group) as (_, tensors):
+            for _ in tensors:
+                pass
 
 
 def _flat(group: WeightGroup, flat: torch.Tensor) -> None:

@@ -2,29 +2,30 @@
 
 ::
 
-    python -m benchmarks.delta [MIB [THREADS]]
+    python -m benchmarks.delta [MIB]
 
 Random bf16 weights of MIB (256 by default), a share of whose elements is changed at random places.
-All figures are beside a copy of the whole into touched memory by as many threads (1 by default):
-*bytes* of the full bytes, *encode* and *apply* in times of that copy, medians of seven, all in
-turn. ``delta`` is what ``trinity_sync.weights.delta`` does, checksum of the result included; the
-alternatives have none, and work in pieces of the same size, in one thread.
+All figures are beside a copy of the whole into touched memory: *bytes* of the full bytes, *encode*
+and *apply* in times of that copy, medians of seven, all in turn, in one thread and in tensors of
+4 MiB. ``delta`` is what ``trinity_sync.weights.folder.delta`` does, checksum of the result
+included; the alternatives have none.
 """
 
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from trinity_sync.tensors.memcpy import copy_pieces
-from trinity_sync.weights.delta import PIECE, MapPieces, apply_delta, encode_delta
+from trinity_sync.weights.folder.delta import Change, apply_change, encode_change
 
 SHARES = (0.0, 0.001, 0.01, 0.05, 0.3, 1.0)
 TURNS = 7
+PIECE = 4 << 20
+"""Bytes of a tensor."""
 Bits = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -46,7 +47,17 @@ def _from_mask(into: Bits, mask: Bits, values: Bits) -> None:
     into[np.flatnonzero(np.unpackbits(mask, count=len(into)))] = values
 
 
-ALTERNATIVES: dict[str, tuple[Callable[..., tuple[Bits, ...]], Callable[..., None]]] = {
+def _change(old: Bits, new: Bits) -> tuple[Any, ...]:
+    content, checksum = encode_change(old.view(np.uint8), new.view(np.uint8))
+    return np.frombuffer(content, np.uint8), checksum
+
+
+def _from_change(into: Bits, content: Bits, checksum: str) -> None:
+    apply_change(into.view(np.uint8), Change(content.tobytes(), checksum), "it")
+
+
+ENCODINGS: dict[str, tuple[Callable[..., tuple[Any, ...]], Callable[..., None]]] = {
+    "delta": (_change, _from_change),
     "indices": (_indices, _from_indices),
     "mask": (_mask, _from_mask),
 }
@@ -72,30 +83,21 @@ def _pieces(whole: Bits) -> list[slice]:
     return [slice(start, start + step) for start in range(0, len(whole), step)]
 
 
-def measure(
-    old: Bits, new: Bits, threads: int, map_pieces: MapPieces
-) -> dict[str, tuple[float, float, float]]:
+def measure(old: Bits, new: Bits) -> dict[str, tuple[float, float, float]]:
     """Return bytes, encoding and applying of each encoding, relative to a full copy."""
     into = old.copy()
-    base, after, target = (bits.view(np.uint8) for bits in (old, new, into))
     whole = [(into.ctypes.data, new.ctypes.data, new.nbytes)]
     sizes: dict[str, int] = {}
     samples: dict[str, list[tuple[float, float]]] = {}
     copies = []
     for _ in range(TURNS):
-        copies.append(_timed(copy_pieces, whole, threads=threads)[0])
-        np.copyto(into, old)
-        encoding, delta = _timed(encode_delta, base, after, map_pieces=map_pieces)
-        applying, _ = _timed(apply_delta, delta, target, "it", map_pieces)
-        assert np.array_equal(into, new)
-        sizes["delta"] = sum(len(change.content) for change in delta)
-        samples.setdefault("delta", []).append((encoding, applying))
-        for name, (there, back) in ALTERNATIVES.items():
+        copies.append(_timed(copy_pieces, whole, threads=1)[0])
+        for name, (there, back) in ENCODINGS.items():
             np.copyto(into, old)
             encoding, blocks = _timed(_in_pieces, there, old, new)
             applying, _ = _timed(_back_in_pieces, back, into, blocks)
             assert np.array_equal(into, new)
-            sizes[name] = sum(block.nbytes for piece in blocks for block in piece)
+            sizes[name] = sum(getattr(p, "nbytes", 0) for block in blocks for p in block)
             samples.setdefault(name, []).append((encoding, applying))
     copy = statistics.median(copies)
     return {
@@ -110,7 +112,6 @@ def measure(
 
 def main() -> None:
     size = int(sys.argv[1]) if len(sys.argv) > 1 else 256
-    threads = int(sys.argv[2]) if len(sys.argv) > 2 else 1
     random = np.random.default_rng(0)
     old = random.integers(0, 1 << 16, size << 19, dtype=np.uint16)
     print(
@@ -120,8 +121,7 @@ def main() -> None:
         new = old.copy()
         at = np.flatnonzero(random.random(len(old)) < share)
         new[at] ^= random.integers(1, 9, len(at), dtype=np.uint16)
-        with ThreadPoolExecutor(threads) as pool:
-            found = measure(old, new, threads, pool.map if threads > 1 else map)
+        found = measure(old, new)
         *_, speed = found.pop("copy")
         for name, (nbytes, encoding, applying) in found.items():
             print(f"{share:8.1%} {name:12} {nbytes:7.4f} {encoding:8.2f} {applying:7.2f}")

@@ -1,14 +1,13 @@
-"""The time until new weights are in readers on two nodes, whole and by deltas.
+"""The time until new weights are in readers on two nodes.
 
 ::
 
-    python -m benchmarks.nodes [MIB [PERCENT]]
+    python -m benchmarks.nodes [MIB]
 
-A trainer uploads bf16 weights of MIB (512 by default), PERCENT (1 by default) of whose elements are
-new at random places each time. One reader at a time waits for them, on the trainer's node or on a
-second Ray node of this machine, reached over loopback. Printed are median, lowest and highest of
-seven versions, after two that do not count: seconds from the call of the upload to the last byte in
-the reader's parameters, seconds of the upload itself, and the bytes that the reader was sent.
+A trainer uploads bf16 weights of MIB (512 by default). One reader at a time waits for them, on the
+trainer's node or on a second Ray node of this machine, reached over loopback. Printed are median,
+lowest and highest of seven versions, after two that do not count: seconds from the call of the
+upload to the last byte in the reader's parameters, and seconds of the upload itself.
 """
 
 import asyncio
@@ -20,7 +19,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -30,11 +28,7 @@ if TYPE_CHECKING:
 
 TENSORS = 100
 WARM_UP, TURNS = 2, 7
-READERS = {
-    "the trainer's node": (0, False),
-    "another node, whole": (1, False),
-    "another node, deltas": (1, True),
-}
+READERS = ("the trainer's node", "another node")
 
 
 def weights(mib: int) -> "dict[str, torch.Tensor]":
@@ -47,28 +41,28 @@ def weights(mib: int) -> "dict[str, torch.Tensor]":
 class Reader:
     """A reader with parameters of its own."""
 
-    def __init__(self, synchronizer: Any, name: str, mib: int, *, deltas: bool) -> None:
+    def __init__(self, synchronizer: Any, name: str, mib: int) -> None:
         import torch
 
         from trinity_sync.weights.reader import WeightReader
 
         torch.set_num_threads(os.cpu_count() or 1)
-        self._reader = WeightReader(synchronizer, name=name, deltas=deltas)
+        self._reader = WeightReader(synchronizer, name=name)
         self._state = weights(mib)
 
-    def follow(self, step: int) -> tuple[float, int | None]:
-        """Load the version after ``step``; return the time of that and the bytes of its deltas."""
+    def follow(self, step: int) -> float:
+        """Load the version after ``step``; return the time of that."""
         version = asyncio.run(self._reader.wait_newer(step))
         assert self._reader.load_into(self._state, version) == step + 1
         done = time.perf_counter()
         assert {float(value[-1]) for value in self._state.values()} == {float(step + 1)}
-        return done, self._reader.delta_bytes
+        return done
 
 
 class Trainer:
     """One rank in this process."""
 
-    def __init__(self, synchronizer: Any, root: Path, spool: Path, mib: int, share: float) -> None:
+    def __init__(self, synchronizer: Any, root: Path, spool: Path, mib: int) -> None:
         from trinity_sync.snapshot.save_id import Origin
         from trinity_sync.snapshot.spool import open_job_spool
         from trinity_sync.snapshot.stager import Stager
@@ -79,53 +73,45 @@ class Trainer:
             str(root), 1, "", step, "state_dict", ("actor",), "actor", 0, 1
         )
         self._stager, self._publisher = Stager(job), Publisher(synchronizer, root, job)
-        self._state, self._share = weights(mib), share
-        self._random = np.random.default_rng(0)
+        self._state = weights(mib)
         self.step = 0
 
     def train(self) -> None:
-        """Change a share of the elements."""
-        import torch
-
+        """Change the weights."""
         self.step += 1
         for value in self._state.values():
-            at = np.flatnonzero(self._random.random(len(value)) < self._share)
-            value[torch.from_numpy(at)] = float(self.step)
-            value[-1] = float(self.step)
+            value.fill_(float(self.step))
 
-    def upload(self) -> int:
-        """Upload the weights; return their bytes."""
+    def upload(self) -> None:
+        """Upload the weights."""
         origin = self._origin(self.step)
         self._stager.stage(origin, {"model": self._state}, seals=False).result()
         published = self._stager.publish(origin, "model")
         assert published
         self._publisher.publish(published)
-        return published.nbytes
 
 
-def measure(trainer: Trainer, reader: Any) -> tuple[list[float], list[float], list[float]]:
-    """Return for each version the seconds until it is loaded and of the upload, and its MB."""
-    loaded, stalls, sent = [], [], []
+def measure(trainer: Trainer, reader: Any) -> tuple[list[float], list[float]]:
+    """Return for each version the seconds until it is loaded, and of the upload."""
+    loaded, stalls = [], []
     for turn in range(WARM_UP + TURNS):
         answer = reader.follow.remote(trainer.step)
         trainer.train()
         time.sleep(0.3)  # it waits by now
         began = time.perf_counter()
-        nbytes = trainer.upload()
+        trainer.upload()
         stall = time.perf_counter() - began
-        done, delta_bytes = ray.get(answer)
+        done = ray.get(answer)
         if turn >= WARM_UP:
             loaded.append(done - began)
             stalls.append(stall)
-            sent.append((nbytes if delta_bytes is None else delta_bytes) / 1e6)
-    return loaded, stalls, sent
+    return loaded, stalls
 
 
 def main() -> None:
     from trinity_sync.weights.synchronizer import Synchronizer
 
     mib = int(sys.argv[1]) if len(sys.argv) > 1 else 512
-    percent = float(sys.argv[2]) if len(sys.argv) > 2 else 1.0
     os.environ |= {
         "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONPATH": str(Path(__file__).parents[1]),
@@ -140,18 +126,18 @@ def main() -> None:
         ray.init(cluster.address, log_to_driver=False)
         try:
             synchronizer = Synchronizer.get_actor(root=root)
-            trainer = Trainer(synchronizer, Path(root), Path(spool), mib, percent / 100)
-            for name, (node, deltas) in READERS.items():
-                there = NodeAffinitySchedulingStrategy(nodes[node], soft=False)
+            trainer = Trainer(synchronizer, Path(root), Path(spool), mib)
+            for name, node in zip(READERS, nodes, strict=True):
+                there = NodeAffinitySchedulingStrategy(node, soft=False)
                 reader = Reader.options(  # type: ignore[attr-defined]
                     scheduling_strategy=there
-                ).remote(synchronizer, name, mib, deltas=deltas)
+                ).remote(synchronizer, name, mib)
                 found = measure(trainer, reader)
                 ray.kill(reader)
                 shown = [
                     f"{statistics.median(x):.3f} ({min(x):.3f} to {max(x):.3f})" for x in found
                 ]
-                print(f"{name:28} loaded {shown[0]} s, stall {shown[1]} s, sent {shown[2]} MB")
+                print(f"{name:28} loaded {shown[0]} s, stall {shown[1]} s")
         finally:
             ray.shutdown()
             cluster.shutdown()

@@ -73,7 +73,7 @@ class Piped:
         """Return the version that was received last."""
         return self._latest
 
-    async def wait_newer(self, than: int, timeout_s: float | None, run: int | None) -> Any:
+    async def wait_newer(self, than: Any, timeout_s: float | None) -> Any:
         """Return the next version."""
         self._latest = self._pipe.recv()
         return self._latest

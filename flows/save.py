@@ -252,7 +252,7 @@ async def save_step(request: SaveRequest) -> State[Any] | None:
             await export_requested_models(request, nodes[0].name)
     finally:  # the copy includes the exported models, which are files of the step
         await request_replication(request)
-    if request.keep:
+    if request.keep or request.kind != "checkpoint":
         await prune(request, nodes[0])
     return Completed(message=BY_SAVER) if done.by_saver else None
 
@@ -309,7 +309,7 @@ async def upload_if_required(request: SaveRequest, node: NodeSave) -> None:
 
 
 async def prune(request: SaveRequest, node: NodeSave) -> None:
-    """Remove older checkpoints; a failure is logged and does not affect the save."""
+    """Remove older steps; a failure is logged and does not affect the save."""
     try:
         await prune_after_commit(request, node.name)
     except Exception as error:

@@ -45,11 +45,10 @@ if TYPE_CHECKING:
     from trinity_sync.weights.folder.reader import FolderReader, PublishedView
     from trinity_sync.weights.folder.writer import WeightFolder
     from trinity_sync.weights.reader import WeightReader
-    from trinity_sync.weights.staleness import RolloutGate
     from trinity_sync.weights.sync_barrier import SyncSettings
     from trinity_sync.weights.synchronizer import Synchronizer
     from trinity_sync.weights.version_view import VersionView
-    from trinity_sync.weights.versions import Version
+    from trinity_sync.weights.versions import RolloutGate, Version
 
     __version__: str
 
@@ -104,7 +103,7 @@ _MODULES = {
     "NodeRanks": "trinity_sync.storage.placement",
     "PublishedVersion": "trinity_sync.weights.folder.published",
     "PublishedView": "trinity_sync.weights.folder.reader",
-    "RolloutGate": "trinity_sync.weights.staleness",
+    "RolloutGate": "trinity_sync.weights.versions",
     "SaveTrigger": "trinity_sync.client.save_trigger",
     "Settings": "trinity_sync.settings",
     "SaveHandle": "trinity_sync.client.save_handle",

@@ -162,11 +162,9 @@ def check_weights(of: Try) -> Result:
 def _receive(of: Try, address: str, port: int) -> str:
     if of.device != "cpu":
         torch.accelerator.set_device_index(torch.device(of.device).index)
-    group = join_weight_group(
-        address, port, rank=1, world_size=2, backend=of.backend, timeout_s=ANSWER_S
-    )
-    with closing(group):
-        return _digest({name: tensor.clone() for name, tensor in receive_weights(group)})
+    group = join_weight_group(address, port, rank=1, world_size=2, timeout_s=ANSWER_S)
+    with closing(group), receive_weights(group) as (_, tensors):
+        return _digest({name: tensor.clone() for name, tensor in tensors})
 
 
 def check_broadcast(of: Try, to: Try) -> Result:

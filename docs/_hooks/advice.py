@@ -79,7 +79,7 @@ WHAT_TO_DO = {
     "WeightSyncError": (
         "Check that the trainer publishes weights and that the reader sees its root or memory."
     ),
-    "DeltaError": "Nothing: the reader reads the full version instead.",
+    "DeltaError": "Read the newest version again, or publish the step again as a complete version.",
     "StackError": "Start the stack with `trinity-sync up`, and look at `trinity-sync logs`.",
     "PrefectApiError": (
         "Check the URL and password that the message names; `trinity-sync doctor` tries them."

@@ -167,7 +167,7 @@ def hold_the_lock(root: Path, told: Path) -> None:
 def next_commit(root: Path, gate: Path) -> tuple[bool, Version | None]:
     """Whether a commit after the gate opens is noticed without a scan, and the newest then."""
     notification = CommitNotification(root, "actor")
-    before = notification.read_signature()
+    before = None, notification.read_signature()
     gate.read_bytes()
     after = asyncio.run(notification.wait_for_change(before))
     return after != before, notification.find_newest(list_runs(root))

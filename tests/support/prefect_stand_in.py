@@ -73,7 +73,7 @@ def save_step(request: SaveRequest, before_commit: Callable[[SaveRequest], None]
         for shards in nodes:
             mark_images_failed(request, persisted, shards, str(error))
         raise
-    if request.keep:
+    if request.keep or request.kind != "checkpoint":
         prune_after_commit(request)
         yield "pruned"
 

@@ -13,8 +13,7 @@ import torch
 import xxhash
 
 from tests.support.job import Job
-from trinity_sync.weights.delta import Spans
-from trinity_sync.weights.object_store import compute_delta, copy_image
+from trinity_sync.weights.object_store import copy_image
 from trinity_sync.weights.versions import ImageRef, Version
 
 NUMEL = 300_000
@@ -26,7 +25,7 @@ State = dict[str, torch.Tensor]
 class VersionFile:
     """Stands in for the Synchronizer, for any number of processes.
 
-    To a reader on another ``node``, images come as copies or deltas.
+    To a reader on another ``node``, images come as copies.
     """
 
     path: Path
@@ -44,13 +43,14 @@ class VersionFile:
         body["images"] = tuple(ImageRef(**ref) for ref in body["images"])
         return Version(**body)
 
-    async def wait_newer(
-        self, than: int, timeout_s: float | None, run: int | None, identity: str = ""
-    ) -> Version | None:
+    async def wait_newer(self, than: int | Version, timeout_s: float | None) -> Version | None:
         deadline = time.monotonic() + (timeout_s or 60)
         while time.monotonic() < deadline:
             found = self.latest()
-            if found and (found.run, found.step) > (run or 0, than):
+            is_newer = found and (
+                than.is_older_than(found) if isinstance(than, Version) else found.step > than
+            )
+            if is_newer:
                 return found
             await asyncio.sleep(0.001)
         return None
@@ -58,18 +58,8 @@ class VersionFile:
     def set_serving(self, reader: str, step: int, run: int) -> None:
         pass
 
-    def fetch_images(
-        self,
-        version: Version,
-        ranks: Sequence[int],
-        timeout_s: float,
-        base: Version | None = None,
-        spans: Sequence[Spans] = (),
-    ) -> list[Any]:
+    def fetch_images(self, version: Version, ranks: Sequence[int], timeout_s: float) -> list[Any]:
         images = [version.images[rank] for rank in ranks]
-        if base is not None:
-            each = zip(base.images, images, spans, strict=True)
-            return [compute_delta(*arguments) for arguments in each]
         return [[tag, content.copy()] for tag, content in map(copy_image, images)]
 
 

@@ -85,7 +85,7 @@ def prune(
 
 
 def prune_after_commit(request: SaveRequest) -> None:
-    """Remove older checkpoints after a save, see `pipeline.save.prune_after_commit`."""
+    """Remove older steps after a save, see `pipeline.save.prune_after_commit`."""
     settings, stack = read_settings()
     require_allowed(request.root, stack)
     done = pipeline.prune_after_commit(request, read_writing(), settings.spool)

@@ -254,24 +254,15 @@ def upload_to_required_remote(root: str, step: int, url: str) -> None:
         )
 
 
-def prune_after_commit(
-    request: SaveRequest,
-    writing: NodeWriting,
-    spool: Path,
-    *,
-    weights: bool = False,
-) -> RemovalPlan:
-    """Remove all checkpoints but those that ``request.keep`` or a policy of the job keeps.
+def prune_after_commit(request: SaveRequest, writing: NodeWriting, spool: Path) -> RemovalPlan:
+    """Remove all steps but those that ``request.keep`` or a policy of the job keeps.
 
-    The step of the request stays, also if newer steps were committed before it. With ``weights``,
-    steps of weights only are removed as well, by the job's policy.
+    The step of the request stays, also if newer steps were committed before it.
     """
     policy = read_set_job_settings(request.root).get("keep")  # the default keeps all
     kept = [f"last={request.keep}"] if request.keep else []
     rules = Rules.of_job(
-        read_job_settings(request.root),
-        keep=",".join([*kept, *([policy] if policy else [])]),
-        keep_weights="" if weights else "all",
+        read_job_settings(request.root), keep=",".join([*kept, *([policy] if policy else [])])
     )
     plan = plan_prune(request.root, rules, time.time(), just_committed=request.step)
     return prune(request.root, plan, spool=spool, recycle=writing.reuse_files)
@@ -342,7 +333,7 @@ def run_save(
             if is_checkpoint and job.remote and not required:
                 replicate_step(request.root, request.step, job.remote)
             if request.keep or job.keep != "all" or not is_checkpoint:
-                prune_after_commit(request, writing, spool, weights=True)
+                prune_after_commit(request, writing, spool)
         except (TrinitySyncError, OSError) as error:
             logger.error(
                 "%s is committed; cannot copy it or remove older steps, the next save will "

@@ -270,7 +270,6 @@ def disable_plan_cache(planner: Any) -> None:
 
 # Modules and FSDP
 
-look_up("torch.nn.Module._non_persistent_buffers_set", _attributes(torch.nn.Module.register_buffer))
 look_up(
     "torch.distributed.fsdp.FullyShardedDataParallel._handle",
     _attributes(look_up("torch.distributed.fsdp._common_utils._FSDPState.__init__")),
@@ -325,12 +324,6 @@ def map_plain_names(names: Iterable[str]) -> dict[str, str]:
     return plain
 
 
-def get_non_persistent_buffers(module: torch.nn.Module) -> Collection[str]:
-    """Return the names of a module's own buffers that its state dict leaves out."""
-    names: Collection[str] = module._non_persistent_buffers_set
-    return names
-
-
 def get_fsdp1_handle(module: Any) -> Any:
     """Return FSDP1's handle of a module with a flat parameter; None for other modules."""
     return getattr(module, "_handle", None)
@@ -365,18 +358,11 @@ def get_whole_numel(parameter: Any) -> int | None:
 
 # Process groups
 
-look_up("torch.distributed.ProcessGroup._device_types")
 if dist.is_gloo_available():
     for _name in ("_devices", "_threads", "_timeout"):
         look_up(f"torch.distributed.ProcessGroupGloo._Options.{_name}")
 if dist.is_nccl_available():
     look_up("torch.distributed.ProcessGroupNCCL.Options._timeout")
-
-
-def get_group_devices(group: dist.ProcessGroup) -> Collection[torch.device]:
-    """Return the types of devices whose tensors a group sends."""
-    devices: Collection[torch.device] = group._device_types
-    return devices
 
 
 def make_gloo_options(timeout: timedelta, threads: int) -> Any:

@@ -20,9 +20,6 @@ from trinity_sync.tensors.dtensor_shards import ShardBox, compute_own_box, have_
 from trinity_sync.tensors.memcpy import Piece, copy_pieces
 from trinity_sync.tensors.torch_private import get_shard, map_plain_names
 
-Slice = tuple[int, int, int]
-"""Dimension, start and stop: the part of a tensor that a tensor-parallel reader needs."""
-
 
 @dataclass(frozen=True)
 class TensorChunk:
@@ -121,16 +118,10 @@ def round_plan(
     )
 
 
-def combine_tensor(
-    full: FullTensor, images: Sequence[torch.Tensor], cut: Slice | None = None
-) -> torch.Tensor:
-    """Return a full tensor, or a slice of it, on the CPU, in memory of its own.
-
-    Raises:
-        WeightSyncError: the slice is outside of the tensor.
-    """
-    tensor = torch.empty(_sliced_shape(full, cut), dtype=full.read_dtype, device="cpu")
-    copy_pieces(list(_copy_chunks(full, images, tensor, cut)))
+def combine_tensor(full: FullTensor, images: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a full tensor on the CPU, in memory of its own."""
+    tensor = torch.empty(full.shape, dtype=full.read_dtype, device="cpu")
+    copy_pieces(list(_copy_chunks(full, images, tensor)))
     return tensor
 
 
@@ -144,34 +135,14 @@ def view_full_tensor(full: FullTensor, images: Sequence[torch.Tensor]) -> torch.
     return combine_tensor(full, images)
 
 
-def find_slices(
-    plan: Sequence[FullTensor], slices: Mapping[str, Slice]
-) -> list[tuple[FullTensor, Slice | None]]:
-    """Return each tensor of the plan with its slice, or None.
-
-    Raises:
-        WeightSyncError: a slice is of an unknown tensor.
-    """
-    if unknown := set(slices) - {name for full in plan for name in full.names}:
-        raise WeightSyncError(
-            f"slices name {sorted(unknown)}, which the version does not have; pass names of its "
-            "tensors"
-        )
-    return [
-        (full, next((slices[name] for name in full.names if name in slices), None)) for full in plan
-    ]
-
-
 def copy_full_tensors(
     plan: Sequence[FullTensor],
     images: Sequence[torch.Tensor],
     targets: Mapping[str, torch.Tensor],
-    slices: Mapping[str, Slice],
 ) -> None:
     """Copy every tensor of the plan into the target of its name: all of them, or none.
 
-    Targets are named as in the plain model, on any device. Of a tensor in ``slices`` that part is
-    copied.
+    Targets are named as in the plain model, on any device.
 
     Raises:
         WeightSyncError: names, shapes or dtypes differ, or a target is a DTensor, has no memory, or
@@ -179,12 +150,12 @@ def copy_full_tensors(
     """
     problems: list[str] = []
     filled: set[int] = set()
-    jobs: list[tuple[FullTensor, torch.Tensor, Slice | None]] = []
-    for full, cut in find_slices(plan, slices):
+    jobs: list[tuple[FullTensor, torch.Tensor]] = []
+    for full in plan:
         named = [name for name in full.names if name in targets]
         if not named:
             problems.append(f"{full.names[0]} is not in what it is loaded into")
-        wanted, shape = full.read_dtype, _sliced_shape(full, cut)
+        wanted, shape = full.read_dtype, full.shape
         for name in named:
             target = targets[name]
             if (target.dtype, tuple(target.shape)) != (wanted, shape):
@@ -196,7 +167,7 @@ def copy_full_tensors(
                 problems.append(f"{name} {problem}")
             elif target.data_ptr() not in filled or not target.numel():
                 filled.add(target.data_ptr())
-                jobs.append((full, target, cut))
+                jobs.append((full, target))
     known = {name for full in plan for name in full.names}
     for name, target in targets.items():  # an unknown target is tied to another one, or an error
         if name not in known and (_find_problem(target) or target.data_ptr() not in filled):
@@ -209,7 +180,9 @@ def copy_full_tensors(
             "WeightReader(dtype=...) rounds to another dtype"
         )
     with torch.inference_mode():  # allows writes to inference tensors as well
-        copy_pieces([piece for job in jobs for piece in _copy_chunks(job[0], images, *job[1:])])
+        copy_pieces(
+            [piece for full, target in jobs for piece in _copy_chunks(full, images, target)]
+        )
 
 
 def _get_chunk(rank: int, name: str, value: torch.Tensor) -> TensorChunk | None:
@@ -262,22 +235,15 @@ def _view_chunk(
 
 
 def _copy_chunks(
-    full: FullTensor, images: Sequence[torch.Tensor], target: torch.Tensor, cut: Slice | None
+    full: FullTensor, images: Sequence[torch.Tensor], target: torch.Tensor
 ) -> Iterator[Piece]:
     """Yield the memcpys that fill ``target``; what needs more than a memcpy is copied at once."""
     for chunk in full.chunks:
         source = _view_chunk(full.dtype, chunk, images)
         into = target
         for dim, (begin, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-            end = begin + length
-            if cut and cut[0] == dim:
-                first, last = max(begin, cut[1]), min(end, cut[2])
-                source = source.narrow(dim, min(first - begin, length), max(last - first, 0))
-                begin, end = first - cut[1], max(first, last) - cut[1]
-            if (begin, end) != (0, into.shape[dim]) and source.numel():
-                into = into.narrow(dim, begin, end - begin)
-        if not source.numel():
-            continue
+            if length != into.shape[dim]:
+                into = into.narrow(dim, begin, length)
         plain = into.dtype == source.dtype and into.device.type == "cpu"
         if plain and into.is_contiguous() and source.is_contiguous():
             yield into.data_ptr(), source.data_ptr(), source.numel() * source.element_size()
@@ -288,7 +254,7 @@ def _copy_chunks(
 def _find_problem(target: torch.Tensor) -> str | None:
     """Return why a tensor cannot be filled, and what to do; None if it can."""
     if isinstance(target, DTensor):
-        return "is a DTensor: load before sharding, or pass its to_local() and its slice"
+        return "is a DTensor: load before sharding, or copy its part of iter_views() to to_local()"
     if target.layout is not torch.strided or (target.numel() and not target.data_ptr()):
         return "has no memory to copy to: call model.to_empty(device=...) first if it is on meta"
     if any(by == 0 and n > 1 for n, by in zip(target.shape, target.stride(), strict=True)):
@@ -306,15 +272,3 @@ def map_names(state: Mapping[str, Any]) -> dict[str, str]:
         return map_plain_names(state)
     except ValueError as error:
         raise WeightSyncError(f"{error}; save and load the state of the plain model") from error
-
-
-def _sliced_shape(full: FullTensor, cut: Slice | None) -> tuple[int, ...]:
-    if cut is None:
-        return full.shape
-    dim, start, stop = cut
-    if not (0 <= dim < len(full.shape) and 0 <= start <= stop <= full.shape[dim]):
-        raise WeightSyncError(
-            f"slice {cut} of {full.names[0]} is outside of its shape {list(full.shape)}; pass "
-            "(dimension, start, stop)"
-        )
-    return (*full.shape[:dim], stop - start, *full.shape[dim + 1 :])

@@ -9,9 +9,13 @@ from typing import Any
 import ray
 
 from trinity_sync.errors import WeightSyncError
-from trinity_sync.weights.delta import Spans
 from trinity_sync.weights.state_files import read_address
-from trinity_sync.weights.versions import Registry, Version, VersionUnavailableError
+from trinity_sync.weights.versions import (
+    ImageCopy,
+    Registry,
+    Version,
+    VersionUnavailableError,
+)
 
 ANSWER_S = 60.0
 """Seconds to wait for an answer of the Synchronizer, which Ray may be restarting."""
@@ -41,9 +45,7 @@ class ActorRegistry(Registry):
             except ray.exceptions.RayError as error:
                 self._switch_actor(error)
 
-    async def wait_newer(
-        self, than: int, timeout_s: float | None, run: int | None, identity: str = ""
-    ) -> Version | None:
+    async def wait_newer(self, than: int | Version, timeout_s: float | None) -> Version | None:
         """As `Registry.wait_newer`.
 
         Raises:
@@ -52,9 +54,7 @@ class ActorRegistry(Registry):
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            answer = self._actor.wait_newer.remote(
-                than, left_s, run, readable=True, identity=identity
-            )
+            answer = self._actor.wait_newer.remote(than, left_s, readable=True)
             try:
                 return self._note_root(await answer)
             except ray.exceptions.RayError as error:
@@ -65,13 +65,8 @@ class ActorRegistry(Registry):
         self._actor.set_serving.remote(reader, step, run)
 
     def fetch_images(
-        self,
-        version: Version,
-        ranks: Sequence[int],
-        timeout_s: float,
-        base: Version | None = None,
-        spans: Sequence[Spans] = (),
-    ) -> Sequence[Any]:
+        self, version: Version, ranks: Sequence[int], timeout_s: float
+    ) -> Sequence[ImageCopy]:
         """As `Registry.fetch_images`, to the object store of this node.
 
         Raises:
@@ -79,9 +74,7 @@ class ActorRegistry(Registry):
                 longer the newest in memory, or the time-out has passed.
         """
         deadline = time.monotonic() + timeout_s
-        answer = self._actor.get_image_refs.remote(
-            version.run, version.step, list(ranks), base, list(spans)
-        )
+        answer = self._actor.get_image_refs.remote(version.run, version.step, list(ranks))
         try:
             refs = ray.get(answer, timeout=timeout_s)
             left_s = max(0.0, deadline - time.monotonic())
@@ -89,10 +82,10 @@ class ActorRegistry(Registry):
         except ray.exceptions.RayError as error:
             cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
             reason = str(cause).strip().partition("\n")[0]
-            copy = f"copy of version {version.step} from its node"
-            what = f"delta from version {base.step} to {version.step}" if base else copy
-            raise VersionUnavailableError(f"no {what}: {reason}") from error
-        return list(found if base else zip(found, found, strict=True))
+            raise VersionUnavailableError(
+                f"no copy of version {version.step} from its node: {reason}"
+            ) from error
+        return list(zip(found, found, strict=True))
 
     def _note_root(self, version: Version | None) -> Version | None:
         self._root = version.root if version else self._root

@@ -1,35 +1,30 @@
 """Broadcast of a trainer's full weights to all members of a process group, over gloo or NCCL.
 
-A broadcast consists of a begin message (version), buckets, an end message (numbers of tensors and
-bytes), and a barrier. Before each bucket a message has the names, dtypes and shapes of its tensors:
-the trainer gathers one tensor at a time, and can abort before each bucket.
+A broadcast consists of a first header (version), buckets, a last header (numbers of tensors and
+bytes), and a barrier. Before each bucket a header has the names, dtypes and shapes of its tensors:
+the trainer gathers one tensor at a time, and can give up before each bucket.
 
 A bucket is a buffer into which many tensors are copied, or a larger tensor itself; two buffers
-alternate, one being filled, or read, while the other is in flight. A receiver posts the receives of
-a bucket and of the message after it at once.
+alternate, one being filled, or read, while the other is in flight.
 
-On GPUs both sides compute a checksum of each bucket, which costs nothing there: the next message
+On GPUs both sides compute a checksum of each bucket, which costs nothing there: the next header
 has the sender's, and a receiver yields no tensor before the two were compared. On CPUs a checksum
 costs a quarter of the broadcast, and TCP has its own.
 """
 
-import json
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import suppress
-from inspect import GEN_CREATED, getgeneratorstate
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import cycle
 from operator import index
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from trinity_sync.errors import ConfigError, WeightSyncError
-from trinity_sync.weights.weight_group import WeightGroup, wrap_process_group
+from trinity_sync.weights.weight_group import WeightGroup
 
 ALIGNMENT = 16
-MESSAGE_BYTES = 8192
-"""Bytes of a message; the rest of a longer message, for very many tensors, follows it."""
-BEGIN, BUCKET, END, ABORT = 0x7269_6E39, 0x7269_6E3A, 0x7269_6E3B, 0x7269_6E3C
+BUCKET_BYTES = 64 << 20
 
 Named = tuple[str, torch.Tensor]
 
@@ -69,34 +64,35 @@ def iter_buckets(
 def iter_received(group: WeightGroup, checksum: bool) -> Iterator[Named]:
     """Yield names and tensors as they arrive, which are views of buffers.
 
-    A bucket is yielded once the receives of the next one are posted, in the other of two buffers.
+    A bucket is yielded once the receive of the next one is posted, in the other of two buffers.
 
     Raises:
         WeightSyncError: a member died, failed or did not send in time, a checksum differs, or not
             all that was sent has arrived.
     """
-    index = count = total = 0
+    count = total = 0
+    expected: torch.Tensor | int = 0
     previous: Iterable[Named] = ()
-    kind, body = read_message(group, post_receive(group), BUCKET, END)
-    while kind == BUCKET:
-        payload = group.get_buffer(index, body["nbytes"])[: body["nbytes"]]
+    for buffer in cycle((0, 1)):
+        header = group.receive_header()
+        if header["sum"] != int(expected):
+            raise group.fail("a bucket was altered in transit")
+        if "tensors" not in header:
+            break
+        payload = group.get_buffer(buffer, header["nbytes"])[: header["nbytes"]]
         works = _start_bucket(group, payload)
-        posted = post_receive(group)
         yield from previous
         group.wait(works)
         expected = compute_checksum(payload) if checksum else 0
-        index, previous = 1 - index, _iter_tensors(body["tensors"], payload)
-        count += len(body["tensors"])
-        total += sum(size for *_, size in body["tensors"])
-        kind, body = read_message(group, posted, BUCKET, END)
-        if body["sum"] != int(expected):
-            raise WeightSyncError("a bucket was altered in transit; send the weights again")
-    yield from previous
-    if (count, total) != (body["count"], body["total"]):
-        raise WeightSyncError(
-            f"received {(count, total)} tensors and bytes of {(body['count'], body['total'])} that "
-            "were sent; send the weights again"
+        previous = _iter_tensors(header["tensors"], payload)
+        count += len(header["tensors"])
+        total += sum(size for *_, size in header["tensors"])
+    if (count, total) != (header["count"], header["total"]):
+        raise group.fail(
+            f"received {(count, total)} tensors and bytes of {(header['count'], header['total'])} "
+            "that were sent"
         )
+    yield from previous
 
 
 def _start_bucket(group: WeightGroup, bucket: torch.Tensor) -> list[Any]:
@@ -113,49 +109,6 @@ def _iter_tensors(records: Iterable[Any], payload: torch.Tensor) -> Iterator[Nam
         at += _align(size)
 
 
-def start_message(group: WeightGroup, kind: int, **body: Any) -> list[Any]:
-    """Start to send a message with JSON values; return the works to wait for."""
-    text = json.dumps(body).encode()
-    head = bytearray(kind.to_bytes(8, "little") + len(text).to_bytes(8, "little") + text)
-    head += bytes(max(0, MESSAGE_BYTES - len(head)))
-    message = torch.frombuffer(head, dtype=torch.uint8).to(group.device)
-    pieces = (message[:MESSAGE_BYTES], message[MESSAGE_BYTES:])
-    return [group.broadcast(piece) for piece in pieces if len(piece)]
-
-
-def post_receive(group: WeightGroup) -> tuple[torch.Tensor, Any]:
-    """Post the receive of the next message; return its buffer and the work."""
-    message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device=group.device)
-    return message, group.broadcast(message)
-
-
-def read_message(
-    group: WeightGroup, posted: tuple[torch.Tensor, Any], *kinds: int
-) -> tuple[int, dict[str, Any]]:
-    """Wait for a message whose receive `post_receive` has posted; return its kind and body.
-
-    Raises:
-        WeightSyncError: the sender aborted, or sent something else.
-    """
-    message, work = posted
-    group.wait([work])
-    head = message.cpu().numpy().tobytes()
-    kind, size = (int.from_bytes(head[at : at + 8], "little") for at in (0, 8))
-    if kind not in (*kinds, ABORT):
-        raise WeightSyncError(
-            "what was received is no part of a broadcast of weights; use the group for nothing "
-            "else, and the same version of trinity_sync on both sides"
-        )
-    if size > MESSAGE_BYTES - 16:
-        rest = torch.empty(size + 16 - MESSAGE_BYTES, dtype=torch.uint8, device=group.device)
-        group.wait([group.broadcast(rest)])
-        head += rest.cpu().numpy().tobytes()
-    body = json.loads(head[16 : 16 + size])
-    if kind == ABORT:
-        raise WeightSyncError(body["reason"])
-    return kind, body
-
-
 def compute_checksum(bucket: torch.Tensor) -> torch.Tensor:
     """Return the sum of all bits, which costs a GPU nothing and a CPU less than a copy."""
     if bucket.storage_offset() % 8:  # not aligned to 64-bit words
@@ -168,14 +121,9 @@ def _align(size: int) -> int:
     return -size % ALIGNMENT + size
 
 
-BUCKET_BYTES = 64 << 20
-TIMEOUT_S = 600.0
-"""Seconds for a broadcast in one of torch's own groups, which do not tell their time-out."""
-
-
 def send_weights(
     params: Iterable[Named],
-    group: "WeightGroup | dist.ProcessGroup",
+    group: WeightGroup,
     *,
     version: int,
     bucket_bytes: int = BUCKET_BYTES,
@@ -193,123 +141,81 @@ def send_weights(
         checksum: compare a checksum of each bucket; by default on GPUs only.
 
     Returns:
-        Number of bytes sent, without messages.
+        Number of bytes sent, without headers.
 
     Raises:
         ConfigError: this is not rank 0, or a tensor is sharded.
         WeightSyncError: a member died, failed or was too slow. No member may use this version.
         Exception: as ``params`` raised it; receivers raise a :class:`WeightSyncError` that has it.
     """
-    members = wrap_process_group(group, TIMEOUT_S)
-    if members.rank != 0 or bucket_bytes < ALIGNMENT:
-        raise ConfigError(
-            f"rank {members.rank} cannot send weights in buckets of {bucket_bytes} bytes; rank 0 "
-            "of a weight group sends, and a bucket has some MiB"
-        )
-    checksum = members.device.type == "cuda" if checksum is None else checksum
+    _require_member(group, sends=True)
+    if bucket_bytes < ALIGNMENT:
+        raise ConfigError(f"a bucket of {bucket_bytes} bytes is too small; use some MiB")
+    checksum = group.device.type == "cuda" if checksum is None else checksum
     previous: torch.Tensor | int = 0
     """Checksum of the bucket sent last."""
     count = total = 0
-    is_torn, in_flight = False, list[Any]()
+    in_flight = list[Any]()
     try:
-        in_flight = start_message(members, BEGIN, version=index(version), checksum=checksum)
-        for bucket, records in iter_buckets(params, members, bucket_bytes):
-            is_torn = True
-            body = {"tensors": records, "nbytes": len(bucket), "sum": int(previous)}
-            works = start_message(members, BUCKET, **body)
-            works += _start_bucket(members, bucket)
-            is_torn = False
+        group.send_header(version=index(version), checksum=checksum)
+        for bucket, records in iter_buckets(params, group, bucket_bytes):
+            group.send_header(tensors=records, nbytes=len(bucket), sum=int(previous))
+            works = _start_bucket(group, bucket)
             previous = compute_checksum(bucket) if checksum else 0
-            members.wait(in_flight)
+            group.wait(in_flight)
             in_flight = works
             if len(bucket) > bucket_bytes:  # a tensor's own memory, which may change now
-                members.wait(in_flight)
+                group.wait(in_flight)
                 in_flight = []
             count += len(records)
             total += sum(size for *_, size in records)
-        members.wait(in_flight)
-        members.wait(start_message(members, END, count=count, total=total, sum=int(previous)))
-        members.barrier()
+        group.wait(in_flight)
+        group.send_header(count=count, total=total, sum=int(previous))
+        group.barrier()
     except BaseException as error:
-        if members.broken:  # the others know already
-            raise
-        reason = f"the trainer gave up after {count} tensors of version {version}: {error!r}"
-        if not is_torn:  # otherwise the receivers wait for a bucket, not for a message
-            with suppress(Exception):  # the first error is the one to raise
-                members.wait([*in_flight, *start_message(members, ABORT, reason=reason)])
-        members.fail(reason)
+        group.fail(f"the trainer gave up after {count} tensors of version {version}: {error!r}")
         raise
     return total
 
 
-class WeightStream:
-    """The tensors of one broadcast, in the order in which they are sent; see `receive_weights`.
+@contextmanager
+def receive_weights(group: WeightGroup) -> Iterator[tuple[int, Iterator[Named]]]:
+    """Wait for rank 0 to begin a broadcast; yield its version, the trainer's step, and its tensors.
 
-    ``version`` is the trainer's step. ``on_complete`` is called once all tensors were received,
-    before this member confirms that.
-    """
+    Usage::
 
-    def __init__(self, group: WeightGroup, on_complete: Callable[[], None]) -> None:
-        if group.rank == 0:
-            raise ConfigError("rank 0 of a weight group sends weights; the others receive them")
-        self._group, self._on_complete = group, on_complete
-        try:
-            _, body = read_message(group, post_receive(group), BEGIN)
-        except WeightSyncError as error:
-            group.fail(str(error))
-            raise
-        self.version: int = body["version"]
-        self._tensors = self._iter_tensors(body["checksum"])
+        with receive_weights(group) as (version, tensors):
+            for name, tensor in tensors:
+                ...
 
-    def __iter__(self) -> Iterator[Named]:
-        return self._tensors
-
-    def close(self) -> None:
-        """Skip the remaining tensors; the broadcast then fails for all members."""
-        if getgeneratorstate(self._tensors) == GEN_CREATED:  # closing it would run no code
-            self._group.fail(f"it took nothing of version {self.version}")
-        self._tensors.close()
-
-    def _iter_tensors(self, checksum: bool) -> Generator[Named, None, None]:
-        group, count = self._group, 0
-        try:
-            for named in iter_received(group, checksum):
-                count += 1
-                yield named
-            self._on_complete()
-            group.barrier()
-        except WeightSyncError as error:
-            group.fail(str(error))
-            raise
-        except GeneratorExit:
-            group.fail(f"it took {count} tensors of version {self.version} and no more")
-            raise
-        except BaseException as error:
-            group.fail(f"it could not take version {self.version}: {error!r}")
-            raise
-
-
-def receive_weights(group: "WeightGroup | dist.ProcessGroup") -> WeightStream:
-    """Wait for rank 0 to begin a broadcast, and return its tensors as they arrive.
-
-    Iterating yields the name and the tensor of each parameter. A tensor is in a buffer on the
-    group's device, and valid until the next one is requested. ``version`` is complete, and all
-    members know so, only once the iteration has ended by itself. To stop earlier, call ``close()``.
+    Names and tensors come as they arrive. A tensor is in a buffer on the group's device, and valid
+    until the next one is requested. The end of the ``with`` block confirms the version: it is
+    complete, and all members know so, once the block has been left without an error. An exception
+    in the block fails the broadcast for all members, as does leaving it before the last tensor.
 
     Args:
         group: group of which this process is not rank 0.
 
     Raises:
         ConfigError: this is rank 0.
-        WeightSyncError: here or while iterating: a member died, failed or was too slow, or data was
-            altered in transit. The tensors received so far must not be used.
+        WeightSyncError: at any point: a member died, failed or was too slow, or data was altered in
+            transit. The tensors received so far must not be used.
     """
-    return WeightStream(wrap_process_group(group, TIMEOUT_S), lambda: None)
+    _require_member(group, sends=False)
+    header = group.receive_header()
+    version, tensors = header["version"], iter_received(group, header["checksum"])
+    try:
+        yield version, tensors
+    except BaseException as error:
+        is_ours = isinstance(error, WeightSyncError)
+        group.fail(str(error) if is_ours else f"it could not take version {version}: {error!r}")
+        raise
+    if next(tensors, None) is not None:
+        raise group.fail(f"it did not take all tensors of version {version}")
+    group.barrier()
 
 
-def receive_into(
-    state: Mapping[str, torch.Tensor], group: "WeightGroup | dist.ProcessGroup"
-) -> int:
+def receive_into(state: Mapping[str, torch.Tensor], group: WeightGroup) -> int:
     """Receive a broadcast and copy its tensors into ``state``.
 
     Args:
@@ -326,19 +232,8 @@ def receive_into(
             broadcast for all members. ``state`` is then partly overwritten.
     """
     written: set[int] = set()
-
-    def require_all() -> None:
-        missing = [n for n, t in state.items() if t.numel() and t.data_ptr() not in written]
-        if missing:
-            raise WeightSyncError(
-                f"{len(missing)} of {len(state)} tensors were not sent, {missing[0]!r} first; load "
-                "the same model on both sides"
-            )
-
-    members = wrap_process_group(group, TIMEOUT_S)
-    stream = WeightStream(members, require_all)
-    try:
-        for name, tensor in stream:
+    with receive_weights(group) as (version, tensors):
+        for name, tensor in tensors:
             target = state.get(name)
             if target is None or target.shape != tensor.shape:
                 here = "unknown" if target is None else f"{list(target.shape)}"
@@ -348,9 +243,23 @@ def receive_into(
                 )
             target.detach().copy_(tensor)
             written.add(target.data_ptr())
-    except BaseException as error:
-        is_ours = isinstance(error, WeightSyncError)
-        members.fail(str(error) if is_ours else f"it could not take a tensor: {error!r}")
-        stream.close()
-        raise
-    return stream.version
+        missing = [n for n, t in state.items() if t.numel() and t.data_ptr() not in written]
+        if missing:
+            raise WeightSyncError(
+                f"{len(missing)} of {len(state)} tensors were not sent, {missing[0]!r} first; load "
+                "the same model on both sides"
+            )
+    return version
+
+
+def _require_member(group: WeightGroup, *, sends: bool) -> None:
+    if not isinstance(group, WeightGroup):
+        raise ConfigError(
+            f"a {type(group).__name__} is no weight group; pass what WeightGroupHost.join or "
+            "join_weight_group returned"
+        )
+    if sends != (group.rank == 0):
+        raise ConfigError(
+            f"this is rank {group.rank} of a weight group, of which rank 0 sends weights and all "
+            "others receive them"
+        )

@@ -10,7 +10,7 @@ forward: no commit is newer than the one it names, except one that died before i
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -137,8 +137,9 @@ def _list_weight_files(folder: Path) -> list[Path]:
     return [path for pattern in WEIGHT_FILES for path in folder.glob(pattern)]
 
 
-POLL_S = 0.1
-"""Seconds between two polls of a root that no other node sees."""
+MIN_POLL_S, POLL_S = 0.005, 0.1
+"""Limits of the seconds between two polls of a folder in memory, each one stat; the latter also for
+a root that no other node sees."""
 SHARED_POLL_S = 1.0
 """Seconds between two polls of a shared file system, whose server answers each of them."""
 SCAN_S = 30.0
@@ -146,6 +147,8 @@ SCAN_S = 30.0
 
 CommitSignature = tuple[FileSignature, FileSignature, FileSignature]
 """Of the latest pointer, of the manifest of the step that it names, and of the job's identity."""
+Signature = tuple[FileSignature, CommitSignature]
+"""Of the folder with a node's images, which changes with their version tags, and of the commits."""
 
 
 class CommitNotification:
@@ -203,14 +206,29 @@ class CommitNotification:
             return await asyncio.to_thread(self.read_signature)
         return self.read_signature()
 
-    async def wait_for_change(self, since: CommitSignature | None) -> CommitSignature:
-        """Wait until the signature differs from ``since``, or a scan is due; return it."""
-        scan_at = time.monotonic() + SCAN_S
+    async def wait_for_change(
+        self,
+        since: Signature | None,
+        within_s: float = SCAN_S,
+        read_images: Callable[[], FileSignature] | None = None,
+    ) -> Signature:
+        """Wait until the signature differs from ``since``; return it, at the latest ``within_s``.
+
+        ``read_images`` returns the signature of a folder in memory. It is called at intervals of a
+        twentieth of the time that has passed.
+        """
+        began = polled = now = time.monotonic()
+        commits = await self.poll()
         while True:
-            signature = await self.poll()
-            if signature != since or time.monotonic() >= scan_at:
+            signature = read_images() if read_images else None, commits
+            if signature != since or now - began >= within_s:
                 return signature
-            await asyncio.sleep(self.poll_s)
+            elapsed_s = now - began
+            pause_s = min(max(MIN_POLL_S, elapsed_s / 20), POLL_S) if read_images else self.poll_s
+            await asyncio.sleep(pause_s)
+            now = time.monotonic()
+            if now - polled >= self.poll_s:
+                polled, commits = now, await self.poll()
 
     def _read_file_signature(self, path: Path) -> FileSignature:
         if self._is_shared:

@@ -11,33 +11,26 @@ its commit. No record is kept of the versions that readers serve.
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from trinity_sync.fs.atomic import FileSignature, read_signature
+from trinity_sync.fs.atomic import read_signature
 from trinity_sync.layout import job_id_of
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.spool import JobSpool, require_own_folder
 from trinity_sync.storage.runs import Run, list_runs
-from trinity_sync.weights.committed import SCAN_S, CommitNotification, CommitSignature
+from trinity_sync.weights.committed import SCAN_S, CommitNotification, Signature
 from trinity_sync.weights.versions import ImageRef, Registry, Version, VersionRegistry
 
 logger = logging.getLogger(__name__)
 
-MIN_POLL_S, MAX_POLL_S = 0.005, 0.1
-"""Limits of the seconds between two polls of the spool's folder, each one stat in memory; the
-interval is a twentieth of the time that a process has waited."""
 RETRY_S = 1.0
 """Seconds before versions that could not be read are read again."""
 TICK_S = 0.1
 """Seconds after which a change to a folder gives it another time. Kernels take file times from a
 clock that ticks every 1 to 10 ms."""
-
-Signature = tuple[FileSignature, CommitSignature]
-"""Of the spool's folder, which changes with its version tags, and of the commits."""
 
 
 class FileRegistry(Registry):
@@ -66,9 +59,7 @@ class FileRegistry(Registry):
         """
         return self._read_versions().newest(readable=True)
 
-    async def wait_newer(
-        self, than: int, timeout_s: float | None, run: int | None, identity: str = ""
-    ) -> Version | None:
+    async def wait_newer(self, than: int | Version, timeout_s: float | None) -> Version | None:
         """As `Registry.wait_newer`.
 
         Files are read in threads, so the event loop never waits for a disk or a file server.
@@ -78,8 +69,7 @@ class FileRegistry(Registry):
         """
 
         def find(scan: bool = False) -> Version | None:
-            found = self._read_versions(scan)
-            return found.newer(than, run, readable=True, identity=identity)
+            return self._read_versions(scan).newer(than, readable=True)
 
         found = await asyncio.to_thread(find)
         if found is None:
@@ -89,11 +79,15 @@ class FileRegistry(Registry):
 
     async def _wait_next(self, find: Callable[..., Version | None]) -> Version:
         seen: Signature | None = None
-        scan = False
+        is_settled = False
         while True:
-            signature = read_signature(self._spool.folder), await self._commits.poll()
+            signature = await self._commits.wait_for_change(
+                seen,
+                SCAN_S if is_settled else TICK_S,
+                lambda: read_signature(self._spool.folder),
+            )
             try:
-                if found := await asyncio.to_thread(find, scan=scan):
+                if found := await asyncio.to_thread(find, scan=is_settled and signature == seen):
                     return found
             except OSError as error:
                 logger.warning("cannot read versions of %s, will retry: %s", self._root, error)
@@ -101,26 +95,6 @@ class FileRegistry(Registry):
                 continue
             # a change within the same tick does not change the signature
             is_settled, seen = signature == seen, signature
-            scan = (
-                not await self._wait_for_change(signature, SCAN_S if is_settled else TICK_S)
-                and is_settled
-            )
-
-    async def _wait_for_change(self, signature: Signature, within_s: float) -> bool:
-        """Return whether version tags or commits change within ``within_s`` seconds."""
-        images, commits = signature
-        began = polled = now = time.monotonic()
-        while now - began < within_s:
-            pause_s = max(MIN_POLL_S, (now - began) / 20)
-            await asyncio.sleep(min(pause_s, MAX_POLL_S))
-            now = time.monotonic()
-            if read_signature(self._spool.folder) != images:
-                return True
-            if now - polled >= self._commits.poll_s:
-                polled = now
-                if await self._commits.poll() != commits:
-                    return True
-        return False
 
     def _read_versions(self, scan: bool = False) -> VersionRegistry:
         identity = read_identity(self._root)

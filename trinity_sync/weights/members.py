@@ -9,8 +9,7 @@ the meta data of its weights; ``setup_weight_sync_group``, ``set_state_dict_meta
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from trinity_sync.errors import WeightSyncError
@@ -53,6 +52,8 @@ class Members:
             WeightSyncError: a member is no actor, failed, died or did not answer in time. Members
                 that had joined leave again.
         """
+        from ray.exceptions import RayError
+
         trainer, group = await self._find(self._settings.trainer), self._settings.group
         if trainer is None:
             raise WeightSyncError(
@@ -60,41 +61,25 @@ class Members:
                 f"{self._namespace!r}; start it there, or name it in the settings"
             )
         explorers, workers = await self._find_explorers(), self._settings.explorer_world_size
-        names = ", ".join(explorers)
-        failure = f"the group {group!r} of trainer and {names} was not formed"
         try:
-            with _name_failure(failure, timeout_s):
-                info = trainer.get_weight_sync_info.remote()
-                address, port, meta = await asyncio.wait_for(info, timeout_s)
-                join = (address, port, 1 + workers * len(explorers), group, timeout_s)
-                calls = []
-                for index, explorer in enumerate(explorers.values()):
-                    own = {"rank_offset": 1 + index * workers} if len(explorers) > 1 else {}
-                    calls.append(explorer.setup_weight_sync_group.remote(*join, **own))
-                calls.append(trainer.setup_weight_sync_group.remote(*join))
-                await asyncio.wait_for(asyncio.gather(*calls), timeout_s)
-                await _send_meta(explorers, meta, timeout_s)
-        except WeightSyncError:
-            await self.leave_group(min(timeout_s, 10.0))
-            raise
-
-    async def send_group_address(self, address: str, port: int, meta: Any) -> None:
-        """Send explorers the address of the trainer's group, for a trainer that joins by itself.
-
-        Address and port are those of rank 0. ``meta``, unless None, has name, dtype and shape of
-        each tensor.
-
-        Raises:
-            WeightSyncError: an explorer is no actor, failed, died or did not answer in time.
-        """
-        explorers, timeout_s = await self._find_explorers(), self._settings.timeout_s
-        names = ", ".join(explorers)
-        failure = f"the address of the group at {address}:{port} was not sent to {names}"
-        with _name_failure(failure, timeout_s):
-            calls = [e.setup_weight_sync_group.remote(address, port) for e in explorers.values()]
+            info = trainer.get_weight_sync_info.remote()
+            address, port, meta = await asyncio.wait_for(info, timeout_s)
+            join = (address, port, 1 + workers * len(explorers), group, timeout_s)
+            calls = []
+            for index, explorer in enumerate(explorers.values()):
+                own = {"rank_offset": 1 + index * workers} if len(explorers) > 1 else {}
+                calls.append(explorer.setup_weight_sync_group.remote(*join, **own))
+            calls.append(trainer.setup_weight_sync_group.remote(*join))
             await asyncio.wait_for(asyncio.gather(*calls), timeout_s)
-            if meta is not None:
-                await _send_meta(explorers, meta, timeout_s)
+            calls = [each.set_state_dict_meta.remote(meta) for each in explorers.values()]
+            await asyncio.wait_for(asyncio.gather(*calls), timeout_s)
+        except (RayError, asyncio.TimeoutError) as error:
+            await self.leave_group(min(timeout_s, 10.0))
+            reason = str(error) or f"no answer within {timeout_s:g} s"
+            raise WeightSyncError(
+                f"the group {group!r} of trainer and {', '.join(explorers)} was not formed: "
+                f"{reason}. See the logs of these actors, and set it up again."
+            ) from error
 
     async def leave_group(self, timeout_s: float) -> None:
         """Make all members leave, explorers first, so no broadcast is in flight. Never raises.
@@ -166,22 +151,3 @@ class Members:
         else:
             barrier.set_explorer(explorer, Status.STOPPED)
         await self._registry.notify()
-
-
-async def _send_meta(explorers: Mapping[str, Any], meta: Any, timeout_s: float) -> None:
-    calls = [each.set_state_dict_meta.remote(meta) for each in explorers.values()]
-    await asyncio.wait_for(asyncio.gather(*calls), timeout_s)
-
-
-@contextmanager
-def _name_failure(failure: str, timeout_s: float) -> Iterator[None]:
-    """Raise a failed, dead or silent actor's error as a WeightSyncError that begins so."""
-    from ray.exceptions import RayError
-
-    try:
-        yield
-    except (RayError, asyncio.TimeoutError) as error:
-        reason = str(error) or f"no answer within {timeout_s:g} s"
-        raise WeightSyncError(
-            f"{failure}: {reason}. See the logs of these actors, and set it up again."
-        ) from error

@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,16 @@ from typing import Any
 import torch
 
 from trinity_sync.errors import ConfigError, WeightSyncError
-from trinity_sync.tensors.unshard import Slice
 from trinity_sync.weights.committed import find_newest_version
-from trinity_sync.weights.delta_cache import DeltaCache
 from trinity_sync.weights.file_registry import FileRegistry
 from trinity_sync.weights.ray_cluster import in_ray_cluster
 from trinity_sync.weights.version_view import Target, VersionOpener, VersionView, list_targets
-from trinity_sync.weights.versions import Registry, Version, VersionUnavailableError
+from trinity_sync.weights.versions import (
+    ImageCopy,
+    Registry,
+    Version,
+    VersionUnavailableError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -57,14 +60,11 @@ class WeightReader:
         root: the job's root; required without a Synchronizer.
         role: role of the weights, as the trainer's `upload` names it; by default that of the
             Synchronizer, or ``actor``.
-        deltas: keep a private copy of weights in the memory of other nodes, and fetch what has
-            changed, where there is a delta; otherwise the full version. Images of this node are
-            read in place.
         dtype: dtype to which floating-point tensors are rounded as they are copied, e.g.
-            ``torch.bfloat16`` for a trainer with ``float32`` master weights; deltas are of the
-            rounded elements. Not rounded is what `load_into` loads into a ``float32`` tensor, what
-            `WeightFolder` finds in the model's ``_keep_in_fp32_modules``, and what ``keep_float32``
-            names. By default tensors keep the trainer's dtypes, and targets have them as well.
+            ``torch.bfloat16`` for a trainer with ``float32`` master weights. Not rounded is what
+            `load_into` loads into a ``float32`` tensor, what `WeightFolder` finds in the model's
+            ``_keep_in_fp32_modules``, and what ``keep_float32`` names. By default tensors keep the
+            trainer's dtypes, and targets have them as well.
         verify: compare the digests of files that are read from a commit, not their sizes alone.
         timeout_s: seconds to look for a version that can be opened before raising.
 
@@ -82,7 +82,6 @@ class WeightReader:
         name: str,
         root: str | Path | None = None,
         role: str | None = None,
-        deltas: bool = False,
         dtype: torch.dtype | None = None,
         verify: bool = False,
         timeout_s: float = 60.0,
@@ -91,23 +90,14 @@ class WeightReader:
         self._role = role
         self._name = name
         self._opener = VersionOpener(name, verify=verify, node=self._registry.node, dtype=dtype)
-        self._cache = DeltaCache() if deltas else None
         self._timeout_s = timeout_s
         self.dtype = dtype
         self.version: Version | None = None
 
-    @property
-    def delta_bytes(self) -> int | None:
-        """Bytes of the deltas that made the version read last from memory; None if read in full."""
-        return self._cache.delta_bytes if self._cache else None
-
     async def wait_newer(
         self,
-        than: int | None = None,
+        than: int | Version | None = None,
         timeout_s: float | None = None,
-        *,
-        run: int | None = None,
-        identity: str | None = None,
     ) -> Version | None:
         """Wait for a version that can be read and is newer than the one read last.
 
@@ -115,11 +105,9 @@ class WeightReader:
         whatever their steps.
 
         Args:
-            than: step that the version has to be beyond, instead of that of the version read last.
+            than: version that it has to be newer than, or a step that it has to be beyond; by
+                default the version read last. The same step of a later run is newer than a version.
             timeout_s: seconds to wait; None waits without limit.
-            run: number of the run that made step ``than``; by default that of the version read
-                last.
-            identity: identity of the job that made it, as in a version; by default likewise.
 
         Returns:
             The newest version; None at the time-out.
@@ -127,19 +115,17 @@ class WeightReader:
         Raises:
             WeightSyncError: the Synchronizer was stopped, or lost.
         """
-        last = self.version
-        beyond = than if than is not None else last.step if last else -1
-        if run is None and last:
-            run = last.run
-        if identity is None:
-            identity = last.identity if last else ""
-        return await self._registry.wait_newer(beyond, timeout_s, run, identity)
+        if than is None:
+            than = self.version or -1
+        return await self._registry.wait_newer(than, timeout_s)
 
     @contextmanager
     def open(
         self, version: Version | None = None, *, keep_float32: Collection[str] = ()
     ) -> Iterator[VersionView]:
         """Open a version, which is neither changed nor removed within the ``with`` block.
+
+        Once the block has ended without an error, the reader counts as serving the version.
 
         Args:
             version: version to open; by default the newest that can be read. If it is no longer
@@ -167,6 +153,7 @@ class WeightReader:
                         continue
                     yield view
                 self.version = view.version
+                self._registry.set_serving(self._name, view.version.step, view.version.run)
                 return
             if time.monotonic() >= deadline:
                 raise WeightSyncError(
@@ -182,7 +169,6 @@ class WeightReader:
         self,
         version: Version | None = None,
         *,
-        slices: Mapping[str, Slice] | None = None,
         keep_float32: Collection[str] = (),
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and full tensors of a version, one at a time.
@@ -195,35 +181,25 @@ class WeightReader:
         Args:
             version: version to read; by default the newest. If it is no longer available, a newer
                 one is read.
-            slices: parts of tensors to return, by name: (dimension, start, stop).
             keep_float32: as for `open`.
 
         Raises:
-            WeightSyncError: no version could be opened, see `open`; or a slice is of an unknown
-                tensor, or outside of it.
+            WeightSyncError: no version could be opened, see `open`.
         """
         with self.open(version, keep_float32=keep_float32) as view:
-            yield from view.iter_tensors(slices)
-        self._registry.set_serving(self._name, view.version.step, view.version.run)
+            yield from view.iter_tensors()
 
-    def load_into(
-        self,
-        target: Target,
-        version: Version | None = None,
-        *,
-        slices: Mapping[str, Slice] | None = None,
-    ) -> int:
+    def load_into(self, target: Target, version: Version | None = None) -> int:
         """Copy a version into a module or a dict of tensors, on any device.
 
         Nothing else may use the target meanwhile.
 
         Args:
             target: module, also in a wrapper of torch, or tensors by name; every parameter and
-                buffer is filled. Shapes and dtypes are those of the trainer's full tensors, or of
-                ``slices`` and ``dtype``.
+                buffer is filled. Shapes and dtypes are those of the trainer's full tensors, or the
+                reader's ``dtype``.
             version: version to load; by default the newest. If it is no longer available, a newer
                 one is loaded.
-            slices: parts of tensors to copy, by name: (dimension, start, stop).
 
         Returns:
             Step of the version that the target holds now.
@@ -235,8 +211,7 @@ class WeightReader:
         targets = list_targets(target) if self.dtype else {}
         kept = [name for name, tensor in targets.items() if tensor.dtype is torch.float32]
         with self.open(version, keep_float32=kept) as view:
-            view.load_into(target, slices)
-        self._registry.set_serving(self._name, view.version.step, view.version.run)
+            view.load_into(target)
         return view.version.step
 
     def close(self) -> None:
@@ -272,29 +247,15 @@ class WeightReader:
                 f"of {version.root} serves {version.role!r}; start it with that role in "
                 "SyncSettings, or read from files, in a process outside of the Ray cluster"
             )
-        if self._cache:
-            self._cache.delta_bytes = None
         if version.source == "checkpoint":
             return self._opener.open_checkpoint(version, kept)
         if version.source == "memory":
 
-            def left_s() -> float:
-                return max(0.0, deadline - time.monotonic())
+            def fetch(ranks: Sequence[int]) -> Sequence[ImageCopy]:
+                left_s = max(0.0, deadline - time.monotonic())
+                return self._registry.fetch_images(version, ranks, left_s)
 
-            fetch = self._registry.fetch_images
-            full = self._opener.open_images(
-                version, lambda ranks: fetch(version, ranks, left_s()), kept
-            )
-            here = self._registry.node
-            if self._cache is None or all(here in (None, ref.node) for ref in version.images):
-                return full
-            ranks = range(len(version.images))
-            return self._cache.open(
-                version,
-                full,
-                lambda base, spans: fetch(version, ranks, left_s() / 2, base, spans),
-                kept,
-            )
+            return self._opener.open_images(version, fetch, kept)
         raise WeightSyncError(
             f"version {version.step} is broadcast ({version.source}); join the broadcast, or set "
             "the trainer's sync_method to memory or checkpoint"

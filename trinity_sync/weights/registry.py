@@ -8,7 +8,7 @@ written is logged and written again at the next change: weight sync does not dep
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -61,8 +61,8 @@ class AsyncVersionRegistry:
         logger.warning("%s was recreated: dropping the versions of the old root", self.root)
         self.versions, self._written = VersionRegistry(), {}
 
-    async def refresh(self, *, read_commits: bool = False, scan: bool = False) -> bool:
-        """Read the runs that began since the last call; return whether there is a newer commit.
+    async def refresh(self, *, read_commits: bool = False, scan: bool = False) -> None:
+        """Read the runs that began since the last call.
 
         Superseded versions are removed. The newest commit is read if a run began, or with
         ``read_commits`` or ``scan``, which reads the manifests of all commits.
@@ -74,26 +74,23 @@ class AsyncVersionRegistry:
         self.identity = identity or self.identity
         runs = await asyncio.to_thread(self._runs)
         if not self.versions.add_runs(runs) and not read_commits and not scan:
-            return False
+            return
         found = await asyncio.to_thread(self._notification.find_newest, runs, scan=scan)
-        is_newer = self._record_committed(found)
+        self._record_committed(found)
         await self.notify()
-        return is_newer
 
-    async def commits(self) -> AsyncIterator[None]:
-        """Record commits as they appear, without end; each item is a newer one."""
+    async def follow_commits(self) -> None:
+        """Record commits as they appear, without end."""
         seen = None
         while True:
             signature = await self._notification.wait_for_change(seen)
             try:
-                is_newer = await self.refresh(read_commits=True, scan=signature == seen)
+                await self.refresh(read_commits=True, scan=signature == seen)
             except (TrinitySyncError, OSError) as error:
                 logger.warning("cannot read the commits of %s, will retry: %s", self.root, error)
                 await asyncio.sleep(RETRY_S)
                 continue
             seen = signature
-            if is_newer:
-                yield
 
     async def record(self, version: Version) -> bool:
         """Record a version, wake waits, write the state file; return whether it is the newest."""
@@ -194,14 +191,10 @@ class AsyncVersionRegistry:
             logger.warning("%s", error)
             return []
 
-    def _record_committed(self, version: Version | None) -> bool:
+    def _record_committed(self, version: Version | None) -> None:
         newest = self.versions.newest("checkpoint")
-        if version is None:
-            return False
-        if newest and (newest.run, newest.step) >= (version.run, version.step):
-            return False
-        self.versions.record(version, self.now())
-        return True
+        if version and not (newest and (newest.run, newest.step) >= (version.run, version.step)):
+            self.versions.record(version, self.now())
 
 
 def resolve_root(root: str | Path) -> str:

@@ -17,7 +17,6 @@ from typing import Any
 
 from trinity_sync.errors import ConfigError, StackError
 from trinity_sync.layout import job_id_of
-from trinity_sync.weights.delta import Spans
 from trinity_sync.weights.object_store import ObjectRefs
 from trinity_sync.weights.ray_cluster import (
     NAMESPACE,
@@ -117,7 +116,7 @@ class Synchronizer(TrinityMethods):
         write_address(root, name, namespace)
         super().__init__(root, namespace, settings)
         self._object_refs = ObjectRefs()
-        self._registry.run_in_background(self._follow_commits())
+        self._registry.run_in_background(self._registry.follow_commits())
 
     async def restore_address(self) -> None:
         """Write the address file again if the root was recreated, for readers to find the actor."""
@@ -181,38 +180,28 @@ class Synchronizer(TrinityMethods):
         """
         return self._registry.versions.newest(source, readable=readable)
 
-    async def get_image_refs(
-        self,
-        run: int,
-        step: int,
-        ranks: Sequence[int],
-        base: Version | None = None,
-        spans: Sequence[Spans] = (),
-    ) -> list[list[Any]]:
-        """Return object references of images, or of their deltas; see ``object_store``.
+    async def get_image_refs(self, run: int, step: int, ranks: Sequence[int]) -> list[list[Any]]:
+        """Return object references of images; see ``object_store``.
 
-        They are created for the first caller, and the same for all that have the same base.
+        They are created for the first caller, and the same for all.
 
         Args:
             run: the version's run.
             step: the version's step.
             ranks: whose images.
-            base: version that the reader has, for deltas.
-            spans: for each rank, byte ranges of its image that the reader rounds, for deltas.
 
         Returns:
-            For each rank the references of version tag and bytes, or that of its delta.
+            For each rank the references of version tag and bytes.
 
         Raises:
-            VersionUnavailableError: the version is not the newest in memory, or the images of
-                ``base`` are on other nodes.
+            VersionUnavailableError: the version is not the newest in memory.
         """
         newest = self._registry.versions.newest("memory")
         if newest is None or (newest.run, newest.step) != (run, step):
             raise VersionUnavailableError(
                 f"version {step} (run {run}) is no longer the newest in memory"
             )
-        return self._object_refs.get_refs(newest, ranks, base, spans)
+        return self._object_refs.get_refs(newest, ranks)
 
     def _require_role(self, version: Version) -> None:
         if version.role != self._settings.role:
@@ -224,30 +213,25 @@ class Synchronizer(TrinityMethods):
 
     async def wait_newer(
         self,
-        than: int,
+        than: int | Version,
         timeout_s: float | None = None,
-        run: int | None = None,
         *,
         readable: bool = False,
-        identity: str = "",
     ) -> Version | None:
         """Wait for a newer version.
 
         Args:
-            than: step that the version has to be beyond.
+            than: version that it has to be newer than, or a step that it has to be beyond. Than a
+                version, the same step of a later run is newer, and any step of another job, which
+                is in the root now.
             timeout_s: seconds to wait; None waits without limit.
-            run: number of the run that made step ``than``; with it, the same step of a later run
-                counts as newer.
             readable: wait for a version that a reader can open, from memory or a commit.
-            identity: identity of the job that made step ``than``, if it is known; a version of
-                another job, which is in the root now, is newer.
 
         Returns:
             The newest version; None at the time-out.
         """
         return await self._registry.until(
-            lambda: self._registry.versions.newer(than, run, readable=readable, identity=identity),
-            timeout_s,
+            lambda: self._registry.versions.newer(than, readable=readable), timeout_s
         )
 
     async def set_serving(self, reader: str, step: int | None, run: int | None = None) -> None:
@@ -267,13 +251,6 @@ class Synchronizer(TrinityMethods):
     async def readers(self) -> tuple[Reader, ...]:
         """Return the version that each reader serves, and its staleness."""
         return self._registry.versions.readers(self._registry.now())
-
-    async def _follow_commits(self) -> None:
-        async for _ in self._registry.commits():
-            self._on_newer_commit()
-
-    def _on_newer_commit(self) -> None:
-        """Handle a commit that is the newest of the job; subclasses override it."""
 
     async def explorers(self) -> dict[str, Status]:
         """Return the status of each known explorer, by name."""

@@ -271,21 +271,6 @@ class TrinityMethods:
             self._last_rendezvous = rendezvous
         return rendezvous.version
 
-    async def setup_weight_sync_group(
-        self, master_address: str, master_port: int, state_dict_meta: Any = None
-    ) -> None:
-        """Send the explorers the address of the trainer's group.
-
-        Args:
-            master_address: host of the trainer's rank 0.
-            master_port: port that rank 0 listens on.
-            state_dict_meta: name, dtype and shape of each tensor.
-
-        Raises:
-            WeightSyncError: an explorer cannot be reached, failed, or did not answer in time.
-        """
-        await self._members.send_group_address(master_address, master_port, state_dict_meta)
-
     async def coordinate_weight_sync_setup(self, timeout: float | None = None) -> None:
         """Make trainer and explorers form the process group of a broadcast.
 

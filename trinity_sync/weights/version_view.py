@@ -35,10 +35,8 @@ from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import FileRecord
 from trinity_sync.tensors.unshard import (
     FullTensor,
-    Slice,
     combine_tensor,
     copy_full_tensors,
-    find_slices,
     map_names,
     plan_unshard,
     round_plan,
@@ -68,21 +66,13 @@ class VersionView:
         """Names of the tensors that are rounded as they are read."""
         return {n for full in self.plan if full.read_dtype != full.dtype for n in full.names}
 
-    def iter_tensors(
-        self, slices: Mapping[str, Slice] | None = None
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def iter_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and full tensors, one at a time; tied tensors once, under their first name.
 
         Each tensor is on the CPU, in memory of its own.
-
-        Args:
-            slices: parts of tensors to return, by name: (dimension, start, stop).
-
-        Raises:
-            WeightSyncError: a slice is of an unknown tensor, or outside of it.
         """
-        for full, cut in find_slices(self.plan, slices or {}):
-            yield full.names[0], combine_tensor(full, self.images, cut)
+        for full in self.plan:
+            yield full.names[0], combine_tensor(full, self.images)
 
     def list_named(self) -> list[tuple[tuple[str, ...], tuple[int, ...], torch.dtype]]:
         """Return names, full shape and dtype of each tensor, in the order of `iter_tensors`."""
@@ -110,18 +100,17 @@ class VersionView:
             for name in full.names:
                 yield name, tensor
 
-    def load_into(self, target: Target, slices: Mapping[str, Slice] | None = None) -> None:
+    def load_into(self, target: Target) -> None:
         """Copy every tensor into the parameter or buffer of its name, in one copy.
 
         Args:
             target: a module, or tensors by name, on any device; every one is filled.
-            slices: parts of tensors to copy, by name: (dimension, start, stop).
 
         Raises:
             WeightSyncError: names, shapes or dtypes differ, or a target is a DTensor or on the meta
                 device; nothing was loaded.
         """
-        copy_full_tensors(self.plan, self.images, list_targets(target), slices or {})
+        copy_full_tensors(self.plan, self.images, list_targets(target))
 
 
 def list_targets(target: Target) -> dict[str, torch.Tensor]:

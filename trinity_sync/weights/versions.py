@@ -15,10 +15,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from trinity_sync.errors import WeightSyncError
+from trinity_sync.errors import ConfigError, WeightSyncError
 from trinity_sync.snapshot.ticket import VersionTag
 from trinity_sync.storage.runs import Run, find_superseding_run
-from trinity_sync.weights.delta import Spans
 
 Source = Literal["memory", "checkpoint", "nccl"]
 """Trinity's ``sync_method``: images in the trainer's spool, a committed step, or a broadcast."""
@@ -87,35 +86,24 @@ class Registry(ABC):
         """Return the newest version that can be read; None if there is none."""
 
     @abstractmethod
-    async def wait_newer(
-        self, than: int, timeout_s: float | None, run: int | None, identity: str = ""
-    ) -> Version | None:
-        """Wait for a newer version that can be read; return None at the time-out.
+    async def wait_newer(self, than: int | Version, timeout_s: float | None) -> Version | None:
+        """Wait for a version that can be read, and is newer as `VersionRegistry.newer` says.
 
-        ``run`` of the job ``identity`` made step ``than``; None and an empty identity are unknown.
-        A version of another job, which is in the root now, is newer. A ``timeout_s`` of None waits
-        without limit.
+        Return None at the time-out; a ``timeout_s`` of None waits without limit.
         """
 
     def set_serving(self, reader: str, step: int, run: int) -> None:  # noqa: B027
         """Record the version that a reader serves; by default there is no record."""
 
     def fetch_images(
-        self,
-        version: Version,
-        ranks: Sequence[int],
-        timeout_s: float,
-        base: Version | None = None,
-        spans: Sequence[Spans] = (),
-    ) -> Sequence[Any]:
+        self, version: Version, ranks: Sequence[int], timeout_s: float
+    ) -> Sequence[ImageCopy]:
         """Fetch images that are on other nodes, of the newest version in memory.
 
-        They are in the order of ``ranks``, each an `ImageCopy`; or each an `ImageDelta` from
-        ``base``, a version that the reader has. For each rank, ``spans`` are then the byte ranges
-        of its image that the reader rounds. ``timeout_s`` is for all of them.
+        They are in the order of ``ranks``; ``timeout_s`` is for all of them.
 
         Raises:
-            VersionUnavailableError: an image cannot be fetched, or there is no delta; by default.
+            VersionUnavailableError: an image cannot be fetched; by default.
         """
         raise VersionUnavailableError(
             f"images of ranks {list(ranks)} of version {version.step} are on other nodes; to read "
@@ -232,30 +220,23 @@ class VersionRegistry:
         keys = [key for key, found in self._versions.items() if key[1] == step and source in found]
         return self._versions[max(keys)][source] if keys else None
 
-    def newer(
-        self,
-        than: int,
-        run: int | None = None,
-        *,
-        readable: bool = False,
-        identity: str = "",
-    ) -> Version | None:
-        """Return the newest version if it is newer than step ``than`` of ``run``, otherwise None.
+    def newer(self, than: int | Version, *, readable: bool = False) -> Version | None:
+        """Return the newest version if it is newer than a version or a step, otherwise None.
 
-        Without ``run``, a step beyond the newest version counts as older if the newest run made
-        that version: the newest run has not reached the step, so an earlier, superseded run made
-        it. The same step of a later run is newer only if ``run`` is given. A version of another
-        job, which is in the root now, is newer whatever its step; an empty ``identity`` is unknown.
+        Than a version, a later run and another job, which is in the root now, are newer whatever
+        the step. Than a step of an unknown run, the newest version is newer if it is beyond the
+        step; also below it, if the newest run made it: that run has not reached the step, so an
+        earlier, superseded run made it.
         """
         newest = self.newest(readable=readable)
         if newest is None:
             return None
-        if "" not in (identity, newest.identity) and identity != newest.identity:
-            return newest
-        if run is not None:
-            return newest if (newest.run, newest.step) > (run, than) else None
-        resumed = newest.run == self.run > 1
-        return newest if newest.step > than or (resumed and newest.step < than) else None
+        if isinstance(than, Version):
+            is_newer = than.is_older_than(newest) or than.is_of_other_job(newest)
+        else:
+            resumed = newest.run == self.run > 1
+            is_newer = newest.step > than or (resumed and newest.step < than)
+        return newest if is_newer else None
 
     @property
     def run(self) -> int:
@@ -336,3 +317,34 @@ class VersionRegistry:
 
     def _remove(self, key: Key) -> None:
         del self._versions[key], self._known_at[key]
+
+
+@dataclass(frozen=True)
+class RolloutGate:
+    """Accepts rollouts of weights that are at most ``max_lag`` trainer steps old.
+
+    Args:
+        max_lag: largest number of steps between rollout and training; 0 is on-policy.
+
+    Raises:
+        ConfigError: ``max_lag`` is negative.
+    """
+
+    max_lag: int
+
+    def __post_init__(self) -> None:
+        if self.max_lag < 0:
+            raise ConfigError(f"max_lag {self.max_lag} would let no rollout pass; 0 is on-policy")
+
+    def accepts(self, made_by: int, trainer_step: int, *, resumed_at: int | None = None) -> bool:
+        """Return whether to train at ``trainer_step`` on a rollout.
+
+        Args:
+            made_by: step of the weights that generated it.
+            trainer_step: current step of the trainer.
+            resumed_at: step that training resumed from, for a rollout of an earlier run (the
+                ``run`` of its `Version` differs). Weights beyond that step were superseded, and
+                count as being of that step.
+        """
+        shared = made_by if resumed_at is None else min(made_by, resumed_at)
+        return trainer_step - shared <= self.max_lag

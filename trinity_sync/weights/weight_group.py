@@ -5,6 +5,9 @@ to the store of the group, closes its connections, and waits for the other membe
 the error names those that stay silent. Three quarters of the time-out are for the broadcast, the
 rest for this roll call.
 
+What is said about the weights, and the reason of a failure, goes through the store: only bytes of
+weights go through the backend.
+
 The trainer's rank 0 and the explorers' workers are in different default groups, or in none. So the
 group is made of torch's public parts without a default group: a ``TCPStore`` on rank 0, at a port
 that the kernel chooses, for the rendezvous of the members, and a ``ProcessGroupGloo`` or
@@ -13,24 +16,21 @@ that the kernel chooses, for the rendezvous of the members, and a ``ProcessGroup
 The NCCL side has not run on a GPU yet.
 """
 
+import json
 import os
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from trinity_sync.errors import ConfigError, WeightSyncError
-from trinity_sync.tensors.torch_private import (
-    get_group_devices,
-    make_gloo_options,
-    make_nccl_options,
-)
+from trinity_sync.tensors.torch_private import make_gloo_options, make_nccl_options
 
 BROADCAST_FRACTION = 0.75
 """Part of the time-out that a broadcast may take; the rest is for the roll call."""
@@ -41,31 +41,33 @@ WORK_POLL_S, STORE_POLL_S = 0.001, 1.0
 class WeightGroup:
     """Process group in which rank 0 sends weights and all other ranks receive them.
 
-    Made by `WeightGroupHost.join`, `join_weight_group` and `wrap_process_group`. One call at a
-    time: all members send or receive the same version. After an error the group is broken: each
-    call raises, and all members have to join a new one.
+    Made by `WeightGroupHost.join` and `join_weight_group`. One call at a time: all members send or
+    receive the same version. After an error the group is broken: each call raises, and all members
+    have to join a new one.
 
-    ``store`` is None for a group of torch's. A broadcast and the roll call after its failure take
-    at most ``timeout_s``. An ``owned`` backend is aborted when the group breaks or is closed. A
-    ``watched`` backend does not notice failed members, so the store is polled while waiting.
+    A broadcast and the roll call after its failure take at most ``timeout_s``. A ``watched``
+    backend does not notice failed members, so the store is polled while waiting.
     """
 
     def __init__(
         self,
         backend: Any,
-        store: Store | None,
+        store: Store,
         *,
         rank: int,
         world_size: int,
         device: torch.device,
         timeout_s: float,
-        owned: bool = True,
         watched: bool = False,
     ) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
         self.timeout_s = timeout_s
-        self._backend, self._store, self._owned = backend, store, owned
+        self._backend, self._store = backend, cast(Any, store)
         self._watched = watched
+        self._headers = 0
+        """Number of headers that were sent and read."""
+        self._unread: list[str] = []
+        """Keys, at rank 0, of headers that not all members have confirmed."""
         self._limit = timedelta(seconds=timeout_s * BROADCAST_FRACTION)
         self._broken: str | None = None
         self._buffers: dict[int, torch.Tensor] = {}
@@ -81,7 +83,38 @@ class WeightGroup:
             self._broken = "it was closed"
         self._buffers.clear()
         self._abort()
-        self._backend = self._store = None
+        self._store = None  # rank 0's ends the connections of all others
+
+    def send_header(self, **body: Any) -> None:
+        """Send JSON values to all members, from rank 0.
+
+        Raises:
+            WeightSyncError: the group is broken.
+        """
+        self._require_usable()
+        self._store.set(self._header_key, json.dumps(body))
+        self._unread.append(self._header_key)
+        self._headers += 1
+
+    def receive_header(self) -> dict[str, Any]:
+        """Wait for the next header of rank 0.
+
+        Raises:
+            WeightSyncError: rank 0 died, failed or did not send one in time.
+        """
+        self._require_usable()
+        try:
+            self._store.wait([self._header_key], self._limit)
+            body: dict[str, Any] = json.loads(self._store.get(self._header_key))
+        except dist.DistStoreError as error:
+            seconds = self._limit.total_seconds()
+            raise self.fail(f"rank 0 sent nothing for {seconds:g} s") from error
+        except RuntimeError as error:
+            raise self.fail(first_line(error)) from error
+        if not body:
+            raise self.fail("the broadcast was ended")
+        self._headers += 1
+        return body
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
         """Start to send ``tensor`` from rank 0, or to receive it; return the work for `wait`."""
@@ -98,8 +131,8 @@ class WeightGroup:
         """
         for work in works:
             try:
-                if self._watched and self._store is not None:
-                    self._poll(work, self._store)
+                if self._watched:
+                    self._poll(work)
                 work.wait(self._limit)
             except RuntimeError as error:
                 raise self.fail(first_line(error)) from error
@@ -114,6 +147,8 @@ class WeightGroup:
         options = dist.AllreduceOptions()
         options.timeout = self._limit
         self.wait([self._start("allreduce", present, options)])
+        while self._unread:
+            self._store.delete_key(self._unread.pop())
 
     def get_buffer(self, index: int, nbytes: int) -> torch.Tensor:
         """Return a buffer that is kept from one broadcast to the next.
@@ -139,7 +174,7 @@ class WeightGroup:
             )
         return self._broken_error()
 
-    def _poll(self, work: Any, store: Store) -> None:
+    def _poll(self, work: Any) -> None:
         """Wait until the work or another member has ended: NCCL does not notice the latter."""
         began = checked = time.monotonic()
         while not work.is_completed() and checked < began + self._limit.total_seconds():
@@ -147,16 +182,19 @@ class WeightGroup:
             if time.monotonic() < checked + STORE_POLL_S:
                 continue
             checked = time.monotonic()
-            if any(store.check([f"gave up/{rank}"]) for rank in range(self.world_size)):
+            if any(self._store.check([f"gave up/{rank}"]) for rank in range(self.world_size)):
                 raise RuntimeError("another member gave up")
 
     def _start(self, operation: str, tensor: torch.Tensor, options: Any) -> Any:
-        if self.broken:
-            raise self._broken_error()
+        self._require_usable()
         try:
             return getattr(self._backend, operation)([tensor], options)
         except RuntimeError as error:
             raise self.fail(first_line(error)) from error
+
+    def _require_usable(self) -> None:
+        if self.broken:
+            raise self._broken_error()
 
     def _broken_error(self) -> WeightSyncError:
         return WeightSyncError(
@@ -165,17 +203,21 @@ class WeightGroup:
         )
 
     def _abort(self) -> None:
-        if self._owned and self._backend is not None:
+        if self._backend is not None:
             self._backend.abort()
             self._backend = None
 
+    @property
+    def _header_key(self) -> str:
+        return f"header/{self._headers}"
+
     def _roll_call(self, reason: str) -> str:
         """Write the reason to the store; return other members' reasons, or name silent members."""
-        if self._store is None:
-            return ""
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         try:
             self._store.set(f"gave up/{self.rank}", reason)
+            if self.rank == 0:  # for members that wait for a header
+                self._store.set(self._header_key, "{}")
             self._abort()
             rest = timedelta(seconds=self.timeout_s * (1 - BROADCAST_FRACTION))
             silent = find_absent(self._store, "gave up", others, rest)
@@ -191,34 +233,6 @@ class WeightGroup:
         if names:
             return f"; no answer from {names}"
         return "".join(f"; rank {rank} gave up: {why}" for rank, why in reasons.items())
-
-
-def wrap_process_group(group: "WeightGroup | dist.ProcessGroup", timeout_s: float) -> WeightGroup:
-    """Return a torch process group as a weight group; a weight group is returned unchanged.
-
-    An error in torch's group names no member, and torch decides whether the group is still usable.
-    A broadcast gets ``timeout_s``, since torch's groups do not tell theirs.
-
-    Raises:
-        ConfigError: ``group`` is neither.
-    """
-    if isinstance(group, WeightGroup):
-        return group
-    if not isinstance(group, dist.ProcessGroup):
-        raise ConfigError(
-            f"a {type(group).__name__} is no group to send weights to; pass a WeightGroup from "
-            "join_weight_group, or a torch ProcessGroup"
-        )
-    on_gpu = any(device.type == "cuda" for device in get_group_devices(group))
-    return WeightGroup(
-        group,
-        None,
-        rank=group.rank(),
-        world_size=group.size(),
-        device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"),
-        timeout_s=timeout_s,
-        owned=False,
-    )
 
 
 def find_absent(store: Store, what: str, ranks: Iterable[int], limit: timedelta) -> list[int]:
@@ -274,37 +288,30 @@ class WeightGroupHost:
         """Port that the other members pass to `join_weight_group`."""
         self._store: Store | None = store
 
-    def join(
-        self, *, world_size: int, backend: str | None = None, timeout_s: float
-    ) -> "WeightGroup":
+    def join(self, *, world_size: int, backend: str | None = None, timeout_s: float) -> WeightGroup:
         """Join the group as rank 0, which sends; returns once all members have joined.
 
         Args:
             world_size: number of members, this one included.
-            backend: ``gloo`` or ``nccl``; by default NCCL where there is a GPU. The same for all.
+            backend: ``gloo`` or ``nccl`` for all members; by default NCCL if this one has a GPU.
             timeout_s: seconds to wait for all to join, and later for each bucket of a broadcast.
 
         Raises:
-            ConfigError: there is no such backend, the members chose different ones, or this host
-                has joined before.
+            ConfigError: there is no such backend here, or this host has joined before.
             WeightSyncError: a member did not join in time.
         """
         if self._store is None:
             raise ConfigError("this WeightGroupHost has joined its group; make one for each group")
-        backend = _check_member(0, world_size, backend)
+        backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+        _require_backend(backend)
+        _require_rank(0, world_size)
         store, self._store = self._store, None
-        where = f"{self.address}:{self.port}"
-        return _join(store, where, 0, world_size, backend, timeout_s)
+        store.set("backend", backend)
+        return _join(store, f"{self.address}:{self.port}", 0, world_size, timeout_s)
 
 
 def join_weight_group(
-    address: str,
-    port: int,
-    *,
-    rank: int,
-    world_size: int,
-    backend: str | None = None,
-    timeout_s: float,
+    address: str, port: int, *, rank: int, world_size: int, timeout_s: float
 ) -> WeightGroup:
     """Join the group of a `WeightGroupHost` as a receiver; returns once all members have joined.
 
@@ -313,16 +320,15 @@ def join_weight_group(
         port: `WeightGroupHost.port`.
         rank: from 1 to world_size - 1; 0 is the host.
         world_size: number of members, the host included.
-        backend: ``gloo`` or ``nccl``; by default NCCL where there is a GPU. The same for all.
         timeout_s: seconds to wait for all to join, and later for each bucket of a broadcast.
 
     Raises:
-        ConfigError: no such backend or rank, or the members chose different ones.
+        ConfigError: there is no such rank, or rank 0 chose NCCL and there is no GPU here.
         WeightSyncError: a member did not join in time, or another process has the rank.
     """
     if rank == 0:
         raise ConfigError("rank 0 of a weight group joins by WeightGroupHost.join")
-    backend = _check_member(rank, world_size, backend)
+    _require_rank(rank, world_size)
     where, limit = f"{address}:{port}", timedelta(seconds=timeout_s)
     try:
         store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -333,22 +339,28 @@ def join_weight_group(
             f"rank {rank} found no rank 0 on {where} within {timeout_s:g} s; start the "
             "trainer and give all the same address"
         ) from error
-    return _join(store, where, rank, world_size, backend, timeout_s)
+    return _join(store, where, rank, world_size, timeout_s)
 
 
-def _check_member(rank: int, world_size: int, backend: str | None) -> str:
-    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    if backend not in ("gloo", "nccl") or not 0 <= rank < world_size:
+def _require_rank(rank: int, world_size: int) -> None:
+    if not 0 <= rank < world_size:
         raise ConfigError(
-            f"cannot join a weight group as rank {rank} of {world_size} by {backend!r}; ranks are "
-            "0 to world_size - 1, backends are gloo and nccl"
+            f"cannot join a weight group as rank {rank} of {world_size}; ranks are 0 to "
+            "world_size - 1"
         )
-    return backend
 
 
-def _join(
-    store: Store, where: str, rank: int, world_size: int, backend: str, timeout_s: float
-) -> WeightGroup:
+def _require_backend(backend: str) -> None:
+    if backend not in ("gloo", "nccl"):
+        raise ConfigError(f"a weight group has no backend {backend!r}; pass gloo or nccl")
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise ConfigError(
+            "a weight group over NCCL needs a GPU in each member, and this process has none; pass "
+            'backend="gloo" to WeightGroupHost.join'
+        )
+
+
+def _join(store: Store, where: str, rank: int, world_size: int, timeout_s: float) -> WeightGroup:
     limit = timedelta(seconds=timeout_s)
     me = f"host {socket.gethostname()}, pid {os.getpid()}"
     try:
@@ -359,10 +371,8 @@ def _join(
                 f"rank {rank} of the group on {where} is taken by {holder}; give each "
                 "member its own rank"
             )
-        store.set(f"backend/{rank}", backend)
         absent = find_absent(store, "joined", range(world_size), limit)
-        if not absent:
-            _require_one_backend(store, rank, world_size, limit)
+        backend = "" if absent else store.get("backend").decode()
     except RuntimeError as error:
         raise WeightSyncError(
             f"rank 0 on {where} disconnected while rank {rank} waited for all to join; see the "
@@ -374,9 +384,13 @@ def _join(
             f"{timeout_s:g} s, so rank {rank} has left it; start them and join again"
         )
     try:
+        _require_backend(backend)
         made, device = _create_backend(
             backend, PrefixStore(backend, store), rank, world_size, limit
         )
+    except ConfigError as error:
+        store.set(f"gave up/{rank}", str(error))
+        raise
     except RuntimeError as error:
         raise WeightSyncError(
             f"rank {rank} found all members on {where} but cannot connect to them by {backend} "
@@ -430,17 +444,3 @@ def _environment(settings: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def _require_one_backend(store: Store, rank: int, world_size: int, limit: timedelta) -> None:
-    chosen = [store.get(f"backend/{each}").decode() for each in range(world_size)]
-    if len({*chosen}) == 1:
-        return
-    store.set(f"compared/{rank}", "")
-    if rank == 0:  # it has the store, which the other members still have to read
-        find_absent(store, "compared", range(world_size), limit)
-    names = ", ".join(f"rank {each} by {backend}" for each, backend in enumerate(chosen))
-    raise ConfigError(
-        f"the members of a weight group chose different back ends, {names}; pass the same backend= "
-        "on all sides, NCCL only if each has a GPU"
-    )

@@ -54,9 +54,7 @@ class Explorer:
             address: address of the trainer's rank 0.
             port: its port.
         """
-        self._group = join_weight_group(
-            address, port, rank=1, world_size=2, backend="gloo", timeout_s=TIMEOUT_S
-        )
+        self._group = join_weight_group(address, port, rank=1, world_size=2, timeout_s=TIMEOUT_S)
 
     def load_newest(self, min_step: int) -> int:
         """Wait for a version of ``min_step`` or later and load the newest; returns its step.

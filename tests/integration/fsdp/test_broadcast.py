@@ -91,9 +91,8 @@ def received(port: int, times: int) -> list[Received]:
     group = join_weight_group("127.0.0.1", port, rank=1, world_size=2, timeout_s=TIMEOUT_S)
     taken = []
     for _ in range(times):
-        incoming = receive_weights(group)
-        tensors = [(name, tensor.clone()) for name, tensor in incoming]
-        taken.append((incoming.version, tensors))
+        with receive_weights(group) as (version, tensors):
+            taken.append((version, [(name, tensor.clone()) for name, tensor in tensors]))
     group.close()
     return taken
 
@@ -130,8 +129,8 @@ def train_without_room(ports: list[int]) -> list[str]:
 
 def refusal(port: int) -> str:
     group = join_weight_group("127.0.0.1", port, rank=1, world_size=2, timeout_s=TIMEOUT_S)
-    with pytest.raises(WeightSyncError) as heard:
-        list(receive_weights(group))
+    with pytest.raises(WeightSyncError) as heard, receive_weights(group) as (_, tensors):
+        list(tensors)
     return str(heard.value)
 
 

@@ -272,7 +272,7 @@ def test_other_weights_under_the_same_step_are_refused(trainer: Engine, rollout:
     send(trainer, 1)
     changed = weights_of(1)
     changed["norm.weight"][0] += 1
-    with pytest.raises(ConfigError, match=r"step 1 is sent again .* such as norm.weight"):
+    with pytest.raises(ConfigError, match=r"step 1, .* uploaded again with other weights"):
         send(trainer, 1, changed)
     assert same(cached(rollout), weights_of(1))
 
@@ -281,9 +281,9 @@ def test_fewer_or_more_weights_under_the_same_step_are_refused(trainer: Engine) 
     send(trainer, 1)
     fewer = weights_of(1)
     del fewer["scale"]
-    with pytest.raises(ConfigError, match=r"1 tensors differ, such as scale"):
+    with pytest.raises(ConfigError, match="uploaded again with other weights"):
         send(trainer, 1, fewer)
-    with pytest.raises(ConfigError, match=r"1 tensors differ, such as more"):
+    with pytest.raises(ConfigError, match="uploaded again with other weights"):
         send(trainer, 1, weights_of(1) | {"more": torch.ones(1)})
     send(trainer, 1)
 
@@ -307,7 +307,7 @@ def test_after_weights_that_failed_midway_any_step_can_be_sent(
 def test_an_older_step_is_refused_after_all_ranks_have_taken_part(trainer: Engine) -> None:
     send(trainer, 2)
     weights = iter(weights_of(1).items())
-    with pytest.raises(ConfigError, match="step 1 is sent after step 2"):
+    with pytest.raises(ConfigError, match=r"step 1, .* uploaded after step 2"):
         asyncio.run(trainer.send_weights(weights, 1))
     assert next(weights, None) is None
 
@@ -352,15 +352,6 @@ def test_different_roots_are_refused_before_an_update(trainer: Engine, tmp_path:
     elsewhere = Engine(root=tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="different roots"):
         connect(trainer, elsewhere)
-
-
-def test_a_rollout_on_the_trainers_node_needs_no_deltas(root: Path, trainer: Engine) -> None:
-    rollout = Engine(root=root, deltas=True)
-    for step in (1, 2, 3):
-        send(trainer, step)
-        assert same(cached(rollout), weights_of(step))
-    assert rollout._opened
-    assert rollout._opened[1].delta_bytes is None
 
 
 def test_committed_versions_outlive_shared_memory(

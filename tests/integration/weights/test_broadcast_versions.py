@@ -50,10 +50,11 @@ class Member:
         assert ask(self._synchronizer.ready_to_nccl_sync.remote("explorer", 0)) is not None
         names = []
         group = join_weight_group("127.0.0.1", port, rank=1, world_size=2, timeout_s=20)
-        for name, _ in receive_weights(group):
-            names.append(name)
-            if killed:
-                os.kill(os.getpid(), signal.SIGKILL)
+        with receive_weights(group) as (_, tensors):
+            for name, _ in tensors:
+                names.append(name)
+                if killed:
+                    os.kill(os.getpid(), signal.SIGKILL)
         return names
 
 

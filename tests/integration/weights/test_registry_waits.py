@@ -49,11 +49,12 @@ def test_waits_return_only_what_a_restart_would_know(
 def test_a_commit_wakes_a_wait(root: Path, commit_step: CommitStep) -> None:
     async def story() -> Version | None:
         registry = AsyncVersionRegistry(str(root), "actor")
-        commits = asyncio.create_task(anext(registry.commits()))
+        follows = asyncio.create_task(registry.follow_commits())
         waits = asyncio.create_task(registry.until(registry.versions.newest, 60))
         await asyncio.sleep(0)
         commit_step(4, kind="state_dict")
-        await commits
-        return await waits
+        found = await waits
+        follows.cancel()
+        return found
 
     assert asyncio.run(story()) == Version(4, 1, "checkpoint", str(root))

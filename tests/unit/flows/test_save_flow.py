@@ -5,6 +5,7 @@ import logging
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,17 +15,14 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import EvictedError, ExportError, MissingShardsError, SupersededError
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_copy_is_requested_after_the_export_even_if_that_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
-    calls: list[str] = []
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the parts of the flow that were called; none of them does anything."""
+    made: list[str] = []
 
-    def patch(name: str, result: object = None, error: Exception | None = None) -> None:
+    def patch(name: str, result: object = None) -> None:
         async def called(*_: object) -> object:
-            calls.append(name)
-            if error:
-                raise error
+            made.append(name)
             return result
 
         monkeypatch.setattr(flows.save, name, called)
@@ -37,19 +35,41 @@ def test_a_copy_is_requested_after_the_export_even_if_that_failed(
     patch("commit_step", SimpleNamespace(has_exports=True, by_saver=False))
     patch("free_remaining_slots")
     patch("upload_if_required")
-    patch("export_requested_models", error=ExportError("no config") if fails else None)
+    patch("export_requested_models")
     patch("request_replication")
     patch("mark_failed")
+    patch("prune")
     monkeypatch.setattr(flows.save, "emit_step_event", lambda *_, **__: None)
     monkeypatch.setattr(flows.save.metrics.METRICS, "count_committed_save", lambda *_, **__: None)
+    return made
 
+
+def test_a_copy_is_requested_after_the_export_even_if_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: list[str]
+) -> None:
     request = SaveRequest(root=str(tmp_path), step=1, run=1)
-    if fails:
-        with pytest.raises(ExportError):
-            asyncio.run(flows.save.save_step.fn(request))
-    else:
-        asyncio.run(flows.save.save_step.fn(request))
+    asyncio.run(flows.save.save_step.fn(request))
     assert calls[-2:] == ["export_requested_models", "request_replication"]
+
+    async def fail(*_: object) -> None:
+        raise ExportError("no config")
+
+    monkeypatch.setattr(flows.save, "export_requested_models", fail)
+    with pytest.raises(ExportError):
+        asyncio.run(flows.save.save_step.fn(request))
+    assert calls[-1] == "request_replication"
+
+
+@pytest.mark.parametrize(
+    ("kind", "keep", "prunes"),
+    [("state_dict", 0, True), ("checkpoint", 0, False), ("checkpoint", 2, True)],
+)
+def test_older_weights_are_pruned_after_each_commit_of_weights(
+    tmp_path: Path, calls: list[str], kind: Any, keep: int, prunes: bool
+) -> None:
+    request = SaveRequest(root=str(tmp_path), step=1, run=1, kind=kind, keep=keep)
+    asyncio.run(flows.save.save_step.fn(request))
+    assert ("prune" in calls) == prunes
 
 
 @pytest.mark.parametrize(

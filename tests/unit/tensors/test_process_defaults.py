@@ -71,15 +71,14 @@ STATE = {
 }
 
 
-@pytest.mark.parametrize("deltas", [False, True])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_readers_do_not_depend_on_the_default_device(
-    job: Job, tmp_path: Path, other_defaults: None, deltas: bool, dtype: torch.dtype | None
+    job: Job, tmp_path: Path, other_defaults: None, dtype: torch.dtype | None
 ) -> None:
     versions = VersionFile(tmp_path / "version.json")
     versions.tell(upload(job, 1, STATE))
     expected = {n: t.to(dtype) if dtype and n != "step" else t for n, t in STATE.items()}
-    with WeightReader(versions, name="reader", deltas=deltas, dtype=dtype) as reader:
+    with WeightReader(versions, name="reader", dtype=dtype) as reader:
         found = dict(reader.iter_weights())
         target = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
         reader.load_into(target)

@@ -123,7 +123,8 @@ def test_a_version_is_newer_by_run_and_step(than: int, run: int | None, newer: b
     registry = registry_of((1, 10), (1, 13))
     registry.add_runs([Run(1, "key", 0), Run(2, "key", 10)])
     registry.record(version(2, 11), 5.0)
-    assert (registry.newer(than, run) is not None) == newer
+    step_or_version = than if run is None else version(run, than)
+    assert (registry.newer(step_or_version) is not None) == newer
 
 
 def test_a_reader_of_a_superseded_version_waits_for_the_new_run() -> None:
@@ -160,10 +161,10 @@ def test_broadcasts_and_dicts_are_not_readable() -> None:
     assert registry.newest("memory") == dict_of_2
     assert registry.newest("memory", readable=True) == version(1, 1)
     assert registry.newest(readable=True) == version(1, 2, "checkpoint")
-    assert registry.newer(1, 1, readable=True) == version(1, 2, "checkpoint")
-    assert registry.newer(2, 1, readable=True) is None
+    assert registry.newer(version(1, 1), readable=True) == version(1, 2, "checkpoint")
+    assert registry.newer(version(1, 2), readable=True) is None
     registry.record(version(1, 3, "checkpoint"), 0.0)
-    assert registry.newer(2, 1, readable=True) == version(1, 3, "checkpoint")
+    assert registry.newer(version(1, 2), readable=True) == version(1, 3, "checkpoint")
 
 
 def test_old_versions_are_removed_except_the_newest_commit() -> None:

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -118,15 +119,14 @@ def test_names_that_are_one_in_the_plain_model_are_refused(
         reader.load_into({"0.weight": torch.ones(2)})
 
 
-@pytest.mark.parametrize("deltas", [False, True])
 @pytest.mark.parametrize("source", ["memory", "checkpoint"])
 def test_a_float32_tensor_of_the_model_is_not_rounded_with_the_others(
-    job: Job, versions: VersionFile, deltas: bool, source: str
+    job: Job, versions: VersionFile, source: str
 ) -> None:
     """Router biases differ in digits that bfloat16 does not have."""
     close = torch.tensor([6.900, 6.901, 6.902, 6.903])
     versions = VersionFile(versions.path, node="there")
-    with WeightReader(versions, name="r", deltas=deltas, dtype=torch.bfloat16) as reader:
+    with WeightReader(versions, name="r", dtype=torch.bfloat16) as reader:
         for step in (1, 2, 3):
             state = {"w": torch.full((5000,), step / 3), "bias": close * step}
             if source == "memory":
@@ -140,12 +140,37 @@ def test_a_float32_tensor_of_the_model_is_not_rounded_with_the_others(
             reader.load_into(target)
             assert torch.equal(target["w"], state["w"].bfloat16())
             assert torch.equal(target["bias"], close * step)
-            if deltas and source == "memory" and step > 1:
-                assert reader.delta_bytes is not None
             kept = dict(reader.iter_weights(keep_float32=["bias"]))
             assert torch.equal(kept["bias"], close * step)
         rounded = dict(reader.iter_weights())
         assert torch.equal(rounded["bias"], (close * 3).bfloat16())
+
+
+def test_a_reader_rounds_only_with_a_dtype(job: Job, versions: VersionFile) -> None:
+    masters = {"w": torch.randn(5000)}
+    versions.tell(upload(job, 1, masters))
+    target = {"w": torch.zeros(5000).bfloat16()}
+    with pytest.raises(
+        WeightSyncError, match=r"float32 .* into torch.bfloat16 .*dtype="
+    ) as refused:
+        WeightReader(versions, name="explorer").load_into(target)
+    assert "Nothing was loaded" in str(refused.value)
+    WeightReader(versions, name="explorer", dtype=torch.bfloat16).load_into(target)
+    assert torch.equal(target["w"], masters["w"].bfloat16())
+
+
+class NotAsked(VersionFile):
+    """Of whose images none is fetched."""
+
+    def fetch_images(self, *asked: Any) -> list[Any]:
+        raise AssertionError(asked)
+
+
+def test_images_of_the_readers_node_are_read_in_place(job: Job, versions: VersionFile) -> None:
+    reader = WeightReader(NotAsked(versions.path, node="here"), name="explorer")
+    for step in (1, 2):
+        versions.tell(upload(job, step, weights(step)))
+        assert loaded(reader) == (step, step)
 
 
 def overwritten(job: Job, step: int) -> Version:

@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from tests.support.job import Job
-from tests.support.weights import VersionFile, digest, first, train, upload
+from tests.support.weights import VersionFile, upload
 from trinity_sync.weights.reader import WeightReader
 
 RANKS = 2
 VERSIONS = 200
-FOLLOWED = 40
 NUMEL = 1 << 18
 
 
@@ -38,9 +37,8 @@ def states(step: int) -> list[dict[str, torch.Tensor]]:
 def read_on(versions: VersionFile, log: Path, asleep_s: float) -> None:
     """Load until the last version; note the least and the greatest element of each."""
     torch.set_num_threads(1)
-    deltas = "deltas" in log.name
-    versions = VersionFile(versions.path, node="there" if deltas else None)
-    reader = WeightReader(versions, name=log.name, deltas=deltas)
+    versions = VersionFile(versions.path, node="there" if "copies" in log.name else None)
+    reader = WeightReader(versions, name=log.name)
     target = {name: tensor for state in states(0) for name, tensor in state.items()}
     while reader.version is None or reader.version.step < VERSIONS:
         with reader.open() as view:
@@ -65,7 +63,7 @@ def test_readers_get_whole_versions_and_never_an_older_one(
     torch.set_num_threads(1)
     versions = VersionFile(tmp_path / "version.json")
     versions.tell(upload(job, 1, *states(1)))
-    asleep_s = {"quick": 0.0, "deltas": 0.0, "slow": 0.03, "killed": 0.01}
+    asleep_s = {"quick": 0.0, "copies": 0.0, "slow": 0.03, "killed": 0.01}
 
     def start(name: str, life: int = 0) -> tuple[Path, Any]:
         log = tmp_path / f"{name}{life}"
@@ -95,43 +93,6 @@ def test_readers_get_whole_versions_and_never_an_older_one(
         assert steps == sorted(steps)
     assert all(lines(log)[-1][0] == VERSIONS for log, _ in alive)
     assert len(list(job.spool.folder.glob("*.slot"))) <= RANKS * (2 + len(asleep_s))
-
-
-def follow(versions: VersionFile, log: Path) -> None:
-    """Load until the last version; note the digest of each and whether deltas made it."""
-    torch.set_num_threads(1)
-    reader = WeightReader(versions, name=log.name, deltas=True)
-    target = {name: t.zero_() for rank in range(RANKS) for name, t in first(rank).items()}
-    while reader.version is None or reader.version.step < FOLLOWED:
-        step = reader.load_into(target)
-        with log.open("a") as file:
-            file.write(f"{step} {digest(target)} {reader.delta_bytes}\n")
-
-
-def test_a_process_that_follows_by_deltas_has_every_bit_of_every_version(
-    job: Job, tmp_path: Path, processes: Any
-) -> None:
-    job.world_size = RANKS
-    versions = VersionFile(tmp_path / "version.json", node="there")
-    states = [first(rank) for rank in range(RANKS)]
-    expected = {}
-    log = tmp_path / "log"
-    process = processes.Process(target=follow, args=(versions, log))
-    for step in range(1, FOLLOWED + 1):
-        for state in states:
-            train(state, step)
-        expected[step] = digest({name: t for state in states for name, t in state.items()})
-        versions.tell(upload(job, step, *states))
-        if step == 1:
-            process.start()
-        if step % 4:  # otherwise it is a version that the reader may miss
-            _await(lambda step=step: log.exists() and f"\n{step} " in f"\n{log.read_text()}")
-    process.join(60)
-    found = [line.split() for line in log.read_text().splitlines()]
-    assert {(int(step), is_now) for step, is_now, _ in found} <= expected.items()
-    assert [int(step) for step, *_ in found] == sorted(int(step) for step, *_ in found)
-    sizes = {int(step): int(size) for step, _, size in found if size not in ("None", "0")}
-    assert {step for step in expected if step % 4 in (2, 3)} <= sizes.keys()
 
 
 def _await(condition: Any) -> None:

@@ -136,7 +136,7 @@ def test_ranks_that_upload_within_a_tick_of_the_clock_wake_a_wait(
     async def story() -> Version | None:
         upload(job, 1, weights(1))
         os.utime(job.spool.folder, ns=(tick, tick))
-        waits = asyncio.create_task(registry.wait_newer(-1, 10, None))
+        waits = asyncio.create_task(registry.wait_newer(-1, 10))
         for _ in range(2):  # when it is called, and when it begins to wait
             await asyncio.to_thread(looks.get, timeout=60)
         upload(job, 1, weights(1), weights(1))
@@ -263,24 +263,13 @@ def test_a_reader_may_start_before_the_job(tmp_path: Path, settings: Settings) -
     assert registry.latest() is None
 
     async def story() -> Version | None:
-        waits = asyncio.create_task(registry.wait_newer(-1, 60, None))
+        waits = asyncio.create_task(registry.wait_newer(-1, 60))
         await asyncio.sleep(0)
         open_run(root, "first", 0)
         upload(Job(root, open_job_spool(settings.spool, root)), 1, weights(1))
         return await waits
 
     assert found(asyncio.run(story())) == (1, 1, "memory")
-
-
-def test_a_reader_with_deltas_reads_in_place_without_ray(job: Job, registry: FileRegistry) -> None:
-    state = first()
-    with WeightReader(registry, name="explorer", deltas=True) as reader:
-        for step in (1, 2):
-            train(state, step)
-            upload(job, step, state)
-            loaded = dict(reader.iter_weights())
-            assert digest(loaded) == digest({name: state[name] for name in loaded})
-            assert reader.delta_bytes is None
 
 
 @pytest.mark.parametrize("content", ["", "nonsense", "7"])

@@ -6,7 +6,6 @@ processes look it up. It ends with the last trainer or explorer, as Trinity's do
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Generator
 from typing import Any
 
@@ -15,11 +14,6 @@ import torch
 
 from trinity_sync.errors import ConfigError, TrinitySyncError
 from trinity_sync.integrations.trinity.job import require_supported
-from trinity_sync.retention.planner import Rules
-from trinity_sync.retention.policies import All, parse_policy
-from trinity_sync.retention.prune import plan_prune, prune
-from trinity_sync.settings import Settings
-from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.leases import Lease, acquire_lease
 from trinity_sync.weights.reader import WeightReader
 from trinity_sync.weights.registry import resolve_root
@@ -79,7 +73,6 @@ class TrinitySynchronizer(Synchronizer):
         """Step of the version that `wait_new_model_state_dict` returned last."""
         self._leases: dict[str, Lease] = {}
         """Lease of the committed step that each explorer may be loading, by its name."""
-        self._removing = asyncio.Lock()
 
     async def get_root(self) -> str:
         """Return the job's root."""
@@ -129,17 +122,13 @@ class TrinitySynchronizer(Synchronizer):
                 yield named
             return
         version = self._registry.versions.find(self._returned_version, "memory") or memory
-        reader = WeightReader(ray.get_runtime_context().current_actor, name=NAME)
+        reader = WeightReader(ray.get_runtime_context().current_actor, name="explorers")
         tensors = _iter_tensors(reader, version)
         try:
             while (item := await asyncio.to_thread(lambda: next(tensors, None))) is not None:
                 yield item
         finally:
             await asyncio.to_thread(tensors.close)
-
-    def _on_newer_commit(self) -> None:
-        """Remove older syncs, as Trinity does."""
-        self._registry.run_in_background(self._remove_older_syncs())
 
     async def _lease(self, name: str, step: int) -> None:
         limit = self._settings.timeout_s
@@ -154,15 +143,6 @@ class TrinitySynchronizer(Synchronizer):
                 name,
                 error,
             )
-
-    async def _remove_older_syncs(self) -> None:
-        async with self._removing:
-            try:
-                await asyncio.to_thread(_prune_syncs, self._root)
-            except (TrinitySyncError, OSError) as error:  # the retention schedule tries again
-                logger.warning(
-                    "cannot remove older syncs of %s, retention will retry: %s", self._root, error
-                )
 
     async def _stop_after_modules(self) -> None:
         while self._modules:
@@ -199,9 +179,3 @@ def _find_root_in(namespace: str) -> str | None:
 def _iter_tensors(reader: WeightReader, version: Version) -> Generator[Named, None, None]:
     with reader, reader.open(version) as view:
         yield from view.iter_tensors()
-
-
-def _prune_syncs(root: str) -> None:
-    settings = Settings()
-    rules = Rules(All(), parse_policy(read_job_settings(root).keep_weights))
-    prune(root, plan_prune(root, rules, time.time()), spool=settings.spool)

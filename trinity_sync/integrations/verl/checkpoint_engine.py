@@ -30,13 +30,12 @@ from trinity_sync.errors import ConfigError, SaveFailedError, SaveTimeoutError, 
 from trinity_sync.layout import refuse_url
 from trinity_sync.settings import Settings
 from trinity_sync.weights.committed import find_committed_version
-from trinity_sync.weights.file_registry import FileRegistry
 from trinity_sync.weights.publisher import Publisher
 from trinity_sync.weights.ray_cluster import find_synchronizer, in_ray_cluster
 from trinity_sync.weights.reader import WeightReader, make_reader_name
 from trinity_sync.weights.sync_barrier import SyncSettings
 from trinity_sync.weights.synchronizer import Synchronizer
-from trinity_sync.weights.versions import Registry, Version
+from trinity_sync.weights.versions import Version
 
 __all__ = ["TrinitySyncCheckpointEngine"]
 
@@ -73,8 +72,6 @@ class TrinitySyncCheckpointEngine(CheckpointEngineWithCache):
             which the switch sets to ``trainer.default_local_dir``.
         commit: also commit each version as a weights-only step, for rollouts to read from disk once
             the trainer's shared memory is gone. This needs a stack, as any save.
-        deltas: rollout workers keep a copy of the weights, and fetch what has changed; see
-            `WeightReader`.
         timeout_s: seconds for which `receive_weights` waits for the trainer.
 
     Attributes:
@@ -91,7 +88,6 @@ class TrinitySyncCheckpointEngine(CheckpointEngineWithCache):
         *,
         root: str | Path | None = None,
         commit: bool = False,
-        deltas: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
         root = root or os.environ.get(ROOT)
@@ -105,11 +101,13 @@ class TrinitySyncCheckpointEngine(CheckpointEngineWithCache):
         self.root = Path(root).resolve()
         self.is_master = is_master
         self.version: Version | None = None
-        self._commit, self._deltas = commit, deltas
+        self._commit = commit
         self._timeout_s = timeout_s
         self._sender: _Sender | None = None
         self._sender_info: SenderInfo | None = None
-        self._opened: tuple[Registry, WeightReader] | None = None
+        self._synchronizer: Any = None
+        self._reader: WeightReader | None = None
+        """Reader of ``_synchronizer``, or of files if that is None."""
         self._name = make_reader_name("verl")
         if is_master:  # saves through trinity_sync in this process are of the same run
             os.environ.setdefault(RUN_KEY, find_run_key(self.root) or make_run_key())
@@ -143,9 +141,7 @@ class TrinitySyncCheckpointEngine(CheckpointEngineWithCache):
 
     def init_process_group(self, sender: SenderInfo | None) -> None:
         """Note which run sends the next update; there is no process group."""
-        known, self._sender_info = self._sender_info, sender
-        if sender and known and sender.synchronizer != known.synchronizer:
-            self._opened = None
+        self._sender_info = sender
 
     def finalize(self) -> None:
         """Do nothing: memory stays mapped for the next update."""
@@ -202,9 +198,9 @@ class TrinitySyncCheckpointEngine(CheckpointEngineWithCache):
         step, run = global_steps, sender.run if sender else None
         if step is None and sender:
             step = sender.newest or 0
-        registry = self._open_job()[0]
-        least = -1 if step is None else step - 1
-        version = await registry.wait_newer(least, self._timeout_s, run)
+        before = -1 if step is None else step - 1
+        than = before if run is None else Version(before, run, "memory", str(self.root), ROLE)
+        version = await self._open_job().wait_newer(than, self._timeout_s)
         if version is None:
             wanted = "any step" if step is None else f"step {step}"
             raise WeightSyncError(
@@ -242,7 +238,7 @@ class TrinitySyncCheckpointEngine(CheckpointEngineWithCache):
         return version.step if version else None
 
     async def _find_newest(self) -> Version | None:
-        return await self._open_job()[0].wait_newer(-1, 0.0, None)
+        return await self._open_job().wait_newer(-1, 0.0)
 
     def _select(self, newest: Version, step: int | None, run: int | None = None) -> Version:
         """Return the newest version if it is the wanted one, otherwise that one's commit."""
@@ -254,7 +250,7 @@ class TrinitySyncCheckpointEngine(CheckpointEngineWithCache):
         raise self._explain_gone(f"step {step}", newest)
 
     async def _read(self, wanted: Version) -> AsyncIterator[Named]:
-        registry, reader = self._open_job()
+        reader = self._open_job()
         device = get_device_id()
         with ExitStack() as opened:
             # in a thread, since images of other nodes are fetched
@@ -265,7 +261,6 @@ class TrinitySyncCheckpointEngine(CheckpointEngineWithCache):
             for name, tensor in view.iter_views():
                 yield name, tensor.to(device)
         self.version = found
-        registry.set_serving(self._name, found.step, found.run)
 
     def _explain_gone(self, wanted: str, newest: Version) -> WeightSyncError:
         return WeightSyncError(
@@ -273,22 +268,14 @@ class TrinitySyncCheckpointEngine(CheckpointEngineWithCache):
             f"{newest.step} of run {newest.run}; update to that one"
         )
 
-    def _open_job(self) -> tuple[Registry, WeightReader]:
-        """Return registry and reader: of the Synchronizer once there is one, otherwise of files."""
-        opened = self._opened
-        if opened and not isinstance(opened[0], FileRegistry):
-            return opened
-        actor = self._sender_info.synchronizer if self._sender_info else None
-        if actor := actor or find_synchronizer(self.root):
-            from trinity_sync.weights.actor_registry import ActorRegistry  # imports Ray
-
-            registry: Registry = ActorRegistry(actor, self.root)
-        elif opened:
-            return opened
-        else:
-            registry = FileRegistry(self.root, role=ROLE)
-        self._opened = registry, WeightReader(registry, name=self._name, deltas=self._deltas)
-        return self._opened
+    def _open_job(self) -> WeightReader:
+        """Return the reader: of the Synchronizer once there is one, otherwise of files."""
+        told = self._sender_info.synchronizer if self._sender_info else None
+        found = told or find_synchronizer(self.root)
+        if self._reader is None or found != self._synchronizer:
+            self._synchronizer = found
+            self._reader = WeightReader(found, root=self.root, role=ROLE, name=self._name)
+        return self._reader
 
 
 class _Sender:
@@ -308,7 +295,7 @@ class _Sender:
         )
         self._kept: dict[str, torch.Tensor] = {}
         self._newest: int | None = None
-        """Step that was collected last. ``_kept`` has its weights, or nothing after a failure."""
+        """Step that was published last."""
         self._synchronizer: Any = None
         self._publisher: Publisher | None = None
         if in_ray_cluster():
@@ -324,41 +311,18 @@ class _Sender:
         """Copy the weights to the host, and return their step.
 
         All of ``weights`` is taken in any case, since other ranks wait in its collectives.
-
-        Raises:
-            ConfigError: as in `TrinitySyncCheckpointEngine.send_weights`.
         """
-        newest = self._newest
-        step = (newest or 0) if step is None else step
-        if newest is not None and step < newest:
-            for _ in weights:
-                pass
-            raise ConfigError(
-                f"step {step} is sent after step {newest}: versions of a run never go back; "
-                "start a new run to send older weights"
-            )
-        if step == newest and self._kept:
-            same = {name: self._is_kept(name, tensor) for name, tensor in weights}
-            changed = sorted(name for name in same | self._kept if not same.get(name))
-            if changed:
-                raise ConfigError(
-                    f"step {step} is sent again with other weights: {len(changed)} tensors differ, "
-                    f"such as {changed[0]}; pass a new global_steps with changed weights"
-                )
-            return step
-        before, self._kept = self._kept, {}  # which it stays if ``weights`` fails
-        kept = {name: _copy_into(before.pop(name, None), tensor) for name, tensor in weights}
-        self._kept, self._newest = kept, step
-        return step
+        before = self._kept
+        self._kept = {name: _copy_into(before.pop(name, None), tensor) for name, tensor in weights}
+        return (self._newest or 0) if step is None else step
 
     def publish(self, step: int) -> None:
         """Copy what is kept into shared memory, submit its commit, and tell the Synchronizer.
 
         Raises:
+            ConfigError: as in `TrinitySyncCheckpointEngine.send_weights`.
             SpoolFullError, WeightSyncError: it cannot be published.
         """
-        if self._commit:
-            self._coordinator.save(step, {"model": self._kept}, role=ROLE, kind="state_dict")
         published, _ = self._coordinator.upload(step, lambda: self._kept, role=ROLE)
         if published is None:
             problem = "the log says why"
@@ -369,26 +333,15 @@ class _Sender:
             except SaveTimeoutError:  # earlier versions are still being committed
                 pass
             raise WeightSyncError(f"step {step} of {self._coordinator.root}: {problem}")
+        self._newest = step
+        if self._commit:
+            self._coordinator.save(step, {"model": self._kept}, role=ROLE, kind="state_dict")
         if self._publisher:
             self._publisher.publish(published)
             self._publisher.wait()
-
-    def _is_kept(self, name: str, tensor: torch.Tensor) -> bool:
-        kept = self._kept.get(name)
-        return (
-            kept is not None
-            and kept.dtype == tensor.dtype
-            and kept.shape == tensor.shape
-            and torch.equal(_view_bytes(kept), _view_bytes(tensor.detach().to("cpu")))
-        )
 
 
 def _copy_into(memory: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
     if memory is None or (memory.shape, memory.dtype) != (tensor.shape, tensor.dtype):
         memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return memory.copy_(tensor.detach())
-
-
-def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, in which NaN equals NaN."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -64,8 +64,6 @@ class TrinitySyncInitInfo(WeightTransferInitInfo):
     """The job's root, as the workers see it."""
     role: str = "actor"
     """Role of the weights."""
-    deltas: bool = False
-    """Fetch the elements that changed, where there is a delta; see `WeightReader`."""
     verify: bool = False
     """Compare the digests of files that are read from a commit."""
     compare: bool = True
@@ -138,7 +136,6 @@ class TrinitySyncEngine(WeightTransferEngine):
                 root=init_info.root,
                 role=init_info.role,
                 name=make_reader_name("vllm"),
-                deltas=init_info.deltas,
                 verify=init_info.verify,
                 timeout_s=OPEN_S,
             )
@@ -223,7 +220,8 @@ class TrinitySyncEngine(WeightTransferEngine):
 
     def _receive(self, group: WeightGroup) -> list[Named]:
         """Receive a whole broadcast before any of it is loaded, in memory of the host."""
-        received = [(name, tensor.to("cpu", copy=True)) for name, tensor in receive_weights(group)]
+        with receive_weights(group) as (_, tensors):
+            received = [(name, tensor.to("cpu", copy=True)) for name, tensor in tensors]
         self._require_fit([(name, tuple(each.shape), each.dtype) for name, each in received])
         return received
 

@@ -96,7 +96,7 @@ def wait_for(reader: WeightReader, least: int, timeout_s: float) -> Version:
     found = wait_newer(reader, least - 1, timeout_s)
     while found and found.step < least:  # of a run that resumed from an earlier step
         left_s = max(0.0, deadline - time.monotonic())
-        found = wait_newer(reader, found.step, left_s, run=found.run, identity=found.identity)
+        found = wait_newer(reader, found, left_s)
     if found is None:
         raise WeightSyncError(
             f"no version of step {least} or later can be read after {timeout_s:g} s; does the "
@@ -106,17 +106,12 @@ def wait_for(reader: WeightReader, least: int, timeout_s: float) -> Version:
 
 
 def wait_newer(
-    reader: WeightReader,
-    than: int | None,
-    timeout_s: float | None,
-    *,
-    run: int | None = None,
-    identity: str | None = None,
+    reader: WeightReader, than: int | Version | None, timeout_s: float | None
 ) -> Version | None:
     """`WeightReader.wait_newer` for a caller that blocks, also in a thread with an event loop."""
 
     def wait() -> Version | None:
-        return asyncio.run(reader.wait_newer(than, timeout_s, run=run, identity=identity))
+        return asyncio.run(reader.wait_newer(than, timeout_s))
 
     try:
         asyncio.get_running_loop()

@@ -44,7 +44,6 @@ class VLLMUpdater:
             ``weight_transfer_config`` of backend ``trinity_sync``.
         root: the job's root, as this process and the engine's workers see it.
         role: role of the weights, as the trainer's `upload` names it.
-        deltas: fetch the elements that changed, where there is a delta; see `WeightReader`.
         verify: compare the digests of files that are read from a commit.
         compare: compare the tensors with the model before they are loaded, and refuse an update
             that does not fill it; False for a model with parameters that no trainer sends.
@@ -65,7 +64,6 @@ class VLLMUpdater:
         root: str | Path,
         *,
         role: str = "actor",
-        deltas: bool = False,
         verify: bool = False,
         compare: bool = True,
         api_key: str | None = None,
@@ -87,7 +85,6 @@ class VLLMUpdater:
         self._init_info = {
             "root": str(root),
             "role": role,
-            "deltas": deltas,
             "verify": verify,
             "compare": compare,
         }

@@ -3,21 +3,29 @@
 A delta is a folder with ``model.safetensors.index.json``, whose metadata names the version, the
 version that it builds on, and the encoding; and with safetensors files that hold, for each tensor
 with a change, the zstd-compressed XOR of its old and new bytes, and in their metadata the checksum
-of its new bytes (``weights.delta``). XOR is slime's default encoding.
+of its new bytes. XOR is slime's default encoding; ``docs/benchmarks/weights.md`` compares others.
+
+A step of reinforcement learning changes few of the ``bfloat16`` weights: most updates are smaller
+than half of the last bit. A delta is exact, whatever the dtypes are, so NaN payloads and ``-0.0``
+count.
 """
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
+import zstandard
 
 from trinity_sync.errors import DeltaError, from_extra
 from trinity_sync.formats.safetensors import INDEX
-from trinity_sync.weights.delta import Array, Change, apply_change
 
 Tensors = Mapping[str, torch.Tensor]
+Array = np.ndarray[Any, np.dtype[Any]]
+"""``uint8`` of one dimension."""
 
 ENCODING = {
     "delta_encoding": "xor",
@@ -25,6 +33,51 @@ ENCODING = {
     "checksum_format": "xxh3-128",
 }
 DELTA_FILE = "model-00000-of-00001.safetensors"
+
+
+class Change(NamedTuple):
+    """The change of some bytes."""
+
+    content: bytes
+    """Compressed XOR of the old and the new bytes; empty if they are equal."""
+    checksum: str
+    """Of the new bytes."""
+
+
+def compute_checksum(content: Array) -> str:
+    """Return the XXH3-128 checksum of bytes."""
+    return xxhash.xxh3_128_hexdigest(content.data)
+
+
+def encode_change(old: Array, new: Array) -> Change:
+    """Return the change between bytes of the same number."""
+    difference = old ^ new
+    content = b""
+    if difference.any():
+        content = zstandard.ZstdCompressor(level=1).compress(difference.data)
+    return Change(content, compute_checksum(new))
+
+
+def apply_change(into: Array, change: Change, what: str) -> None:
+    """Turn old bytes into new ones, in place; ``what`` names them in errors.
+
+    Raises:
+        DeltaError: the change is torn, altered, or of other bytes, and ``into`` is neither the old
+            nor the new.
+    """
+    try:
+        if change.content:
+            difference = zstandard.ZstdDecompressor().decompress(change.content)
+            into ^= np.frombuffer(difference, np.uint8)
+    except (zstandard.ZstdError, ValueError) as error:
+        raise DeltaError(
+            f"the delta of {what} is torn or altered ({error}); read the full version"
+        ) from error
+    if compute_checksum(into) != change.checksum:
+        raise DeltaError(
+            f"the delta of {what} does not give what was published: the checksum differs. The "
+            "delta, or the bytes that it was applied to, were altered; read the full version"
+        )
 
 
 def view_bytes(tensor: torch.Tensor) -> Array:

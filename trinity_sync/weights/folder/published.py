@@ -25,8 +25,7 @@ import xxhash
 from trinity_sync.errors import DeltaError, WeightSyncError
 from trinity_sync.fs.atomic import read_uncached
 from trinity_sync.fs.records import Count, Record, decode_record
-from trinity_sync.weights.delta import compute_checksum
-from trinity_sync.weights.folder.delta import Tensors, view_bytes
+from trinity_sync.weights.folder.delta import Tensors, compute_checksum, view_bytes
 
 MARKER = "latest.json"
 VERSION_FILE = "version.json"

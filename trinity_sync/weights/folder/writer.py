@@ -21,8 +21,7 @@ from trinity_sync.formats.hf_files import ADAPTER_CONFIG
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, replace_file, sync_folder
 from trinity_sync.fs.locks import try_acquire_file_lock
 from trinity_sync.fs.records import encode_record
-from trinity_sync.weights.delta import Change, encode_change
-from trinity_sync.weights.folder.delta import view_bytes, write_delta
+from trinity_sync.weights.folder.delta import Change, encode_change, view_bytes, write_delta
 from trinity_sync.weights.folder.files import (
     View,
     ViewNaming,

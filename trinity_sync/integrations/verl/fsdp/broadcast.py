@@ -13,7 +13,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from verl.utils.device import get_device_id
 from verl.utils.fsdp_utils import (
@@ -24,12 +23,8 @@ from verl.utils.fsdp_utils import (
 
 from trinity_sync.client.collective import gather_from_ranks
 from trinity_sync.errors import WeightSyncError
-from trinity_sync.tensors.torch_private import (
-    get_fsdp1_handle,
-    get_non_persistent_buffers,
-    get_whole_numel,
-    unwrap_name,
-)
+from trinity_sync.integrations.verl.fsdp.state_dict import get_model_state
+from trinity_sync.tensors.torch_private import get_fsdp1_handle, get_whole_numel, unwrap_name
 from trinity_sync.weights.broadcast import BUCKET_BYTES, send_weights
 from trinity_sync.weights.weight_group import WeightGroup
 
@@ -38,22 +33,22 @@ T = TypeVar("T")
 
 def fsdp_sync_weight_nccl(
     engine: Any,
-    model_update_group: "WeightGroup | dist.ProcessGroup | None",
+    model_update_group: WeightGroup | None,
     *,
     version: int = 0,
     synchronizer: Any = None,
 ) -> None:
     """Broadcast the weights of an engine; collective on the ranks of the trainer.
 
-    Ranks gather one tensor (FSDP1: one wrapped module) at a time, and only rank 0 sends. Receivers
-    get each parameter once, a tied parameter under its first name of ``named_parameters()``, then
-    the persistent buffers, with the names of the unwrapped model. LoRA models have PEFT's names
-    (``base_model.model...base_layer.weight``, ``...lora_A.default.weight``): nothing is merged.
+    Ranks gather one tensor at a time, and only rank 0 sends; FSDP1 needs memory for a second copy
+    of each rank's shards, as in a save. Receivers get each tensor of ``state_dict()`` once, a tied
+    parameter under its first name, with the names of the unwrapped model. LoRA models have PEFT's
+    names (``base_model.model...base_layer.weight``, ``...lora_A.default.weight``): nothing is
+    merged.
 
     Args:
         engine: veRL's FSDPEngine.
-        model_update_group: the group on rank 0, from ``WeightGroupHost`` or torch; None on other
-            ranks.
+        model_update_group: the group on rank 0, from ``WeightGroupHost.join``; None on other ranks.
         version: the trainer's step, which is sent to the receivers.
         synchronizer: the job's Synchronizer, a Ray actor, which records the version once all
             receivers have it; None records nothing.
@@ -105,45 +100,24 @@ def iter_full_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     Collective: every rank iterates to the end. A tensor is valid until the next one is requested.
     """
     if fsdp_version(model) == 1:
-        yield from _summon_fsdp1(model)
+        _run_before_gather(lambda: _check_memory(_count_bytes_to_gather(model)))
+        state = get_model_state(model)
     else:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # a forward alone leaves unsharded copies in another dtype
-        yield from _unshard(model.named_parameters())
-    yield from _unshard(_iter_persistent_buffers(model))
+        state = model.state_dict(keep_vars=True)  # tied parameters are one object
+    first_names = {id(value): name for name, value in reversed(state.items())}
+    yield from _unshard(
+        (name, value)
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and first_names[id(value)] == name
+    )
 
 
-def _iter_persistent_buffers(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(prefix=prefix, recurse=False):
-            if name.rpartition(".")[2] not in get_non_persistent_buffers(module):
-                yield name, buffer
-
-
-def _summon_fsdp1(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    for prefix, unit in model.named_modules():
-        if not isinstance(unit, FullyShardedDataParallel):
-            continue
-        handle = get_fsdp1_handle(unit)
-        if handle and handle.uses_sharded_strategy:
-            flat = handle.flat_param
-            nbytes = cast(int, get_whole_numel(flat)) * flat.itemsize
-            _run_before_gather(functools.partial(_check_memory, nbytes))
-        with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
-            # tied parameters are in one unit; ids are reused once the unit is sharded again
-            named = [*_iter_unit_parameters(prefix, unit)]
-            unique = {id(p): (name, p) for name, p in reversed(named)}
-            for name, parameter in reversed(unique.values()):
-                yield unwrap_name(name), parameter.detach()
-
-
-def _iter_unit_parameters(prefix: str, module: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters outside of nested FSDP units, which are still sharded."""
-    yield from module.named_parameters(prefix=prefix, recurse=False)
-    for name, child in module.named_children():
-        if not isinstance(child, FullyShardedDataParallel):
-            yield from _iter_unit_parameters(f"{prefix}.{name}" if prefix else name, child)
+def _count_bytes_to_gather(model: Any) -> int:
+    """Return the bytes of an FSDP1 model's shards and of its largest module, gathered for them."""
+    handles = [handle for each in model.modules() if (handle := get_fsdp1_handle(each))]
+    flats = [handle.flat_param for handle in handles if handle.uses_sharded_strategy]
+    whole = [cast(int, get_whole_numel(flat)) * flat.itemsize for flat in flats]
+    return max(whole, default=0) + sum(flat.nbytes for flat in flats)
 
 
 def _unshard(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
