@@ -39,16 +39,16 @@ from trinity_sync.errors import CommitError, ConfigError, SaveError
 from trinity_sync.formats.dcp_source import DcpReader, run_dcp_alone
 from trinity_sync.formats.saved_component import SavedComponent
 from trinity_sync.fs.atomic import make_folder, sync_folder
-from trinity_sync.fs.direct_io import OnProgress, digest_cached_file, digest_file, no_progress
+from trinity_sync.fs.direct_io import OnProgress, digest_cached_file, no_progress
 from trinity_sync.layout import check_name, shard_file, step_folder
 from trinity_sync.snapshot.job_identity import open_identity
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.storage.commit import commit
-from trinity_sync.storage.discovery import require_committed, require_unreplaced
+from trinity_sync.storage.discovery import list_shards, require_committed, require_unreplaced
 from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_run_manifest
 from trinity_sync.storage.persist import make_attempt_path, read_file_identity
-from trinity_sync.storage.restore import require_digest
+from trinity_sync.storage.restore import require_digests
 from trinity_sync.storage.runs import find_newest_run, open_run
 from trinity_sync.storage.save import Written, discard
 
@@ -106,13 +106,13 @@ def to_dcp(
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
     with acquire_lease(base, step, f"conversion of {role}", ttl_s=LONG_LEASE_S):
         manifest = require_committed(base, step)
-        shards = _list_shards(base, manifest, role, components)
+        shards = {
+            name: list_shards(base, manifest, role, name)
+            for name in _choose_components(manifest, role, components)
+        }
         records = [record for each in shards.values() for record in each]
         total = 2 * sum(record.nbytes for record in records)
-        for record in records:
-            path = step_folder(base, step) / record.path
-            found = digest_file(path, record.nbytes, lambda n: on_progress(n, total))
-            require_digest(path, record, found)
+        require_digests(step_folder(base, step), records, lambda n: on_progress(n, total))
         saved = {
             name: SavedComponent(step_folder(base, step) / role, name, len(each))
             for name, each in shards.items()
@@ -215,31 +215,14 @@ def _require_convertible(saved: Mapping[str, SavedComponent]) -> None:
         component.require_equal_replicas()
 
 
-def _list_shards(
-    root: Path, manifest: Manifest, role: str, components: Sequence[str]
-) -> dict[str, list[FileRecord]]:
-    """Return the records of the requested components, by default of those that exist."""
+def _choose_components(manifest: Manifest, role: str, components: Sequence[str]) -> Sequence[str]:
+    """Return the requested components, by default the model and what else the step has."""
     if unknown := set(components) - set(COMPONENTS):
         raise ConfigError(
             f"{', '.join(sorted(unknown))} cannot be converted; only model and optim can"
         )
-    found = {
-        name: [f for f in manifest.files if (f.role, f.component) == (role, name) and f.is_shard]
-        for name in components or COMPONENTS
-    }
-    lacking = [name for name, records in found.items() if not records]
-    if "model" in lacking or (components and lacking):
-        has = ", ".join(manifest.roles) or "none"
-        raise CommitError(
-            f"step {manifest.step} in {root} has no {lacking[0]} of role {role} (roles: {has}); "
-            f"{manifest.hint_at_format(role)}trinity-sync show {root} {manifest.step} "
-            "lists its files"
-        )
-    for name, records in found.items():
-        ranks = {record.rank for record in records}
-        if records and ranks != set(range(records[0].world_size)):
-            raise CommitError(f"step {manifest.step} in {root} lacks ranks of {name}")
-    return {name: records for name, records in found.items() if records}
+    saved = {f.component for f in manifest.files if f.role == role and f.is_shard}
+    return components or [name for name in COMPONENTS if name == "model" or name in saved]
 
 
 def from_dcp(

@@ -382,7 +382,7 @@ def test_a_committed_version_is_read_and_its_digests_are_compared_if_asked(
     path.write_bytes(content)
     with pytest.raises(WeightSyncError, match="is corrupted"):
         loaded(careful, version)
-    with pytest.raises(WeightSyncError, match="no shards of role critic"):
+    with pytest.raises(WeightSyncError, match="no model of role critic"):
         loaded(reader, replace(version, role="critic"))
 
 
