@@ -96,7 +96,7 @@ class Trainer:
     def upload(self) -> int:
         """Upload the weights; return their bytes."""
         origin = self._origin(self.step)
-        self._stager.stage(origin, {"model": self._state}, seals=False).result()
+        self._stager.stage(origin, {"model": self._state}, seals=False)
         published = self._stager.publish(origin, "model")
         assert published
         self._publisher.publish(published)

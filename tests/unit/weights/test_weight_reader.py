@@ -355,7 +355,7 @@ def test_readers_read_on_after_the_trainer_was_killed(
         origin = Origin(*save, identity=read_identity(root))
         stager = Stager(open_job_spool(spool, root))
         state = {"w": torch.full((5000,), 5.0), "b": torch.full((3,), 5.0)}
-        stager.stage(origin, {"model": state}, seals=False).result()
+        stager.stage(origin, {"model": state}, seals=False)
         stager.publish(origin, "model")
         os.kill(os.getpid(), signal.SIGKILL)
         """
