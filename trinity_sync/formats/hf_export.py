@@ -20,7 +20,7 @@ from trinity_sync.formats.safetensors import (
     open_progress,
     read_progress,
 )
-from trinity_sync.formats.shard_reader import ShardedModel
+from trinity_sync.formats.shard_reader import SavedState
 from trinity_sync.fs.atomic import UNWRITABLE, make_folder, sync_folder
 from trinity_sync.fs.direct_io import OnProgress, no_progress
 from trinity_sync.fs.locks import acquire_commit_lock, try_acquire_file_lock
@@ -71,9 +71,10 @@ def export_step(
     interrupted export resumes.
 
     Raises:
-        CommitError: the step is not committed or corrupted, or has no model of this role.
+        CommitError: the step is not committed or corrupted, or has no model of this role, or its
+            shards cannot be put together.
         ConfigError: an argument is invalid.
-        ExportError: the shards are not those of a model that can be exported.
+        ExportError: the tensors are not those of a model that can be exported.
         OSError: the disk is full or broken; the next call uses what is written.
     """
     if dtype not in ("keep", *DTYPES):
@@ -125,7 +126,7 @@ def export_step(
         try:
             write_files(
                 progress,
-                ShardedModel([folder / record.path for record in records]),
+                SavedState([folder / record.path for record in records]),
                 folder / role,
                 find_adapter_config(folder, manifest, role),
                 max_bytes=max_shard_bytes,
@@ -133,7 +134,7 @@ def export_step(
                 small=[] if to is None else _list_metadata_files(manifest, role),
                 on_progress=lambda n, written: on_progress(n, compared + written),
             )
-        except (FileNotFoundError, ExportError):
+        except (FileNotFoundError, CommitError, ExportError):
             require_unreplaced(root, manifest)  # files may be missing in a replaced step
             raise
         require_unreplaced(root, manifest)  # all shards that were read are of one run
