@@ -16,11 +16,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from trinity_sync.errors import LockTimeoutError, SpoolError, SpoolFullError, TicketError
+from trinity_sync.errors import SpoolError, SpoolFullError, TicketError
 from trinity_sync.fs.process import call_held_handlers
 from trinity_sync.snapshot.save_id import Origin
 from trinity_sync.snapshot.slot import Slot
-from trinity_sync.snapshot.spool import Eviction, JobSpool, record_eviction
+from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import (
     Ticket,
     failure_path,
@@ -243,34 +243,15 @@ class SlotPool:
         else:
             why = f"not persisted within {age:.0f} s"
         logger.warning(
-            "Evicting unsaved image %s for step %d: %s, and no slot is free. Look at the flow runs "
-            "of this job: trinity-sync runs; and the stack: trinity-sync status",
+            "Evicting unsaved image %s (%s) for step %d: %s, and no slot is free. Look at the flow "
+            "runs of this job: trinity-sync runs; and the stack: trinity-sync status",
             slot.path,
+            ticket.what if ticket else "unknown",
             origin.step,
             why,
         )
-        if ticket and not slot.failed:  # otherwise the failure was reported
-            self._record_eviction(ticket, origin, why)
         ticket_path(slot.path).unlink(missing_ok=True)
         failure_path(slot.path).unlink(missing_ok=True)
-
-    def _record_eviction(self, ticket: Ticket, origin: Origin, why: str) -> None:
-        eviction = Eviction(
-            image=ticket.image,
-            run=ticket.run,
-            step=ticket.step,
-            kind=ticket.kind,
-            role=ticket.role,
-            component=ticket.component,
-            rank=ticket.rank,
-            for_step=origin.step,
-            evicted_at=time.time(),
-            why=why,
-        )
-        try:
-            record_eviction(self._spool.folder, eviction)
-        except (OSError, LockTimeoutError) as error:  # the log has it
-            logger.warning("cannot record the eviction of %s: %s", ticket.what, error)
 
 
 def _published_last(slot: Slot) -> tuple[int, int]:

@@ -276,7 +276,7 @@ def test_ranks_that_hold_unlike_plain_tensors_are_refused(job: Job, tmp_path: Pa
     for rank in range(2):
         job.stage(STEP, {"model": {"w": torch.full((4,), float(rank))}}, rank=rank)
     job.commit(STEP, "model")
-    with pytest.raises(CommitError, match=r"w in .* differs between rank 0 and rank 1"):
+    with pytest.raises(CommitError, match=r"w differs between ranks 0 and 1"):
         to_dcp(job.root, STEP, tmp_path / "out")
 
 
