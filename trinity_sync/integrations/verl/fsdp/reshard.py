@@ -190,13 +190,12 @@ def _load_optimizer_state(
     role_folder: Path, saved_by: int, model: Any, optimizer: Any
 ) -> dict[str, Any]:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    first_file = role_folder / shard_file("optim", saved_by, 0)
-    if places := run_on_all_ranks(role_folder, lambda: find_places(model, params)):
-        groups = run_on_all_ranks(
-            role_folder,
-            lambda: open_shard(first_file).get("param_groups", []),
-        )
-        _require_same_groups(role_folder, groups, optimizer)
+    places = run_on_all_ranks(role_folder, lambda: find_places(model, params))
+    file = role_folder / shard_file("optim", saved_by, 0)
+    first = run_on_all_ranks(role_folder, lambda: open_shard(file))
+    groups = first.get("param_groups", [])
+    _require_same_groups(role_folder, groups, optimizer)
+    if places:
         read_pieces = partial(load_pieces, role_folder, saved_by, params, places)
         return {"state": run_on_all_ranks(role_folder, read_pieces), "param_groups": groups}
     flat = {
@@ -205,9 +204,6 @@ def _load_optimizer_state(
         if (numel := get_whole_numel(param)) is not None  # FSDP1
     }
     saved = _open_state(role_folder, "optim", saved_by, flat)
-    first = run_on_all_ranks(role_folder, lambda: open_shard(first_file))
-    groups = first.get("param_groups", [])
-    _require_same_groups(role_folder, groups, optimizer)
     state: dict[Any, dict[str, Any]] = defaultdict(dict)
     whole: dict[str, Any] = {}
     pieces: dict[str, tuple[ShardBox, torch.Tensor]] = {}
