@@ -85,7 +85,7 @@ class Trainer:
     def upload(self) -> None:
         """Upload the weights."""
         origin = self._origin(self.step)
-        self._stager.stage(origin, {"model": self._state}, seals=False).result()
+        self._stager.stage(origin, {"model": self._state}, seals=False)
         published = self._stager.publish(origin, "model")
         assert published
         self._publisher.publish(published)

@@ -15,7 +15,7 @@ from trinity_sync.errors import TrinitySyncError
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.save_id import Origin, SaveId
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.snapshot.stager import Staged, Stager, pack_folder
+from trinity_sync.snapshot.stager import Staged, StagePlan, Stager, pack_folder
 from trinity_sync.storage.commit import commit, free_committed_slots
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.persist import WriteOptions, persist
@@ -27,14 +27,14 @@ from trinity_sync.storage.save import Written
 @contextmanager
 def held(stager: Stager) -> Iterator[None]:
     """Let what is staged within the block with ``overlap`` be copied after it."""
-    begin, copy = threading.Event(), stager._copy
+    begin, copy = threading.Event(), stager.copy
 
-    def copy_later(*arguments: Any, **options: Any) -> Staged:
+    def copy_later(plan: StagePlan) -> Staged:
         assert begin.wait(30)
-        return copy(*arguments, **options)
+        return copy(plan)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stager, "_copy", copy_later)
+        patch.setattr(stager, "copy", copy_later)
         try:
             yield
         finally:
@@ -96,7 +96,7 @@ class Job:
         origin = self.origin(step, rank=rank, **other)
         places = group_by_node([(socket.gethostname(), str(self.spool.folder))] * self.world_size)
         write_placement(self.root, origin.run, origin.run_key, origin.role, places)
-        return self.stager(rank).stage(origin, states, also=also, metadata=packed).result()
+        return self.stager(rank).stage(origin, states, also=also, metadata=packed)
 
     def save(self, step: int, *, run: int = 1, kind: Any = "checkpoint") -> SaveId:
         where = str(self.root), run, self.key_of(run)

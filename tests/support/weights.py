@@ -69,7 +69,7 @@ def upload(job: Job, step: int, *states: Any, run: int = 1, node: str = "here") 
     for rank, state in enumerate(states):
         stager, origin = job.stager(rank), job.origin(step, rank=rank, run=run)
         if stager.publish(origin, "model") is None:
-            stager.stage(origin, {"model": state}, seals=False).result()
+            stager.stage(origin, {"model": state}, seals=False)
             assert stager.publish(origin, "model")
     for slot, said in job.spool.published("actor", run, step).items():
         images.append(ImageRef(node, str(slot), said.image, said.rank, said.nbytes))

@@ -13,14 +13,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trinity_sync.errors import ConfigError, ImageError, SaveTimeoutError, TrinitySyncError
-from trinity_sync.fs.process import hold_handlers
+from trinity_sync.fs.process import call_held_handlers, hold_handlers
 from trinity_sync.layout import FOLDERS, KINDS, SERVES_AS, Component, Kind, step_folder
 from trinity_sync.snapshot.image import LaidOut
 from trinity_sync.snapshot.save_id import Origin, SaveId
@@ -28,8 +28,8 @@ from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.stager import (
     METADATA,
     Staged,
+    StagePlan,
     Stager,
-    StagingHandle,
     pack,
     pack_folder,
 )
@@ -44,6 +44,8 @@ MODEL: Component = "model"
 DcpFolders = tuple[Mapping[str, LaidOut], Mapping[str, bytes]]
 """A rank's files by component, and small files of rank 0 by path below the role's folder."""
 NOTHING_STAGED = Staged((), 0, 0.0, 0.0)
+HELD_S = 0.1
+"""Seconds for which a wait for an overlapped copy holds back handlers of signals."""
 
 
 class StateSaver:
@@ -74,6 +76,7 @@ class StateSaver:
         """Newest step that was published, by role."""
         self._packed: dict[Path, bytes] = {}
         self._failures: list[str] = []
+        self._background: ThreadPoolExecutor | None = None
         self._overlapping: Future[Staged] | None = None
 
     def save(
@@ -90,8 +93,8 @@ class StateSaver:
 
         Return what was staged, or will be with ``overlap``, which copies large tensors in a thread
         while training continues. The commit compares changed components with what was staged
-        before, and fails this save. A save that has failed is submitted again as a whole; images
-        that are still there and equal are not copied again.
+        before, and fails this save. A save that has failed is staged and submitted again as a
+        whole.
 
         ``metadata``, small files or their folder, is ignored on other ranks than 0. ``attachments``
         are packed; those of a save that was submitted are part of it already. The stall is counted
@@ -140,7 +143,7 @@ class StateSaver:
         try:
             if metadata is not None and origin.rank == 0 and METADATA not in earlier:
                 packed = self._pack(metadata)
-            handle = self._stager.stage(
+            plan = self._stager.lay_out(
                 origin,
                 states,
                 also=earlier,
@@ -153,11 +156,12 @@ class StateSaver:
             )
         except Exception as error:
             return self.fail(origin, error)
-        submitted = self._submit_once_sealed(handle)
         if not overlap:
-            return submitted.result()
-        self._overlapping = submitted
-        return Staged(handle.components, handle.nbytes, handle.stall_s, 0.0, submitted=submitted)
+            return self._copy_and_submit(plan)
+        self._background = self._background or ThreadPoolExecutor(1, "overlapped-staging")
+        submitted = self._overlapping = self._background.submit(self._copy_and_submit, plan)
+        stall_s = time.perf_counter() - began
+        return Staged(plan.components, plan.nbytes, stall_s, 0.0, submitted=submitted)
 
     def upload(
         self, origin: Origin, collect: Callable[[], Any]
@@ -202,13 +206,15 @@ class StateSaver:
         state = collect() if state is None else state
         try:
             with hold_handlers():
-                staged = self._stager.stage(origin, {MODEL: state}, seals=False).result()
+                staged = self._stager.stage(origin, {MODEL: state}, seals=False)
                 return self._publish(origin), staged
         except Exception as error:
             return None, self.fail(origin, error)
 
     def wait_staged(self) -> float:
         """Wait until an overlapped save is submitted; return the seconds that it took.
+
+        Its tickets count the wait as a stall.
 
         Raises:
             SpoolError, ImageError: as in `save`.
@@ -218,9 +224,11 @@ class StateSaver:
             return 0.0
         start = time.perf_counter()
         with hold_handlers():
-            self._stager.wait_copied()
-            wait([overlapping])  # before it is reset: another thread may wait as well
-            if self._overlapping is overlapping:
+            if not overlapping.done():
+                self._stager.waiting_since = start
+                while wait([overlapping], HELD_S).not_done:
+                    call_held_handlers()
+            if self._overlapping is overlapping:  # another thread may have waited as well
                 self._overlapping = None
                 overlapping.result()
         return time.perf_counter() - start
@@ -254,6 +262,8 @@ class StateSaver:
         try:
             self.wait_staged()
         finally:
+            if self._background:
+                self._background.shutdown()
             self._stager.close()
 
     def _pack(self, metadata: str | Path | Mapping[str, bytes]) -> bytes | None:
@@ -275,25 +285,11 @@ class StateSaver:
             return self._stager.holds(origin, component, state, overlap=overlap)
         return False
 
-    def _submit_once_sealed(self, handle: StagingHandle) -> Future[Staged]:
-        """Submit a save in the thread that seals it; return a future that is done afterwards.
-
-        A waiter for ``handle.sealed`` may continue before the save is submitted.
-        """
-        submitted: Future[Staged] = Future()
-
-        def submit(sealed: Future[Staged]) -> None:
-            try:
-                submitted.set_result(self._submit_sealed(handle.origin, sealed))
-            except BaseException as error:
-                submitted.set_exception(error)
-
-        handle.sealed.add_done_callback(submit)
-        return submitted
-
-    def _submit_sealed(self, origin: Origin, sealed: Future[Staged]) -> Staged:
+    def _copy_and_submit(self, plan: StagePlan) -> Staged:
+        """Copy and seal what was laid out, and submit the save."""
+        origin = plan.origin
         try:
-            staged = sealed.result()
+            staged = self._stager.copy(plan)
         except Exception as error:
             return self.fail(origin, error)
         kept = {key: value for key, value in self._staged.items() if key[0] != origin.role}

@@ -16,7 +16,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,11 @@ from torch.distributed.checkpoint.default_planner import (
     create_default_local_save_plan,
 )
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import (
     SavePlan,
     TensorWriteData,
@@ -34,23 +37,25 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
 from trinity_sync.errors import CommitError, ConfigError, SaveError
 from trinity_sync.formats.dcp_source import DcpReader, run_dcp_alone
-from trinity_sync.formats.saved_component import SavedComponent
+from trinity_sync.formats.shard_reader import SavedState, open_shard, outline_files
 from trinity_sync.fs.atomic import make_folder, sync_folder
-from trinity_sync.fs.direct_io import OnProgress, digest_cached_file, digest_file, no_progress
+from trinity_sync.fs.direct_io import OnProgress, digest_cached_file, no_progress
 from trinity_sync.layout import check_name, shard_file, step_folder
 from trinity_sync.snapshot.job_identity import open_identity
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.storage.commit import commit
-from trinity_sync.storage.discovery import require_committed, require_unreplaced
+from trinity_sync.storage.discovery import list_shards, require_committed, require_unreplaced
 from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_run_manifest
 from trinity_sync.storage.persist import make_attempt_path, read_file_identity
-from trinity_sync.storage.restore import require_digest
+from trinity_sync.storage.restore import require_digests
 from trinity_sync.storage.runs import find_newest_run, open_run
 from trinity_sync.storage.save import Written, discard
+from trinity_sync.tensors.unshard import TensorChunk, iter_leaves
 
 COMPONENTS = ("model", "optim")
 """Components that can be converted; the others belong to this job and its ranks."""
@@ -92,9 +97,9 @@ def to_dcp(
             copy.
 
     Raises:
-        CommitError: the step is not committed or corrupted, lacks a component, or ranks differ in
-            what they should have saved equally.
-        ConfigError: an argument is invalid, or tensors have a placement that DCP cannot express.
+        CommitError: the step is not committed or corrupted, lacks a component, or its shards cannot
+            be put together.
+        ConfigError: an argument is invalid, or the optimizer's tensors have no placement.
         SaveError: the folder cannot be written; nothing is left of it.
     """
     check_name("role", role)
@@ -105,28 +110,29 @@ def to_dcp(
         raise ConfigError(f"{folder} is not empty; nothing was changed. Choose another folder.")
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
     with acquire_lease(base, step, f"conversion of {role}", ttl_s=LONG_LEASE_S):
-        manifest = require_committed(base, step)
-        shards = _list_shards(base, manifest, role, components)
+        manifest, of_step = require_committed(base, step), step_folder(base, step)
+        shards = {
+            name: list_shards(base, manifest, role, name)
+            for name in _choose_components(manifest, role, components)
+        }
         records = [record for each in shards.values() for record in each]
         total = 2 * sum(record.nbytes for record in records)
-        for record in records:
-            path = step_folder(base, step) / record.path
-            found = digest_file(path, record.nbytes, lambda n: on_progress(n, total))
-            require_digest(path, record, found)
+        require_digests(of_step, records, lambda n: on_progress(n, total))
+        files = {name: [of_step / record.path for record in each] for name, each in shards.items()}
+        first = {name: dict(open_shard(each[0])) for name, each in files.items()}
+        _require_placements(files, first)
         saved = {
-            name: SavedComponent(step_folder(base, step) / role, name, len(each))
-            for name, each in shards.items()
+            name: SavedState(each, [*outline_files(each, range(len(each))).values()])
+            for name, each in files.items()
         }
-        _require_convertible(saved)
-        require_unreplaced(base, manifest)  # repeated below for files that are opened later
+        require_unreplaced(base, manifest)  # mapped files stay those of this commit
         try:
             make_folder(partial)
             planner = _Planner(saved, lambda n: on_progress(n, total))
             writer = FileSystemWriter(partial)
             with run_dcp_alone():
-                save(planner.first, storage_writer=writer, planner=planner, no_dist=True)
+                save(first, storage_writer=writer, planner=planner, no_dist=True)
             sync_folder(partial)
-            require_unreplaced(base, manifest)
             if target.exists():
                 target.rmdir()
             partial.rename(target)
@@ -146,14 +152,10 @@ def to_dcp(
 class _Planner(DefaultSavePlanner):
     """Plans all ranks' chunks in one process; each chunk is read from its rank's file."""
 
-    def __init__(
-        self, saved: Mapping[str, SavedComponent], on_read: Callable[[int], object]
-    ) -> None:
+    def __init__(self, saved: Mapping[str, SavedState], on_read: Callable[[int], object]) -> None:
         super().__init__()
         self._saved, self._on_read = saved, on_read
-        self.first = {name: dict(component.open_shard(0)) for name, component in saved.items()}
-        self._open = cache(SavedComponent.open_shard)
-        self._parts: dict[MetadataIndex, tuple[SavedComponent, MetadataIndex]] = {}
+        self._chunks: dict[MetadataIndex, tuple[SavedState, str, TensorChunk]] = {}
 
     def create_local_plan(self) -> SavePlan:
         """Plan all chunks of all tensors, and plain values as rank 0 saved them."""
@@ -164,82 +166,59 @@ class _Planner(DefaultSavePlanner):
         }
         items, rest = [], {}
         for key, value in self.state_dict.items():
-            saved, name = names.get(key, (None, ""))
-            meta = saved.tensors[name] if saved else None
-            if saved is None or meta is None:
+            if key not in names:
                 rest[key] = value
-            elif not meta.chunks:  # a tensor without elements
-                rest[key] = torch.empty(meta.size, dtype=meta.properties.dtype, device="cpu")
-            else:
-                for chunk in meta.chunks:
-                    index = MetadataIndex(key, chunk.offsets)
-                    self._parts[index] = saved, MetadataIndex(name, chunk.offsets)
-                    data = TensorWriteData(chunk, meta.properties, meta.size)
-                    items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+                continue
+            saved, name = names[key]
+            full = saved.tensors[name]
+            if not full.chunks:  # a tensor without elements
+                rest[key] = torch.empty(full.shape, dtype=full.dtype, device="cpu")
+            for chunk in full.chunks:
+                index = MetadataIndex(key, torch.Size(chunk.offsets))
+                self._chunks[index] = saved, name, chunk
+                box = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+                data = TensorWriteData(box, TensorProperties(full.dtype), torch.Size(full.shape))
+                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         self.state_dict.update(rest)
         items += create_default_local_save_plan(rest, is_coordinator=True).items
         self.plan = SavePlan(items, planner_data=self.mappings)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return a chunk as a view of the mapped file."""
-        if write_item.index not in self._parts:
+        """Return a chunk as a view of the mapped file, of which the writer copies one at a time."""
+        if write_item.index not in self._chunks:
             return super().resolve_data(write_item)
-        saved, index = self._parts[write_item.index]
-        part = _trim_storage(saved.get_chunk(self._open(saved, saved.find_rank(index)), index))
+        saved, name, chunk = self._chunks[write_item.index]
+        part = saved.view_chunk(name, chunk)
         self._on_read(part.nbytes)
         return part
 
 
-def _trim_storage(part: torch.Tensor) -> torch.Tensor:
-    """Return a view with a storage of its own size, because the writer copies larger storages."""
-    if not part.is_contiguous():
-        return part
-    start = part.storage_offset() * part.element_size()
-    storage = part.untyped_storage()[start : start + part.nbytes]
-    return torch.empty(0, dtype=part.dtype, device="cpu").set_(
-        storage, 0, part.shape, part.stride()
-    )
-
-
-def _require_convertible(saved: Mapping[str, SavedComponent]) -> None:
+def _require_placements(
+    files: Mapping[str, Sequence[Path]], first: Mapping[str, Mapping[Any, Any]]
+) -> None:
     """Require that tensors have placements, which the flat optimizer state of FSDP1 lacks."""
-    model, optim = saved["model"], saved.get("optim")
-    flat = [name for name, meta in optim.tensors.items() if len(meta.size)] if optim else []
-    if optim and optim.world_size > 1 and model.sharded and flat and not optim.sharded:
+    leaves = {name: [*iter_leaves(state)] for name, state in first.items()}
+    model, optim = (
+        [leaf for _, leaf in leaves.get(name, ()) if isinstance(leaf, torch.Tensor) and leaf.ndim]
+        for name in COMPONENTS
+    )
+    is_sharded = [any(isinstance(leaf, DTensor) for leaf in each) for each in (model, optim)]
+    if optim and is_sharded == [True, False] and len(files["optim"]) > 1:
         raise ConfigError(
-            f"optim in {optim.folder} is the flat state of FSDP1 ({flat[0]}), which does not say "
-            "to which parameters it belongs; convert the model alone (--component model)"
+            f"{files['optim'][0]} is the flat state of FSDP1, which does not say to which "
+            "parameters it belongs; convert the model alone (--component model)"
         )
-    for component in saved.values():
-        component.require_equal_replicas()
 
 
-def _list_shards(
-    root: Path, manifest: Manifest, role: str, components: Sequence[str]
-) -> dict[str, list[FileRecord]]:
-    """Return the records of the requested components, by default of those that exist."""
+def _choose_components(manifest: Manifest, role: str, components: Sequence[str]) -> Sequence[str]:
+    """Return the requested components, by default the model and what else the step has."""
     if unknown := set(components) - set(COMPONENTS):
         raise ConfigError(
             f"{', '.join(sorted(unknown))} cannot be converted; only model and optim can"
         )
-    found = {
-        name: [f for f in manifest.files if (f.role, f.component) == (role, name) and f.is_shard]
-        for name in components or COMPONENTS
-    }
-    lacking = [name for name, records in found.items() if not records]
-    if "model" in lacking or (components and lacking):
-        has = ", ".join(manifest.roles) or "none"
-        raise CommitError(
-            f"step {manifest.step} in {root} has no {lacking[0]} of role {role} (roles: {has}); "
-            f"{manifest.hint_at_format(role)}trinity-sync show {root} {manifest.step} "
-            "lists its files"
-        )
-    for name, records in found.items():
-        ranks = {record.rank for record in records}
-        if records and ranks != set(range(records[0].world_size)):
-            raise CommitError(f"step {manifest.step} in {root} lacks ranks of {name}")
-    return {name: records for name, records in found.items() if records}
+    saved = {f.component for f in manifest.files if f.role == role and f.is_shard}
+    return components or [name for name in COMPONENTS if name == "model" or name in saved]
 
 
 def from_dcp(

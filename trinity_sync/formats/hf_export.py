@@ -8,7 +8,7 @@ complete folder appears by one rename, which ``from_pretrained`` loads.
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,12 +20,12 @@ from trinity_sync.formats.safetensors import (
     open_progress,
     read_progress,
 )
-from trinity_sync.formats.shard_reader import ShardedModel
+from trinity_sync.formats.shard_reader import SavedState
 from trinity_sync.fs.atomic import UNWRITABLE, make_folder, sync_folder
-from trinity_sync.fs.direct_io import OnProgress, digest_file, no_progress
+from trinity_sync.fs.direct_io import OnProgress, no_progress
 from trinity_sync.fs.locks import acquire_commit_lock, try_acquire_file_lock
-from trinity_sync.layout import PRIVATE_FOLDER, check_name, shard_file, step_folder
-from trinity_sync.storage.discovery import require_committed, require_unreplaced
+from trinity_sync.layout import PRIVATE_FOLDER, check_name, step_folder
+from trinity_sync.storage.discovery import list_shards, require_committed, require_unreplaced
 from trinity_sync.storage.export_requests import (
     COMPONENT,
     ExportRequest,
@@ -35,6 +35,7 @@ from trinity_sync.storage.export_requests import (
 )
 from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest, write_manifest
+from trinity_sync.storage.restore import require_digests
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,10 @@ def export_step(
     interrupted export resumes.
 
     Raises:
-        CommitError: the step is not committed or corrupted, or has no model of this role.
+        CommitError: the step is not committed or corrupted, or has no model of this role, or its
+            shards cannot be put together.
         ConfigError: an argument is invalid.
-        ExportError: the shards are not those of a model that can be exported.
+        ExportError: the tensors are not those of a model that can be exported.
         OSError: the disk is full or broken; the next call uses what is written.
     """
     if dtype not in ("keep", *DTYPES):
@@ -82,7 +84,13 @@ def export_step(
     root = Path(root).resolve()
     check_name("role", role)
     manifest = require_committed(root, step)
-    records = _list_shards(root, manifest, role)
+    folder = step_folder(root, step)
+    records = list_shards(root, manifest, role, "model")
+    for record in records:
+        if not (folder / record.path).resolve().is_relative_to(folder.resolve()):
+            raise CommitError(
+                f"{folder / record.path} is outside of the step's folder; export another step"
+            )
     source = {
         "root": str(root),
         "step": step,
@@ -92,7 +100,6 @@ def export_step(
         "max_shard_bytes": max_shard_bytes,
         "digests": [record.digest for record in records],
     }
-    folder = step_folder(root, step)
     target = folder / role / HUGGINGFACE if to is None else check_target(to, root)
     if to is None:
         scratch = exports_folder(root) / f"{folder.name}.{role}"
@@ -114,12 +121,12 @@ def export_step(
                 return _make_result(target, done)
         compared = sum(record.nbytes for record in records) if check else 0
         if check:
-            _check_digests(folder, records, lambda n: on_progress(n, 2 * compared))
+            require_digests(folder, records, lambda n: on_progress(n, 2 * compared))
         progress = open_progress(scratch, source)
         try:
             write_files(
                 progress,
-                ShardedModel([folder / record.path for record in records]),
+                SavedState([folder / record.path for record in records]),
                 folder / role,
                 find_adapter_config(folder, manifest, role),
                 max_bytes=max_shard_bytes,
@@ -127,7 +134,7 @@ def export_step(
                 small=[] if to is None else _list_metadata_files(manifest, role),
                 on_progress=lambda n, written: on_progress(n, compared + written),
             )
-        except (FileNotFoundError, ExportError):
+        except (FileNotFoundError, CommitError, ExportError):
             require_unreplaced(root, manifest)  # files may be missing in a replaced step
             raise
         require_unreplaced(root, manifest)  # all shards that were read are of one run
@@ -198,31 +205,6 @@ def _make_result(folder: Path, progress: ExportProgress) -> ExportResult:
     return ExportResult(folder, tuple(sorted(progress.files)), nbytes)
 
 
-def _list_shards(root: Path, manifest: Manifest, role: str) -> list[FileRecord]:
-    """Return the records of the model shards of a role, by rank.
-
-    Raises:
-        CommitError: there are none, or some are missing.
-    """
-    records = [f for f in manifest.files if f.role == role and f.is_weights]
-    if not records:
-        has = ", ".join(manifest.roles) or "none"
-        raise CommitError(
-            f"step {manifest.step} in {root} has no model of role {role} (roles: {has}); "
-            f"{manifest.hint_at_format(role)}trinity-sync show lists its files"
-        )
-    world_size = records[0].world_size
-    by_path = {record.path: record for record in records}
-    wanted = [f"{role}/{shard_file('model', world_size, rank)}" for rank in range(world_size)]
-    folder = step_folder(root, manifest.step).resolve()
-    for path in wanted:
-        if path not in by_path:
-            raise CommitError(f"step {manifest.step} in {root} lacks {path}; export another step")
-        if not (folder / path).resolve().is_relative_to(folder):
-            raise CommitError(f"{folder / path} is outside of the step's folder; export another")
-    return [by_path[path] for path in wanted]
-
-
 def _list_metadata_files(manifest: Manifest, role: str) -> list[str]:
     prefix = f"{role}/{HUGGINGFACE}/"
     return [
@@ -230,17 +212,6 @@ def _list_metadata_files(manifest: Manifest, role: str) -> list[str]:
         for record in manifest.files
         if record.path.startswith(prefix) and record.component == "metadata"
     ]
-
-
-def _check_digests(
-    folder: Path, records: list[FileRecord], on_read: Callable[[int], object]
-) -> None:
-    for record in records:
-        if digest_file(folder / record.path, record.nbytes, on_read) != record.digest:
-            raise CommitError(
-                f"{folder / record.path} is corrupted: its digest is not that of the manifest. "
-                "Export another step, or restore the file from a copy."
-            )
 
 
 def check_target(to: Path, root: Path) -> Path:

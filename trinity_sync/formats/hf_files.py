@@ -24,7 +24,7 @@ from trinity_sync.formats.safetensors import (
     save_compared,
     write_model,
 )
-from trinity_sync.formats.shard_reader import Meta, ShardedModel
+from trinity_sync.formats.shard_reader import Meta, SavedState
 from trinity_sync.fs.direct_io import OnProgress
 from trinity_sync.snapshot.stager import ATTACHMENTS
 from trinity_sync.storage.manifest import Manifest
@@ -41,7 +41,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 def write_files(
     progress: ExportProgress,
-    model: ShardedModel,
+    model: SavedState,
     role_folder: Path,
     adapter_config: Path | None,
     *,

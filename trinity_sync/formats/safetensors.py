@@ -15,7 +15,7 @@ from typing import Any
 
 from trinity_sync.errors import ExportError
 from trinity_sync.formats.hf_naming import Naming, Tensors
-from trinity_sync.formats.shard_reader import Meta, ShardedModel
+from trinity_sync.formats.shard_reader import Meta, SavedState
 from trinity_sync.fs.atomic import make_folder, replace_file, sync_folder
 from trinity_sync.fs.direct_io import OnProgress, digest_cached_file, no_progress
 from trinity_sync.tensors.dtensor_shards import have_equal_bits
@@ -92,7 +92,7 @@ def read_progress(folder: Path) -> ExportProgress | None:
 
 def write_model(
     progress: ExportProgress,
-    model: ShardedModel,
+    model: SavedState,
     names: dict[str, str],
     naming: Naming,
     metas: Mapping[str, Meta],

@@ -1,51 +1,79 @@
-"""Assembly of the complete tensors of a model from the files of all ranks, one at a time.
+"""Assembly of the complete tensors of a component from the files of all ranks.
 
 A file of ``torch.save`` is what an image in shared memory is, so files are put together as images
-are (`unshard`). They are mapped; only tensors and plain values are unpickled.
+are (`unshard`). They are mapped, and only what is copied is read; only tensors and plain values are
+unpickled.
 """
 
 import mmap
-from collections.abc import Sequence
+import pickle
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from trinity_sync.errors import ExportError, ImageError, WeightSyncError
-from trinity_sync.tensors.dtensor_shards import have_equal_bits
-from trinity_sync.tensors.unshard import combine_tensor, plan_unshard, view_full_tensor
+from trinity_sync.errors import CommitError, ConfigError, ImageError, WeightSyncError
+from trinity_sync.tensors.dtensor_shards import ShardBox, have_equal_bits
+from trinity_sync.tensors.unshard import (
+    FullTensor,
+    Outline,
+    TensorChunk,
+    combine_outlines,
+    combine_tensor,
+    copy_box,
+    outline_state,
+    plan_unshard,
+    view_chunk,
+    view_full_tensor,
+)
 
 Meta = tuple[torch.Size, torch.dtype]
 """Shape and dtype of a complete tensor."""
 
 
-class ShardedModel:
-    """A model that ranks saved, each in a file of its own; ``files`` are in the order of ranks.
+class SavedState:
+    """A state that ranks saved, each in a file of its own; ``files`` are in the order of ranks.
+
+    With the ``outlines`` of all files, tensors are named by their keys in nested dicts, and all
+    files hold the same names. Otherwise the state is a model, and tensors have their names in the
+    plain model. What several files hold is compared in those of the ranks in ``compared``, by
+    default in all.
 
     Raises:
-        ExportError: the files are not the shards of one model.
+        CommitError: a file cannot be read, or the files are not the shards of one state.
     """
 
-    def __init__(self, files: Sequence[Path]) -> None:
-        self._images = [_map_file(path) for path in files]
-        try:
+    def __init__(
+        self,
+        files: Sequence[Path],
+        outlines: Sequence[Outline] = (),
+        compared: Container[int] | None = None,
+    ) -> None:
+        with _name_in_errors(files[0], len(files)):
+            self._images = [_map_file(path) for path in files]
             images = [image.numpy().data for image in self._images]
-            plan = plan_unshard(images, compare_replicas=True)
-        except (ImageError, WeightSyncError) as error:
-            raise ExportError(
-                f"{files[0].parent}: {error}; these files are not the shards of one FSDP model, "
-                "export another step"
-            ) from error
-        self._tensors = {name: full for full in plan for name in full.names}
+            for rank, outline in enumerate(outlines):
+                if differing := outline.keys() ^ outlines[0].keys():
+                    raise WeightSyncError(f"ranks 0 and {rank} do not both have {min(differing)}")
+            if outlines:
+                ranks = range(len(files)) if compared is None else compared
+                plan = combine_outlines(outlines, images, compared=ranks, compare_replicas=True)
+            else:
+                plan = plan_unshard(images, compare_replicas=True)
+        self.tensors: Mapping[str, FullTensor] = {n: full for full in plan for n in full.names}
 
     @property
     def metas(self) -> dict[str, Meta]:
-        """Shape and dtype of each tensor, by its name in the plain model."""
-        return {name: (torch.Size(full.shape), full.dtype) for name, full in self._tensors.items()}
+        """Shape and dtype of each tensor, by its name."""
+        return {name: (torch.Size(full.shape), full.dtype) for name, full in self.tensors.items()}
 
     def are_equal(self, name: str, other: str) -> bool:
         """Return whether two complete tensors have the same bits."""
-        one, two = self._tensors[name], self._tensors[other]
+        one, two = self.tensors[name], self.tensors[other]
         return one is two or (
             (one.shape, one.dtype) == (two.shape, two.dtype)
             and have_equal_bits(*(view_full_tensor(each, self._images) for each in (one, two)))
@@ -53,7 +81,69 @@ class ShardedModel:
 
     def read_tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return a complete tensor, in memory of its own; each part is converted by itself."""
-        return combine_tensor(replace(self._tensors[name], read_dtype=dtype), self._images)
+        return combine_tensor(replace(self.tensors[name], read_dtype=dtype), self._images)
+
+    def copy_box(self, name: str, box: ShardBox, target: torch.Tensor) -> int:
+        """Copy a box of a tensor into a target of its sizes; return the bytes that were read."""
+        full = self.tensors[name]
+        copy_box(full, self._images, box, target)
+        return prod(box.sizes) * full.dtype.itemsize
+
+    def view_chunk(self, name: str, chunk: TensorChunk) -> torch.Tensor:
+        """Return a chunk of a tensor, mapped from its file."""
+        return view_chunk(self.tensors[name].dtype, chunk, self._images)
+
+
+def outline_files(
+    files: Sequence[Path], ranks: Sequence[int], flat_lengths: Mapping[Any, int] | None = None
+) -> dict[int, Outline]:
+    """Return what the files of some ranks hold, by rank; ``files`` are those of all ranks.
+
+    ``flat_lengths`` are as in `outline_state`.
+
+    Raises:
+        CommitError: a file cannot be read, or holds other shards than it should.
+    """
+    found = {}
+    for rank in ranks:
+        with _name_in_errors(files[rank], len(files)):
+            image = _map_file(files[rank]).numpy().data
+            found[rank] = outline_state(image, rank, len(files), flat_lengths or {})
+    return found
+
+
+def open_shard(path: Path) -> Mapping[Any, Any]:
+    """Return a rank's state; its tensors are mapped from the file.
+
+    Raises:
+        CommitError: the file is missing, or ``weights_only`` cannot read it.
+        ConfigError: it does not contain a dict.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise CommitError(
+            f"{path} cannot be read with weights_only, so it cannot be resharded: {error}\n"
+            "Load it with as many ranks as saved it, or choose another step."
+        ) from error
+    if not isinstance(state, Mapping):
+        raise ConfigError(
+            f"{path} has a {type(state).__name__}, and only dicts can be resharded; load it with "
+            "as many ranks as saved it"
+        )
+    return state
+
+
+@contextmanager
+def _name_in_errors(path: Path, world_size: int) -> Iterator[None]:
+    try:
+        yield
+    except (ImageError, WeightSyncError, OSError, ValueError) as error:
+        raise CommitError(
+            f"{path} and the files of the other ranks cannot be put together: {error}. Choose "
+            f"another step, leave this component out, or load it with {world_size} rank(s) on the "
+            "mesh that saved it."
+        ) from error
 
 
 def _map_file(path: Path) -> torch.Tensor:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from trinity_sync.client.save_request import SaveRequest
@@ -36,7 +36,7 @@ from trinity_sync.orchestration.root_threads import RootVisits
 from trinity_sync.orchestration.run_page import StepOutcome
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.job_identity import job_id
-from trinity_sync.snapshot.spool import count_evictions, list_job_spools
+from trinity_sync.snapshot.spool import list_job_spools
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.save import Persisted, find_stalls, find_submission
@@ -195,7 +195,7 @@ class SpoolCollector(Collector):
     def __init__(self, spool: Path) -> None:
         self._spool = spool
 
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+    def collect(self) -> Iterator[GaugeMetricFamily]:
         """Read the spool."""
         pending = GaugeMetricFamily(
             "trinity_sync_pending_images", "Sealed images that are not committed", labels=["job"]
@@ -205,11 +205,6 @@ class SpoolCollector(Collector):
             "Seconds since the oldest of them was sealed",
             labels=["job"],
         )
-        evicted = CounterMetricFamily(
-            "trinity_sync_evicted_images",
-            "Images that were evicted before they were committed",
-            labels=["job", "kind"],
-        )
         try:
             for job in list_job_spools(self._spool):
                 sealed, _ = job.tickets()
@@ -217,12 +212,9 @@ class SpoolCollector(Collector):
                 ages = [image.ticket.age_s(now) for image in sealed]
                 pending.add_metric([job.folder.name], len(sealed))
                 age.add_metric([job.folder.name], max(ages, default=0.0))
-                lost = count_evictions(job.folder)
-                for kind in KINDS:
-                    evicted.add_metric([job.folder.name, kind], lost[kind])
         except (OSError, TrinitySyncError) as error:
             logger.warning("cannot read the spool %s for metrics: %s", self._spool, error)
-        yield from (pending, age, evicted)
+        yield from (pending, age)
         free = GaugeMetricFamily(
             "trinity_sync_spool_free_bytes", "Free bytes of the file system of the spool"
         )

@@ -7,7 +7,6 @@ thread; an event that cannot be sent is dropped and never fails a save.
 import logging
 from pathlib import Path
 from typing import Any
-from uuid import NAMESPACE_URL, uuid4, uuid5
 
 from prefect.events import emit_event
 from prefect.settings import PREFECT_API_URL
@@ -41,9 +40,6 @@ def emit_step_event(
         return
     if outcome == "evicted" and kind != "checkpoint":
         return
-    # the worker that sees an eviction and the flow run that fails for it report it once
-    name = f"trinity-sync/{job}/{run}/{step}/{kind}"
-    event_id = uuid5(NAMESPACE_URL, name) if outcome == "evicted" else uuid4()
     try:
         emit_event(
             event=PREFIX + outcome,
@@ -53,7 +49,6 @@ def emit_step_event(
                 "trinity-sync.root": str(root),
             },
             payload={"step": step, "run": run, "kind": kind, **payload},
-            id=event_id,
         )
     except Exception as error:
         logger.warning("cannot send the event that step %d is %s: %r", step, outcome, error)

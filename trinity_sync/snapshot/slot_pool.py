@@ -12,15 +12,15 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from trinity_sync.errors import LockTimeoutError, SpoolError, SpoolFullError, TicketError
+from trinity_sync.errors import SpoolError, SpoolFullError, TicketError
 from trinity_sync.fs.process import call_held_handlers
 from trinity_sync.snapshot.save_id import Origin
 from trinity_sync.snapshot.slot import Slot
-from trinity_sync.snapshot.spool import Eviction, JobSpool, record_eviction
+from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import (
     Ticket,
     failure_path,
@@ -127,17 +127,14 @@ class SlotPool:
         slots = self._slots.get((origin.role, component, origin.rank), ())
         return next((s.holds.image for s in slots if s.holds and _is_of(s.holds, origin)), None)
 
-    def free_others(self, origin: Origin, images: Collection[str]) -> None:
-        """Free the other images of a save that is submitted again: the first ones would count.
-
-        ``images`` are the random names of those that stay.
-        """
+    def free_images(self, origin: Origin) -> None:
+        """Free this rank's images of a save that is submitted again: the first ones would count."""
         slots = {slot.path: slot for slots in self._slots.values() for slot in slots}
         for sealed in self._spool.read_step(origin.run, origin.step)[0]:
             ticket = sealed.ticket
             same = origin.is_of_step(ticket) and ticket.kind == origin.kind
             same = same and (ticket.role, ticket.rank) == (origin.role, origin.rank)
-            if same and ticket.image not in images:
+            if same:
                 logger.warning(
                     "%s is submitted again after its save failed; dropping its earlier image %s",
                     ticket.what,
@@ -246,34 +243,15 @@ class SlotPool:
         else:
             why = f"not persisted within {age:.0f} s"
         logger.warning(
-            "Evicting unsaved image %s for step %d: %s, and no slot is free. Look at the flow runs "
-            "of this job: trinity-sync runs; and the stack: trinity-sync status",
+            "Evicting unsaved image %s (%s) for step %d: %s, and no slot is free. Look at the flow "
+            "runs of this job: trinity-sync runs; and the stack: trinity-sync status",
             slot.path,
+            ticket.what if ticket else "unknown",
             origin.step,
             why,
         )
-        if ticket and not slot.failed:  # otherwise the failure was reported
-            self._record_eviction(ticket, origin, why)
         ticket_path(slot.path).unlink(missing_ok=True)
         failure_path(slot.path).unlink(missing_ok=True)
-
-    def _record_eviction(self, ticket: Ticket, origin: Origin, why: str) -> None:
-        eviction = Eviction(
-            image=ticket.image,
-            run=ticket.run,
-            step=ticket.step,
-            kind=ticket.kind,
-            role=ticket.role,
-            component=ticket.component,
-            rank=ticket.rank,
-            for_step=origin.step,
-            evicted_at=time.time(),
-            why=why,
-        )
-        try:
-            record_eviction(self._spool.folder, eviction)
-        except (OSError, LockTimeoutError) as error:  # the log has it
-            logger.warning("cannot record the eviction of %s: %s", ticket.what, error)
 
 
 def _published_last(slot: Slot) -> tuple[int, int]:

@@ -10,42 +10,32 @@
         actor.model.rank0.1.slot.kept           committed file that it still holds: ``ticket``
         actor.model.rank0.1.slot.published      version of the weights: ``ticket``
         receipts/...                            statuses of save functions: `save_functions`
-        evictions.jsonl                         images that were lost
         job.json                                the job's root, and the format of the folder
         saver                                   the saver serves the job: ``saver_control``
 
 The client and the stack of a job may be of different releases. So ``job.json`` names the format of
 everything in the folder, and is read before anything else there: a folder of another release is
 refused as a whole.
-
-An eviction is the one way in which a submitted save is lost, written down where it happens. A
-trainer that needs a slot appends a line to ``evictions.jsonl`` in the job's folder of the spool.
-The flow worker of the node reports it: metrics, log and event. The file goes with the folder. It is
-in memory, so its size is limited: beyond it, the older lines are replaced by one with their number.
 """
 
 import contextlib
 import fcntl
-import json
 import logging
 import os
 import shutil
 import stat
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from uuid import UUID
 
-import msgspec
-
 from trinity_sync.errors import FormatError, SpoolError, SpoolFullError, TicketError
 from trinity_sync.fs.atomic import replace_file
-from trinity_sync.fs.locks import LockFile, has_no_other_users, open_lock_file
-from trinity_sync.fs.records import Count, Record, Seconds, encode_record, read_record
-from trinity_sync.layout import SPOOL_FORMAT, Kind, check_name, job_id_of
+from trinity_sync.fs.locks import has_no_other_users, open_lock_file
+from trinity_sync.fs.records import Record, encode_record, read_record
+from trinity_sync.layout import SPOOL_FORMAT, check_name, job_id_of
 from trinity_sync.snapshot.job_identity import job_id, read_identity
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.ticket import (
@@ -416,107 +406,3 @@ def try_run_lock(spool: Path, run_id: UUID) -> Iterator[bool]:
         # one byte of one file for each run: unlike a file for each, a process that is killed
         # leaves nothing behind
         yield lock.try_acquire_range(fcntl.F_WRLCK, run_id.int % 2**62, 1)
-
-
-EVICTIONS = "evictions.jsonl"
-MAX_BYTES = 256 << 10
-"""Size in bytes beyond which the older half of the file is dropped."""
-_DROPPED = "dropped"
-_LOCK_S = 1.0
-"""Seconds that a trainer waits for another rank of the node that appends a line."""
-
-
-@dataclass(frozen=True)
-class Eviction:
-    """An image that was removed from its slot although its save was not committed."""
-
-    image: str
-    """Random name of the image, as in its ticket."""
-    run: Count
-    step: Count
-    kind: Kind
-    role: str
-    component: str
-    rank: Count
-    for_step: Count
-    """The step that needed the slot."""
-    evicted_at: Seconds
-    """Seconds since the epoch."""
-    why: str
-
-
-def record_eviction(folder: Path, eviction: Eviction) -> None:
-    """Append an eviction to the file in a job's folder of the spool.
-
-    Raises:
-        OSError: the file cannot be written.
-        LockTimeoutError: another process has locked the file for a second.
-    """
-    path = folder / EVICTIONS
-    line = json.dumps(asdict(eviction)) + "\n"
-    while True:
-        with closing(LockFile(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)) as file:
-            file.acquire(limit_s=_LOCK_S)
-            found = os.fstat(file.fd)
-            if found.st_nlink and found.st_size <= MAX_BYTES:
-                os.write(file.fd, line.encode())
-                return
-            if found.st_nlink:  # otherwise another rank has replaced the file
-                _drop_older_half(path)
-
-
-def read_evictions(folder: Path) -> Sequence[Eviction]:
-    """Return the last evictions of a job on this node, oldest first, without lines that are torn.
-
-    The file is parsed only if it has changed.
-    """
-    return list(_read(folder)[0])
-
-
-def count_evictions(folder: Path) -> Counter[Kind]:
-    """Return the number of images of a job that were evicted on this node, by kind.
-
-    It includes those that `read_evictions` no longer returns.
-    """
-    evictions, dropped = _read(folder)
-    return dropped + Counter(each.kind for each in evictions)
-
-
-def _drop_older_half(path: Path) -> None:
-    lines = path.read_bytes().splitlines(keepends=True)
-    middle = (len(lines) + 1) // 2
-    evictions, dropped = _parse(b"".join(lines[:middle]))
-    dropped += Counter(each.kind for each in evictions)
-    first = json.dumps({_DROPPED: dropped}) + "\n"
-    content = first.encode() + b"".join(lines[middle:])
-    replace_file(path, content, mode=0o600, sync=False, own_name=False)  # under the file's lock
-
-
-def _read(folder: Path) -> tuple[tuple[Eviction, ...], Counter[Kind]]:
-    path = folder / EVICTIONS
-    try:
-        found = path.stat()
-        return _read_version(path, (found.st_ino, found.st_size, found.st_mtime_ns))
-    except FileNotFoundError:
-        return (), Counter()
-
-
-@lru_cache(maxsize=16)
-def _read_version(
-    path: Path, _version: tuple[int, ...]
-) -> tuple[tuple[Eviction, ...], Counter[Kind]]:
-    return _parse(path.read_bytes())
-
-
-def _parse(content: bytes) -> tuple[tuple[Eviction, ...], Counter[Kind]]:
-    """Return the evictions in lines of the file, and the number of those that were dropped."""
-    found: list[Eviction] = []
-    dropped: Counter[Kind] = Counter()
-    for line in content.splitlines():
-        with suppress(ValueError):
-            entry = json.loads(line)
-            if isinstance(entry, dict) and _DROPPED in entry:
-                dropped.update(msgspec.convert(entry[_DROPPED], dict[Kind, Count]))
-            else:
-                found.append(msgspec.convert(entry, Eviction))
-    return tuple(found), dropped

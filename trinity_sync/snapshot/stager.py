@@ -1,8 +1,7 @@
 """Stage states: copy live tensors once into warm slots, and seal the images.
 
-This is the whole cost of a save for the training loop. `Stager.stage` lays the files out and copies
-them, or has a thread copy them while training continues, as the stager of
-``torch.distributed.checkpoint`` does; it returns a handle with a future.
+This is the whole cost of a save for the training loop. `Stager.lay_out` plans the files, and
+`Stager.copy` copies the tensors into them, in the call or in a thread while training continues.
 """
 
 import io
@@ -11,7 +10,7 @@ import tarfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import Any, Literal
 import torch
 
 from trinity_sync.errors import ImageError, SpoolError
-from trinity_sync.fs.process import call_held_handlers
 from trinity_sync.layout import Component, shard_file
 from trinity_sync.snapshot.image import LaidOut, Layout, Storages, fill, lay_out
 from trinity_sync.snapshot.mutation_guard import SAMPLE, MutationGuard
@@ -31,7 +29,6 @@ from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import (
     Ticket,
     VersionTag,
-    failure_path,
     seal,
     ticket_path,
     write_version_tag,
@@ -40,8 +37,6 @@ from trinity_sync.tensors.memcpy import ComputedEvents, equal_bytes, record_comp
 
 logger = logging.getLogger(__name__)
 
-HELD_S = 0.1
-"""Seconds for which a wait for an overlapped copy holds back handlers of signals."""
 METADATA: Component = "metadata"
 ATTACHMENTS: Component = "attachments"
 
@@ -79,8 +74,8 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """A save whose files are laid out but not copied yet."""
+class StagePlan:
+    """A save whose files are laid out but not copied yet: until then tensors must not change."""
 
     origin: Origin
     components: tuple[str, ...]
@@ -104,27 +99,6 @@ class _Plan:
         return sum(part.layout.nbytes for part in self.parts if not part.staged_in)
 
 
-@dataclass(frozen=True)
-class StagingHandle:
-    """A save that is being staged or is sealed."""
-
-    origin: Origin
-    components: tuple[str, ...]
-    nbytes: int
-    """Bytes of all files that are copied, together."""
-    stall_s: float
-    """Seconds for which `Stager.stage` stalled the caller."""
-    sealed: Future[Staged]
-    """Done when all images are sealed, or none after an error; until then tensors must not change.
-
-    It raises the errors of `Stager.stage`, and `ImageError` if tensors changed before the copy.
-    """
-
-    def result(self) -> Staged:
-        """Wait until the images are sealed; raises the errors of ``sealed``."""
-        return self.sealed.result()
-
-
 class Stager:
     """Stages the components of one rank; their slots stay mapped between saves.
 
@@ -145,11 +119,15 @@ class Stager:
         self._clock = clock
         self._slots = SlotPool(spool, slots, slot_wait_s, clock)
         self._layouts: dict[tuple[str, str, int], Layout] = {}
-        self._background: ThreadPoolExecutor | None = None
-        self._overlapping: Future[Staged] | None = None
-        self._waiting_since: float | None = None
+        self.waiting_since: float | None = None
+        """When the trainer began to wait for an overlapped copy (`time.perf_counter`), which the
+        tickets count as a stall; None if it does not wait."""
 
-    def stage(
+    def stage(self, origin: Origin, states: Mapping[str, Any], **options: Any) -> Staged:
+        """Copy states into slots and seal the images; arguments and errors as of `lay_out`."""
+        return self.copy(self.lay_out(origin, states, **options))
+
+    def lay_out(
         self,
         origin: Origin,
         states: Mapping[str, Any],
@@ -162,45 +140,38 @@ class Stager:
         seals: bool = True,
         again: bool = False,
         began: float | None = None,
-    ) -> StagingHandle:
-        """Copy states into slots and seal the images, which then survive this process.
+    ) -> StagePlan:
+        """Lay out the files of a save, with copies of all plain values; `copy` has to follow.
 
-        Files are laid out, and plain values are copied, before the call returns. Tensors are copied
-        by the call, or with ``overlap`` by a thread while training continues, and the handle is not
-        done yet. A call waits for the previous copy to end.
+        With ``overlap`` it follows in a thread, while training continues. The copy of an earlier
+        save must have ended.
 
         Each of ``states``, by component, becomes one ``.pt`` file of this rank, and a `LaidOut` the
         file that it names. ``also`` names components of this save that were submitted earlier, at
         the same step. ``metadata`` is packed by `pack_folder`, ``attachments`` by `pack`. ``check``
         is that of `MutationGuard`. Without ``seals``, images are only published and not saved. With
-        ``again``, the save has failed before: its images that are equal are sealed again. The stall
-        counts from ``began``, a value of `time.perf_counter`, by default from now.
+        ``again``, the save has failed before: its earlier images are freed. The stall counts from
+        ``began``, a value of `time.perf_counter`, by default from now.
 
         Raises:
-            ImageError: a state cannot be pickled or copied; the message names the key.
-            SpoolFullError: the spool has no room.
-            SpoolError: no slot became free within ``slot_wait_s``, or the spool cannot be written.
-                Nothing is sealed after an error. With ``overlap``, the handle raises errors of the
-                copy.
+            ImageError: a state cannot be pickled; the message names the key.
         """
         began = time.perf_counter() if began is None else began
-        self.wait_copied()
         with ExitStack() as locks:  # released here if a state cannot be laid out
             parts = [
-                self._lay_out(origin, component, state, overlap, check, again, locks)
+                self._lay_out(origin, component, state, overlap, check, locks)
                 for component, state in states.items()
             ]
             own = f"{ATTACHMENTS}/rank_{origin.rank}" if origin.rank else ATTACHMENTS
             folders = {METADATA: (origin.role, metadata), ATTACHMENTS: (own, attachments)}
             for folder, (path, packed) in folders.items():
                 if packed is not None:
-                    layout, staged = Layout(len(packed), [(0, packed)], []), None
-                    if again:
-                        staged = self._hold_equal(origin, folder, layout, [], False, again, locks)
-                    parts.append(_Part(folder, path, "folder", layout, [], None, staged))
+                    layout = Layout(len(packed), [(0, packed)], [])
+                    parts.append(_Part(folder, path, "folder", layout, [], None))
             named = (*states, *also, *(part.component for part in parts))
             images = {name: self._slots.find_image(origin, name) for name in also}
-            plan = _Plan(
+            self.waiting_since = None
+            return StagePlan(
                 origin=origin,
                 components=(*dict.fromkeys(named),),
                 shared={name: image for name, image in images.items() if image},
@@ -213,15 +184,6 @@ class Stager:
                 again=again,
                 locks=locks.pop_all(),
             )
-        self._waiting_since = None
-        if overlap:
-            self._background = self._background or ThreadPoolExecutor(1, "overlapped-staging")
-            sealed = self._overlapping = self._background.submit(self._copy, plan, threads=1)
-        else:
-            sealed = Future()
-            sealed.set_result(self._copy(plan))
-        stall_s = time.perf_counter() - plan.began
-        return StagingHandle(origin, plan.components, plan.nbytes, stall_s, sealed)
 
     def _lay_out(
         self,
@@ -230,7 +192,6 @@ class Stager:
         state: Any,
         overlap: bool,
         check: bool,
-        again: bool,
         locks: ExitStack,
     ) -> _Part:
         key = (origin.role, component, origin.rank)
@@ -239,7 +200,7 @@ class Stager:
         self._layouts[key] = layout
         shard = shard_file(component, origin.world_size, origin.rank)
         path = f"{origin.role}/{state.name if isinstance(state, LaidOut) else shard}"
-        if staged := self._hold_equal(origin, component, layout, storages, overlap, again, locks):
+        if staged := self._hold_equal(origin, component, layout, storages, overlap, locks):
             return _Part(component, path, "file", layout, [], None, staged)
         with _name_in_errors(origin, component):
             watch = MutationGuard(state, storages, layout, check=check) if overlap else None
@@ -253,29 +214,34 @@ class Stager:
         layout: Layout,
         storages: Storages,
         overlap: bool,
-        again: bool,
         locks: ExitStack,
     ) -> Slot | None:
-        """Return the slot with an equal image of the step that this save can seal, or None.
-
-        That is an unsealed one, and, ``again``, one that the same save has sealed. It is locked
-        until ``locks`` are closed.
-        """
+        """Return the slot with an equal, unsealed image, locked until ``locks`` close, or None."""
         slot = self._slots.hold_image(origin, component)
         if slot is None:
             return None
-        own = again and slot.holds is not None and slot.holds.kind == origin.kind
-        if (slot.free or own) and _has(slot, layout, storages, overlap):
+        if slot.free and _has(slot, layout, storages, overlap):
             locks.callback(slot.unlock)
             return slot
         slot.unlock()
         return None
 
-    def _copy(self, plan: _Plan, *, threads: int = 0) -> Staged:
-        """Copy what was laid out and seal it, with some threads; 0 for torch's intra-op threads."""
+    def copy(self, plan: StagePlan) -> Staged:
+        """Copy what was laid out into slots, and seal the images, which then survive this process.
+
+        Nothing is sealed after an error.
+
+        Raises:
+            ImageError: a tensor cannot be copied, or has changed since an overlapped save was laid
+                out; the message names it.
+            SpoolFullError: the spool has no room.
+            SpoolError: no slot became free within ``slot_wait_s``, or the spool cannot be written.
+        """
         waited = 0.0
         filled: list[tuple[Slot, Ticket]] = []
         with _name_unwritable(plan.origin), plan.locks, use_device(plan.computed):
+            if plan.again:
+                self._slots.free_images(plan.origin)
             for part in plan.parts:
                 if part.staged_in:
                     filled.append((part.staged_in, self._ticket(plan, part)))
@@ -283,25 +249,20 @@ class Stager:
                 slot, seconds = self._slots.acquire(plan.origin, part.component, part.layout.nbytes)
                 plan.locks.callback(slot.unlock)
                 waited += seconds
-                filled.append((slot, self._fill(slot, plan, part, threads)))
-            if all(not slot.free and slot.holds == ticket for slot, ticket in filled):
-                for slot, _ in filled:  # the same submission: a retry may be writing it
-                    failure_path(slot.path).unlink(missing_ok=True)
-            elif plan.seals:
+                filled.append((slot, self._fill(slot, plan, part)))
+            if plan.seals:
                 self._seal(filled, self._measure_stall(plan))
-                if plan.again:
-                    self._slots.free_others(plan.origin, {ticket.image for _, ticket in filled})
             for slot, ticket in filled:
                 slot.holds = ticket
         images = tuple(ticket.image for _, ticket in filled)
         return Staged(plan.components, plan.nbytes, self._measure_stall(plan), waited, images)
 
-    def _measure_stall(self, plan: _Plan) -> float:
+    def _measure_stall(self, plan: StagePlan) -> float:
         """Return the seconds for which a save has stalled its caller until now."""
         now = time.perf_counter()
         if not plan.overlap:
             return now - plan.began
-        waiting_since = self._waiting_since
+        waiting_since = self.waiting_since
         return plan.laid_out_s + (now - waiting_since if waiting_since is not None else 0.0)
 
     def _seal(self, filled: Sequence[tuple[Slot, Ticket]], stall_s: float) -> None:
@@ -317,13 +278,11 @@ class Stager:
                         "for what removes it (trinity-sync doctor names systemd's RemoveIPC). "
                         "Later saves try again."
                     )
-                was_free = slot.free
                 seal(
                     slot.path,
                     replace(ticket, sealed_at=sealed_at, monotonic_s=monotonic_s, stall_s=stall_s),
                 )
-                if was_free:
-                    done.append(slot)
+                done.append(slot)
         except BaseException:
             for slot in done:
                 ticket_path(slot.path).unlink(missing_ok=True)
@@ -403,29 +362,21 @@ class Stager:
                 finally:
                     slot.unlock()
 
-    def wait_copied(self) -> None:
-        """Wait until an overlapped copy has ended; its tickets count the wait as a stall."""
-        if self._overlapping is not None and not self._overlapping.done():
-            self._waiting_since = time.perf_counter()
-            while wait([self._overlapping], HELD_S).not_done:
-                call_held_handlers()
-
     def wait_at_most(self, seconds: float) -> None:
         """Lower the time in seconds to wait for a slot: the process is about to end."""
         self._slots.wait_at_most(seconds)
 
     def close(self) -> None:
-        """Wait for an overlapped copy; unmap all slots, and delete those without a sealed image."""
-        if self._background:
-            self._background.shutdown()
+        """Unmap all slots, and delete those without a sealed image."""
         self._slots.close()
 
-    def _fill(self, slot: Slot, plan: _Plan, part: _Part, threads: int) -> Ticket:
+    def _fill(self, slot: Slot, plan: StagePlan, part: _Part) -> Ticket:
         ticket = self._ticket(plan, part)
         image = slot.begin(ticket.image, part.layout.nbytes)
         if plan.computed and any(storage.device.type == "cuda" for storage in part.storages):
             slot.pin()
         there, slot.laid_out = slot.laid_out, None  # until the image is complete
+        threads = 1 if plan.overlap else 0  # training has the other cores
         how: dict[str, Any] = {"there": there, "computed": plan.computed, "threads": threads}
         if part.watch:
             part.watch.fill(image, slot.fd, ticket.what, **how)
@@ -434,7 +385,7 @@ class Stager:
         slot.laid_out = part.layout
         return ticket
 
-    def _ticket(self, plan: _Plan, part: _Part) -> Ticket:
+    def _ticket(self, plan: StagePlan, part: _Part) -> Ticket:
         known = part.staged_in.holds if part.staged_in else None
         return Ticket(
             image=known.image if known else uuid.uuid4().hex,

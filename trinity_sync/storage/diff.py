@@ -16,9 +16,8 @@ import torch
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.fs.direct_io import OnProgress, no_progress
 from trinity_sync.layout import step_folder
-from trinity_sync.storage.discovery import require_committed, require_unreplaced
+from trinity_sync.storage.discovery import list_shards, require_committed, require_unreplaced
 from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
-from trinity_sync.storage.manifest import FileRecord, Manifest
 from trinity_sync.tensors.safe_load import load_file
 from trinity_sync.tensors.torch_private import get_shard
 
@@ -104,7 +103,7 @@ def diff(
         acquire_lease(root, after, "diff", ttl_s=LONG_LEASE_S),
     ):
         manifests = [require_committed(root, step) for step in (before, after)]
-        old, new = (_shards(root, each, role, component) for each in manifests)
+        old, new = (list_shards(root, each, role, component) for each in manifests)
         if len(old) != len(new):
             raise ConfigError(
                 f"{component} of {role} was saved by {len(old)} ranks at step {before} and by "
@@ -112,11 +111,11 @@ def diff(
                 "(python -m verl.model_merger), and compare the merged models."
             )
         changes: dict[str, _Comparison] = {}
-        total = sum(record.nbytes for record in new.values())
-        for rank in sorted(old):
-            same_file = old[rank].digest == new[rank].digest
-            a = dict(_iter_tensors(_load(step_folder(root, before) / old[rank].path)))
-            b = dict(_iter_tensors(_load(step_folder(root, after) / new[rank].path)))
+        total = sum(record.nbytes for record in new)
+        for earlier, later in zip(old, new, strict=True):
+            same_file = earlier.digest == later.digest
+            a = dict(_iter_tensors(_load(step_folder(root, before) / earlier.path)))
+            b = dict(_iter_tensors(_load(step_folder(root, after) / later.path)))
             for name in {**a, **b}:
                 change = changes.setdefault(name, _Comparison())
                 _compare(change, a.get(name), b.get(name), same_file=same_file)
@@ -125,25 +124,6 @@ def diff(
             require_unreplaced(root, manifest)
     found = [change.summarize(name) for name, change in changes.items()]
     return sorted(found, key=_by_change)
-
-
-def _shards(
-    root: str | Path, manifest: Manifest, role: str, component: str
-) -> dict[int, FileRecord]:
-    files = manifest.files
-    found = {
-        record.rank: record
-        for record in files
-        if (record.role, record.component) == (role, component) and record.is_shard
-    }
-    if not found:
-        named = {f"{r.role}/{r.component}" for r in files if r.world_size and "/" in r.path}
-        hint = manifest.hint_at_format(role).removesuffix("; ")
-        raise CommitError(
-            f"step {manifest.step} in {root} has no {component} of role {role}; "
-            f"{hint or 'it has ' + (', '.join(sorted(named)) or 'none')}"
-        )
-    return found
 
 
 def _load(path: Path) -> Any:

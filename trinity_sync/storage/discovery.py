@@ -28,7 +28,7 @@ from trinity_sync.errors import (
 from trinity_sync.fs.atomic import replace_file, sync_folder
 from trinity_sync.fs.records import Record, Seconds, decode_record, encode_record
 from trinity_sync.layout import CORRUPTION_MARK, MANIFEST, Kind, step_folder, steps_on_disk
-from trinity_sync.storage.manifest import Manifest, read_manifest
+from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest
 from trinity_sync.storage.runs import Run, find_superseding_run, list_runs
 
 logger = logging.getLogger(__name__)
@@ -237,6 +237,34 @@ def require_unreplaced(root: str | Path, manifest: Manifest) -> None:
             f"step {manifest.step} in {root} changed while it was read: it was that of run "
             f"{manifest.run}, and {found}. Discard what was read, and read it again."
         )
+
+
+def list_shards(
+    root: str | Path, manifest: Manifest, role: str, component: str
+) -> list[FileRecord]:
+    """Return the records of the shards of a component of a role, by rank.
+
+    Raises:
+        CommitError: there are none that ``torch.save`` wrote, or those of some ranks are missing.
+    """
+    shards = sorted(
+        (f for f in manifest.files if (f.role, f.component) == (role, component) and f.is_shard),
+        key=lambda shard: shard.rank,
+    )
+    where = f"step {manifest.step} in {root}"
+    if not shards:
+        saved = {f"{f.role}/{f.component}" for f in manifest.files if f.role and f.world_size}
+        raise CommitError(
+            f"{where} has no {component} of role {role} in shards of torch.save (it has "
+            f"{', '.join(sorted(saved)) or 'no states'}); {manifest.hint_at_format(role)}"
+            f"trinity-sync show {root} {manifest.step} lists its files"
+        )
+    if [shard.rank for shard in shards] != list(range(shards[0].world_size)):
+        raise CommitError(
+            f"{where} lacks shards of {component} of role {role}, which "
+            f"{shards[0].world_size} ranks saved; choose another step"
+        )
+    return shards
 
 
 def _read_size(path: Path) -> int | None:

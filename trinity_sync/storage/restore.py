@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
@@ -25,7 +25,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trinity_sync.errors import CommitError, LockTimeoutError
-from trinity_sync.fs.direct_io import READERS, digest_fd, map_fd, open_direct, read_fd
+from trinity_sync.fs.direct_io import (
+    READERS,
+    digest_fd,
+    digest_file,
+    map_fd,
+    no_progress,
+    open_direct,
+    read_fd,
+)
 from trinity_sync.fs.locks import LockFile
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.spool import JobSpool
@@ -262,6 +270,21 @@ def require_digest(path: Path, record: FileRecord, found: str) -> None:
             f"{path} is corrupted: its digest is {found}, the manifest says {record.digest}. "
             "Restore the file from a copy, or load another step (trinity-sync ls lists them)."
         )
+
+
+def require_digests(
+    folder: Path,
+    records: Iterable[FileRecord],
+    on_read: Callable[[int], object] = no_progress,
+) -> None:
+    """Read the files of a step's folder, and require that they have the digests of their records.
+
+    Raises:
+        CommitError: the digest of a file differs.
+    """
+    for record in records:
+        path = folder / record.path
+        require_digest(path, record, digest_file(path, record.nbytes, on_read))
 
 
 _OTHER_FILES = 256

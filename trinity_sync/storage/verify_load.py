@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_sync.errors import CommitError, ImageError
-from trinity_sync.fs.direct_io import digest_file, open_direct, read_fd
+from trinity_sync.fs.direct_io import open_direct, read_fd
 from trinity_sync.layout import FOLDERS, MANIFEST, step_folder
 from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
-from trinity_sync.storage.restore import load_shards, require_digest
+from trinity_sync.storage.restore import load_shards, require_digests
 from trinity_sync.tensors.deserialize import load_image
 from trinity_sync.tensors.safe_load import is_trusted
 
@@ -70,10 +70,8 @@ def load_newest(
         try:
             for shard in load_shards(root, manifest.step, paths):
                 nbytes += shard.nbytes
-            for record in others:
-                path = step_folder(root, manifest.step) / record.path
-                require_digest(path, record, digest_file(path, record.nbytes))
-                nbytes += record.nbytes
+            require_digests(step_folder(root, manifest.step), others)
+            nbytes += sum(record.nbytes for record in others)
         except (CommitError, ImageError):
             raise
         except Exception as error:  # whatever a pickle may raise

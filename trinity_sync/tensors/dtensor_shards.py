@@ -10,7 +10,7 @@ not say that they are copies, so what reads one of them compares them.
 """
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from trinity_sync.tensors.torch_private import StridedShard, compute_shard_of_coordinate, get_ranks
+from trinity_sync.tensors.torch_private import StridedShard, compute_shard_of_coordinate
 
 
 class ShardBox(NamedTuple):
@@ -28,45 +28,29 @@ class ShardBox(NamedTuple):
     sizes: tuple[int, ...]
 
 
-def compute_shard_boxes(tensor: DTensor, rank: int) -> dict[int, ShardBox]:
-    """Return the part of the whole tensor that each rank of its mesh holds; of replicas, the first.
-
-    The boxes do not overlap, and together they are the whole tensor. Empty ones are included.
-    ``rank`` is the one that saved ``tensor``.
-
-    Raises:
-        ValueError: a placement is neither Shard nor Replicate, or places a shard in several pieces,
-            or ``rank`` is not in the mesh; the message says which.
-    """
-    boxes = _compute_boxes(tensor.shape, tensor.device_mesh.shape, tensor.placements)
-    ranks = get_ranks(tensor.device_mesh, rank)
-    if ranks is None:
-        raise ValueError(f"is on {tensor.device_mesh}, without rank {rank}, which saved it")
-    return {int(ranks[at]): box for at, box in boxes.items()}
+def make_whole_box(shape: Sequence[int]) -> ShardBox:
+    """Return the box of a rank that holds a whole tensor."""
+    return ShardBox((0,) * len(shape), tuple(shape))
 
 
-def is_outside_mesh(tensor: DTensor, rank: int, other: int) -> bool:
-    """Return whether ``other`` is not in the submesh of ``rank``, which saved the tensor.
-
-    True as well if ``rank`` itself is in none of several equal submeshes.
-    """
-    ranks = get_ranks(tensor.device_mesh, rank)
-    return ranks is None or get_ranks(tensor.device_mesh, other) is not ranks
-
-
-def compute_own_box(tensor: DTensor) -> ShardBox | None:
+def compute_own_box(tensor: DTensor, *, of_replica: bool = False) -> ShardBox | None:
     """Return the part of the whole tensor that the rank of ``tensor`` holds.
 
-    None for all replicas but the first, and for a rank outside of the mesh. The values of tensors
-    are not read, so they may be fake.
+    None for a rank outside of the mesh, and unless ``of_replica`` for all replicas but the first:
+    then the boxes of all ranks do not overlap, and together they are the whole tensor. The values
+    of tensors are not read, so they may be fake.
 
     Raises:
-        ValueError: as `compute_shard_boxes`.
+        ValueError: a placement is neither Shard nor Replicate, or places a shard in several pieces;
+            the message says which.
     """
-    coordinate = tensor.device_mesh.get_coordinate()
+    coordinate = [*(tensor.device_mesh.get_coordinate() or ())]
     if not coordinate:
         return None
     boxes = _compute_boxes(tensor.shape, tensor.device_mesh.shape, tensor.placements)
+    if of_replica:
+        pairs = zip(coordinate, tensor.placements, strict=True)
+        coordinate = [0 if isinstance(placement, Replicate) else at for at, placement in pairs]
     return boxes.get(tuple(coordinate))
 
 

@@ -14,7 +14,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from functools import lru_cache
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
@@ -167,9 +166,9 @@ def reduce_without_hash(obj: Any) -> Any:
 
 for _name in ("_init_backend", "_rank"):
     look_up(f"torch.distributed.device_mesh.DeviceMesh.{_name}", _arguments(DeviceMesh))
-for _name in ("_dim_group_names", "_layout", "_rank_map"):
-    look_up(f"torch.distributed.device_mesh.DeviceMesh.{_name}", _attributes(DeviceMesh.__init__))
-look_up("torch.distributed._mesh_layout._MeshLayout.remap_to_tensor")
+look_up(
+    "torch.distributed.device_mesh.DeviceMesh._dim_group_names", _attributes(DeviceMesh.__init__)
+)
 _TensorMeta: Callable[..., Any] = look_up("torch.distributed.tensor._dtensor_spec.TensorMeta")
 
 
@@ -181,22 +180,6 @@ def make_mesh(device_type: str, rank: int, world_size: int) -> DeviceMesh:
     )
     mesh._dim_group_names = ["0"]  # the default process group, where the file is loaded
     return mesh
-
-
-def get_ranks(mesh: DeviceMesh, rank: int) -> torch.Tensor | None:
-    """Return the ranks, by coordinate, of the (sub)mesh of a tensor that ``rank`` saved.
-
-    None if the mesh does not contain ``rank``. ``DeviceMesh.mesh`` asks the process group which of
-    several equal submeshes is meant.
-    """
-    return _find_submeshes(mesh._layout, tuple(mesh._rank_map.tolist())).get(rank)
-
-
-@lru_cache(maxsize=64)  # the tensors of a model share a few meshes
-def _find_submeshes(layout: Any, ranks: tuple[int, ...]) -> dict[int, torch.Tensor]:
-    """Return the submesh of each rank; those of one submesh have the same object."""
-    submeshes: torch.Tensor = layout.remap_to_tensor(torch.tensor(ranks, device="cpu"))
-    return {int(rank): submesh for submesh in submeshes for rank in submesh.flatten()}
 
 
 def make_dtensor(shard: torch.Tensor, mesh: DeviceMesh, size: torch.Size) -> DTensor:

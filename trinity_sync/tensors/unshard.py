@@ -6,9 +6,10 @@ The plan is the same for all versions of one structure and is made once. Only te
 values are unpickled.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from operator import add
 from typing import Any
 
 import torch
@@ -16,7 +17,13 @@ from torch.distributed.tensor import DTensor
 
 from trinity_sync.errors import WeightSyncError
 from trinity_sync.tensors.deserialize import deserialize_outline, get_byte_offset
-from trinity_sync.tensors.dtensor_shards import ShardBox, compute_own_box, have_equal_bits
+from trinity_sync.tensors.dtensor_shards import (
+    ShardBox,
+    compute_chunk,
+    compute_own_box,
+    have_equal_bits,
+    make_whole_box,
+)
 from trinity_sync.tensors.memcpy import Piece, copy_pieces
 from trinity_sync.tensors.torch_private import get_shard, map_plain_names
 
@@ -49,6 +56,39 @@ class FullTensor:
     """dtype to which it is rounded as it is read."""
 
 
+@dataclass(frozen=True)
+class TensorOutline:
+    """What the image of one rank says of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """Shape of the full tensor."""
+    chunk: TensorChunk | None
+    """None if the image holds nothing of it, or only what that of another rank has as well."""
+    is_plain: bool
+    """Whether each rank has all of it, in a plain tensor."""
+
+
+Outline = Mapping[str, TensorOutline]
+"""The tensors of a rank's image, by name."""
+Keys = tuple[Any, ...]
+"""Path of a value in nested dicts: ``("state", 0, "exp_avg")``."""
+
+
+def iter_leaves(state: Mapping[Any, Any], above: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    """Yield the values in nested dicts, each with its path."""
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            yield from iter_leaves(value, (*above, key))
+        else:
+            yield (*above, key), value
+
+
+def join_keys(keys: Keys) -> str:
+    """Return the name of a tensor in nested dicts, as DCP makes it: its keys, joined by dots."""
+    return ".".join(map(str, keys))
+
+
 def plan_unshard(
     images: Sequence[memoryview], *, compare_replicas: bool = False
 ) -> tuple[FullTensor, ...]:
@@ -60,34 +100,83 @@ def plan_unshard(
         ImageError: an image cannot be read.
         WeightSyncError: the images do not add up to full tensors.
     """
-    found: dict[str, tuple[torch.dtype, tuple[int, ...], dict[tuple[int, ...], TensorChunk]]] = {}
+    outlines = []
     for rank, image in enumerate(images):
-        outline = deserialize_outline(image)
-        if not isinstance(outline, Mapping):
-            raise WeightSyncError(
-                f"the image of rank {rank} holds a {type(outline).__name__}, not a dict of weights"
-            )
-        for name, given in map_names(outline).items():
-            value = outline[given]
-            if not isinstance(value, torch.Tensor):
-                continue
-            shape = tuple(value.shape)
-            known = found.setdefault(name, (value.dtype, shape, {}))
-            if known[:2] != (value.dtype, shape):
+        state = _read_outline(image, rank)
+        named = {name: state[given] for name, given in map_names(state).items()}
+        outlines.append(
+            {
+                name: _outline_tensor(rank, name, value)
+                for name, value in named.items()
+                if isinstance(value, torch.Tensor)
+            }
+        )
+    ranks = range(len(images))
+    return combine_outlines(outlines, images, compared=ranks, compare_replicas=compare_replicas)
+
+
+def outline_state(
+    image: memoryview, rank: int, world_size: int, flat_lengths: Mapping[Any, int]
+) -> Outline:
+    """Return the tensors in the nested dicts of a rank's image, by the names of `join_keys`.
+
+    ``flat_lengths`` are the numbers of elements of FSDP1's flat parameters, by their number in the
+    optimizer. The state of each is plain tensors of ``ceil(length / world_size)`` elements, padded.
+
+    Raises:
+        ImageError: the image cannot be read.
+        WeightSyncError: it holds no dict, or other shards than it should.
+    """
+    tensors = {}
+    for keys, value in iter_leaves(_read_outline(image, rank)):
+        if not isinstance(value, torch.Tensor):
+            continue
+        name = join_keys(keys)
+        if keys[0] == "state" and is_flat(value, flat_lengths.get(keys[1])):
+            tensors[name] = _outline_flat(rank, world_size, name, value, flat_lengths[keys[1]])
+        else:
+            tensors[name] = _outline_tensor(rank, name, value)
+    return tensors
+
+
+def is_flat(value: torch.Tensor, flat_length: int | None) -> bool:
+    """Return whether a state of a parameter is a part of FSDP1's flat one, given its length."""
+    return flat_length is not None and value.ndim == 1 and not isinstance(value, DTensor)
+
+
+def combine_outlines(
+    outlines: Sequence[Outline],
+    images: Sequence[memoryview],
+    *,
+    compared: Container[int],
+    compare_replicas: bool,
+) -> tuple[FullTensor, ...]:
+    """Return the full tensors of images, given the outline of each.
+
+    Of what several images hold, the first is used; those of the ranks in ``compared`` are compared
+    with it. The rest is as in `plan_unshard`.
+    """
+    found: dict[str, tuple[torch.dtype, tuple[int, ...], dict[tuple[int, ...], TensorChunk]]] = {}
+    for rank, outline in enumerate(outlines):
+        for name, value in outline.items():
+            known = found.setdefault(name, (value.dtype, value.shape, {}))
+            if known[:2] != (value.dtype, value.shape):
                 raise WeightSyncError(
                     f"{name} is {known[0]} of shape {list(known[1])} in an earlier rank's image "
-                    f"and {value.dtype} of shape {list(shape)} in that of rank {rank}"
+                    f"and {value.dtype} of shape {list(value.shape)} in that of rank {rank}"
                 )
-            if known[2] and not isinstance(value, DTensor) and not compare_replicas:
+            chunk = value.chunk
+            if chunk is None or (known[2] and value.is_plain and not compare_replicas):
                 continue
-            if chunk := _get_chunk(rank, name, value):
-                first = known[2].setdefault(chunk.offsets, chunk)
-                if first is not chunk and not _are_copies(value.dtype, (first, chunk), images):
-                    raise WeightSyncError(
-                        f"{name} differs between ranks {first.image} and {rank}, which are not on "
-                        "one mesh, so where each part belongs is not known; shard it on a mesh "
-                        "with all ranks that have parts"
-                    )
+            first = known[2].setdefault(chunk.offsets, chunk)
+            if first is chunk or rank not in compared:
+                continue
+            if not _are_copies(value.dtype, (first, chunk), images):
+                raise WeightSyncError(
+                    f"{name} differs between ranks {first.image} and {rank}, which are not on one "
+                    "mesh, so where each part belongs is not known; shard it on a mesh with all "
+                    "ranks that have parts"
+                )
     plan: dict[Any, FullTensor] = {}
     for name, (dtype, shape, parts) in found.items():
         chunks = tuple(parts.values())
@@ -121,8 +210,15 @@ def round_plan(
 def combine_tensor(full: FullTensor, images: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a full tensor on the CPU, in memory of its own."""
     tensor = torch.empty(full.shape, dtype=full.read_dtype, device="cpu")
-    copy_pieces(list(_copy_chunks(full, images, tensor)))
+    copy_box(full, images, make_whole_box(full.shape), tensor)
     return tensor
+
+
+def copy_box(
+    full: FullTensor, images: Sequence[torch.Tensor], box: ShardBox, target: torch.Tensor
+) -> None:
+    """Copy a box of a full tensor into a target of the box's sizes, on any device."""
+    copy_pieces([*_copy_chunks(full, images, target, box)])
 
 
 def view_full_tensor(full: FullTensor, images: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -131,7 +227,7 @@ def view_full_tensor(full: FullTensor, images: Sequence[torch.Tensor]) -> torch.
     A rounded tensor is a copy.
     """
     if len(full.chunks) == 1 and full.read_dtype == full.dtype:
-        return _view_chunk(full.dtype, full.chunks[0], images)
+        return view_chunk(full.dtype, full.chunks[0], images)
     return combine_tensor(full, images)
 
 
@@ -160,8 +256,8 @@ def copy_full_tensors(
             target = targets[name]
             if (target.dtype, tuple(target.shape)) != (wanted, shape):
                 problems.append(
-                    f"{name} is {wanted} of shape {list(shape)}, to be loaded into {target.dtype} "
-                    f"of {list(target.shape)}"
+                    f"{name} is {wanted} of shape {list(shape)}, to be loaded into "
+                    f"{target.dtype} of {list(target.shape)}"
                 )
             elif problem := _find_problem(target):
                 problems.append(f"{name} {problem}")
@@ -181,13 +277,46 @@ def copy_full_tensors(
         )
     with torch.inference_mode():  # allows writes to inference tensors as well
         copy_pieces(
-            [piece for full, target in jobs for piece in _copy_chunks(full, images, target)]
+            [
+                piece
+                for full, target in jobs
+                for piece in _copy_chunks(full, images, target, make_whole_box(full.shape))
+            ]
         )
+
+
+def _read_outline(image: memoryview, rank: int) -> Mapping[Any, Any]:
+    outline = deserialize_outline(image)
+    if not isinstance(outline, Mapping):
+        raise WeightSyncError(
+            f"the image of rank {rank} holds a {type(outline).__name__}, not a dict of tensors"
+        )
+    return outline
+
+
+def _outline_tensor(rank: int, name: str, value: torch.Tensor) -> TensorOutline:
+    chunk = _get_chunk(rank, name, value)
+    return TensorOutline(value.dtype, tuple(value.shape), chunk, not isinstance(value, DTensor))
+
+
+def _outline_flat(
+    rank: int, world_size: int, name: str, value: torch.Tensor, length: int
+) -> TensorOutline:
+    each = -(-length // world_size)
+    if value.numel() != each:
+        raise WeightSyncError(
+            f"rank {rank} holds {value.numel():,} elements of {name}, where {length:,} over "
+            f"{world_size} ranks make {each:,}: flat state of FSDP1 is resharded only where all "
+            "ranks shard, and use_orig_params is off"
+        )
+    start, size = compute_chunk(length, world_size, rank)
+    chunk = TensorChunk(rank, get_byte_offset(value), (start,), (size,), value.stride())
+    return TensorOutline(value.dtype, (length,), chunk if size else None, is_plain=False)
 
 
 def _get_chunk(rank: int, name: str, value: torch.Tensor) -> TensorChunk | None:
     """Return what the image holds of a tensor; None if nothing, or what another image has too."""
-    local, box = value, ShardBox((0,) * value.ndim, tuple(value.shape))
+    local, box = value, make_whole_box(value.shape)
     if isinstance(value, DTensor):
         if value.device_mesh.get_coordinate() is None:
             raise WeightSyncError(f"rank {rank} holds {name} but is not in its device mesh")
@@ -213,7 +342,7 @@ def _are_copies(
 ) -> bool:
     """Compare what equal submeshes hold, such as those of a norm under tensor parallelism."""
     first, second = (
-        _view_chunk(
+        view_chunk(
             dtype,
             replace(chunk, image=0),
             [torch.frombuffer(images[chunk.image], dtype=torch.uint8)],
@@ -223,9 +352,10 @@ def _are_copies(
     return have_equal_bits(first, second)
 
 
-def _view_chunk(
+def view_chunk(
     dtype: torch.dtype, chunk: TensorChunk, images: Sequence[torch.Tensor]
 ) -> torch.Tensor:
+    """Return a chunk as a view of its image."""
     return torch.empty(0, dtype=dtype, device="cpu").set_(
         images[chunk.image].untyped_storage(),
         chunk.byte_offset // dtype.itemsize,
@@ -235,20 +365,36 @@ def _view_chunk(
 
 
 def _copy_chunks(
-    full: FullTensor, images: Sequence[torch.Tensor], target: torch.Tensor
+    full: FullTensor, images: Sequence[torch.Tensor], target: torch.Tensor, box: ShardBox
 ) -> Iterator[Piece]:
     """Yield the memcpys that fill ``target``; what needs more than a memcpy is copied at once."""
     for chunk in full.chunks:
-        source = _view_chunk(full.dtype, chunk, images)
-        into = target
-        for dim, (begin, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-            if length != into.shape[dim]:
-                into = into.narrow(dim, begin, length)
+        begins = [*map(max, chunk.offsets, box.offsets)]
+        ends = map(min, _end(chunk.offsets, chunk.sizes), _end(*box))
+        sizes = [end - begin for begin, end in zip(begins, ends, strict=True)]
+        if any(size <= 0 for size in sizes):
+            continue
+        source = _narrow(view_chunk(full.dtype, chunk, images), chunk.offsets, begins, sizes)
+        into = _narrow(target, box.offsets, begins, sizes)
         plain = into.dtype == source.dtype and into.device.type == "cpu"
         if plain and into.is_contiguous() and source.is_contiguous():
             yield into.data_ptr(), source.data_ptr(), source.numel() * source.element_size()
         else:
             into.copy_(source)
+
+
+def _end(offsets: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    return [*map(add, offsets, sizes)]
+
+
+def _narrow(
+    tensor: torch.Tensor, offsets: Sequence[int], begins: Sequence[int], sizes: Sequence[int]
+) -> torch.Tensor:
+    """Return a box of the full tensor, given the part of it that begins at ``offsets``."""
+    for dim, (offset, begin, size) in enumerate(zip(offsets, begins, sizes, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, begin - offset, size)
+    return tensor
 
 
 def _find_problem(target: torch.Tensor) -> str | None:

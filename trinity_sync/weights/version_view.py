@@ -30,7 +30,7 @@ from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import VersionTag, read_version_tag
-from trinity_sync.storage.discovery import require_unreplaced
+from trinity_sync.storage.discovery import list_shards, require_unreplaced
 from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import FileRecord
 from trinity_sync.tensors.unshard import (
@@ -224,11 +224,10 @@ class VersionOpener:
                 raise VersionUnavailableError(
                     f"{_describe(version)}: run {manifest.run} has replaced the step"
                 )
-            records = [f for f in manifest.files if f.role == version.role]
-            records = [record for record in records if record.is_weights and record.is_shard]
-            records.sort(key=lambda record: record.rank)
-            if [record.rank for record in records] != list(range(max(len(records), 1))):
-                raise WeightSyncError(f"{_describe(version)} has no shards of role {version.role}")
+            try:
+                records = list_shards(root, manifest, version.role, "model")
+            except CommitError as error:
+                raise WeightSyncError(f"{_describe(version)}: {error}") from error
             try:
                 folder = step_folder(root, step)
                 mapped = [_map_file(folder / record.path, record) for record in records]

@@ -14,6 +14,7 @@ from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.errors import ImageError
 from trinity_sync.integrations.verl import FSDPCheckpointManager
 from trinity_sync.layout import shard_file, step_folder
+from trinity_sync.snapshot.stager import Staged, StagePlan
 
 
 @pytest.fixture(params=[1, 2], ids=["fsdp1", "fsdp2"])
@@ -58,13 +59,13 @@ def test_steps_that_follow_at_once_do_not_reach_the_files(
 def test_a_step_that_does_not_wait_is_noticed(
     trained: Trained, saves: CheckpointCoordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy = saves._stager._copy
+    copy = saves._stager.copy
 
-    def after_the_step(plan, **options):  # type: ignore[no-untyped-def]
+    def after_the_step(plan: StagePlan) -> Staged:
         trained.step()
-        return copy(plan, **options)
+        return copy(plan)
 
-    monkeypatch.setattr(saves._stager, "_copy", after_the_step)
+    monkeypatch.setattr(saves._stager, "copy", after_the_step)
     saves.save(1, {"optim": trained.optimizer.state_dict()}, overlap=True)
     with pytest.raises(ImageError, match=r"state\.\w+\.exp_avg"):
         saves.wait_staged()

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.integration.fsdp.ranks import on_ranks
-from trinity_sync.errors import CommitError, ConfigError, ExportError, WeightSyncError
-from trinity_sync.formats.saved_component import SavedComponent
-from trinity_sync.formats.shard_reader import ShardedModel
+from trinity_sync.errors import CommitError, WeightSyncError
+from trinity_sync.formats.shard_reader import SavedState, outline_files
 from trinity_sync.layout import shard_file
+from trinity_sync.tensors.dtensor_shards import ShardBox, make_whole_box
 from trinity_sync.tensors.unshard import combine_tensor, plan_unshard
 
 WORLD_SIZE = 4
@@ -53,9 +53,9 @@ def save_shards(folder: Path) -> None:
 def read_as_another_rank(folder: Path) -> None:
     """Two ranks, other than those of the mesh, read what four have saved."""
     whole = torch.load(folder / "whole.pt")
-    model = ShardedModel(files(folder, "model"))
+    model = SavedState(files(folder, "model"))
     assert all(torch.equal(model.read_tensor(n, t.dtype), t) for n, t in whole.items())
-    SavedComponent(folder, "model", WORLD_SIZE).require_equal_replicas()
+    read_nested(folder, "model")
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +75,12 @@ def files(folder: Path, component: str) -> list[Path]:
     return [folder / shard_file(component, WORLD_SIZE, rank) for rank in range(WORLD_SIZE)]
 
 
+def read_nested(folder: Path, component: str) -> SavedState:
+    """As a reshard reads it, which keeps the names."""
+    paths = files(folder, component)
+    return SavedState(paths, [*outline_files(paths, range(WORLD_SIZE)).values()])
+
+
 def images(folder: Path, component: str) -> list[torch.Tensor]:
     return [
         torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
@@ -91,7 +97,7 @@ def test_weights_are_those_of_the_whole_model(saved: Path, whole: dict[str, torc
 
 
 def test_an_export_is_the_whole_model(saved: Path, whole: dict[str, torch.Tensor]) -> None:
-    model = ShardedModel(files(saved, "model"))
+    model = SavedState(files(saved, "model"))
     assert {*model.metas} == {*whole}
     assert all(
         torch.equal(model.read_tensor(name, whole[name].dtype), whole[name]) for name in whole
@@ -99,31 +105,41 @@ def test_an_export_is_the_whole_model(saved: Path, whole: dict[str, torch.Tensor
 
 
 def test_a_reshard_reads_the_whole_model(saved: Path, whole: dict[str, torch.Tensor]) -> None:
-    from torch.distributed.checkpoint.state_dict_loader import load
+    model = read_nested(saved, "model")
+    assert model.metas.keys() == whole.keys()
+    for name, tensor in whole.items():
+        read = torch.empty_like(tensor)
+        model.copy_box(name, make_whole_box(tensor.shape), read)
+        assert torch.equal(read, tensor)
 
-    read = {name: torch.empty_like(tensor) for name, tensor in whole.items()}
-    load(read, storage_reader=SavedComponent(saved, "model", WORLD_SIZE), no_dist=True)
-    assert all(torch.equal(read[name], tensor) for name, tensor in whole.items())
+
+def test_a_box_across_the_files_of_several_ranks_is_read(
+    saved: Path, whole: dict[str, torch.Tensor]
+) -> None:
+    box = torch.empty(4, 3, dtype=torch.float64)
+    nbytes = read_nested(saved, "model").copy_box("0.weight", ShardBox((3, 2), (4, 3)), box)
+    assert torch.equal(box, whole["0.weight"][3:7, 2:5].double())
+    assert nbytes == 4 * 3 * 4
 
 
 def test_shards_that_cannot_be_placed_are_refused_by_name(saved: Path) -> None:
     shards = images(saved, "optim")
     with pytest.raises(WeightSyncError, match=r"w is placed as Partial"):
         plan_unshard([each.numpy().data for each in shards])
-    with pytest.raises(ExportError, match=r"w is placed as Partial"):
-        ShardedModel(files(saved, "optim"))
-    with pytest.raises(ConfigError, match=r"optim w in .* is placed as Partial"):
-        SavedComponent(saved, "optim", WORLD_SIZE)
+    with pytest.raises(CommitError, match=r"optim_world_size_4_rank_0.* w is placed as Partial"):
+        SavedState(files(saved, "optim"))
+    with pytest.raises(CommitError, match=r"w is placed as Partial.*leave this component out"):
+        read_nested(saved, "optim")
 
 
 def test_parts_on_equal_submeshes_are_not_taken_for_copies(saved: Path) -> None:
     shards = images(saved, "own")
     with pytest.raises(WeightSyncError, match=r"w differs between ranks 0 and 1"):
         plan_unshard([each.numpy().data for each in shards])
-    with pytest.raises(ExportError, match=r"w differs between ranks 0 and 1"):
-        ShardedModel(files(saved, "own"))
-    with pytest.raises(CommitError, match=r"own w in .* differs between rank 0 and rank 1"):
-        SavedComponent(saved, "own", WORLD_SIZE).require_equal_replicas()
+    with pytest.raises(CommitError, match=r"w differs between ranks 0 and 1"):
+        SavedState(files(saved, "own"))
+    with pytest.raises(CommitError, match=r"w differs between ranks 0 and 1"):
+        read_nested(saved, "own")
 
 
 def test_the_readers_of_files_ask_no_process_group(saved: Path) -> None:
@@ -131,6 +147,6 @@ def test_the_readers_of_files_ask_no_process_group(saved: Path) -> None:
 
 
 def test_tensors_that_rank_0_lacks_are_not_left_out(saved: Path) -> None:
-    assert [*ShardedModel(files(saved, "apart")).metas] == ["w0", "w1", "w2", "w3"]
-    with pytest.raises(CommitError, match=r"apart w0 in .* differs between rank 0 and rank 1"):
-        SavedComponent(saved, "apart", WORLD_SIZE).require_equal_replicas()
+    assert [*SavedState(files(saved, "apart")).metas] == ["w0", "w1", "w2", "w3"]
+    with pytest.raises(CommitError, match=r"ranks 0 and 1 do not both have w0"):
+        read_nested(saved, "apart")

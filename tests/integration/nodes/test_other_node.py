@@ -114,7 +114,7 @@ def upload_there(synchronizer: Any, root: Path, spool: Path, step: int) -> None:
     """What rank 1 of 2 does."""
     job = Job(root, open_job_spool(spool, root), world_size=2)
     stager, origin = job.stager(1), job.origin(step, rank=1)
-    stager.stage(origin, {"model": {"b": weights(step)["b"]}}, seals=False).result()
+    stager.stage(origin, {"model": {"b": weights(step)["b"]}}, seals=False)
     published = stager.publish(origin, "model")
     assert published is not None
     publisher = Publisher(synchronizer, root, job.spool)
@@ -130,7 +130,7 @@ def test_ranks_on_two_nodes_make_one_version(
     begun = upload_there.options(scheduling_strategy=there).remote(synchronizer, job.root, spool, 4)
     job.world_size = 2
     stager, origin = job.stager(0), job.origin(4)
-    stager.stage(origin, {"model": {"w": weights(4)["w"]}}, seals=False).result()
+    stager.stage(origin, {"model": {"w": weights(4)["w"]}}, seals=False)
     published = stager.publish(origin, "model")
     assert published is not None
     publisher = Publisher(synchronizer, job.root, job.spool)

@@ -37,7 +37,7 @@ def state(rank: int, step: int) -> dict[str, torch.Tensor]:
 def stage_image(job: Job, step: int, rank: int = 0) -> VersionTag:
     """Stage a rank's image of a step, as an upload does; return its version tag."""
     stager, origin = job.stager(rank), job.origin(step, rank=rank)
-    stager.stage(origin, {"model": state(rank, step)}, seals=False).result()
+    stager.stage(origin, {"model": state(rank, step)}, seals=False)
     published = stager.publish(origin, "model")
     assert published is not None
     return published

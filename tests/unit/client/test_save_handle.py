@@ -55,13 +55,13 @@ def test_an_overlapped_save_ends_as_it_was_staged(
     saves = coordinator_of(trigger=CommitsHere())
     weights = torch.zeros(SMALL)
     saves.save(4, STATES).wait(30)
-    begin, copy = threading.Event(), Stager._copy
+    begin, copy = threading.Event(), Stager.copy
 
     def copy_later(*arguments: Any, **options: Any) -> Any:
         assert begin.wait(30)
         return copy(*arguments, **options)
 
-    monkeypatch.setattr(Stager, "_copy", copy_later)
+    monkeypatch.setattr(Stager, "copy", copy_later)
     handle = saves.save(5, {"model": {"w": weights}}, overlap=True)
     assert not handle.committed
     if changes:

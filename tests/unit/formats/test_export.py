@@ -25,7 +25,7 @@ from trinity_sync.formats import safetensors
 from trinity_sync.formats.hf_export import export_step, run_export_request
 from trinity_sync.formats.hf_naming import Naming
 from trinity_sync.formats.safetensors import save_tensors
-from trinity_sync.formats.shard_reader import ShardedModel
+from trinity_sync.formats.shard_reader import SavedState
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.export_requests import (
@@ -318,7 +318,7 @@ def test_memory_holds_one_file_of_the_result_at_a_time(
 
     monkeypatch.setattr(safetensors, "save_tensors", look)
     before = anonymous_memory()
-    model = ShardedModel([tmp_path / "0.pt"])
+    model = SavedState([tmp_path / "0.pt"])
     safetensors.write_model(
         safetensors.open_progress(tmp_path / "out", {}),
         model,

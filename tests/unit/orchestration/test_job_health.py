@@ -16,7 +16,6 @@ from trinity_sync.orchestration.report.health import (
 )
 from trinity_sync.retention.planner import Rules
 from trinity_sync.retention.policies import parse_policy
-from trinity_sync.snapshot.spool import Eviction
 from trinity_sync.storage.save_timing import LoggedSave, SaveTiming
 
 NOW = 1.7e9
@@ -59,7 +58,7 @@ def test_the_time_between_two_runs_is_no_interval() -> None:
 
 
 def test_a_failure_since_the_last_commit_makes_the_job_failed() -> None:
-    failures = group_failures("/ckpts", [ended(110, "Failed", "disk full", NOW + 5)], [], [], set())
+    failures = group_failures("/ckpts", [ended(110, "Failed", "disk full", NOW + 5)], [], set())
     health = judge_health(EVERY_100_S, [], failures, [], NOW + 10)
     assert (health.status, health.sentence) == (
         "failed",
@@ -70,7 +69,7 @@ def test_a_failure_since_the_last_commit_makes_the_job_failed() -> None:
 
 
 def test_a_superseded_save_is_no_failure() -> None:
-    failures = group_failures("/ckpts", [ended(110, "Superseded", "", NOW + 5)], [], [], set())
+    failures = group_failures("/ckpts", [ended(110, "Superseded", "", NOW + 5)], [], set())
     assert not failures[0].is_open
     assert judge_health(EVERY_100_S, [], failures, [], NOW + 10).status == "ok"
 
@@ -79,7 +78,7 @@ def test_a_corrupted_step_is_a_problem_with_a_command() -> None:
     row = StepRow(
         40, "corrupted", "model has other bytes", 1, ("checkpoint",), nbytes=9, committed_at=NOW
     )
-    (group,) = group_failures("/my ckpts", [], [], [row], set())
+    (group,) = group_failures("/my ckpts", [], [row], set())
     assert group.command == "trinity-sync verify '/my ckpts' 40"
     health = judge_health(EVERY_100_S, [row], [group], [], NOW)
     assert (health.status, health.problems) == (
@@ -98,7 +97,7 @@ def test_failures_are_grouped_by_cause_and_those_that_were_retried_are_done() ->
         ended(50, "Crashed", "no heartbeat", NOW + 4),
     ]
     committed = {(1, 20, "checkpoint"), (1, 30, "checkpoint")}
-    groups = group_failures("/ckpts", runs, [], [], committed)  # type: ignore[arg-type]
+    groups = group_failures("/ckpts", runs, [], committed)  # type: ignore[arg-type]
     by_step = {group.steps: group for group in groups}
     full = by_step[10, 20]
     assert (full.count, full.saved_since, full.first_at, full.last_at) == (2, 1, NOW, NOW + 1)
@@ -107,16 +106,6 @@ def test_failures_are_grouped_by_cause_and_those_that_were_retried_are_done() ->
     assert not by_step[(30,)].is_open
     assert by_step[(40,)].command == by_step[(50,)].command == "trinity-sync status"
     assert [group.is_open for group in groups] == [True, True, True, False]
-
-
-def test_an_eviction_counts_once_whether_its_flow_run_has_failed_or_not() -> None:
-    def evicted(step: int) -> Eviction:
-        return Eviction("ab", 1, step, "checkpoint", "actor", "model", 0, step + 20, NOW, "slow")
-
-    runs = [ended(40, "Evicted", "gone")]
-    committed = {(1, 60, "checkpoint")}  # by a copy of the image
-    groups = group_failures("/c", runs, [evicted(40), evicted(50), evicted(60)], [], committed)  # type: ignore[arg-type]
-    assert sorted(group.steps for group in groups) == [(40,), (50,)]
 
 
 def test_growth_follows_the_policy_in_force(tmp_path: Path) -> None:

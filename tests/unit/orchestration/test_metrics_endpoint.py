@@ -138,7 +138,7 @@ def newest_step(port: int) -> float:
     return found
 
 
-def test_images_that_wait_evictions_and_memory_can_be_scraped(job: Job, tmp_path: Path) -> None:
+def test_images_that_wait_and_memory_can_be_scraped(job: Job, tmp_path: Path) -> None:
     spool = job.spool.folder.parent
     settings = Settings(home=tmp_path, spool=spool)
     port = WorkerMetrics().serve(settings, at(free_port()))
@@ -147,8 +147,6 @@ def test_images_that_wait_evictions_and_memory_can_be_scraped(job: Job, tmp_path
     found = scraped(port)
     assert found["trinity_sync_pending_images",] == 2
     assert 0 < found["trinity_sync_pending_age_seconds",] < 600
-    assert found["trinity_sync_evicted_images_total", "checkpoint"] == 1
-    assert found["trinity_sync_evicted_images_total", "state_dict"] == 0
     assert found["trinity_sync_spool_free_bytes",] > 0
     job.commit(2)
     job.commit(3)

@@ -1,9 +1,6 @@
 """What the Prefect UI shows of a save: how it went, or what failed, what is safe, what to type."""
 
-import json
-import logging
 import pickle
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +19,6 @@ from trinity_sync.orchestration.quantities import (
     format_rate,
     make_artifact_key,
 )
-from trinity_sync.orchestration.recovery.node import EvictionReporter
 from trinity_sync.orchestration.run_page import (
     FailedTask,
     NodeResources,
@@ -31,16 +27,7 @@ from trinity_sync.orchestration.run_page import (
     describe_failure,
     make_failed_task,
 )
-from trinity_sync.snapshot import spool
-from trinity_sync.snapshot.spool import (
-    EVICTIONS,
-    Eviction,
-    count_evictions,
-    read_evictions,
-    record_eviction,
-)
 from trinity_sync.storage.commit import commit
-from trinity_sync.storage.save import mark_failed
 
 
 def request_of(job: Job, step: int) -> SaveRequest:
@@ -158,67 +145,6 @@ def test_sizes_have_their_unit_and_keys_are_those_that_prefect_accepts() -> None
     assert key == key.lower()
 
 
-def test_an_image_that_is_lost_is_written_down_and_reported_once(
-    job: Job, caplog: pytest.LogCaptureFixture
-) -> None:
-    job.spool.make()
-    (job.spool.folder / "root").write_text(str(job.root))
-    reporter = EvictionReporter(job.spool.folder.parent)
-    for step in (1, 2, 3):
-        job.stage(step, {"model": {"w": torch.zeros(3)}})
-    (lost,) = read_evictions(job.spool.folder)
-    assert (lost.step, lost.component, lost.rank, lost.for_step) == (1, "model", 0, 3)
-    assert "not persisted within" in lost.why
-    with caplog.at_level(logging.WARNING):
-        reporter.report()
-        reporter.report()
-        EvictionReporter(job.spool.folder.parent).report()  # of a worker that has just started
-    assert caplog.text.count(f"checkpoint of step 1 of {job.root} is lost") == 1
-
-
-def test_the_file_of_evictions_does_not_grow_without_end_and_counts_what_it_drops(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(spool, "MAX_BYTES", 2000)
-    job.spool.make()
-    folder = job.spool.folder
-    per_rank = 40
-
-    def record(rank: int) -> None:
-        for step in range(per_rank):
-            record_eviction(folder, eviction_of(step, rank))
-
-    with ThreadPoolExecutor(4) as ranks:
-        list(ranks.map(record, range(4)))
-    assert (folder / EVICTIONS).stat().st_size < 2500
-    last = [each.step for each in read_evictions(folder) if each.rank == 0]
-    assert 0 < len(read_evictions(folder)) < 20
-    assert last == sorted(last)
-    assert count_evictions(folder) == {"checkpoint": 4 * per_rank}
-
-
-def test_a_file_of_evictions_that_has_not_changed_is_not_parsed_again(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job.spool.make()
-    folder = job.spool.folder
-    parsed = []
-    loads = json.loads
-    monkeypatch.setattr(spool.json, "loads", lambda line: parsed.append(line) or loads(line))
-    record_eviction(folder, eviction_of(1))
-    for _ in range(3):
-        assert len(read_evictions(folder)) == count_evictions(folder).total() == 1
-    assert len(parsed) == 1
-    record_eviction(folder, eviction_of(2))
-    assert [each.step for each in read_evictions(folder)] == [1, 2]
-
-
-def eviction_of(step: int, rank: int = 0) -> Eviction:
-    return Eviction(
-        "a" * 16, 1, step, "checkpoint", "actor", "model", rank, step + 2, 1.7e9, "late"
-    )
-
-
 def test_an_eviction_is_an_event_of_a_checkpoint_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,19 +158,3 @@ def test_an_eviction_is_an_event_of_a_checkpoint_only(
     assert ("evicted", "checkpoint") in found
     assert ("evicted", "state_dict") not in found
     assert [kind for outcome, kind in found if outcome == "failed"] == [*KINDS]
-
-
-def test_an_image_whose_failure_was_reported_is_not_reported_again_as_evicted(job: Job) -> None:
-    job.stage(1, {"model": {"w": torch.zeros(3)}})
-    mark_failed(job.spool, job.save(1), "the disk is full")
-    for step in (2, 3):
-        job.stage(step, {"model": {"w": torch.zeros(3)}})
-    assert read_evictions(job.spool.folder) == []
-
-
-def test_a_torn_line_hides_no_other_eviction(job: Job) -> None:
-    for step in (1, 2, 3):
-        job.stage(step, {"model": {"w": torch.zeros(3)}})
-    with (job.spool.folder / EVICTIONS).open("ab") as file:
-        file.write(b'{"image": "a\n[1]\n{"step": -1}\n')
-    assert [each.step for each in read_evictions(job.spool.folder)] == [1]

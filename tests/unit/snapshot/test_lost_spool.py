@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.job import Job, held
+from tests.support.job import Job
 from tests.support.weights import upload
 from tests.unit.conftest import Open
 from trinity_sync.errors import SpoolError
@@ -74,15 +74,13 @@ def test_a_slot_that_is_removed_before_its_seal_is_not_sealed(job: Job) -> None:
     job.stage(1, state(1))
     job.commit(1)
     stager, origin = job.stager(), job.origin(2)
-    stager.stage(origin, state(2), seals=False).result()
-    with held(stager):
-        states = {**state(2), "optim": {"s": torch.ones(3)}}
-        handle = stager.stage(origin, states, overlap=True)
-        remove_spool(job)
+    stager.stage(origin, state(2), seals=False)
+    plan = stager.lay_out(origin, {**state(2), "optim": {"s": torch.ones(3)}})
+    remove_spool(job)
     with pytest.raises(
         SpoolError, match=r"step 2, role actor, rank 0: nothing was .*model.* was removed"
     ):
-        handle.result()
+        stager.copy(plan)
     assert job.spool.tickets() == ([], [])
     job.stage(2, state(2))
     assert torch.equal(committed(job, 2), state(2)["model"]["w"])

@@ -23,7 +23,7 @@ from trinity_sync.snapshot.mutation_guard import (
 )
 from trinity_sync.snapshot.save_id import Origin
 from trinity_sync.snapshot.spool import open_job_spool
-from trinity_sync.snapshot.stager import Staged, Stager
+from trinity_sync.snapshot.stager import Staged, StagePlan, Stager
 
 BIG = SMALL  # elements of float32: four times the bytes that are copied at the call
 
@@ -33,9 +33,9 @@ class Held(Stager):
 
     begin: threading.Event
 
-    def _copy(self, *arguments, **options):  # type: ignore[no-untyped-def]
+    def copy(self, plan: StagePlan) -> Staged:
         assert self.begin.wait(30)
-        return super()._copy(*arguments, **options)
+        return super().copy(plan)
 
 
 class Saves:
@@ -73,7 +73,7 @@ def saves(tmp_path: Path) -> Iterator[Saves]:
     made = Saves(tmp_path)
     yield made
     made.stager.begin.set()
-    made.stager.close()
+    made.states.close()
 
 
 def test_the_call_returns_before_anything_is_copied_or_submitted(saves: Saves) -> None:
@@ -298,7 +298,7 @@ def test_memory_that_is_freed_or_resized_too_early_is_named(
         except ImageError as error:
             sys.exit(0 if ": layers[0] changed while" in str(error) else 2)
         finally:
-            saves.stager.close()
+            saves.states.close()
         sys.exit(3)
     """
     assert crashes(script, tmp_path) == 0
@@ -311,7 +311,7 @@ def test_the_check_finds_changes_that_pytorch_does_not_count(tmp_path: Path) -> 
     state["v"].numpy()[7] = 1
     with pytest.raises(ImageError, match=r": v changed while"):
         saves.copied()
-    saves.stager.close()
+    saves.states.close()
 
 
 def test_a_clean_end_stages_what_still_overlaps(tmp_path: Path) -> None:

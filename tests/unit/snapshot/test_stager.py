@@ -93,7 +93,7 @@ def test_an_image_whose_save_failed_is_evicted_at_once_and_loudly(
     job.stage(2, {"model": {"w": torch.zeros(3)}})
     with caplog.at_level(logging.WARNING):
         staged = job.stage(3, {"model": {"w": torch.ones(3)}})
-    assert "Evicting unsaved image" in caplog.text
+    assert "(model of step 1, role actor, rank 0) for step 3" in caplog.text
     assert staged.waited_s < 0.1
     assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [2, 3]
 

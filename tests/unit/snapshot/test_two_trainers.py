@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.job import Job, held
+from tests.support.job import Job
 from trinity_sync.errors import ImageError
 from trinity_sync.snapshot.stager import Stager
 from trinity_sync.snapshot.ticket import VersionTag
@@ -43,7 +43,7 @@ class Trainer:
 
     def upload(self, step: int) -> None:
         state = {"model": self.state(step)["model"]}
-        self.stager.stage(self.job.origin(step, run=self.run), state, seals=False).result()
+        self.stager.stage(self.job.origin(step, run=self.run), state, seals=False)
 
     def publish(self, step: int) -> VersionTag | None:
         return self.stager.publish(self.job.origin(step, run=self.run), "model")
@@ -150,10 +150,9 @@ def test_an_image_that_a_save_was_laid_out_with_stays_until_it_is_sealed(
     first.upload(5)
     published = first.publish(5)
     assert published
-    with held(first.stager):
-        handle = first.stager.stage(first.job.origin(5), first.state(5), overlap=True)
-        second.upload(6)  # into a slot that it adds
-    assert published.image in handle.result().images
+    plan = first.stager.lay_out(first.job.origin(5), first.state(5))
+    second.upload(6)  # into a slot that it adds
+    assert published.image in first.stager.copy(plan).images
     assert same(first.commit(5), first.state(5))
 
 

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from tests.support.job import Job, held
 from tests.support.waiting import until
 from trinity_sync.cli.commands import app
+from trinity_sync.client.savers import StateSaver
 from trinity_sync.snapshot.ticket import Ticket
 from trinity_sync.storage import save_timing
 from trinity_sync.storage.commit import commit
@@ -39,19 +40,21 @@ def test_the_copy_of_an_overlapped_save_is_no_stall_unless_the_trainer_waits_for
     job: Job,
 ) -> None:
     stager = job.stager()
+    saver = StateSaver(stager, lambda *_: None)
     began = time.perf_counter()
     with held(stager):
-        handle = stager.stage(job.origin(4), STATE, overlap=True)
+        staged = saver.save(job.origin(4), STATE, overlap=True)
         called = time.perf_counter() - began
-    handle.result()
+    assert staged.submitted
+    assert staged.submitted.result()
     assert 0 < tickets(job, 4)[0].stall_s <= called
     with ThreadPoolExecutor(1) as trainer:
         with held(stager):
-            handle = stager.stage(job.origin(5), STATE, overlap=True)
-            waiting = trainer.submit(stager.wait_copied)
-            until(lambda: stager._waiting_since is not None, "the trainer waits")
+            staged = saver.save(job.origin(5), STATE, overlap=True)
+            waiting = trainer.submit(saver.wait_staged)
+            until(lambda: stager.waiting_since is not None, "the trainer waits")
         waiting.result()
-    assert tickets(job, 5)[0].stall_s > handle.stall_s
+    assert tickets(job, 5)[0].stall_s > staged.stall_s
 
 
 def test_the_manifest_names_the_slowest_rank_of_each_role_and_the_phases(job: Job) -> None:

@@ -10,19 +10,28 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from trinity_sync.tensors.dtensor_shards import compute_shard_boxes
+from trinity_sync.tensors.dtensor_shards import ShardBox, compute_own_box
 
 MESHES = {"4": torch.arange(4), "2x2": torch.tensor([[0, 1], [2, 3]])}
 
 
 def dtensor(
-    shape: tuple[int, ...], mesh: torch.Tensor, placements: tuple[Placement, ...]
+    shape: tuple[int, ...], mesh: torch.Tensor, placements: tuple[Placement, ...], rank: int
 ) -> DTensor:
-    """A DTensor of rank 0 with a shard that is never read."""
-    devices: Any = DeviceMesh("cpu", mesh, _init_backend=False, _rank=0)
+    """A DTensor of a rank with a shard that is never read."""
+    devices: Any = DeviceMesh("cpu", mesh, _init_backend=False, _rank=rank)
     whole = torch.empty(shape)
     spec = DTensorSpec(devices, placements, TensorMeta(whole.shape, whole.stride(), whole.dtype))
     return DTensor(torch.empty(0), spec, requires_grad=False)
+
+
+def compute_boxes(
+    shape: tuple[int, ...], mesh: torch.Tensor, placements: Any, **how: bool
+) -> dict[int, ShardBox]:
+    boxes = {
+        rank: compute_own_box(dtensor(shape, mesh, placements, rank), **how) for rank in range(4)
+    }
+    return {rank: box for rank, box in boxes.items() if box is not None}
 
 
 def split(whole: torch.Tensor, mesh: torch.Tensor, placements: Any) -> dict[int, torch.Tensor]:
@@ -35,6 +44,10 @@ def split(whole: torch.Tensor, mesh: torch.Tensor, placements: Any) -> dict[int,
                 shard = placement._split_tensor(shard, count, with_padding=False)[0][index]
         shards[int(mesh[at])] = shard
     return shards
+
+
+def box_slices(box: ShardBox) -> tuple[slice, ...]:
+    return tuple(slice(at, at + size) for at, size in zip(*box, strict=True))
 
 
 @pytest.mark.parametrize("shape", [(8, 6), (9, 5), (7, 3), (5, 2), (1, 4), (4, 0)])
@@ -58,18 +71,18 @@ def test_boxes_hold_what_torch_splits(
 ) -> None:
     whole = torch.arange(shape[0] * shape[1]).reshape(shape)
     shards = split(whole, MESHES[mesh], placements)
-    boxes = compute_shard_boxes(dtensor(shape, MESHES[mesh], placements), rank=0)
+    for rank, box in compute_boxes(shape, MESHES[mesh], placements, of_replica=True).items():
+        assert box.sizes == shards[rank].shape
+        assert torch.equal(whole[box_slices(box)], shards[rank])
+    boxes = compute_boxes(shape, MESHES[mesh], placements)
     seen = torch.zeros_like(whole)
-    for rank, (offsets, sizes) in boxes.items():
-        box = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
-        assert torch.equal(whole[box], shards[rank])
-        seen[box] += 1
+    for box in boxes.values():
+        seen[box_slices(box)] += 1
     assert seen.eq(1).all()
 
 
 def test_a_scalar_has_one_box() -> None:
-    boxes = compute_shard_boxes(dtensor((), MESHES["2x2"], (Replicate(), Replicate())), rank=0)
-    assert boxes == {0: ((), ())}
+    assert compute_boxes((), MESHES["2x2"], (Replicate(), Replicate())) == {0: ((), ())}
 
 
 @pytest.mark.parametrize(
@@ -83,4 +96,4 @@ def test_placements_that_cannot_be_read_are_named(
     placements: tuple[Placement, ...], named: str
 ) -> None:
     with pytest.raises(ValueError, match=named):
-        compute_shard_boxes(dtensor((8, 4), MESHES["2x2"], placements), rank=0)
+        compute_boxes((8, 4), MESHES["2x2"], placements)

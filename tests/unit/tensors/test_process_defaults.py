@@ -13,7 +13,7 @@ from tests.unit.formats.test_export import shards
 from trinity_sync import WeightReader
 from trinity_sync.errors import CommitError
 from trinity_sync.formats.dcp import from_dcp, to_dcp
-from trinity_sync.formats.shard_reader import ShardedModel
+from trinity_sync.formats.shard_reader import SavedState
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.restore import load_states
 
@@ -97,7 +97,7 @@ def test_loads_do_not_depend_on_the_default_device(
         for spool in (None, job.spool):
             loaded = load_states(job.root, 1, "actor", spool=spool)["model"]
             assert all(torch.equal(loaded[name], tensor) for name, tensor in STATE.items())
-        model = ShardedModel([file])
+        model = SavedState([file])
         for name, tensor in STATE.items():
             assert torch.equal(model.read_tensor(name, tensor.dtype), tensor)
 
@@ -131,7 +131,7 @@ def test_shards_are_put_together_whatever_the_default_device_is(
     with WeightReader(versions, name="reader") as reader:
         (found,) = dict(reader.iter_weights()).values()
     folder = step_folder(job.root, 1) / "actor"
-    model = ShardedModel([folder / f"model_world_size_3_rank_{rank}.pt" for rank in range(3)])
+    model = SavedState([folder / f"model_world_size_3_rank_{rank}.pt" for rank in range(3)])
     for each in (found, model.read_tensor("w", torch.float32)):
         assert torch.equal(each, STATE["w"].view(50, 100))
 

@@ -1,8 +1,7 @@
-"""Recover zombie runs and orphaned images of a worker's node at every poll; report evictions."""
+"""Recover zombie runs and orphaned images of a worker's node at every poll."""
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,9 +20,8 @@ from trinity_sync.orchestration.recovery.flow_runs import (
     retry_crashed,
 )
 from trinity_sync.orchestration.root_threads import run_in_thread
-from trinity_sync.orchestration.step_events import emit_step_event
 from trinity_sync.pipeline.pending import compare_late_images, find_pending_saves, warn_once
-from trinity_sync.snapshot.spool import JobSpool, list_job_spools, read_evictions
+from trinity_sync.snapshot.spool import JobSpool, list_job_spools
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +46,6 @@ class NodeRecovery:
         self._here = here
         self._executes = executes
         self._cancel = cancel
-        self._evictions = EvictionReporter(spool)
         self._jobs: dict[JobSpool, asyncio.Task[None]] = {}
         """Recoveries of jobs that have not ended."""
 
@@ -70,8 +67,7 @@ class NodeRecovery:
         await end_unreported_tasks(api, pool)
 
     async def recover_images(self, api: PrefectApi) -> None:
-        """Report evictions, request the flow runs of orphaned images, and retry crashed runs."""
-        await run_in_thread(self._evictions.report)
+        """Request the flow runs of orphaned images, and retry crashed runs."""
         begun = {}
         for job in await run_in_thread(lambda: list(list_job_spools(self._spool))):
             if job not in self._jobs:
@@ -119,50 +115,3 @@ class NodeRecovery:
                 await retry_crashed(api, run_id, self._here, spool=self._spool)
         finally:
             await run_in_thread(locks.close)
-
-
-class EvictionReporter:
-    """Reports each save whose images are evicted on this node from now on, once."""
-
-    def __init__(self, spool: Path) -> None:
-        self._spool = spool
-        self._since = time.time()
-        self._reported: set[tuple[str, int, int, str]] = set()
-
-    def report(self) -> None:
-        """Report the evictions since the last call."""
-        found: set[tuple[str, int, int, str]] = set()
-        for job in list_job_spools(self._spool):
-            evictions = [e for e in read_evictions(job.folder) if e.evicted_at >= self._since]
-            root = job.root if evictions else None
-            for each in evictions if root else ():
-                save = (job.folder.name, each.run, each.step, each.kind)
-                found.add(save)
-                if save in self._reported:
-                    continue
-                self._reported.add(save)
-                level = logging.WARNING if each.kind == "checkpoint" else logging.INFO
-                logger.log(
-                    level,
-                    "the %s of step %d of %s is lost: %s of role %s rank %d was evicted from the "
-                    "spool of this node for step %d (%s)",
-                    each.kind,
-                    each.step,
-                    root,
-                    each.component,
-                    each.role,
-                    each.rank,
-                    each.for_step,
-                    each.why,
-                )
-                emit_step_event(
-                    "evicted",
-                    root or "",
-                    each.step,
-                    job=job.folder.name,
-                    run=each.run,
-                    kind=each.kind,
-                    for_step=each.for_step,
-                    why=each.why,
-                )
-        self._reported = found  # the others are no longer in the file

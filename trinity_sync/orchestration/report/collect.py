@@ -37,7 +37,7 @@ from trinity_sync.retention.policies import All, StepInfo, parse_policy
 from trinity_sync.retention.prune import list_step_infos
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import job_id
-from trinity_sync.snapshot.spool import JobSpool, count_evictions, read_evictions
+from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import Ticket
 from trinity_sync.storage.block_reuse import list_spares
 from trinity_sync.storage.discovery import list_known_runs
@@ -76,9 +76,8 @@ def collect_report(settings: Settings, root: Path) -> JobReport:
     steps = tuple(_list_steps(root, known, server))
     saves = tuple(sorted(read_saves(root), key=lambda each: each.committed_at)[-MAX_SAVES:])
     spool = JobSpool(settings.spool / job_id(root))
-    evictions = read_evictions(spool.folder)
     committed = _list_committed(steps) | {(each.run, each.step, each.timing.kind) for each in saves}
-    failures = group_failures(str(root), server.runs, evictions, steps, committed)
+    failures = group_failures(str(root), server.runs, steps, committed)
     in_flight = tuple(
         list_in_flight(settings, root, spool, server.runs, committed, tasks=server.tasks)
     )
@@ -279,8 +278,7 @@ def measure_memory(folder: Path, spool: JobSpool) -> Memory | None:
     if not folder.is_dir():
         return None
     usage = shutil.disk_usage(folder)
-    evicted = count_evictions(spool.folder).total()
-    return Memory(len(spool.tickets()[0]), spool.bytes_used, usage.free, usage.total, evicted)
+    return Memory(len(spool.tickets()[0]), spool.bytes_used, usage.free, usage.total)
 
 
 EXAMPLES = ("all", "last=1", "last=3", "last=10", "hourly=24", "daily=7")

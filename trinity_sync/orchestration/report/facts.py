@@ -176,8 +176,6 @@ class Memory:
     """Free on the file system."""
     total_bytes: int
     """Size of the file system."""
-    evicted: int
-    """Images of the job that were evicted before they were committed."""
 
 
 @dataclass(frozen=True)

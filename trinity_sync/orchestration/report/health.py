@@ -10,7 +10,6 @@ from trinity_sync.client.prefect_api import FAILED, FlowRun
 from trinity_sync.layout import Kind
 from trinity_sync.orchestration.quantities import format_duration
 from trinity_sync.orchestration.report.facts import FailureGroup, Health, InFlight, StepRow
-from trinity_sync.snapshot.spool import Eviction
 from trinity_sync.storage.save_timing import LoggedSave
 
 LATE_FACTOR = 3.0
@@ -81,7 +80,6 @@ def measure_interval(saves: Sequence[LoggedSave]) -> float | None:
 def group_failures(
     root: str,
     runs: Sequence[FlowRun],
-    evictions: Sequence[Eviction],
     steps: Sequence[StepRow],
     committed: Committed,
 ) -> tuple[FailureGroup, ...]:
@@ -92,14 +90,6 @@ def group_failures(
             cause = (run.state.name, _normalize(run.state.message))
             groups.setdefault(cause, []).append(run)
     found = [_describe(root, state, group, committed) for (state, _), group in groups.items()]
-    known = {step for group in found if group.cause == "Evicted" for step in group.steps}
-    lost = [
-        each
-        for each in evictions
-        if each.step not in known and (each.run, each.step, each.kind) not in committed
-    ]
-    if lost:
-        found.append(_describe_evictions(root, lost))
     if corrupted := [row for row in steps if row.status == "corrupted"]:
         found.append(_describe_corrupted(root, corrupted))
     return tuple(sorted(found, key=lambda group: (not group.is_open, -group.last_at)))
@@ -152,23 +142,6 @@ def _find_remedy(
             "trinity-sync status",
         )
     return "Remove the cause, then retry while its images are in memory.", retry
-
-
-def _describe_evictions(root: str, lost: Sequence[Eviction]) -> FailureGroup:
-    newest = max(lost, key=lambda each: each.evicted_at)
-    return FailureGroup(
-        cause="Evicted",
-        message=f"{newest.component} of step {newest.step}, role {newest.role}, rank {newest.rank} "
-        f"was evicted for step {newest.for_step}: {newest.why}",
-        count=len({(each.run, each.step, each.kind) for each in lost}),
-        steps=tuple(sorted({each.step for each in lost})),
-        saved_since=0,
-        first_at=min(each.evicted_at for each in lost),
-        last_at=newest.evicted_at,
-        remedy="Lost. Find out why saves are slow or were not taken.",
-        command="trinity-sync status",
-        url="",
-    )
 
 
 def _describe_corrupted(root: str, rows: Sequence[StepRow]) -> FailureGroup:

@@ -1,8 +1,9 @@
 """Load a step that was saved by another number of ranks, or on another mesh.
 
-DCP's planner finds the chunks that a rank needs, and `SavedComponent` reads only those: into the
-live model under FSDP2, into new optimizer states otherwise. The step is leased meanwhile, and the
-digest of each file is compared before, by one of the ranks.
+Each rank outlines a part of the files, and all ranks exchange what the files hold. Then a rank
+copies only the boxes that it needs: into the live model under FSDP2, into new optimizer states
+otherwise. The step is leased meanwhile, and the digest of each file is compared before, by one of
+the ranks.
 
 FSDP1 with ``use_orig_params`` saves pieces of parameters, without placements. FSDP1 joins the
 parameters of a wrapped module end to end, and gives each rank an equal chunk. So what a rank has of
@@ -23,11 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from trinity_sync.client.collective import (
     broadcast_from_rank_0,
@@ -35,8 +32,8 @@ from trinity_sync.client.collective import (
     lease_on_rank_0,
     run_on_all_ranks,
 )
-from trinity_sync.errors import CommitError, ConfigError, TrinitySyncError
-from trinity_sync.formats.saved_component import SavedComponent, open_shard
+from trinity_sync.errors import CommitError, ConfigError
+from trinity_sync.formats.shard_reader import SavedState, open_shard, outline_files
 from trinity_sync.fs.direct_io import digest_cached_file
 from trinity_sync.integrations.verl.fsdp.state_dict import (
     get_model_state,
@@ -47,13 +44,21 @@ from trinity_sync.layout import shard_file, split_role_path
 from trinity_sync.storage.discovery import require_unreplaced
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.restore import require_digest
-from trinity_sync.tensors.dtensor_shards import compute_chunk, get_place
+from trinity_sync.tensors.dtensor_shards import (
+    ShardBox,
+    compute_chunk,
+    compute_own_box,
+    get_place,
+    make_whole_box,
+)
 from trinity_sync.tensors.safe_load import load_file
 from trinity_sync.tensors.torch_private import (
     get_fsdp1_handle,
     get_original_parameters,
+    get_shard,
     get_whole_numel,
 )
+from trinity_sync.tensors.unshard import is_flat, iter_leaves, join_keys
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +73,7 @@ def is_on_this_mesh(role_folder: Path, model: Any) -> bool:
 
     def is_alike() -> bool:
         try:
-            saved = open_shard(role_folder, "model", world_size, rank)
+            saved = open_shard(role_folder / shard_file("model", world_size, rank))
         except (CommitError, ConfigError):
             return True  # the load itself says what is wrong with it
         return all(
@@ -143,15 +148,30 @@ def _verify_files(
         require_digest(path, record, digest_cached_file(path))
 
 
+def _open_state(
+    role_folder: Path, component: str, saved_by: int, flat_lengths: Mapping[int, int] | None = None
+) -> SavedState:
+    """Return the tensors of a component; a collective call.
+
+    Each rank outlines and compares a part of the files.
+    """
+    files = [role_folder / shard_file(component, saved_by, rank) for rank in range(saved_by)]
+    mine = range(dist.get_rank(), saved_by, dist.get_world_size())
+    outlined = run_on_all_ranks(role_folder, lambda: outline_files(files, mine, flat_lengths))
+    outlines = {rank: each for found in gather_from_ranks(outlined) for rank, each in found.items()}
+    ordered = [outlines[rank] for rank in range(saved_by)]
+    return run_on_all_ranks(role_folder, lambda: SavedState(files, ordered, compared=mine))
+
+
 def _load_model_state(role_folder: Path, saved_by: int, model: Any) -> dict[str, Any]:
-    saved = run_on_all_ranks(role_folder, lambda: SavedComponent(role_folder, "model", saved_by))
+    saved = _open_state(role_folder, "model", saved_by)
     live = get_model_state(model)
     unknown = saved.tensors.keys() - live.keys()
     lacking = set() if has_only_adapters(saved.tensors) else live.keys() - saved.tensors.keys()
     other = {
         name
         for name in saved.tensors.keys() & live.keys()
-        if saved.tensors[name].size != live[name].shape
+        if saved.tensors[name].shape != live[name].shape
     }
     if unknown or lacking or other:
         wrong = {"not in this model": unknown, "not saved": lacking, "of another shape": other}
@@ -161,7 +181,8 @@ def _load_model_state(role_folder: Path, saved_by: int, model: Any) -> dict[str,
             "trained there, with the same LoRA settings."
         )
     state = {name: live[name] for name in saved.tensors}
-    _read(saved, state)
+    targets = run_on_all_ranks(role_folder, lambda: _find_targets(state))
+    _copy(role_folder, saved, targets)
     return state
 
 
@@ -169,12 +190,12 @@ def _load_optimizer_state(
     role_folder: Path, saved_by: int, model: Any, optimizer: Any
 ) -> dict[str, Any]:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if places := run_on_all_ranks(role_folder, lambda: find_places(model, params)):
-        groups = run_on_all_ranks(
-            role_folder,
-            lambda: open_shard(role_folder, "optim", saved_by, 0).get("param_groups", []),
-        )
-        _require_same_groups(role_folder, groups, optimizer)
+    places = run_on_all_ranks(role_folder, lambda: find_places(model, params))
+    file = role_folder / shard_file("optim", saved_by, 0)
+    first = run_on_all_ranks(role_folder, lambda: open_shard(file))
+    groups = first.get("param_groups", [])
+    _require_same_groups(role_folder, groups, optimizer)
+    if places:
         read_pieces = partial(load_pieces, role_folder, saved_by, params, places)
         return {"state": run_on_all_ranks(role_folder, read_pieces), "param_groups": groups}
     flat = {
@@ -182,20 +203,21 @@ def _load_optimizer_state(
         for number, param in enumerate(params)
         if (numel := get_whole_numel(param)) is not None  # FSDP1
     }
-    read = partial(SavedComponent, role_folder, "optim", saved_by, flat_lengths=flat)
-    saved = run_on_all_ranks(role_folder, read)
-    groups = saved.values.get(("param_groups",), [])
-    _require_same_groups(role_folder, groups, optimizer)
-    state: dict[Any, dict[str, Any]] = {}
-    targets = {}
-    for name, (_, number, key) in saved.keys.items():
-        kept, targets[name] = _allocate(saved, name, params[number], flat.get(number))
-        state.setdefault(number, {})[key] = kept
-    for keys, value in saved.values.items():
-        if keys[0] == "state":
-            state.setdefault(keys[1], {})[keys[2]] = value
-    _read(saved, targets)
-    return {"state": state, "param_groups": groups}
+    saved = _open_state(role_folder, "optim", saved_by, flat)
+    state: dict[Any, dict[str, Any]] = defaultdict(dict)
+    whole: dict[str, Any] = {}
+    pieces: dict[str, tuple[ShardBox, torch.Tensor]] = {}
+    for (_, number, key), leaf in iter_leaves({"state": first.get("state", {})}):
+        name = join_keys(("state", number, key))
+        if not isinstance(leaf, torch.Tensor):
+            state[number][key] = leaf
+        elif is_flat(leaf, flat.get(number)):
+            state[number][key], pieces[name] = _allocate_flat(leaf, params[number], flat[number])
+        else:
+            state[number][key] = whole[name] = _allocate(name, leaf, params[number])
+    targets = run_on_all_ranks(role_folder, lambda: _find_targets(whole))
+    _copy(role_folder, saved, {**targets, **pieces})
+    return {"state": dict(state), "param_groups": groups}
 
 
 def _require_same_groups(role_folder: Path, groups: Sequence[Any], optimizer: Any) -> None:
@@ -209,36 +231,62 @@ def _require_same_groups(role_folder: Path, groups: Sequence[Any], optimizer: An
         )
 
 
-def _allocate(
-    saved: SavedComponent, name: str, param: Any, flat_length: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a tensor for this rank's part of an optimizer state, and a view of it for DCP."""
-    size, dtype = saved.tensors[name].size, saved.tensors[name].properties.dtype
-    if name not in saved.sharded and not (isinstance(param, DTensor) and size == param.shape):
-        full = torch.empty(size, dtype=dtype, device="cpu")
-        return full, full
-    if flat_length is not None:
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        _, each = compute_chunk(flat_length, world_size, 0)
-        if param.numel() != each:
-            raise ConfigError(
-                f"{saved.folder}: this run's optimizer keeps {param.numel():,} of {flat_length:,} "
-                f"elements a rank, not {each:,}: flat state of FSDP1 is resharded only where all "
-                "ranks shard. Change that, or take optimizer out of checkpoint.load_contents."
-            )
-        padded = torch.zeros(each, dtype=dtype, device=param.device)
-        mine = padded[: compute_chunk(flat_length, world_size, rank)[1]]
-        mesh = DeviceMesh.from_group(dist.group.WORLD, param.device.type)  # type: ignore[arg-type]
-        seen = DTensor.from_local(mine, mesh, [Shard(0)], shape=size, stride=(1,))
-        return padded, seen
-    if size != param.shape:
+def _allocate(name: str, saved: torch.Tensor, param: Any) -> torch.Tensor:
+    """Return memory for this rank's part of an optimizer state, of which rank 0 has ``saved``."""
+    if isinstance(param, DTensor) and saved.shape == param.shape:
+        return torch.empty_like(param, dtype=saved.dtype)
+    if isinstance(saved, DTensor):
         raise ConfigError(
-            f"{saved.folder}: {name} of the optimizer is {list(size)}, its parameter is "
-            f"{list(param.shape)}, so it cannot be resharded; load it with "
-            f"{saved.world_size} ranks, or take optimizer out of checkpoint.load_contents"
+            f"{name} of the optimizer is {list(saved.shape)}, its parameter is "
+            f"{list(param.shape)}, so it cannot be resharded; load it with as many ranks as saved "
+            "it, or take optimizer out of checkpoint.load_contents"
         )
-    like = torch.empty_like(param, dtype=dtype)
-    return like, like
+    return torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
+
+
+def _allocate_flat(
+    saved: torch.Tensor, param: Any, length: int
+) -> tuple[torch.Tensor, tuple[ShardBox, torch.Tensor]]:
+    """Return memory for this rank's part of FSDP1's flat state, padded, and what to copy into it.
+
+    ``length`` is that of the flat parameter.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    start, size = compute_chunk(length, world_size, rank)
+    _, each = compute_chunk(length, world_size, 0)
+    if param.numel() != each:
+        raise ConfigError(
+            f"this run's optimizer keeps {param.numel():,} of {length:,} elements a rank, not "
+            f"{each:,}: flat state of FSDP1 is resharded only where all ranks shard. Change that, "
+            "or take optimizer out of checkpoint.load_contents."
+        )
+    padded = torch.zeros(each, dtype=saved.dtype, device=param.device)
+    return padded, (ShardBox((start,), (size,)), padded[:size])
+
+
+def _find_targets(state: Mapping[str, Any]) -> dict[str, tuple[ShardBox, torch.Tensor]]:
+    """Return this rank's box of each tensor, and the memory for it.
+
+    Raises:
+        ConfigError: as `require_placed`.
+    """
+    require_placed(state)
+    targets = {}
+    for name, value in state.items():
+        whole = make_whole_box(value.shape)
+        box = compute_own_box(value, of_replica=True) if isinstance(value, DTensor) else whole
+        if box is not None:
+            targets[name] = box, get_shard(value).detach()
+    return targets
+
+
+def _copy(
+    role_folder: Path, saved: SavedState, targets: Mapping[str, tuple[ShardBox, torch.Tensor]]
+) -> None:
+    nbytes = run_on_all_ranks(
+        role_folder, lambda: sum(saved.copy_box(name, *target) for name, target in targets.items())
+    )
+    logger.info("%s: %s bytes of %d tensors read", role_folder, f"{nbytes:,}", len(targets))
 
 
 def _load_extra_state(role_folder: Path, saved_by: int, rank: int) -> dict[str, Any]:
@@ -276,28 +324,6 @@ def derive_rng(rng: dict[str, Any], rank: int) -> dict[str, Any]:
         else:
             derived[name] = torch.Generator(name).manual_seed(seed).get_state()
     return derived
-
-
-def _require_readable(saved: SavedComponent, targets: dict[str, Any]) -> None:
-    """Compare this rank's part of the files; what they hold twice is read from one of them."""
-    require_placed(targets)
-    saved.require_equal_replicas(range(dist.get_rank(), saved.world_size, dist.get_world_size()))
-
-
-def _read(saved: SavedComponent, targets: dict[str, Any]) -> None:
-    run_on_all_ranks(saved.folder, partial(_require_readable, saved, targets))
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    try:
-        load(targets, storage_reader=saved, planner=planner)
-    except CheckpointException as failed:
-        rank, (error, _) = next(iter(failed.failures.items()))
-        if isinstance(error, TrinitySyncError):
-            raise error from failed
-        raise CommitError(
-            f"{saved.component} in {saved.folder} cannot be resharded; rank {rank}: {error!r}. "
-            f"Load it with {saved.world_size} ranks, or take another step."
-        ) from failed
-    logger.info("%s: %s bytes of %s read", saved.folder, f"{saved.nbytes:,}", saved.component)
 
 
 class FlatPlace(NamedTuple):
@@ -363,7 +389,8 @@ def load_pieces(
             if max((cut := place.cut(saved_by, rank))[0], place.mine[0])
             < min(cut[1], place.mine[1])
         }
-        saved = open_shard(folder, "optim", saved_by, rank)["state"] if cuts else {}
+        file = folder / shard_file("optim", saved_by, rank)
+        saved = open_shard(file)["state"] if cuts else {}
         for number, (begin, end) in cuts.items():
             first, last = places[number].mine
             low, high = max(begin, first), min(end, last)
