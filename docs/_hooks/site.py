@@ -27,11 +27,11 @@ _DIRECTIVE = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
 
 
 def on_config(config: Any) -> Any:
-    """Find the packages of the checkout; take Mermaid from a file (``MERMAID_JS=...``).
+    """Find the packages of the checkout and hooks; take Mermaid from a file (``MERMAID_JS=...``).
 
     Without the file, a reader's browser loads Mermaid from a network.
     """
-    sys.path.insert(0, str(REPOSITORY))
+    sys.path[:0] = [str(REPOSITORY), str(Path(__file__).parent)]
     if os.environ.get("MERMAID_JS"):
         config.extra_javascript.append("assets/mermaid.min.js")
     return config
