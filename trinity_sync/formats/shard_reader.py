@@ -140,7 +140,7 @@ def _name_in_errors(path: Path, world_size: int) -> Iterator[None]:
         yield
     except (ImageError, WeightSyncError, OSError, ValueError) as error:
         raise CommitError(
-            f"{path} and the files of the other ranks cannot be put together: {error}. Choose "
+            f"{path} and the files of the other ranks cannot be put together ({error}). Choose "
             f"another step, leave this component out, or load it with {world_size} rank(s) on the "
             "mesh that saved it."
         ) from error

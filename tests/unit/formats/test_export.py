@@ -460,7 +460,7 @@ def test_states_that_are_no_fsdp_model_are_refused(
     ranks = shards(model.state_dict(), (2,))
     del ranks[1]["model.norm.weight"]
     commit(ranks, model.config)
-    with pytest.raises(ExportError, match=r"of the 16 elements of model\.norm\.weight"):
+    with pytest.raises(CommitError, match=r"of the 16 elements of model\.norm\.weight"):
         export_step(job.root, 1, to=tmp_path / "out")
 
 
