@@ -79,24 +79,11 @@ class FormatError(TrinitySyncError):
     It is neither torn nor corrupted: nothing in it is removed, evicted or replaced.
 
     Attributes:
-        path: path of the file; None for the parameters of a flow run.
-        found, known: format that was found, and the format that this release reads.
         run: run that a manifest names; None otherwise. It keeps its meaning in all formats.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        path: Path | None = None,
-        found: int = 0,
-        known: int = 0,
-        run: int | None = None,
-    ) -> None:
+    def __init__(self, message: str, *, run: int | None = None) -> None:
         super().__init__(message)
-        self.path = path
-        self.found = found
-        self.known = known
         self.run = run
 
     @classmethod
@@ -114,16 +101,16 @@ class FormatError(TrinitySyncError):
 
         Args:
             what: path of the file, or a description of what is not a file.
-            found, known, run: as in the class.
+            found, known: format that was found, and the format that this release reads.
+            run: as in the class.
             writer, reader: descriptions of the two environments.
         """
         older = writer if found < known else reader
-        message = (
+        return cls(
             f"{what} has format {found}, and {reader} ({sys.prefix}) reads format {known}: upgrade "
-            f"trinity-sync in {older}. Until then it is left unchanged."
+            f"trinity-sync in {older}. Until then it is left unchanged.",
+            run=run,
         )
-        path = what if isinstance(what, Path) else None
-        return cls(message, path=path, found=found, known=known, run=run)
 
 
 class SpoolError(TrinitySyncError):

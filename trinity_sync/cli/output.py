@@ -58,7 +58,7 @@ Color = Literal["auto", "always", "never"]
 STYLES = {
     "green": ("valid", "running", "external", "online", "ok", "committed", "completed", "restored"),
     "red": ("corrupted", "failed", "fail", "dead", "away", "truncated", "missing", "crashed"),
-    "yellow": ("writing", "pending", "warn", "another format", "would be removed", "cancelled"),
+    "yellow": ("writing", "pending", "warn", "would be removed", "cancelled"),
     "dim": ("superseded", "evicted", "absent", "not committed", "removed", "replaced", "same"),
 }
 """Colour of each status word; other words have none."""

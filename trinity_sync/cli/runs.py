@@ -204,7 +204,7 @@ def _await_step(
             raise found.error or CommitError(f"step {step} in {root} is corrupted")
         now = time.monotonic()
         if now >= deadline:
-            why = found.reason if found.state in ("superseded", "another format") else ""
+            why = found.reason if found.state == "superseded" else ""
             raise with_hint(
                 SaveTimeoutError(
                     f"step {step} in {root} is not committed after {timeout_s:g} s"

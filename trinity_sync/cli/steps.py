@@ -94,9 +94,6 @@ def _print_steps(root: str, most: int | None, output: Output) -> None:
         found = sorted({*steps_on_disk(base), *saves})
         left_out, steps = _take_last(found, most)
         rows = _read_rows(base, steps, saves)
-    for row in rows:
-        if row.status == "another format":
-            typer.echo(row.reason, err=True)
     columns = "step run kind bytes committed_at status notes"
     print_rows("steps", rows[::-1], output, columns, empty=f"no steps in {root}")
     if left_out and is_text(output):
@@ -210,7 +207,7 @@ def _add_save(row: "StepRow", save: "FlowRun | None", runs: "Sequence[Run]") -> 
     from trinity_sync.layout import KINDS
     from trinity_sync.orchestration.report.facts import StepRow
 
-    if save is None or row.status == "another format" or save.run <= (row.run or 0):
+    if save is None or save.run <= (row.run or 0):
         return row
     return StepRow(
         row.step,
@@ -232,7 +229,7 @@ def _list_remote(url: str) -> "list[StepRow]":
 
     rows = []
     for found in Remote(url).list_steps():
-        row = StepRow(found.step, found.state, str(found.unreadable or ""))
+        row = StepRow(found.step, found.state)
         rows.append(add_manifest(row, found.manifest) if found.manifest else row)
     return rows
 

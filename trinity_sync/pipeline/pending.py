@@ -71,11 +71,7 @@ def _find_in_job(job: JobSpool, grace_s: float, before: float) -> Iterator[SaveR
             continue
         except SaveError:
             pass  # there is no manifest, and the flow run says what is wrong with the root
-        try:
-            manifest = read_run_manifest(save.root, save.run, save.step)
-        except FormatError as error:
-            warn_once(str(error))
-            continue
+        manifest = read_run_manifest(save.root, save.run, save.step)
         if manifest and manifest.has_kind(save.kind, save.roles):
             _finish_commit(save, manifest, images, before)
         elif all(image.ticket.age_s(now) > grace_s and not image.failed for image in images):

@@ -31,7 +31,6 @@ from fsspec.spec import AbstractBufferedFile
 
 from trinity_sync.errors import (
     ConfigError,
-    FormatError,
     ManifestError,
     RemoteError,
     TrinitySyncError,
@@ -68,8 +67,6 @@ class RemoteStep:
     manifest: Manifest | None
     state: State
     """State by names and sizes; no step in a remote is ``superseded``."""
-    unreadable: FormatError | None = None
-    """Error that says why this release cannot read it, if another release has sent it."""
 
 
 @dataclass(frozen=True)
@@ -148,20 +145,26 @@ class Remote:
     # ---------------------------------------------------------------- steps
 
     def list_steps(self) -> list[RemoteStep]:
-        """Return all steps in the remote by number, committed or not."""
+        """Return all steps in the remote by number, committed or not.
+
+        Raises:
+            FormatError: another release has sent a step.
+        """
         found = (step_of_folder(name) for name in self._list_names("", "list the steps of"))
         numbers = sorted(number for number in found if number is not None)
         with ThreadPoolExecutor(_PARALLEL_READS, "steps") as pool:
             return list(pool.map(self.read_step, numbers))
 
     def read_step(self, step: int) -> RemoteStep:
-        """Return a step with its state; the step need not exist."""
+        """Return a step with its state; the step need not exist.
+
+        Raises:
+            FormatError: another release has sent it.
+        """
         try:
             manifest = self.read_manifest(step)
         except ManifestError:
             return RemoteStep(step, None, "corrupted")
-        except FormatError as error:
-            return RemoteStep(step, None, "another format", error)
         if manifest is None:
             return RemoteStep(step, None, "not committed")
         sizes = self.list_file_sizes(step)
@@ -172,18 +175,11 @@ class Remote:
         """Yield the manifests of the valid steps, newest first.
 
         Raises:
-            FormatError: the next step was sent by another release.
+            FormatError: another release has sent a step.
         """
-        found: dict[tuple[int, int], Manifest | FormatError] = {}
-        for step in self.list_steps():
-            if step.unreadable:
-                found[step.unreadable.run or 0, step.step] = step.unreadable
-            elif step.manifest and step.state == "valid":
-                found[step.manifest.run, step.step] = step.manifest
-        for _, each in sorted(found.items(), reverse=True):
-            if isinstance(each, FormatError):
-                raise each
-            yield each
+        found = [each.manifest for each in self.list_steps() if each.state == "valid"]
+        manifests = [manifest for manifest in found if manifest]
+        yield from sorted(manifests, key=lambda each: (each.run, each.step), reverse=True)
 
     def read_manifest(self, step: int) -> Manifest | None:
         """Return the manifest of a step; None if it is not committed.

@@ -21,10 +21,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from trinity_sync.errors import FormatError, SpoolError, SupersededError
+from trinity_sync.errors import SpoolError, SupersededError
 from trinity_sync.fs.atomic import make_folder, sync_folder
 from trinity_sync.fs.locks import LONG_S, TRASH_LOCK, acquire_commit_lock, acquire_file_lock
-from trinity_sync.layout import KINDS, PRIVATE_FOLDER, step_folder, steps_on_disk
+from trinity_sync.layout import KINDS, PRIVATE_FOLDER, step_folder
 from trinity_sync.retention.planner import RemovalPlan, Rules, make_step_info, plan_removals
 from trinity_sync.retention.policies import Policy, StepInfo
 from trinity_sync.retention.removal import carry_out, describe_steps
@@ -37,7 +37,7 @@ from trinity_sync.storage.job_settings import needs_replication
 from trinity_sync.storage.leases import acquire_removal_lock
 from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.metrics import read_metrics, remove_metrics
-from trinity_sync.storage.quarantine import TIME_FORMAT, quarantine_folder, require_readable_step
+from trinity_sync.storage.quarantine import TIME_FORMAT, quarantine_folder
 from trinity_sync.storage.runs import find_newest_run, refuse_superseded
 from trinity_sync.storage.save import is_being_written
 from trinity_sync.storage.save_functions import read_statuses
@@ -213,14 +213,14 @@ def _empty_trash(root: Path, *, keep: int) -> None:
 def list_prunable_quarantine(root: str | Path, policy: Policy, now: float) -> list[str]:
     """Return the sorted names of the folders in quarantine that a policy does not keep.
 
-    A folder with a step of another release is kept. For the policy, such as ``newer=30d`` or
-    ``last=2``, a folder counts as a step of its time; ``now`` is in seconds since the epoch.
+    For the policy, such as ``newer=30d`` or ``last=2``, a folder counts as a step of its time;
+    ``now`` is in seconds since the epoch.
     """
     folders = sorted(quarantine_folder(root).glob("*"), key=lambda folder: folder.name)
     ages = [
         StepInfo(number, 0, KINDS, at, 0)
         for number, folder in enumerate(folders)
-        if (at := _parse_time(folder)) is not None and _is_own_release(folder)
+        if (at := _parse_time(folder)) is not None
     ]
     kept = policy.keeps(ages, now)
     return [folders[each.step].name for each in ages if each.step not in kept]
@@ -229,29 +229,17 @@ def list_prunable_quarantine(root: str | Path, policy: Policy, now: float) -> li
 def remove_quarantined(root: str | Path, names: Sequence[str]) -> list[str]:
     """Rename folders in quarantine into the trash, which `prune` empties next.
 
-    A folder that got a step of another release is kept. Return the names of the others that were
-    there.
+    Return the names of those that were there.
     """
     if not names:
         return []
     folders = map(quarantine_folder(root).joinpath, names)
     with acquire_commit_lock(root) as lock:  # no rewind adds steps meanwhile
-        gone = [folder for folder in folders if folder.is_dir() and _is_own_release(folder)]
+        gone = [folder for folder in folders if folder.is_dir()]
         for folder in gone:
             lock.require_held()
             _move_to_trash(Path(root), folder)
     return [folder.name for folder in gone]
-
-
-def _is_own_release(folder: Path) -> bool:
-    """Return whether this release can read all steps in a folder."""
-    try:
-        for step in steps_on_disk(folder):
-            require_readable_step(folder, step)
-    except FormatError as error:
-        logger.warning("keeping %s in quarantine: %s", folder, error)
-        return False
-    return True
 
 
 def _parse_time(folder: Path) -> float | None:

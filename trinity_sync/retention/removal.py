@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from trinity_sync.errors import FormatError, ManifestError
+from trinity_sync.errors import ManifestError
 from trinity_sync.layout import KINDS
 from trinity_sync.retention.planner import RemovalPlan
 from trinity_sync.retention.policies import StepInfo
@@ -44,13 +44,17 @@ class Place(Protocol):
         """Return the path or URL, for messages."""
 
     def list_steps(self) -> Iterable[StepInfo]:
-        """Return the steps that this release can read, each with the place's own reasons."""
+        """Return the committed steps, each with the place's own reasons.
+
+        Raises:
+            FormatError: another release has committed a step.
+        """
 
     def read_step(self, step: int) -> StepInfo | None:
         """Return a step as it is now; None if it is gone.
 
         Raises:
-            FormatError, ManifestError: its manifest cannot be read.
+            FormatError, ManifestError: its manifest is of another release, or torn.
         """
 
     def remove_step(self, step: StepInfo, find_reason: Callable[[], str]) -> str:
@@ -67,7 +71,7 @@ def describe_steps(place: Place, *, just_committed: int | None = None) -> list[S
     The step ``just_committed``, whose save requests the removal of others, is kept.
 
     Raises:
-        FormatError: another release has made the root or begun a run.
+        FormatError: another release has made the root, committed a step or begun a run.
     """
     root = place.root
     read_identity(root)  # which refuses a root of another release
@@ -119,7 +123,7 @@ def carry_out(place: Place, plan: RemovalPlan) -> RemovalPlan:
     for each in plan.removed:
         try:
             why = place.remove_step(each, partial(_find_reason_to_keep, place, each, plan))
-        except (FormatError, ManifestError) as error:
+        except ManifestError as error:
             why = str(error)
         if why == GONE:
             continue

@@ -118,10 +118,7 @@ class JobSpool:
         except FormatError as error:
             raise FormatError(
                 f"{error} If no process of that release is left to save its images, remove "
-                f"{self.folder}: they are lost.",
-                path=error.path,
-                found=error.found,
-                known=error.known,
+                f"{self.folder}: they are lost."
             ) from None
         return Path(owner.root) if owner else None
 

@@ -18,13 +18,7 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Literal
 
-from trinity_sync.errors import (
-    CommitError,
-    FormatError,
-    ManifestError,
-    SupersededError,
-    TrinitySyncError,
-)
+from trinity_sync.errors import CommitError, ManifestError, SupersededError, TrinitySyncError
 from trinity_sync.fs.atomic import replace_file, sync_folder
 from trinity_sync.fs.records import Record, Seconds, decode_record, encode_record
 from trinity_sync.layout import CORRUPTION_MARK, MANIFEST, Kind, step_folder, steps_on_disk
@@ -33,9 +27,8 @@ from trinity_sync.storage.runs import Run, find_superseding_run, list_runs
 
 logger = logging.getLogger(__name__)
 
-State = Literal["valid", "corrupted", "not committed", "superseded", "another format"]
-"""``superseded``: committed, and a later run went on from an earlier step; ``another format``:
-committed by another release."""
+State = Literal["valid", "corrupted", "not committed", "superseded"]
+"""``superseded``: committed, and a later run went on from an earlier step."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +38,7 @@ class StepState:
     step: int
     state: State
     manifest: Manifest | None
-    """None if there is no manifest that this release can read."""
+    """None if there is no manifest, or it is torn."""
     error: TrinitySyncError | None
     """Error that says why it is not valid; None for a valid step."""
 
@@ -59,7 +52,6 @@ class StepState:
 
         Raises:
             CommitError: the step is not committed, or corrupted.
-            FormatError: another release has committed it.
         """
         if self.manifest is None or self.state == "corrupted":
             assert self.error is not None
@@ -78,11 +70,12 @@ def read_step_state(
 
     ``runs`` decide whether it is superseded; they are read from the root by default. ``paths`` are
     as in `require_committed`.
+
+    Raises:
+        FormatError: another release has committed it.
     """
     try:
         manifest = read_manifest(root, step)
-    except FormatError as error:
-        return StepState(step, "another format", None, error)
     except ManifestError as error:
         return StepState(step, "corrupted", None, error)
     if manifest is None:
@@ -116,35 +109,32 @@ def read_manifest_state(
 
 
 def list_known_runs(root: str | Path) -> list[Run]:
-    """Return the runs of a job; none, with a warning, if a record of them cannot be read."""
+    """Return the runs of a job; none, with a warning, if a record of them is torn.
+
+    Raises:
+        FormatError: as `list_runs`.
+    """
     try:
         return list_runs(root)
-    except (CommitError, FormatError) as error:
+    except CommitError as error:
         logger.warning("cannot tell which steps of %s are superseded: %s", root, error)
         return []
 
 
 def iter_committed_steps(root: str | Path) -> Iterator[Manifest]:
-    """Yield the manifests of the committed steps by step; log those that cannot be read."""
-    for _, found in _manifests(root):
-        if isinstance(found, Manifest):
-            yield found
-        else:
-            logger.warning("%s", found)
+    """Yield the manifests of the committed steps by step; log those that are torn.
 
-
-def _manifests(root: str | Path) -> Iterator[tuple[int, Manifest | FormatError]]:
-    """Yield the manifests, or format errors, by step; log broken manifests."""
+    Raises:
+        FormatError: another release has committed a step, so nothing of the root is known.
+    """
     for step in steps_on_disk(root):
         try:
             manifest = read_manifest(root, step)
-        except FormatError as error:
-            yield step, error
         except ManifestError as error:
             logger.warning("%s", error)
         else:
             if manifest:
-                yield step, manifest
+                yield manifest
 
 
 SHARDS = (
@@ -174,8 +164,7 @@ def find_newest(root: str | Path, kind: Kind = "checkpoint") -> Manifest | None:
     It goes by manifests, not by the latest pointer, which may lag behind after a crash.
 
     Raises:
-        FormatError: another release has committed a step that counts as newer, so whether it can be
-            resumed from is unknown.
+        FormatError: another release has committed a step.
     """
     for manifest in iter_newest_first(root, kind):
         try:
@@ -189,17 +178,10 @@ def iter_newest_first(root: str | Path, kind: Kind) -> Iterator[Manifest]:
     """Yield the manifests of a kind, the last step of the last run first.
 
     Raises:
-        FormatError: the next step was committed by another release, as in `find_newest`.
+        FormatError: another release has committed a step.
     """
-    found = {
-        (each.run or 0, step): each
-        for step, each in _manifests(root)
-        if isinstance(each, FormatError) or kind in each.kinds
-    }
-    for _, each in sorted(found.items(), reverse=True):
-        if isinstance(each, FormatError):
-            raise each
-        yield each
+    found = [each for each in iter_committed_steps(root) if kind in each.kinds]
+    yield from sorted(found, key=lambda each: (each.run, each.step), reverse=True)
 
 
 def require_committed(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from trinity_sync.errors import CommitError, FormatError
+from trinity_sync.errors import CommitError
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, revalidate_folder, sync_folder
 from trinity_sync.fs.locks import (
     TRASH_LOCK,
@@ -109,12 +109,7 @@ def remove_replaced(root: Path) -> Iterator[Finding]:
         for step in steps_on_disk(replacing):
             folder = step_folder(replacing, step)
             name = folder.relative_to(root).as_posix()
-            try:
-                kept = clear_replaced_step(root, step)
-            except FormatError as error:
-                needed.append(folder)
-                yield Finding(str(root), name, "left", str(error))
-                continue
+            kept = clear_replaced_step(root, step)
             if folder.exists():
                 continue  # it is being read, as reported below
             why = f"quarantined in {kept.parent}" if kept else "removed"
@@ -252,7 +247,7 @@ def _find_error(root: Path, step: int) -> str | None:
         return None
     try:
         require_committed(root, step)
-    except (CommitError, FormatError) as error:
+    except CommitError as error:
         return str(error)
     return None
 

@@ -3,14 +3,13 @@
 They are updated after the manifest, atomically, and only forward: by step within a run, and a later
 run counts as newer than every earlier run, because it resumed from an earlier step on purpose. A
 step of another system, which has no manifest, belongs to the run in which the pointer was written.
-A pointer moves back only from a corrupted step (`repair_latest_pointer`). A pointer to a step of
-another release stays, since this release cannot read the step.
+A pointer moves back only from a corrupted step (`repair_latest_pointer`).
 """
 
 import logging
 from pathlib import Path
 
-from trinity_sync.errors import CommitError, FormatError, SupersededError
+from trinity_sync.errors import CommitError, SupersededError
 from trinity_sync.fs.atomic import read_uncached, replace_file
 from trinity_sync.layout import ITERATION_FILES, Kind, parse_number, step_folder
 from trinity_sync.storage.discovery import (
@@ -75,6 +74,9 @@ def repair_latest_pointer(root: str | Path, kind: Kind) -> tuple[int | None, int
     can be loaded, the pointer stays: a resume then fails, instead of starting at step 0 silently.
 
     Return the steps that the pointer named before and after; None if it is unchanged.
+
+    Raises:
+        FormatError: another release has committed a step, or has begun a run.
     """
     current = read_latest_pointer(root, kind)
     best = _find_best(root, kind)
@@ -100,19 +102,13 @@ def latest_pointer_covers(root: str | Path, kind: Kind, run: int, step: int) -> 
 
 
 def _find_best(root: str | Path, kind: Kind) -> Manifest | None:
-    """Return the newest step for a pointer: valid, and not superseded by a later run.
-
-    It is None if another release has committed a newer step, or has begun a run.
-    """
-    try:
-        for manifest in iter_newest_first(root, kind):
-            try:
-                refuse_superseded(root, manifest.run, "", manifest.step)
-                return require_committed(root, manifest.step)
-            except (SupersededError, CommitError):
-                continue
-    except FormatError as error:
-        logger.warning("not updating %s in %s: %s", ITERATION_FILES[kind], root, error)
+    """Return the newest step for a pointer: valid, and not superseded by a later run."""
+    for manifest in iter_newest_first(root, kind):
+        try:
+            refuse_superseded(root, manifest.run, "", manifest.step)
+            return require_committed(root, manifest.step)
+        except (SupersededError, CommitError):
+            continue
     return None
 
 
@@ -121,6 +117,6 @@ def _is_current(root: str | Path, kind: Kind, current: int, best: Manifest) -> b
         return True
     try:
         found = require_committed(root, current)
-    except (CommitError, FormatError):  # the best is newer than steps of another release
+    except CommitError:
         return False
     return kind in found.kinds and (found.run, found.step) >= (best.run, best.step)

@@ -405,7 +405,8 @@ def _require_below(
 def read_run_number(root: str | Path, step: int) -> int:
     """Return the number of the run that committed a step.
 
-    It is 0 if no run did, as for a checkpoint of another system.
+    It is 0 if no run did, as for a checkpoint of another system. The manifest may be another
+    release's: a commit next to it still updates the latest pointers.
     """
     try:
         manifest = read_manifest(root, step, ranks=())
@@ -429,14 +430,10 @@ def read_run_manifest(
     what `read_manifest` returns.
 
     Raises:
-        FormatError: another release has committed the step for this run.
+        FormatError: another release has committed the step.
     """
     try:
         manifest = read(root, step)
-    except FormatError as error:
-        if error.run == run:
-            raise
-        return None
     except (ManifestError, OSError):
         return None
     return manifest if manifest and manifest.run == run else None

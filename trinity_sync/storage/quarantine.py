@@ -28,11 +28,10 @@ that are left.
 import logging
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.errors import ConfigError, ManifestError, StepInUseError
+from trinity_sync.errors import ConfigError, StepInUseError
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, replace_file, sync_folder
 from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.layout import (
@@ -48,7 +47,7 @@ from trinity_sync.storage.block_reuse import remove_folder
 from trinity_sync.storage.discovery import iter_committed_steps, require_committed
 from trinity_sync.storage.job_settings import read_required_remote
 from trinity_sync.storage.leases import acquire_removal_lock, list_leases
-from trinity_sync.storage.manifest import Manifest, read_manifest, read_run_number
+from trinity_sync.storage.manifest import Manifest, read_run_number
 from trinity_sync.storage.pins import Pin, list_pins, unpin
 from trinity_sync.storage.runs import open_run, read_fresh_start_time
 
@@ -76,12 +75,8 @@ def clear_replaced_step(root: str | Path, step: int, *, keep: int = 0) -> Path |
     """Quarantine or remove the replaced step in `replacing_folder`. Call it under the commit lock.
 
     Return its path in quarantine; None if it was removed by `remove_folder`, which gets ``keep``.
-
-    Raises:
-        FormatError: another release has committed it; it stays.
     """
     folder = step_folder(replacing_folder(root), step)
-    require_readable_step(replacing_folder(root), step)
     before, now = read_run_number(replacing_folder(root), step), read_run_number(root, step)
     if 0 < before < now and (began := read_fresh_start_time(root, now)):
         place = step_folder(_timed_folder(root, began), step)
@@ -122,16 +117,6 @@ def make_quarantine_folder(root: Path, now: float) -> Path:
     return folder
 
 
-def require_readable_step(root: Path, step: int) -> None:
-    """Require that this release can read the manifest, if any, of a step in the folder ``root``.
-
-    Raises:
-        FormatError: another release has committed the step.
-    """
-    with suppress(ManifestError):
-        read_manifest(root, step)
-
-
 def _timed_folder(root: str | Path, at: float) -> Path:
     return quarantine_folder(root) / time.strftime(TIME_FORMAT, time.gmtime(at))
 
@@ -155,13 +140,12 @@ def list_newer_steps(root: str | Path, step: int) -> list[int]:
 
     Raises:
         CommitError: the target is not committed, or corrupted.
-        FormatError: another release has committed the target or a newer step.
+        FormatError: another release has committed a step.
     """
     target = require_committed(root, step)
-    runs = {other: read_run_number(root, other) for other in steps_on_disk(root)}
+    committed = {manifest.step: manifest.run for manifest in iter_committed_steps(root)}
+    runs = {other: committed.get(other, 0) for other in steps_on_disk(root)}
     newer = [other for other, run in runs.items() if other > step or run > target.run]
-    for other in newer:
-        require_readable_step(Path(root), other)
     return sorted(newer, key=lambda other: (runs[other], other), reverse=True)
 
 
@@ -184,8 +168,8 @@ def rewind(
             lost a lock to another node, and the same call finishes the rewind.
         StepInUseError: a newer step is leased, or pinned or tagged without ``force``; nothing was
             changed.
-        FormatError: another release has made the root, committed the step or a newer step, or begun
-            a run; nothing was changed.
+        FormatError: another release has made the root, committed a step or begun a run; nothing was
+            changed.
     """
     base = Path(root)
     read_identity(base)  # which refuses a root of another release

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from trinity_sync.errors import CommitError, FormatError, SupersededError
+from trinity_sync.errors import CommitError, SupersededError
 from trinity_sync.fs.atomic import FileSignature, read_signature, revalidate_folder
 from trinity_sync.fs.mounts import find_mount
 from trinity_sync.layout import ITERATION_FILES, MANIFEST, step_folder
@@ -67,12 +67,15 @@ def find_committed_version(root: str | Path, role: str, step: int) -> Version | 
     """Return a committed step as a version.
 
     None if it is not committed, corrupted, superseded or without weights of the role.
+
+    Raises:
+        FormatError: another release has committed it, or begun a run.
     """
     identity = read_identity(root)
     try:
         manifest = _require_weights(root, step, role)
         refuse_superseded(root, manifest.run, "", step)
-    except (SupersededError, CommitError, FormatError):
+    except (SupersededError, CommitError):
         return None
     if not _has_weights(manifest, role):
         return None

@@ -31,8 +31,8 @@ class StepRow:
 
     step: int
     status: str
-    """``valid``, ``corrupted``, ``superseded``, ``not committed`` or ``another format``; for a save
-    in ``ls``, ``pending``, ``writing`` or ``failed``."""
+    """``valid``, ``corrupted``, ``superseded`` or ``not committed``; for a save in ``ls``,
+    ``pending``, ``writing`` or ``failed``."""
     reason: str = ""
     run: int | None = None
     """Number of the run that saved it; None if it has no readable manifest."""
