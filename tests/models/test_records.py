@@ -41,12 +41,6 @@ from trinity_sync.layout import ITERATION_FILES, step_folder
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.ticket import read_cached_file, read_ticket
 from trinity_sync.storage.discovery import Corruption, find_newest, mark_corrupted, read_corruption
-from trinity_sync.storage.export_requests import (
-    ExportRequest,
-    list_export_requests,
-    list_steps_awaiting_export,
-    write_export_request,
-)
 from trinity_sync.storage.job_settings import (
     is_replicated,
     read_required_remote,
@@ -88,7 +82,6 @@ def records(job: Job) -> Iterator[dict[str, Kind]]:
     )
     pin(root, 1, "the best")
     tag(root, 1, "good")
-    write_export_request(root, ExportRequest(1, 1, "actor"))
     write_metrics(root, 1, 1, {"reward": 0.5})
     write_job_settings(root, {"remote": "file:///copies", "remote_required": True})
     record_replicated(root, "file:///copies", manifest)
@@ -130,14 +123,6 @@ def records(job: Job) -> Iterator[dict[str, Kind]]:
                 mark, lambda: (read_corruption(root, 1), str(read_corruption(root, 1)))[0]
             ),
             "metrics": Kind(private / "metrics/1.json", lambda: read_metrics(root, 1, 1)),
-            "export_request": Kind(
-                private / "exports/global_step_1.actor.request",
-                lambda: (
-                    list_export_requests(root),
-                    list_export_requests(root, step=1),
-                    list_steps_awaiting_export(root),
-                )[0],
-            ),
             "job": Kind(private / "job.json", lambda: read_required_remote(root), (CommitError,)),
             "stored": Kind(private / "stored/1.json", lambda: is_replicated(root, manifest)),
         }
@@ -145,7 +130,7 @@ def records(job: Job) -> Iterator[dict[str, Kind]]:
 
 NAMES = (
     *("manifest", "run", "pin", "tag", "lease", "ticket", "receipt", "note", "placement"),
-    *("corruption", "metrics", "export_request", "job", "stored"),
+    *("corruption", "metrics", "job", "stored"),
 )
 GARBAGE = st.recursive(
     st.one_of(

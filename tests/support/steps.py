@@ -22,8 +22,12 @@ def commit_files(
     nbytes: int = 1000,
     at: float | None = None,
     pointer: bool = True,
+    **fields: Any,
 ) -> Path:
-    """Commit a step of a model and a folder of metadata; returns the step's folder."""
+    """Commit a step of a model and a folder of metadata; returns the step's folder.
+
+    ``fields`` are further ones of its manifest.
+    """
     folder = step_folder(root, step)
     records = []
     for path, content in ((MODEL, os.urandom(nbytes)), ("actor/huggingface/config.json", b"{}")):
@@ -33,7 +37,8 @@ def commit_files(
         component = "model" if path == MODEL else "metadata"
         records.append(FileRecord(path, len(content), digest, "actor", component, 0, 1))
     at = 1.7e9 + step if at is None else at
-    write_manifest(root, Manifest("job", run, step, SERVES_AS[kind], tuple(records), (), at))
+    manifest = Manifest("job", run, step, SERVES_AS[kind], tuple(records), (), at, **fields)
+    write_manifest(root, manifest)
     if pointer:
         for served in SERVES_AS[kind]:
             advance_latest_pointer(root, served, run, step)

@@ -28,10 +28,9 @@ from trinity_sync.layout import PRIVATE_FOLDER, check_name, step_folder
 from trinity_sync.storage.discovery import list_shards, require_committed, require_unreplaced
 from trinity_sync.storage.export_requests import (
     COMPONENT,
-    ExportRequest,
+    allows_remote_code,
     exports_folder,
     fail_export_request,
-    remove_export_request,
 )
 from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest, write_manifest
@@ -140,34 +139,23 @@ def export_step(
         require_unreplaced(root, manifest)  # all shards that were read are of one run
         if to is None:
             _add_to_step(root, manifest, role, progress)
-            remove_export_request(root, step, role)
         else:
             replace_target(scratch, target)
     return _make_result(target, progress)
 
 
-def run_export_request(root: str | Path, request: ExportRequest) -> None:
+def run_export_request(root: str | Path, run: int, step: int, role: str) -> None:
     """Export a model as requested; its digests were just computed, so they are not compared again.
 
-    The request of a step that was removed or replaced meanwhile is removed.
-
     Raises:
-        CommitError, ExportError, OSError: as `export_step`; the request stays for a retry.
+        CommitError, ExportError, OSError: as `export_step`; a retry of the save exports it again.
     """
-    manifest = read_manifest(root, request.step)
-    if manifest and manifest.run == request.run:
-        try:
-            export_step(
-                root,
-                request.step,
-                role=request.role,
-                check=False,
-                trust_remote_code=request.trust_remote_code,
-            )
-        except Exception:
-            fail_export_request(root, request)
-            raise
-    remove_export_request(root, request.step, request.role)
+    try:
+        trusted = allows_remote_code(root, step, role)
+        export_step(root, step, role=role, check=False, trust_remote_code=trusted)
+    except Exception:
+        fail_export_request(root, run, step, role)
+        raise
 
 
 def _add_to_step(root: Path, manifest: Manifest, role: str, progress: ExportProgress) -> None:
@@ -193,9 +181,13 @@ def _add_to_step(root: Path, manifest: Manifest, role: str, progress: ExportProg
         # files of an earlier export, sharded in another way
         stale = [f for f in now.files if (f.role, f.component) == (role, COMPONENT)]
         gone = {file.path for file in stale} - {record.path for record in records}
-        kept = replace(now, files=tuple(file for file in now.files if file.path not in gone))
+        kept = replace(
+            now,
+            files=tuple(file for file in now.files if file.path not in gone),
+            failed_exports=tuple(each for each in now.failed_exports if each != role),
+        )
         lock.require_held()
-        write_manifest(root, kept.merge(replace(now, files=tuple(records), callables=())))
+        write_manifest(root, kept.merge(replace(kept, files=tuple(records), callables=())))
         for path in gone:
             (folder / path).unlink(missing_ok=True)
 

@@ -39,7 +39,6 @@ from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import JobSpool, get_job_spool
 from trinity_sync.storage import verify
-from trinity_sync.storage.export_requests import list_export_requests
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import read_manifest, read_run_manifest
@@ -323,14 +322,14 @@ def commit_step(
     except OSError as error:  # the step is committed nevertheless
         logger.warning("%s is committed; cannot describe it: %s", request.run_name, error)
         page = ""
-    exports = list_export_requests(request.root, step=request.step)
     # its head alone: with thousands of ranks, the files are in parts
     read_head = partial(read_manifest, ranks=())
     found = read_run_manifest(request.root, request.run, request.step, read=read_head)
     timings = found.timings if found else ()
     mine = [each for each in timings if (each.kind, each.roles) == (request.kind, request.roles)]
     by_saver = any(each.by_saver for each in mine)
-    return Committed(page, summarize_commit(request, manifest), bool(exports), by_saver)
+    has_exports = bool(found and found.exports)
+    return Committed(page, summarize_commit(request, manifest), has_exports, by_saver)
 
 
 def free_slots(request: SaveRequest, persisted: Sequence[Persisted], shards: NodeShards) -> None:

@@ -26,15 +26,10 @@ from trinity_sync.pipeline.several_nodes import (
 from trinity_sync.retention.planner import RemovalPlan, Rules
 from trinity_sync.retention.prune import plan_prune, prune
 from trinity_sync.settings import StackSettings
-from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import get_job_spool
 from trinity_sync.storage.block_reuse import can_reuse_blocks
 from trinity_sync.storage.commit import commit, free_committed_slots
-from trinity_sync.storage.export_requests import (
-    ExportRequest,
-    list_export_requests,
-    write_export_request,
-)
+from trinity_sync.storage.export_requests import list_missing_exports
 from trinity_sync.storage.job_settings import (
     read_job_settings,
     read_required_remote,
@@ -44,7 +39,7 @@ from trinity_sync.storage.manifest import Manifest, read_run_manifest
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.placement import NodeShards, await_node_shards
 from trinity_sync.storage.runs import refuse_other_job
-from trinity_sync.storage.save import Persisted, Written, discard, mark_failed
+from trinity_sync.storage.save import Persisted, discard, mark_failed
 from trinity_sync.storage.save_functions import await_callable_saves, sync_callable_files
 from trinity_sync.storage.save_timing import refuse_removed
 
@@ -164,7 +159,6 @@ def commit_images(
         at_least=max(0, request.expected - images - earlier) - len(statuses),
         rank_timeout_s=read_job_settings(save.root).rank_timeout_s,
     )
-    _write_export_requests(save, written)
     manifest = commit(
         save,
         written,
@@ -176,14 +170,6 @@ def commit_images(
     )
     free_committed_slots(spool, save, written)
     return manifest
-
-
-def _write_export_requests(save: SaveId, written: Sequence[Written]) -> None:
-    """Write down which models the trainer wants exported, so that a retry finds it."""
-    requested = {(file.record.role, file.export) for file in written if file.export}
-    for role, export in requested:
-        trusted = export == "hf_model with remote code"
-        write_export_request(save.root, ExportRequest(save.run, save.step, role, trusted))
 
 
 def free_slots(request: SaveRequest, persisted: Sequence[Persisted], shards: NodeShards) -> None:
@@ -210,11 +196,11 @@ def mark_images_failed(
 
 def export_requested_models(request: SaveRequest) -> None:
     """Export the models that the trainer requested with a committed save."""
-    for export in list_export_requests(request.root, step=request.step):
-        if export.run == request.run:
-            from trinity_sync.formats.hf_export import run_export_request  # imports torch
+    manifest = read_run_manifest(request.root, request.run, request.step)
+    for role in list_missing_exports(manifest) if manifest else ():
+        from trinity_sync.formats.hf_export import run_export_request  # imports torch
 
-            run_export_request(request.root, export)
+        run_export_request(request.root, request.run, request.step, role)
 
 
 def replicate_step(root: str, step: int, url: str) -> "tuple[Replicated, RemovalPlan]":

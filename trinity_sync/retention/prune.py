@@ -32,7 +32,7 @@ from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.block_reuse import can_reuse_blocks, remove_folder
 from trinity_sync.storage.discovery import iter_committed_steps, read_manifest_state
-from trinity_sync.storage.export_requests import remove_export_files
+from trinity_sync.storage.export_requests import list_pending_exports, remove_export_files
 from trinity_sync.storage.job_settings import needs_replication
 from trinity_sync.storage.leases import acquire_removal_lock
 from trinity_sync.storage.manifest import Manifest, read_manifest
@@ -142,6 +142,8 @@ class RootSteps:
         held, metrics = list[str](), read_metrics(self.root, manifest.run, manifest.step)
         if not corruption and needs_replication(self.root, manifest):
             held.append(NOT_REPLICATED)
+        if roles := list_pending_exports(self.root, manifest):
+            held.append(f"the export of the model of {', '.join(roles)} is pending")
         if step_folder(self.root, manifest.step).is_symlink():
             held.append(LINKED)
         return make_step_info(manifest, metrics=metrics, held=held, corruption=corruption)

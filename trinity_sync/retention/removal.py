@@ -21,7 +21,6 @@ from trinity_sync.layout import KINDS
 from trinity_sync.retention.planner import RemovalPlan
 from trinity_sync.retention.policies import StepInfo
 from trinity_sync.snapshot.job_identity import read_identity
-from trinity_sync.storage.export_requests import list_steps_awaiting_export
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import read_run_number
 from trinity_sync.storage.pins import list_steps_in_use
@@ -96,8 +95,6 @@ def describe_steps(place: Place, *, just_committed: int | None = None) -> list[S
 def list_held(root: Path) -> dict[int, list[str]]:
     """Return why steps must be kept in every place, whatever the policies say."""
     held = defaultdict(list, list_steps_in_use(root))
-    for step, roles in list_steps_awaiting_export(root).items():
-        held[step].append(f"the export of the model of {', '.join(roles)} is pending")
     pointers = {kind: read_latest_pointer(root, kind) for kind in KINDS}
     for kind, named in pointers.items():
         if named is not None:

@@ -48,7 +48,7 @@ from trinity_sync.storage.persist import parse_image_name, unpack_image
 from trinity_sync.storage.placement import describe_ranks
 from trinity_sync.storage.quarantine import clear_displaced_step
 from trinity_sync.storage.replace import (
-    inherit_exports_and_metrics,
+    inherit_metrics,
     is_redundant_sync,
     make_missing_file_error,
     refuse_loss,
@@ -120,6 +120,7 @@ def commit(
             files=files,
             callables=tuple(CallableRecord(s.name, s.rank, s.seconds, s.files) for s in statuses),
             committed_at=clock(),
+            exports={file.record.role: file.export for file in written if file.export},
         )
 
         def add_timing(manifest: Manifest) -> Manifest:  # right before the write
@@ -147,7 +148,7 @@ def commit(
                 _name(file, f"{folder}/{file.record.path}", committed.get(file.record.path))
             sync_folders(save.folder, [file.path for file in manifest.files])
             if replaced:
-                inherit_exports_and_metrics(save, replaced)
+                inherit_metrics(save, replaced)
             manifest = add_timing(manifest)
             merged = earlier.merge(manifest) if earlier else manifest
             if replaced and "checkpoint" not in manifest.kinds:

@@ -13,7 +13,7 @@ import hashlib
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 
@@ -35,6 +35,7 @@ from trinity_sync.layout import (
     shard_file,
     step_folder,
 )
+from trinity_sync.snapshot.save_id import Export
 from trinity_sync.storage.save_timing import SaveTiming
 
 logger = logging.getLogger(__name__)
@@ -223,6 +224,10 @@ class Manifest(Record, format=MANIFEST_FORMAT):
     if ``run`` has committed all kinds itself."""
     parts: tuple[ManifestPart, ...] = ()
     """Parts of which ``files`` has some ranks' files only; none if ``files`` has all."""
+    exports: dict[str, Export] = field(default_factory=dict)
+    """Roles whose model the step's saves requested to export into it, and how."""
+    failed_exports: tuple[str, ...] = ()
+    """Roles whose export has failed."""
 
     @property
     def nbytes(self) -> int:
@@ -273,6 +278,9 @@ class Manifest(Record, format=MANIFEST_FORMAT):
         theirs = {record.path: record for record in later.files}
         names = {(each.name, each.rank) for each in later.callables}
         saves = {(each.kind, each.roles) for each in self.timings}
+        # what an earlier run could not export, this one does not try
+        failed = () if self.run == later.run else self.failed_exports
+        exports = {role: how for role, how in self.exports.items() if role not in failed}
         return replace(
             later,
             kinds=tuple(sorted({*self.kinds, *later.kinds})),
@@ -283,6 +291,10 @@ class Manifest(Record, format=MANIFEST_FORMAT):
             callables=(
                 *(each for each in self.callables if (each.name, each.rank) not in names),
                 *later.callables,
+            ),
+            exports={**exports, **later.exports},
+            failed_exports=tuple(
+                sorted({*self.failed_exports, *later.failed_exports}.difference(failed))
             ),
             # a save that is retried after its commit keeps its timing
             timings=(
@@ -302,7 +314,8 @@ def write_manifest_into(folder: Path, manifest: Manifest) -> None:
     assert not manifest.parts, "files of other ranks would be lost"
     parts = write_parts(folder, manifest.run, manifest.step, manifest.files)
     files = () if parts else _by_path(manifest.files)
-    replace_file(folder / MANIFEST, encode_manifest(replace(manifest, files=files, parts=parts)))
+    content = encode_manifest(replace(manifest, files=files, parts=parts))
+    replace_file(folder / MANIFEST, content, mode=0o644)  # what it requests is this user's alone
     _remove_other_parts(folder, parts)
 
 

@@ -29,7 +29,6 @@ from trinity_sync.fs.locks import LockFile, acquire_commit_lock
 from trinity_sync.layout import SERVES_AS, Kind, step_folder
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.storage.discovery import find_newest, read_manifest_state, read_step_state
-from trinity_sync.storage.export_requests import inherit_export_requests
 from trinity_sync.storage.latest_pointer import repair_latest_pointer
 from trinity_sync.storage.leases import acquire_removal_lock, list_leases
 from trinity_sync.storage.manifest import Manifest, is_own_file, read_manifest, write_manifest_into
@@ -62,9 +61,8 @@ def is_redundant_sync(save: SaveId, earlier: Manifest, manifest: Manifest) -> bo
     )
 
 
-def inherit_exports_and_metrics(save: SaveId, earlier: Manifest) -> None:
-    """Make the export requests and metrics of a checkpoint that stays those of a later run."""
-    inherit_export_requests(save.root, save.step, earlier.run, save.run)
+def inherit_metrics(save: SaveId, earlier: Manifest) -> None:
+    """Make the metrics of a checkpoint that stays those of a later run."""
     try:
         copy_metrics(save.root, save.step, earlier.run, save.run)
     except LockTimeoutError as error:

@@ -29,12 +29,10 @@ from trinity_sync.formats.shard_reader import SavedState
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.export_requests import (
-    ExportRequest,
     fail_export_request,
     is_exported,
-    list_export_requests,
-    list_steps_awaiting_export,
-    write_export_request,
+    list_missing_exports,
+    list_pending_exports,
 )
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.verify import check_files, choose_files, judge_steps
@@ -92,7 +90,7 @@ Commit = Callable[..., None]
 def commit(job: Job, tmp_path: Path) -> Commit:
     """Commits step 1 with the shards of a model, its config and a tokenizer's file."""
 
-    def save(ranks: list[State], config: Any, adapter: Any = None) -> None:
+    def save(ranks: list[State], config: Any, adapter: Any = None, **other: Any) -> None:
         job.world_size = len(ranks)
         metadata = tmp_path / "metadata"
         shutil.rmtree(metadata, ignore_errors=True)
@@ -102,7 +100,8 @@ def commit(job: Job, tmp_path: Path) -> Commit:
         if adapter:
             adapter.save_pretrained(metadata / "lora_adapter")
         for rank, state in enumerate(ranks):
-            job.stage(1, {"model": state}, rank=rank, metadata=metadata if rank == 0 else None)
+            small = metadata if rank == 0 else None
+            job.stage(1, {"model": state}, rank=rank, metadata=small, **other)
         job.commit(1, "model", "metadata")
 
     return save
@@ -413,15 +412,33 @@ def test_what_cannot_work_is_a_sentence_and_changes_nothing(
 
 def test_an_export_request_keeps_its_step_until_it_ends(job: Job, commit: Commit) -> None:
     model = tiny()
-    commit(shards(model.state_dict(), (2,)), model.config)
-    for role in ("actor", "critic"):
-        write_export_request(job.root, ExportRequest(1, 1, role))
-    run_export_request(job.root, ExportRequest(1, 1, "actor"))
-    assert list_steps_awaiting_export(job.root) == {1: ["critic"]}
-    with pytest.raises(CommitError, match="no model of role critic"):
-        run_export_request(job.root, ExportRequest(1, 1, "critic"))
-    assert list_steps_awaiting_export(job.root) == {}
-    assert [each.role for each in list_export_requests(job.root)] == ["critic"]  # for a retry
+    commit(shards(model.state_dict(), (2,)), model.config, export="hf_model")
+    assert list_pending_exports(job.root, require_committed(job.root, 1)) == ["actor"]
+    in_the_way = job.root / ".trinity_sync/exports/global_step_1.actor"
+    in_the_way.parent.mkdir()
+    in_the_way.write_text("")
+    with pytest.raises(OSError, match=r"global_step_1\.actor"):
+        run_export_request(job.root, 1, 1, "actor")
+    failed = require_committed(job.root, 1)
+    assert list_pending_exports(job.root, failed) == []
+    assert list_missing_exports(failed) == ["actor"]  # for a retry
+    in_the_way.unlink()
+    run_export_request(job.root, 1, 1, "actor")
+    done = require_committed(job.root, 1)
+    assert list_missing_exports(done) == []
+    assert done.failed_exports == ()
+
+
+def test_a_retry_of_a_save_keeps_the_export_that_it_requested(job: Job, commit: Commit) -> None:
+    model = tiny()
+    ranks = shards(model.state_dict(), (2,))
+    commit(ranks, model.config, export="hf_model")
+    run_export_request(job.root, 1, 1, "actor")
+    before = require_committed(job.root, 1)
+    commit(ranks, model.config, export="hf_model")
+    after = require_committed(job.root, 1)
+    assert after.exports == before.exports == {"actor": "hf_model"}
+    assert list_missing_exports(after) == []
 
 
 def test_a_later_run_inherits_the_export_request_of_its_checkpoint(
@@ -429,17 +446,28 @@ def test_a_later_run_inherits_the_export_request_of_its_checkpoint(
 ) -> None:
     model = tiny()
     ranks = shards(model.state_dict(), (2,))
-    commit(ranks, model.config)
-    write_export_request(job.root, ExportRequest(1, 1, "actor"))
+    commit(ranks, model.config, export="hf_model")
     open_run(job.root, "second", 1)
     for rank, state in enumerate(ranks):
         job.stage(1, {"model": state}, rank=rank, run=2, kind="state_dict")
     job.commit(1, run=2, kind="state_dict")
     # by the first run's flow, whose step it was
-    fail_export_request(job.root, ExportRequest(1, 1, "actor"))
-    assert list_export_requests(job.root) == [ExportRequest(2, 1, "actor")]
-    run_export_request(job.root, ExportRequest(2, 1, "actor"))
+    fail_export_request(job.root, 1, 1, "actor")
+    assert list_pending_exports(job.root, require_committed(job.root, 1)) == ["actor"]
+    run_export_request(job.root, 2, 1, "actor")
     assert is_exported(require_committed(job.root, 1), "actor")
+
+
+def test_a_later_run_does_not_inherit_an_export_that_failed(job: Job, commit: Commit) -> None:
+    model = tiny()
+    ranks = shards(model.state_dict(), (2,))
+    commit(ranks, model.config, export="hf_model")
+    fail_export_request(job.root, 1, 1, "actor")
+    open_run(job.root, "second", 1)
+    for rank, state in enumerate(ranks):
+        job.stage(1, {"model": state}, rank=rank, run=2, kind="state_dict")
+    job.commit(1, run=2, kind="state_dict")
+    assert list_missing_exports(require_committed(job.root, 1)) == []
 
 
 def test_an_earlier_export_is_replaced_by_that_of_another_dtype(

@@ -56,11 +56,7 @@ from trinity_sync.stack.daemon import Daemon
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.diff import diff
-from trinity_sync.storage.export_requests import (
-    ExportRequest,
-    list_export_requests,
-    write_export_request,
-)
+from trinity_sync.storage.export_requests import allows_remote_code
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.quarantine import fetching_folder
@@ -441,25 +437,11 @@ def careless() -> Iterator[None]:
 def test_source_files_are_not_trusted_at_the_request_of_others(
     tmp_path: Path, careless: None, mode: int
 ) -> None:
-    write_export_request(tmp_path, ExportRequest(1, 1, "actor", trust_remote_code=True))
-    (own,) = list_export_requests(tmp_path)
-    assert own.trust_remote_code
-    (path,) = (tmp_path / ".trinity_sync" / "exports").glob("*.request")
-    path.chmod(mode)
-    (theirs,) = list_export_requests(tmp_path)
-    assert not theirs.trust_remote_code
-
-
-def test_an_export_request_under_another_name_is_passed_over(tmp_path: Path) -> None:
-    write_export_request(tmp_path, ExportRequest(1, 1, "actor"))
-    exports = tmp_path / ".trinity_sync" / "exports"
-    (exports / "global_step_2.actor.request").mkdir()
-    os.mkfifo(exports / "global_step_3.actor.request")
-    (exports / "global_step_4.actor.request").symlink_to("global_step_1.actor.request")
-    for step, role in ((5, "actor/../../.."), (6, "actor")):
-        request = {"run": 1, "step": 5, "role": role}
-        (exports / f"global_step_{step}.actor.request").write_text(json.dumps(request))
-    assert list_export_requests(tmp_path) == [ExportRequest(1, 1, "actor")]
+    commit_files(tmp_path, 1, exports={"actor": "hf_model with remote code"})
+    assert allows_remote_code(tmp_path, 1, "actor")
+    assert not allows_remote_code(tmp_path, 1, "critic")
+    (step_folder(tmp_path, 1) / "manifest.json").chmod(mode)
+    assert not allows_remote_code(tmp_path, 1, "actor")
 
 
 def mode_of(path: Path) -> int:

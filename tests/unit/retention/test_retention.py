@@ -2,6 +2,8 @@
 
 import json
 import os
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +27,11 @@ from trinity_sync.settings import Settings
 from trinity_sync.snapshot.ticket import ticket_path
 from trinity_sync.storage.block_reuse import WORTHWHILE, acquire_spare
 from trinity_sync.storage.discovery import find_newest, require_committed
-from trinity_sync.storage.export_requests import (
-    EXPORT_HOLDS_S,
-    ExportRequest,
-    fail_export_request,
-    remove_export_request,
-    write_export_request,
-)
+from trinity_sync.storage.export_requests import EXPORT_HOLDS_S, fail_export_request
 from trinity_sync.storage.job_settings import write_job_settings
 from trinity_sync.storage.latest_pointer import advance_latest_pointer, read_latest_pointer
 from trinity_sync.storage.leases import acquire_lease
+from trinity_sync.storage.manifest import FileRecord, write_manifest
 from trinity_sync.storage.metrics import read_metrics, write_metrics
 from trinity_sync.storage.pins import pin
 from trinity_sync.storage.quarantine import quarantine_folder, rewind
@@ -196,27 +193,28 @@ def test_a_training_that_goes_on_from_the_one_before_counts_its_steps_again(
 
 def test_a_step_with_a_pending_export_is_kept(root: Path) -> None:
     for step in (10, 20, 30):
-        commit_files(root, step)
-    request = ExportRequest(1, 10, "actor")
+        commit_files(root, step, at=time.time(), exports={"actor": "hf_model"})
+    requested = require_committed(root, 10)
+    for step in (10, 20):
+        fail_export_request(root, 1, step, "actor")
     plan_before = planned(root)
-    write_export_request(root, request)
+    write_manifest(root, requested)
     done = drive(root, plan_before)
     assert spared(done) == {10: "the export of the model of actor is pending"}
     assert steps_on_disk(root) == [10, 30]
-    remove_export_request(root, 10, "actor")
+    exported = FileRecord("actor/huggingface/model.safetensors", 1, "", "actor", "hf_model")
+    (root / "global_step_10" / exported.path).write_bytes(b"x")
+    write_manifest(root, replace(requested, files=(*requested.files, exported)))
     prune(root)
     assert steps_on_disk(root) == [30]
 
 
 def test_a_failed_or_missing_export_does_not_keep_its_step(root: Path) -> None:
+    now = time.time()
     for step in (10, 20, 30):
-        commit_files(root, step)
-    fail_export_request(root, ExportRequest(1, 10, "actor"))
-    write_export_request(root, ExportRequest(1, 20, "actor"))
-    prune(root)
-    assert steps_on_disk(root) == [20, 30]
-    (request,) = (root / ".trinity_sync/exports").glob("*20.actor.request")
-    os.utime(request, (0, request.stat().st_mtime - EXPORT_HOLDS_S))
+        at = now - EXPORT_HOLDS_S if step == 10 else now
+        commit_files(root, step, at=at, exports={"actor": "hf_model"})
+    fail_export_request(root, 1, 20, "actor")
     prune(root)
     assert steps_on_disk(root) == [30]
 

@@ -30,7 +30,8 @@ from trinity_sync.orchestration.root_threads import OTHERS_WAIT_S, RootVisits, r
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.spool import sort_job_spools
-from trinity_sync.storage.export_requests import ExportRequest, list_export_requests
+from trinity_sync.storage.discovery import iter_committed_steps
+from trinity_sync.storage.export_requests import list_missing_exports
 from trinity_sync.storage.gc import (
     FILE_REPAIRS,
     Finding,
@@ -38,7 +39,6 @@ from trinity_sync.storage.gc import (
     remove_exports,
     remove_temporaries,
 )
-from trinity_sync.storage.manifest import read_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -181,28 +181,25 @@ def _repair_root(
     if _find_refusal(root):
         return
     yield from _repair_catalog(settings, root)
-    for request in list_export_requests(root):
-        if busy is not None and request.step not in busy:
-            what = f"export of {request.role} of step {request.step}"
-            yield Finding(str(root), what, "left", _explain_export(root, request))
     try:
+        if busy is not None:
+            yield from _list_missing_exports(root, busy)
         before = read_file_system_time(root) - grace_s
         yield from remove_exports(root, before=before)
         yield from remove_temporaries(root, images=images, busy=busy, before=before)
-    except OSError as error:
+    except (OSError, TrinitySyncError) as error:
         yield Finding(str(root), "temporary files", "left", str(error))
 
 
-def _explain_export(root: Path, request: ExportRequest) -> str:
-    """Return why an export request without an active flow run is left."""
-    try:
-        manifest = read_manifest(root, request.step)
-    except TrinitySyncError as error:
-        return str(error)
-    if manifest is None or manifest.run != request.run:
-        return "the step is not committed or was replaced; its next save requests the export again"
-    command = f"trinity-sync export hf {root} {request.step} --role {request.role}"
-    return f"the requested export failed; retry the flow run of its save, or run: {command}"
+def _list_missing_exports(root: Path, busy: set[int]) -> Iterator[Finding]:
+    """Yield the exports that saves requested, and that no flow run of ``busy`` steps makes."""
+    for manifest in iter_committed_steps(root):
+        for role in [] if manifest.step in busy else list_missing_exports(manifest):
+            why = (
+                "the requested export failed; retry the flow run of its save, or run: "
+                f"trinity-sync export hf {root} {manifest.step} --role {role}"
+            )
+            yield Finding(str(root), f"export of {role} of step {manifest.step}", "left", why)
 
 
 def _find_refusal(root: Path) -> str:
