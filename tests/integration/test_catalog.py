@@ -18,6 +18,7 @@ from alembic.migration import MigrationContext
 
 from tests.integration.prefect_api import Api, key_of
 from tests.integration.test_cli import is_one_sentence, run
+from tests.support.leases import acquire_lease
 from tests.support.steps import MODEL, commit_files
 from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, Settings
@@ -35,7 +36,6 @@ from trinity_sync.orchestration.job_registry import register_job
 from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import require_committed
-from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.pins import pin
 from trinity_sync.storage.runs import open_run

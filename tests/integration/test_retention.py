@@ -10,12 +10,12 @@ import torch
 from tests.integration.conftest import CommitStep
 from tests.integration.prefect_api import Api, key_of, kind_of
 from tests.integration.test_cli import is_one_sentence, run
+from tests.support.leases import acquire_lease
 from tests.support.steps import commit_files
 from trinity_sync import CheckpointCoordinator, SaveFailedError
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.orchestration.quantities import make_artifact_key
 from trinity_sync.storage.discovery import find_newest, require_committed
-from trinity_sync.storage.leases import acquire_lease
 
 STATE = {"w": torch.arange(5000.0)}
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.support.job import Job
+from tests.support.leases import acquire_lease
 from trinity_sync.catalog.database import list_jobs, open_catalog
 from trinity_sync.catalog.mirror import find_differences, mirror
 from trinity_sync.errors import CatalogError, CommitError, SupersededError, TrinitySyncError
@@ -27,7 +28,6 @@ from trinity_sync.storage.discovery import (
     require_committed,
 )
 from trinity_sync.storage.latest_pointer import read_latest_pointer, repair_latest_pointer
-from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.pins import list_steps_in_use, pin, tag
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import find_newest_run, open_run, refuse_superseded

@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.support.dying import in_a_process
 from tests.support.job import Job
+from tests.support.leases import HeldLease, acquire_lease
 from trinity_sync.errors import SaveError, StepInUseError, SupersededError
 from trinity_sync.layout import KINDS, SERVES_AS, Kind
 from trinity_sync.retention.planner import Rules, plan_removals
@@ -29,7 +30,6 @@ from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.discovery import find_newest, iter_committed_steps, require_committed
 from trinity_sync.storage.gc import FILE_REPAIRS
 from trinity_sync.storage.latest_pointer import read_latest_pointer
-from trinity_sync.storage.leases import Lease, acquire_lease
 from trinity_sync.storage.pins import pin, unpin
 from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.restore import load_states
@@ -56,7 +56,7 @@ class Histories(RuleBasedStateMachine):
         self.steps: dict[int, tuple[int, Kind, float]] = {}
         self.crashed: set[int] = set()
         self.pinned: set[int] = set()
-        self.leased: dict[int, Lease] = {}
+        self.leased: dict[int, HeldLease] = {}
 
     def teardown(self) -> None:
         shutil.rmtree(self.folder)

@@ -46,6 +46,7 @@ import trinity_sync.client.commit_watcher as watcher_module
 from tests.conftest import environment
 from tests.models.promised import Key, Run, Saved, Step, Value
 from tests.models.promised_world import Job, Readers, Trainer, World, comparable, state_of
+from tests.support.leases import acquire_lease
 from tests.support.prefect_stand_in import (
     FlowRun,
     Server,
@@ -71,7 +72,6 @@ from trinity_sync.retention.prune import plan_prune, prune
 from trinity_sync.settings import Settings
 from trinity_sync.storage import manifest
 from trinity_sync.storage import runs as living_run
-from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.pins import pin, tag, unpin
 from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.restore import load_states

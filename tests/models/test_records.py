@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.job import Job
+from tests.support.leases import acquire_lease
 from trinity_sync.errors import (
     CommitError,
     ConfigError,
@@ -48,7 +49,7 @@ from trinity_sync.storage.job_settings import (
     write_job_settings,
 )
 from trinity_sync.storage.latest_pointer import read_latest_pointer
-from trinity_sync.storage.leases import acquire_lease, list_leases
+from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.metrics import MetricsLog, read_metrics, write_metrics
 from trinity_sync.storage.pins import list_pins, list_steps_in_use, pin, tag

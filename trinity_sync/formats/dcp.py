@@ -48,8 +48,8 @@ from trinity_sync.layout import check_name, shard_file, step_folder
 from trinity_sync.snapshot.job_identity import open_identity
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.storage.commit import commit
-from trinity_sync.storage.discovery import list_shards, require_committed, require_unreplaced
-from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
+from trinity_sync.storage.discovery import list_shards, require_unreplaced
+from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_run_manifest
 from trinity_sync.storage.persist import make_attempt_path, read_file_identity
 from trinity_sync.storage.restore import require_digests
@@ -109,8 +109,8 @@ def to_dcp(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{folder} is not empty; nothing was changed. Choose another folder.")
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
-    with acquire_lease(base, step, f"conversion of {role}", ttl_s=LONG_LEASE_S):
-        manifest, of_step = require_committed(base, step), step_folder(base, step)
+    of_step = step_folder(base, step)
+    with lease_to_read(base, step, f"conversion of {role}") as manifest:
         shards = {
             name: list_shards(base, manifest, role, name)
             for name in _choose_components(manifest, role, components)

@@ -32,7 +32,7 @@ from trinity_sync.storage.export_requests import (
     exports_folder,
     fail_export_request,
 )
-from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
+from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest, write_manifest
 from trinity_sync.storage.restore import require_digests
 
@@ -105,7 +105,7 @@ def export_step(
     else:
         scratch = target.with_name(f".{target.name}.partial")
     with (
-        acquire_lease(root, step, f"export of {role}", ttl_s=LONG_LEASE_S),
+        lease_to_read(root, step, f"export of {role}"),
         lock_export(root, scratch),
     ):
         done = read_progress(scratch if to is None else target)

@@ -27,8 +27,7 @@ from trinity_sync.fs.direct_io import DIGEST, OnProgress, no_progress
 from trinity_sync.layout import MANIFEST, step_folder, steps_on_disk
 from trinity_sync.remote.remote_root import CHUNK, Remote
 from trinity_sync.snapshot.job_identity import JobIdentity, open_identity, read_identity
-from trinity_sync.storage.discovery import require_committed
-from trinity_sync.storage.leases import Lease, acquire_lease
+from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import FileRecord, Manifest, encode_manifest
 from trinity_sync.storage.runs import list_runs
 
@@ -72,8 +71,7 @@ def replicate(
     remote = Remote(url)
     start = time.perf_counter()
     claim_remote(Path(root), remote)
-    with acquire_lease(root, step, f"replicate to {remote.url}") as lease:
-        manifest = require_committed(root, step, paths=())
+    with lease_to_read(root, step, f"replicate to {remote.url}") as manifest:
         missing = _list_missing(remote, manifest)
         passes = 2 if read_back else 1
         total = passes * sum(record.nbytes for record in missing)
@@ -87,7 +85,7 @@ def replicate(
                 return False
             path = step_folder(root, step) / record.path
             remote.upload_file(
-                step, record.path, _read_chunks(path, record, lease, on_sent), record.nbytes
+                step, record.path, _read_chunks(path, record, on_sent), record.nbytes
             )
             if read_back:
                 _compare(remote, step, record, on_sent)
@@ -142,7 +140,7 @@ def _list_missing(remote: Remote, manifest: Manifest) -> list[FileRecord]:
 
 
 def _read_chunks(
-    path: Path, record: FileRecord, lease: Lease, on_sent: Callable[[int], object]
+    path: Path, record: FileRecord, on_sent: Callable[[int], object]
 ) -> Iterator[bytes]:
     """Yield the bytes of a file; the last chunk comes after its digest was compared."""
     digest = xxhash.xxh3_128()
@@ -150,7 +148,6 @@ def _read_chunks(
     try:
         with path.open("rb", buffering=0) as file:
             while chunk := file.read(CHUNK):
-                lease.renew()
                 digest.update(chunk)
                 left -= len(chunk)
                 if left <= 0 and f"{DIGEST}:{digest.hexdigest()}" != record.digest:

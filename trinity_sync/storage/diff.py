@@ -16,8 +16,8 @@ import torch
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.fs.direct_io import OnProgress, no_progress
 from trinity_sync.layout import step_folder
-from trinity_sync.storage.discovery import list_shards, require_committed, require_unreplaced
-from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
+from trinity_sync.storage.discovery import list_shards, require_unreplaced
+from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.tensors.safe_load import load_file
 from trinity_sync.tensors.torch_private import get_shard
 
@@ -99,11 +99,10 @@ def diff(
         ConfigError: the steps were saved by different numbers of ranks.
     """
     with (
-        acquire_lease(root, before, "diff", ttl_s=LONG_LEASE_S),
-        acquire_lease(root, after, "diff", ttl_s=LONG_LEASE_S),
+        lease_to_read(root, before, "diff") as first,
+        lease_to_read(root, after, "diff") as second,
     ):
-        manifests = [require_committed(root, step) for step in (before, after)]
-        old, new = (list_shards(root, each, role, component) for each in manifests)
+        old, new = (list_shards(root, each, role, component) for each in (first, second))
         if len(old) != len(new):
             raise ConfigError(
                 f"{component} of {role} was saved by {len(old)} ranks at step {before} and by "
@@ -120,7 +119,7 @@ def diff(
                 change = changes.setdefault(name, _Comparison())
                 _compare(change, a.get(name), b.get(name), same_file=same_file)
                 on_progress(_local(b[name]).nbytes if name in b else 0, total)
-        for manifest in manifests:
+        for manifest in (first, second):
             require_unreplaced(root, manifest)
     found = [change.summarize(name) for name, change in changes.items()]
     return sorted(found, key=_by_change)

@@ -22,11 +22,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
-from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.fs.atomic import UNWRITABLE, list_uncached, make_folder, replace_file
-from trinity_sync.fs.locks import LockFile, acquire_file_lock, try_acquire_file_lock
+from trinity_sync.fs.locks import LockFile, acquire_file_lock
 from trinity_sync.fs.mounts import read_file_system_time
 from trinity_sync.fs.process import is_process_alive, read_process_identity, read_process_namespace
 from trinity_sync.fs.records import Count, Record, Seconds, decode_record, encode_record
@@ -37,10 +34,8 @@ from trinity_sync.storage.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 
-LEASE_S = 600.0
-"""Default seconds that a lease lasts unless it is renewed."""
-LONG_LEASE_S = 86_400.0
-"""Seconds that a lease for reading a whole step lasts; it ends earlier with its process."""
+LEASE_S = 86_400.0
+"""Seconds that a lease lasts, for reading a whole step; it ends earlier with its process."""
 
 ACQUIRE_S = 30.0
 """Seconds within which a lease or pin is acquired, even on a slow file server."""
@@ -62,95 +57,10 @@ class _LeaseRecord(Record):
 
 @dataclass(frozen=True)
 class Lease(_LeaseRecord):
-    """A lease of a reader on a step; a context manager that releases it."""
+    """A lease of a reader on a step."""
 
     path: Path
-    """Path of the file; its mtime is when the lease was acquired or renewed."""
-
-    def renew(self) -> None:
-        """Restart the time of the lease, even if it has ended, as long as its step exists.
-
-        Raises:
-            CommitError: the lease had ended, and it or its step was removed.
-        """
-        root = self.path.parents[2]
-        try:
-            # no lease is removed meanwhile
-            with acquire_file_lock(_removal_lock_path(root), shared=True):
-                if read_file_system_time(root) > self.path.stat().st_mtime + self.ttl_s:
-                    require_committed(root, self.step)
-                os.utime(self.path)
-        except FileNotFoundError:
-            raise CommitError(
-                f"the lease of {self.holder} on step {self.step} had ended ({self.path} is gone); "
-                "acquire a new lease, of the newest step"
-            ) from None
-
-    def release(self) -> None:
-        """Release the step; releasing it again is harmless."""
-        self.path.unlink(missing_ok=True)
-
-    def __enter__(self) -> "Lease":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.process != read_process_identity(os.getpid()):
-            return  # a child that was forked in the block
-        try:
-            self.release()
-        except OSError as error:  # what was read is good, and on all ranks; the lease ends anyway
-            logger.warning("cannot remove %s, which ends by itself: %s", self.path, error)
-
-
-class _NoLease(Lease):
-    """What a reader has of a step in a root that it cannot write: nothing keeps the step."""
-
-    def renew(self) -> None:
-        """Do nothing."""
-
-    def release(self) -> None:
-        """Do nothing."""
-
-
-def acquire_lease(root: str | Path, step: int, holder: str, *, ttl_s: float = LEASE_S) -> Lease:
-    """Acquire a lease of a committed step; a context manager that releases it.
-
-    The lease lasts ``ttl_s`` unless it is renewed; messages name its ``holder``. A root that cannot
-    be written, such as a read-only mount or another user's, allows no lease; a warning says so.
-
-    Raises:
-        CommitError: the step is not committed, or corrupted.
-        FormatError: another release has made the root or committed the step.
-        ConfigError: ``ttl_s`` is not a duration in seconds.
-    """
-    return _acquire(root, step, holder, ttl_s, None)[0]
-
-
-def _acquire(
-    root: str | Path, step: int, holder: str, ttl_s: float, paths: Collection[str] | None
-) -> tuple[Lease, Manifest]:
-    """Return a lease of a step, and the step's manifest as it was checked under the same lock."""
-    try:
-        ttl_s = msgspec.convert(ttl_s, Seconds)
-    except msgspec.ValidationError as error:
-        raise ConfigError(
-            f"step {step} of {root}: {ttl_s!r} is not a duration in seconds for the lease of "
-            f"{holder}; pass a number, or pin the step to keep it without an end"
-        ) from error
-    path = Path(root) / PRIVATE_FOLDER / "leases" / f"{step}.{uuid.uuid4().hex}.json"
-    lease = _LeaseRecord(
-        step, holder, read_process_namespace(), read_process_identity(os.getpid()), ttl_s
-    )
-    try:
-        with prevent_removal(root, step, paths=paths) as manifest:
-            make_folder(path.parent)
-            replace_file(path, encode_record(lease))
-            return Lease(**vars(lease), path=path), manifest
-    except OSError as error:
-        if error.errno not in UNWRITABLE:
-            raise
-        warn_unwritable(Path(root).resolve())
-        return _NoLease(**vars(lease), path=path), require_committed(root, step, paths=paths)
+    """Path of the file; its mtime is when the lease was acquired."""
 
 
 @functools.cache
@@ -165,54 +75,72 @@ def warn_unwritable(root: Path) -> None:
 
 @contextmanager
 def lease_to_read(
-    root: str | Path, step: int, holder: str, *, paths: Collection[str] | None = None
+    root: str | Path,
+    step: int,
+    holder: str,
+    *,
+    ttl_s: float = LEASE_S,
+    paths: Collection[str] | None = None,
 ) -> Iterator[Manifest]:
-    """Lease a committed step within the block, for a day at most, and yield its manifest.
+    """Lease a committed step within the block, for ``ttl_s`` at most, and yield its manifest.
 
     The step is checked once, under the lock under which it is leased. If it cannot be leased, for
-    example on a full disk or in a root that cannot be written, a warning says so. ``paths`` are as
-    in `require_committed`.
+    example on a full disk or in a root that cannot be written, a warning says so. Messages name the
+    ``holder``; ``paths`` are as in `require_committed`.
 
     Raises:
         CommitError: the step is not committed, or corrupted.
+        FormatError: another release has made the root or committed the step.
     """
+    path = Path(root) / PRIVATE_FOLDER / "leases" / f"{step}.{uuid.uuid4().hex}.json"
+    process = read_process_identity(os.getpid())
+    lease = _LeaseRecord(step, holder, read_process_namespace(), process, ttl_s)
     with ExitStack() as leased:
         try:
-            lease, manifest = _acquire(root, step, holder, LONG_LEASE_S, paths)
-            leased.enter_context(lease)
+            with prevent_removal(root, step, paths=paths) as manifest:
+                make_folder(path.parent)
+                replace_file(path, encode_record(lease))
+                leased.callback(_release, path, process)
         except OSError as error:
-            logger.warning(
-                "cannot lease step %d in %s (%s): do not remove it while it is read",
-                step,
-                root,
-                error.strerror,
-            )
+            if error.errno in UNWRITABLE:
+                warn_unwritable(Path(root).resolve())
+            else:
+                logger.warning(
+                    "cannot lease step %d in %s (%s): do not remove it while it is read",
+                    step,
+                    root,
+                    error.strerror,
+                )
             manifest = require_committed(root, step, paths=paths)
         yield manifest
+
+
+def _release(path: Path, process: str) -> None:
+    if process != read_process_identity(os.getpid()):
+        return  # a child that was forked in the block
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:  # what was read is good, and on all ranks; the lease ends anyway
+        logger.warning("cannot remove %s, which ends by itself: %s", path, error)
 
 
 def list_leases(root: str | Path, *, clock: Callable[[], float] | None = None) -> list[Lease]:
     """Return the valid leases; remove those that ended or whose process is gone.
 
-    A lease whose file is torn keeps the step in its file name for `LONG_LEASE_S`. An ended lease is
-    read again under the lock under which leases are renewed before it is removed; within
-    `acquire_removal_lock` it stays for the next call. The time is that of the root's file system,
-    unless ``clock`` returns it.
+    A lease whose file is torn keeps the step in its file name for `LEASE_S`. The time is that of
+    the root's file system, unless ``clock`` returns it.
     """
     names = list_uncached(Path(root) / PRIVATE_FOLDER / "leases", "[0-9]*.json")
     paths = [path for path in names if _parse_step(path) is not None]  # others are not leases
     now = clock() if clock else read_file_system_time(root) if paths else 0.0
-    found = {path: lease for path in paths if (lease := _read_valid_lease(path, now))}
-    ended = [path for path in paths if path not in found and path.exists()]
-    if ended:
-        # in a read-only root, or while the lock is held, they are removed later
-        with suppress(OSError), try_acquire_file_lock(_removal_lock_path(root)) as acquired:
-            for path in ended if acquired else []:
-                if lease := _read_valid_lease(path, now):
-                    found[path] = lease
-                else:
-                    path.unlink(missing_ok=True)
-    return [found[path] for path in sorted(found)]
+    found = []
+    for path in sorted(paths):
+        if lease := _read_valid_lease(path, now):
+            found.append(lease)
+        else:
+            with suppress(OSError):  # in a root that cannot be written it stays
+                path.unlink(missing_ok=True)
+    return found
 
 
 def acquire_removal_lock(root: str | Path) -> AbstractContextManager[LockFile]:
@@ -256,17 +184,17 @@ def _read_valid_lease(path: Path, now: float) -> Lease | None:
     if (step := _parse_step(path)) is None:
         return None
     try:
-        with path.open("rb") as file:  # mtime before content: another node may renew it
-            renewed_at = os.fstat(file.fileno()).st_mtime
+        with path.open("rb") as file:
+            acquired_at = os.fstat(file.fileno()).st_mtime
             content = file.read()
     except FileNotFoundError:
         return None  # released meanwhile
-    lease = Lease(step, "unknown (its file is torn)", "", "", LONG_LEASE_S, path)
+    lease = Lease(step, "unknown (its file is torn)", "", "", LEASE_S, path)
     with suppress(ValueError):
         written = Lease(**vars(decode_record(_LeaseRecord, content, path)), path=path)
         lease = written if written.step == step else lease
     gone = lease.host == read_process_namespace() and not is_process_alive(lease.process)
-    return None if gone or now > renewed_at + lease.ttl_s else lease
+    return None if gone or now > acquired_at + lease.ttl_s else lease
 
 
 def _parse_step(path: Path) -> int | None:

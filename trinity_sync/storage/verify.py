@@ -33,7 +33,7 @@ from trinity_sync.storage.discovery import (
     remove_mark,
 )
 from trinity_sync.storage.latest_pointer import repair_latest_pointer
-from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
+from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest
 from trinity_sync.storage.persist import lower_thread_priority
 
@@ -153,7 +153,7 @@ def check_files(
                 raise ConfigError(f"{root} does not exist; check that it is mounted on this node")
             with ExitStack() as leased:
                 with suppress(CommitError, FormatError, OSError):  # a corrupted step has no lease
-                    leased.enter_context(acquire_lease(root, step, "verify", ttl_s=LONG_LEASE_S))
+                    leased.enter_context(lease_to_read(root, step, "verify"))
                 for file in of_step:
                     start = clock()
                     wrong = pool.submit(

@@ -18,7 +18,7 @@ from trinity_sync.fs.direct_io import open_direct, read_fd
 from trinity_sync.layout import FOLDERS, MANIFEST, step_folder
 from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.latest_pointer import read_latest_pointer
-from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
+from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.restore import load_shards, require_digests
 from trinity_sync.tensors.deserialize import load_image
 from trinity_sync.tensors.safe_load import is_trusted
@@ -64,7 +64,7 @@ def load_newest(
     ]
     if not paths and not others:
         raise _make_empty_error(step_folder(root, manifest.step))
-    with acquire_lease(root, manifest.step, "verify --load", ttl_s=LONG_LEASE_S):
+    with lease_to_read(root, manifest.step, "verify --load"):
         start = clock()
         nbytes = 0
         try:

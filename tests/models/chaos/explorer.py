@@ -12,7 +12,7 @@ import ray
 from tests.models.chaos.training import Expected, Notes, digest
 from trinity_sync.errors import CommitError, TrinitySyncError
 from trinity_sync.storage.discovery import find_newest
-from trinity_sync.storage.leases import acquire_lease
+from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.restore import load_states
 from trinity_sync.weights.synchronizer import Synchronizer
 
@@ -33,7 +33,7 @@ def main() -> None:
         if found is None or (found.run, found.step) == had:
             continue
         try:
-            with acquire_lease(root, found.step, "explorer"):
+            with lease_to_read(root, found.step, "explorer"):
                 states = load_states(root, found.step, "actor", rank=0, world_size=2)
         except CommitError as error:  # retention was faster, or a later run replaced it
             notes("missed", step=found.step, why=str(error))

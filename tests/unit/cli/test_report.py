@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from tests.conftest import environment
 from tests.support.job import Job
+from tests.support.leases import acquire_lease
 from trinity_sync.cli.commands import app
 from trinity_sync.cli.output import to_json
 from trinity_sync.cli.report_html import MAX_BARS, render_report
@@ -26,7 +27,6 @@ from trinity_sync.orchestration.report.facts import (
     StepRow,
 )
 from trinity_sync.settings import Settings
-from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.pins import pin
 from trinity_sync.storage.quarantine import rewind

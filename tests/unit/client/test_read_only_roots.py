@@ -26,7 +26,7 @@ from trinity_sync.remote.download import fetch
 from trinity_sync.remote.upload import replicate
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import IDENTITY_FILE, read_identity
-from trinity_sync.storage.leases import acquire_lease, list_leases
+from trinity_sync.storage.leases import lease_to_read, list_leases
 from trinity_sync.storage.restore import load_states
 from trinity_sync.weights.folder.reader import FolderReader
 from trinity_sync.weights.folder.writer import WeightFolder
@@ -66,7 +66,8 @@ def test_a_coordinator_loads_and_its_first_save_says_what_to_do(
     assert saves.latest_step() == 2
     for _ in range(2):
         assert saves.load(2)["optim"] == {"lr": 0.2}
-    acquire_lease(str(root), 2, "a reader")
+    with lease_to_read(str(root), 2, "a reader"):
+        pass
     assert caplog.text.count("cannot be written by this process") == 1
     with pytest.raises(RootError, match=r"cannot be written \(.*mount it for writing"):
         saves.save(3, {"model": {"w": torch.ones(3)}})
@@ -190,7 +191,8 @@ def test_readers_of_weights_read(root: Path, model: Any, read_only: Make, tmp_pa
     assert torch.equal(found["lm_head.weight"], model.state_dict()["lm_head.weight"])
 
 
-def test_a_lease_of_a_step_keeps_nothing_and_can_be_renewed(root: Path) -> None:
-    with acquire_lease(root, 2, "a reader") as lease:
-        lease.renew()
+def test_a_lease_of_a_step_keeps_nothing(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with lease_to_read(root, 2, "a reader") as manifest:
+        assert manifest.step == 2
         assert list_leases(root) == []
+    assert "cannot remove" not in caplog.text

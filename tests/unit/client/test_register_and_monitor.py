@@ -14,6 +14,7 @@ import torch
 from tests.integration.fsdp.commits import CommitsHere
 from tests.support.dying import in_a_process
 from tests.support.job import Job, held
+from tests.support.leases import acquire_lease
 from tests.support.steps import MODEL, commit_files
 from tests.unit.conftest import Open
 from tests.unit.snapshot.test_overlap import BIG
@@ -23,7 +24,6 @@ from trinity_sync.storage.commit import commit
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.gc import remove_replaced
 from trinity_sync.storage.latest_pointer import read_latest_pointer
-from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.manifest import write_manifest
 from trinity_sync.storage.pins import pin
 from trinity_sync.storage.replace import displace_step

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.support.job import Job
+from tests.support.leases import acquire_lease
 from tests.support.restricted import restricted
 from tests.support.steps import commit_files
 from trinity_sync.errors import CommitError, LockTimeoutError
@@ -33,7 +34,7 @@ from trinity_sync.retention.policies import All, LastN
 from trinity_sync.retention.prune import list_step_infos, prune
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.storage import leases, metrics, restore
-from trinity_sync.storage.leases import acquire_lease, acquire_removal_lock, list_leases
+from trinity_sync.storage.leases import acquire_removal_lock, list_leases
 from trinity_sync.storage.metrics import MetricsLog, read_metrics
 
 ANOTHER_USER = 12345

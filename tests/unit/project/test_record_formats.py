@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from tests.conftest import environment
 from tests.models.test_records import NAMES, Kind, records  # noqa: F401 (a fixture)
 from tests.support.job import Job
+from tests.support.leases import acquire_lease
 from tests.support.steps import commit_files
 from tests.support.weights import first, upload
 from tests.unit.conftest import Open
@@ -62,7 +63,6 @@ from trinity_sync.storage.latest_pointer import (
     read_latest_pointer,
     repair_latest_pointer,
 )
-from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.metrics import read_metrics
 from trinity_sync.storage.pins import list_pins, pin, tag

@@ -13,6 +13,7 @@ import torch
 from tests.conftest import environment
 from tests.support.dying import in_a_process
 from tests.support.job import Job
+from tests.support.leases import acquire_lease
 from tests.support.steps import MODEL, commit_files, info
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.save_request import SaveRequest
@@ -30,7 +31,6 @@ from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.export_requests import EXPORT_HOLDS_S, fail_export_request
 from trinity_sync.storage.job_settings import write_job_settings
 from trinity_sync.storage.latest_pointer import advance_latest_pointer, read_latest_pointer
-from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.manifest import FileRecord, write_manifest
 from trinity_sync.storage.metrics import read_metrics, write_metrics
 from trinity_sync.storage.pins import pin

@@ -13,16 +13,17 @@ from trinity_sync.storage.discovery import find_newest, require_committed
 
 BEGIN = """
 import json, sys, time
+from contextlib import ExitStack
 from pathlib import Path
 from tests.support.steps import MODEL, commit_files
 from trinity_sync.errors import CommitError
-from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.prune import prune
 from trinity_sync.retention.prune import list_step_infos
 from trinity_sync.storage.discovery import find_newest, require_committed
+from trinity_sync.storage.leases import lease_to_read
 root = Path(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()
@@ -46,14 +47,15 @@ print("null")
 READ = """
 read = 0
 while not (root / "stop").exists():
-    try:
-        lease = acquire_lease(root, find_newest(root).step, "reader")
-    except CommitError:
-        continue  # it went between the question and the lease
-    with lease:
+    step = find_newest(root).step
+    with ExitStack() as leased:
+        try:
+            leased.enter_context(lease_to_read(root, step, "reader"))
+        except CommitError:
+            continue  # it went between the question and the lease
         for _ in range(5):
-            manifest = require_committed(root, lease.step)
-            assert len((root / f"global_step_{lease.step}" / MODEL).read_bytes()) == 1000
+            manifest = require_committed(root, step)
+            assert len((root / f"global_step_{step}" / MODEL).read_bytes()) == 1000
         read += 1
 print(json.dumps(read))
 """

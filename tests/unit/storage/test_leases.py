@@ -1,7 +1,5 @@
 """A reader has its step or an error, never a folder that vanishes under its hands."""
 
-import math
-import os
 import subprocess
 import sys
 import threading
@@ -13,13 +11,12 @@ import pytest
 import torch
 
 from tests.support.job import Job
-from tests.support.meanwhile import when_opened, when_removed
-from trinity_sync.errors import CommitError, ConfigError
+from tests.support.leases import acquire_lease
+from trinity_sync.errors import CommitError
 from trinity_sync.storage.leases import (
-    LONG_LEASE_S,
-    Lease,
-    acquire_lease,
+    LEASE_S,
     acquire_removal_lock,
+    lease_to_read,
     list_leases,
 )
 from trinity_sync.storage.pins import (
@@ -28,8 +25,6 @@ from trinity_sync.storage.pins import (
     pin_ahead,
     unpin,
 )
-
-LOCK = ".trinity_sync/removal.lock"
 
 
 @pytest.fixture
@@ -47,84 +42,24 @@ def test_a_lease_holds_until_it_is_released(committed: Job) -> None:
     assert list_leases(committed.root) == []
 
 
-def test_a_lease_ends_by_itself_unless_it_is_renewed(committed: Job) -> None:
-    lease = acquire_lease(committed.root, 4, "slow", ttl_s=60)
-    now = time.time()
-    os.utime(lease.path, (now - 50, now - 50))
-    assert list_leases(committed.root, clock=lambda: now + 9)
-    lease.renew()
-    assert list_leases(committed.root, clock=lambda: now + 50)
-    assert list_leases(committed.root, clock=lambda: now + 70) == []
-    with pytest.raises(CommitError, match="had ended"):
-        lease.renew()
+def test_a_lease_ends_by_itself(committed: Job) -> None:
+    with acquire_lease(committed.root, 4, "slow", ttl_s=60) as lease:
+        at = lease.path.stat().st_mtime
+        assert list_leases(committed.root, clock=lambda: at + 59)
+        assert list_leases(committed.root, clock=lambda: at + 61) == []
+        assert not lease.path.exists()
 
 
-def ended_lease(job: Job) -> Lease:
-    lease = acquire_lease(job.root, 4, "slow", ttl_s=60)
-    os.utime(lease.path, (0, lease.path.stat().st_mtime - 100))
-    return lease
+def test_a_lease_ends_with_its_block_also_if_that_raises(committed: Job) -> None:
+    def read() -> None:
+        with lease_to_read(committed.root, 4, "reader") as manifest:
+            assert manifest.step == 4
+            assert list_leases(committed.root)
+            raise OSError(5, "it cannot be read")
 
-
-@pytest.mark.parametrize("ttl_s", [math.inf, math.nan, -1.0, 1e12, True, "60"])
-def test_a_lease_of_no_number_of_seconds_is_refused(committed: Job, ttl_s: float) -> None:
-    with pytest.raises(ConfigError, match=r"step 4 of .* for the lease of me; .* pin the step"):
-        acquire_lease(committed.root, 4, "me", ttl_s=ttl_s)
+    with pytest.raises(OSError, match="it cannot be read"):
+        read()
     assert list_leases(committed.root) == []
-    with acquire_lease(committed.root, 4, "me", ttl_s=1e11):
-        (lease,) = list_leases(committed.root)
-        assert (lease.holder, lease.ttl_s) == ("me", 1e11)
-
-
-def test_a_lease_renewed_during_its_removal_is_kept(committed: Job) -> None:
-    lease = ended_lease(committed)
-    with when_opened(committed.root / LOCK, lease.renew):
-        assert [found.step for found in list_leases(committed.root)] == [4]
-    assert lease.path.exists()
-
-
-def test_a_lease_is_renewed_or_an_error_is_raised(committed: Job) -> None:
-    lease = ended_lease(committed)
-    told: list[str] = []
-
-    def renew() -> None:
-        try:
-            lease.renew()
-            told.append("renewed")
-        except CommitError as error:
-            told.append(str(error))
-
-    reader = threading.Thread(target=renew)
-    asked = threading.Event()
-
-    def meanwhile() -> None:
-        with when_opened(committed.root / LOCK, asked.set):
-            reader.start()
-            while reader.is_alive() and not asked.wait(0.01):
-                pass
-
-    with when_removed(lease.path, meanwhile):
-        list_leases(committed.root)
-    reader.join()
-    assert told != ["renewed"] or lease.path.exists()
-
-
-def test_a_late_renewal_counts_as_long_as_the_step_is_there(committed: Job) -> None:
-    lease = ended_lease(committed)
-    lease.renew()
-    assert [found.step for found in list_leases(committed.root)] == [4]
-    os.utime(lease.path, (0, lease.path.stat().st_mtime - 100))
-    (committed.root / "global_step_4").rename(committed.root / "removed")
-    with pytest.raises(CommitError, match="is not committed"):
-        lease.renew()
-
-
-def test_a_removal_leaves_ended_leases_to_the_next_look(committed: Job) -> None:
-    lease = ended_lease(committed)
-    with acquire_removal_lock(committed.root):
-        assert list_leases(committed.root) == []
-    assert lease.path.exists()
-    assert list_leases(committed.root) == []
-    assert not lease.path.exists()
 
 
 def test_other_files_among_the_leases_keep_no_step_and_stay(committed: Job) -> None:
@@ -139,7 +74,7 @@ def test_a_torn_lease_keeps_the_step_in_its_name_for_a_day(committed: Job) -> No
     lease = acquire_lease(committed.root, 4, "reader", ttl_s=5)
     lease.path.write_text(lease.path.read_text().replace('"step": 4', '"step": 5'))
     assert [found.step for found in list_leases(committed.root)] == [4]
-    day = time.time() + LONG_LEASE_S
+    day = time.time() + LEASE_S
     assert list_leases(committed.root, clock=lambda: day - 60)
     assert list_leases(committed.root, clock=lambda: day + 60) == []
     assert not lease.path.exists()
@@ -156,8 +91,8 @@ def test_a_node_whose_clock_is_a_day_ahead_ends_no_lease(
 
 def test_a_lease_of_a_reader_that_was_killed_ends_with_it(committed: Job) -> None:
     script = (
-        "import os, signal\nfrom trinity_sync.storage.leases import acquire_lease\n"
-        f"acquire_lease({str(committed.root)!r}, 4, 'killed')\n"
+        "import os, signal\nfrom trinity_sync.storage.leases import lease_to_read\n"
+        f"lease = lease_to_read({str(committed.root)!r}, 4, 'killed')\nlease.__enter__()\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", script], check=False)
@@ -169,8 +104,9 @@ def test_a_lease_of_a_reader_that_was_killed_ends_with_it(committed: Job) -> Non
 
 def test_a_reader_in_another_container_is_not_taken_for_dead(committed: Job) -> None:
     script = (
-        "from trinity_sync.storage.leases import acquire_lease\n"
-        f"acquire_lease({str(committed.root)!r}, 4, 'unseen')\nprint()"
+        "import os\nfrom trinity_sync.storage.leases import lease_to_read\n"
+        f"lease = lease_to_read({str(committed.root)!r}, 4, 'unseen')\nlease.__enter__()\n"
+        "os._exit(0)"
     )
     alone = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
     done = subprocess.run([*alone, sys.executable, "-c", script], capture_output=True)
@@ -178,7 +114,7 @@ def test_a_reader_in_another_container_is_not_taken_for_dead(committed: Job) -> 
         pytest.skip("a process may have no PID namespace of its own here")
     done.check_returncode()
     assert [lease.holder for lease in list_leases(committed.root)] == ["unseen"]
-    assert list_leases(committed.root, clock=lambda: time.time() + 601) == []
+    assert list_leases(committed.root, clock=lambda: time.time() + LEASE_S + 60) == []
 
 
 def test_a_reader_on_another_machine_of_the_same_name_is_not_taken_for_dead(
@@ -188,8 +124,9 @@ def test_a_reader_on_another_machine_of_the_same_name_is_not_taken_for_dead(
     boot = tmp_path / "boot_id"
     boot.write_text(f"{uuid.uuid4()}\n")
     script = (
-        "from trinity_sync.storage.leases import acquire_lease\n"
-        f"acquire_lease({str(committed.root)!r}, 4, 'elsewhere')\n"
+        "import os\nfrom trinity_sync.storage.leases import lease_to_read\n"
+        f"lease = lease_to_read({str(committed.root)!r}, 4, 'elsewhere')\nlease.__enter__()\n"
+        "os._exit(0)"
     )
     elsewhere = 'mount --bind $0 /proc/sys/kernel/random/boot_id && exec $1 -c "$2"'
     done = subprocess.run(
@@ -200,7 +137,7 @@ def test_a_reader_on_another_machine_of_the_same_name_is_not_taken_for_dead(
         pytest.skip("a process may have no mounts of its own here")
     done.check_returncode()
     assert [lease.holder for lease in list_leases(committed.root)] == ["elsewhere"]
-    assert list_leases(committed.root, clock=lambda: time.time() + 601) == []
+    assert list_leases(committed.root, clock=lambda: time.time() + LEASE_S + 60) == []
 
 
 def test_what_is_not_committed_is_neither_leased_nor_pinned(committed: Job) -> None:
@@ -235,7 +172,8 @@ def test_a_lease_waits_for_a_removal_and_then_fails(committed: Job) -> None:
 
     def read() -> None:
         try:
-            acquire_lease(committed.root, 4, "late")
+            with lease_to_read(committed.root, 4, "late"):
+                pass
         except CommitError as error:
             answers.append(error)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.support.job import Job
+from tests.support.leases import acquire_lease
 from tests.support.steps import MODEL, commit_files
 from trinity_sync.layout import step_folder, steps_on_disk
 from trinity_sync.retention.planner import RemovalPlan, Rules, plan_removals
@@ -16,7 +17,6 @@ from trinity_sync.retention.prune import prune as prune_root
 from trinity_sync.storage.block_reuse import WORTHWHILE
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.gc import FILE_REPAIRS, remove_temporaries
-from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.pins import pin
 from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.restore import load_states

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.job import Job
+from tests.support.leases import acquire_lease
 from trinity_sync.errors import CommitError, StepInUseError, SupersededError
 from trinity_sync.layout import Kind
 from trinity_sync.retention.planner import Rules, plan_removals
@@ -21,7 +22,6 @@ from trinity_sync.retention.prune import (
 )
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.latest_pointer import read_latest_pointer, repair_latest_pointer
-from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.pins import list_pins, list_tags, pin, tag
 from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.runs import find_newest_run, open_run

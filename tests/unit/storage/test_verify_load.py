@@ -10,7 +10,7 @@ from tests.support.job import Job
 from trinity_sync.errors import CommitError
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.commit import commit
-from trinity_sync.storage.leases import LONG_LEASE_S, list_leases
+from trinity_sync.storage.leases import LEASE_S, list_leases
 from trinity_sync.storage.save_functions import CallableStatus
 from trinity_sync.storage.verify_load import load_newest
 
@@ -85,7 +85,7 @@ def test_a_step_stays_leased_however_long_it_takes_to_load(job: Job) -> None:
         return float(len(leased))
 
     load_newest(job.root, clock=clock)
-    assert leased == [LONG_LEASE_S, LONG_LEASE_S]
+    assert leased == [LEASE_S, LEASE_S]
 
 
 def test_verls_own_checkpoint_is_loaded_without_digests(tmp_path: Path) -> None:

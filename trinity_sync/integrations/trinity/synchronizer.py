@@ -7,6 +7,7 @@ processes look it up. It ends with the last trainer or explorer, as Trinity's do
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Generator
+from contextlib import ExitStack
 from typing import Any
 
 import ray
@@ -14,7 +15,7 @@ import torch
 
 from trinity_sync.errors import ConfigError, TrinitySyncError
 from trinity_sync.integrations.trinity.job import require_supported
-from trinity_sync.storage.leases import Lease, acquire_lease
+from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.weights.reader import WeightReader
 from trinity_sync.weights.registry import resolve_root
 from trinity_sync.weights.synchronizer import Synchronizer
@@ -71,7 +72,7 @@ class TrinitySynchronizer(Synchronizer):
         self._modules: set[Any] = set()
         self._returned_version = 0
         """Step of the version that `wait_new_model_state_dict` returned last."""
-        self._leases: dict[str, Lease] = {}
+        self._leases: dict[str, ExitStack] = {}
         """Lease of the committed step that each explorer may be loading, by its name."""
 
     async def get_root(self) -> str:
@@ -102,7 +103,7 @@ class TrinitySynchronizer(Synchronizer):
         """
         name = explorer or self._settings.explorer
         if lease := self._leases.pop(name, None):
-            await asyncio.to_thread(lease.release)
+            await asyncio.to_thread(lease.close)
         number = await super().wait_new_model_state_dict(current_version, no_wait, explorer)
         self._returned_version = number
         newest = self._registry.versions.newest("checkpoint")
@@ -131,11 +132,10 @@ class TrinitySynchronizer(Synchronizer):
             await asyncio.to_thread(tensors.close)
 
     async def _lease(self, name: str, step: int) -> None:
-        limit = self._settings.timeout_s
+        lease = self._leases[name] = ExitStack()
+        entering = lease_to_read(self._root, step, name, ttl_s=self._settings.timeout_s)
         try:
-            self._leases[name] = await asyncio.to_thread(
-                acquire_lease, self._root, step, name, ttl_s=limit
-            )
+            await asyncio.to_thread(lease.enter_context, entering)
         except (TrinitySyncError, OSError) as error:  # loading will raise it in the explorer
             logger.warning(
                 "cannot lease step %d for %s, which may be removed while it is loaded: %s",
