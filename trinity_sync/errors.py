@@ -38,7 +38,7 @@ A message names the job, step, role, rank and path, and ends with what to do.
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -209,48 +209,15 @@ class CorruptedCopyError(RemoteError):
 
 
 class StepInUseError(TrinitySyncError):
-    """Steps to be removed or quarantined are leased, pinned or tagged.
-
-    Attributes:
-        holders: names of readers, and reasons of pins and tags, by step.
-    """
-
-    def __init__(self, message: str, *, holders: Mapping[int, Sequence[str]] | None = None) -> None:
-        super().__init__(message)
-        self.holders = {step: tuple(names) for step, names in (holders or {}).items()}
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """The steps in use, in order."""
-        return tuple(sorted(self.holders))
+    """Steps to be removed or quarantined are leased, pinned or tagged."""
 
 
 class RootInUseError(TrinitySyncError):
-    """An earlier run of the job is still running, and a new one would supersede its saves.
-
-    Attributes:
-        run: number of the earlier run.
-        holder: description of its process.
-    """
-
-    def __init__(self, message: str, *, run: int = 0, holder: str = "") -> None:
-        super().__init__(message)
-        self.run = run
-        self.holder = holder
+    """An earlier run of the job is still running, and a new one would supersede its saves."""
 
 
 class LockTimeoutError(TrinitySyncError):
-    """Another process holds a lock for longer than the caller may wait.
-
-    Attributes:
-        path: path of the lock file.
-        holder: description of the process that holds the lock.
-    """
-
-    def __init__(self, message: str, *, path: Path | None = None, holder: str = "") -> None:
-        super().__init__(message)
-        self.path = path
-        self.holder = holder
+    """Another process holds a lock for longer than the caller may wait."""
 
 
 class CatalogError(TrinitySyncError):
@@ -273,13 +240,11 @@ class PrefectApiError(StackError):
     """The API of a Prefect server does not answer as it should.
 
     Attributes:
-        url: URL of the API without a password; empty if no server is known.
         status: HTTP status of the answer; 0 if there was no answer.
     """
 
-    def __init__(self, message: str, *, url: str = "", status: int = 0) -> None:
+    def __init__(self, message: str, *, status: int = 0) -> None:
         super().__init__(message)
-        self.url = url
         self.status = status
 
 

@@ -193,31 +193,27 @@ def translate_errors(server: Server, answer_s: float) -> Iterator[None]:
         raise PrefectApiError(
             f"the Prefect server at {url} does not answer within "
             f"{CONNECT_S if connecting else answer_s:g} s. Look at its log, or correct "
-            "PREFECT_API_URL",
-            url=url,
+            "PREFECT_API_URL"
         ) from error
     except httpx.ConnectError as error:
         if _is_untrusted(error):
             raise PrefectApiError(
                 f"the certificate of the Prefect server at {url} is not trusted ({error}). Set "
                 "PREFECT_API_SSL_CERT_FILE to the certificate of the authority that signed it "
-                f"(now {cert_file})",
-                url=url,
+                f"(now {cert_file})"
             ) from error
         raise PrefectApiError(
             f"no Prefect server can be reached at {url} ({error}). Start it (trinity-sync up), "
-            "or correct PREFECT_API_URL",
-            url=url,
+            "or correct PREFECT_API_URL"
         ) from error
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
         # another protocol, no URL, or an answer of another form
         why = f"{type(error).__name__}: {error}"
-        raise PrefectApiError(_describe_other_server(url, why), url=url) from error
+        raise PrefectApiError(_describe_other_server(url, why)) from error
     except OSError as error:  # of the certificate file; httpx raises none itself
         raise PrefectApiError(
             f"PREFECT_API_SSL_CERT_FILE, or SSL_CERT_FILE, names {cert_file}, which holds no "
-            f"certificates that can be read ({error}). Correct it",
-            url=url,
+            f"certificates that can be read ({error}). Correct it"
         ) from error
 
 
@@ -250,7 +246,7 @@ def _error_of(url: str, answer: "httpx.Response") -> PrefectApiError:
             f"the Prefect server at {url} answers {status} {answer.reason_phrase}: "
             f"{answer.text[:300]}. Look at its log"
         )
-    return kind(text, url=url, status=status)
+    return kind(text, status=status)
 
 
 def _describe_other_server(url: str, why: str) -> str:

@@ -118,9 +118,7 @@ class LockFile:
                 holder = describe_holder(self.fd, self.path)
                 raise LockTimeoutError(
                     f"the lock {self.path} was not released within {limit_s:g} s: it is held by "
-                    f"{holder}. Check that process, end it if it hangs, and retry.",
-                    path=self.path,
-                    holder=holder,
+                    f"{holder}. Check that process, end it if it hangs, and retry."
                 )
             if waited >= warn_s:
                 warn_s *= 4

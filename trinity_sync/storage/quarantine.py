@@ -210,8 +210,7 @@ def _refuse_in_use(root: Path, step: int, newer: list[int], *, force: bool) -> l
     if readers:
         raise StepInUseError(
             f"cannot rewind {root} to step {step}: newer steps are being read "
-            f"({_in_words(readers)}). Wait for the readers or the end of their leases, and retry.",
-            holders=readers,
+            f"({_in_words(readers)}). Wait for the readers or the end of their leases, and retry."
         )
     pinned = [pin for pin in list_pins(root) if pin.step in newer]
     if pinned and not force:
@@ -221,8 +220,7 @@ def _refuse_in_use(root: Path, step: int, newer: list[int], *, force: bool) -> l
         raise StepInUseError(
             f"cannot rewind {root} to step {step}: newer steps are pinned or tagged "
             f"({_in_words(kept)}). Unpin them, or pass --force to quarantine them and "
-            "remove their pins and tags.",
-            holders=kept,
+            "remove their pins and tags."
         )
     return pinned
 

@@ -295,9 +295,7 @@ def wait_for_living_run(root: str | Path, key: str, *, take_over: bool) -> None:
                 f"{running}. A second run would supersede its saves, so none has begun. End that "
                 "process, or use another root. To read steps beside it, use "
                 "trinity_sync.Checkpoints; to supersede it, pass take_over=True or set "
-                "TRINITY_SYNC_TAKE_OVER=1.",
-                run=run.number,
-                holder=holder,
+                "TRINITY_SYNC_TAKE_OVER=1."
             )
         if not said:
             said = True

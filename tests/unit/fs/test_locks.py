@@ -244,8 +244,6 @@ def test_a_lock_timeout_names_the_holder(
         for text in (str(told.value), caplog.messages[0]):
             assert f"the lock {path}" in text
             assert f"process {holder.pid} ({sys.executable} -c" in text
-        assert told.value.path == path
-        assert f"process {holder.pid} " in told.value.holder
         assert holder.stdin
         holder.stdin.close()
         with acquire_file_lock(path, limit_s=60):
@@ -275,7 +273,7 @@ def test_all_holders_of_a_shared_lock_are_named(tmp_path: Path) -> None:
         with pytest.raises(LockTimeoutError) as told, acquire_file_lock(path, limit_s=0):
             pass
         for holder in (one, other):
-            assert f"process {holder.pid} (" in told.value.holder
+            assert f"process {holder.pid} (" in str(told.value)
         with acquire_file_lock(path, shared=True, limit_s=0):
             pass
 
@@ -298,7 +296,7 @@ def test_a_child_of_another_program_that_keeps_a_lock_is_named(tmp_path: Path) -
             os.waitid(os.P_PID, process.pid, os.WEXITED | keep_zombie)
             with pytest.raises(LockTimeoutError) as told, acquire_file_lock(path, limit_s=0):
                 pass
-            assert told.value.holder.startswith(f"process {keeper} ")
+            assert f"is held by process {keeper} " in str(told.value)
 
 
 def test_the_description_of_an_invisible_holder_is_reported(tmp_path: Path) -> None:
@@ -312,7 +310,7 @@ def test_the_description_of_an_invisible_holder_is_reported(tmp_path: Path) -> N
             with acquire_file_lock(Path(sys.argv[1]), limit_s=0):
                 pass
         except LockTimeoutError as error:
-            print(error.holder)
+            print(error)
         """
     alone = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
     command = [*alone, sys.executable, "-c", textwrap.dedent(script), str(path)]
@@ -321,10 +319,10 @@ def test_the_description_of_an_invisible_holder_is_reported(tmp_path: Path) -> N
         done = subprocess.run(command, capture_output=True, text=True)
     if "unshare" in done.stderr:
         pytest.skip("a process may have no PID namespace of its own here")
-    assert done.stdout == (
-        "a process that is not visible on this node; the last holder in the file is process 7 "
-        "(python train.py) on node other\n"
-    )
+    assert (
+        "it is held by a process that is not visible on this node; the last holder in the file is "
+        "process 7 (python train.py) on node other. Check"
+    ) in done.stdout
 
 
 def test_on_a_shared_file_system_the_holder_writes_its_description(tmp_path: Path) -> None:

@@ -140,10 +140,9 @@ def test_a_step_that_is_not_committed_or_corrupted_changes_nothing(trained: Job)
 def test_a_leased_newer_step_is_not_quarantined(trained: Job) -> None:
     with (
         acquire_lease(trained.root, 30, "explorer 7"),
-        pytest.raises(StepInUseError, match="step 30: explorer 7") as refused,
+        pytest.raises(StepInUseError, match="step 30: explorer 7"),
     ):
         rewind(trained.root, 10, force=True)
-    assert (refused.value.steps, refused.value.holders) == ((30,), {30: ("explorer 7",)})
     assert find_newest(trained.root).step == 30
     assert find_newest_run(trained.root).number == 1
     with acquire_lease(trained.root, 10, "explorer 7"):  # of the step itself, or of an older one
@@ -152,9 +151,8 @@ def test_a_leased_newer_step_is_not_quarantined(trained: Job) -> None:
 
 def test_a_pinned_step_is_quarantined_by_force_only(trained: Job) -> None:
     pin(trained.root, 30, "the paper's")
-    with pytest.raises(StepInUseError, match="step 30: the paper's") as refused:
+    with pytest.raises(StepInUseError, match="step 30: the paper's"):
         rewind(trained.root, 10)
-    assert refused.value.holders == {30: ("the paper's",)}
     assert find_newest(trained.root).step == 30
     assert 30 in rewind(trained.root, 10, force=True).quarantined
     assert list_pins(trained.root) == []
