@@ -57,10 +57,6 @@ def push(
     keep_last: Annotated[
         int, typer.Option(min=0, help="Number of steps to keep in the remote; 0 keeps all.")
     ] = 0,
-    read_back: Annotated[
-        bool,
-        typer.Option("--read-back", help="Read the uploaded files again, and compare digests."),
-    ] = False,
     output: Output = "table",
 ) -> None:
     """Copy a committed step to a remote, its manifest last. Safe to run again."""
@@ -73,7 +69,7 @@ def push(
     number = resolve_step_argument(root, step)
     url = url or _find_remote(root)
     with progress_bar("uploading") as on_progress:
-        done = replicate(root, url, number, read_back=read_back, on_progress=on_progress)
+        done = replicate(root, url, number, on_progress=on_progress)
     rows = []
     if keep_last:
         rules = Rules(LastN(keep_last), LastN(keep_last))

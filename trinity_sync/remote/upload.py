@@ -2,8 +2,7 @@
 
 Files are digested as they are read, so a corrupted file is never copied under a valid manifest. The
 sizes of uploaded files are compared; the remote's protocol vouches for their bytes (S3 compares a
-checksum of each part), unless ``read_back`` reads them again. `fetch` compares every digest. The
-step is leased while it is read.
+checksum of each part). `fetch` compares every digest. The step is leased while it is read.
 
 A remote holds the steps of one job, whose identity is in a small file there.
 
@@ -54,14 +53,12 @@ def replicate(
     url: str,
     step: int,
     *,
-    read_back: bool = False,
     parallel: int = PARALLEL,
     on_progress: OnProgress = no_progress,
 ) -> Replicated:
     """Copy a committed step to ``url/global_step_{step}``; files that are there are not sent again.
 
-    ``read_back`` reads every uploaded file again, compares its digest, and counts each byte twice
-    in the progress. Each of ``parallel`` files in flight takes about three chunks of 16 MiB memory.
+    Each of ``parallel`` files in flight takes about three chunks of 16 MiB memory.
 
     Raises:
         CommitError: the step is not committed, or corrupted here.
@@ -73,22 +70,19 @@ def replicate(
     claim_remote(Path(root), remote)
     with lease_to_read(root, step, f"replicate to {remote.url}") as manifest:
         missing = _list_missing(remote, manifest)
-        passes = 2 if read_back else 1
-        total = passes * sum(record.nbytes for record in missing)
+        total = sum(record.nbytes for record in missing)
 
         def on_sent(nbytes: int) -> None:
             on_progress(nbytes, total)
 
         def upload(record: FileRecord) -> bool:
             if remote.is_uploaded(step, record):
-                on_sent(passes * record.nbytes)
+                on_sent(record.nbytes)
                 return False
             path = step_folder(root, step) / record.path
             remote.upload_file(
                 step, record.path, _read_chunks(path, record, on_sent), record.nbytes
             )
-            if read_back:
-                _compare(remote, step, record, on_sent)
             remote.record_upload(step, record)
             return True
 
@@ -161,16 +155,6 @@ def _read_chunks(
         raise CommitError(f"{path} cannot be read: {error.strerror}") from error
     if left:
         raise CommitError(f"{path} changed while it was copied; retry, or replicate another step")
-
-
-def _compare(
-    remote: Remote, step: int, record: FileRecord, on_read: Callable[[int], object]
-) -> None:
-    if wrong := remote.find_mismatch(step, record, on_read):
-        raise RemoteError(
-            f"{remote.url}/global_step_{step}/{record.path} {wrong} after its upload; the step "
-            "is not committed there. Retry, or check the remote."
-        )
 
 
 def claim_remote(root: Path, remote: Remote) -> None:

@@ -23,11 +23,10 @@ class Rules:
     """Policy for steps that a training can resume from."""
     syncs: Policy
     """Policy for steps with weights only, which the next sync supersedes."""
-    superseded: Policy = field(default_factory=All)
-    """Policy for steps of both types that a run which began at step 0 superseded. Its user may have
-    forgotten to load them, so they do not count among the others."""
     quarantine: Policy = field(default_factory=All)
-    """Policy for folders in quarantine; each counts as a step of the time when it was created."""
+    """Policy for folders in quarantine, each of which counts as a step of the time when it was
+    created, and for steps of both types that a run which began at step 0 superseded. Its user may
+    have forgotten to load them, so they do not count among the others."""
 
     @classmethod
     def of_job(
@@ -38,12 +37,10 @@ class Rules:
         Raises:
             ConfigError: a policy is invalid.
         """
-        quarantine = parse_policy(keep_quarantine or job.keep_quarantine)
         return cls(
             parse_policy(keep or job.keep),
             parse_policy(keep_weights or job.keep_weights),
-            superseded=quarantine,
-            quarantine=quarantine,
+            parse_policy(keep_quarantine or job.keep_quarantine),
         )
 
     @classmethod
@@ -121,7 +118,7 @@ def plan_removals(steps: Sequence[StepInfo], rules: Rules, now: float) -> Remova
         why[each.step] += each.held
         if each.corruption:
             why[each.step].append(f"corrupted, so no policy applies: {each.corruption}")
-    for step, reason in rules.superseded.keeps([s for s in valid if s.superseded_by], now).items():
+    for step, reason in rules.quarantine.keeps([s for s in valid if s.superseded_by], now).items():
         why[step].append(f"{reason} (steps superseded by a run that began at step 0)")
     ours = [each for each in valid if not each.superseded_by]
     checkpoints = [each for each in ours if "checkpoint" in each.kinds]

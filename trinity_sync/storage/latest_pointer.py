@@ -7,10 +7,11 @@ A pointer moves back only from a corrupted step (`repair_latest_pointer`).
 """
 
 import logging
+from collections.abc import Collection
 from pathlib import Path
 
 from trinity_sync.errors import CommitError, SupersededError
-from trinity_sync.fs.atomic import read_uncached, replace_file
+from trinity_sync.fs.atomic import read_uncached, replace_file, sync_folder
 from trinity_sync.layout import ITERATION_FILES, Kind, parse_number, step_folder
 from trinity_sync.storage.discovery import (
     is_foreign,
@@ -66,23 +67,34 @@ def advance_latest_pointer(root: str | Path, kind: Kind, run: int, step: int) ->
     replace_file(path, str(step))
 
 
-def repair_latest_pointer(root: str | Path, kind: Kind) -> tuple[int | None, int] | None:
+def repair_latest_pointer(
+    root: str | Path, kind: Kind, *, without: Collection[int] | None = None
+) -> tuple[int | None, int] | None:
     """Update a latest pointer to the newest step that can be loaded. Call it under the commit lock.
 
     The pointer moves back from a corrupted or missing step, and forward if a commit died before it
     updated the pointer. A step of another system, which has no manifest, is left alone. If no step
     can be loaded, the pointer stays: a resume then fails, instead of starting at step 0 silently.
+    A rewind, which removes the steps ``without`` next, moves it back from any step, and removes it
+    if no other step can be loaded.
 
     Return the steps that the pointer named before and after; None if it is unchanged.
 
     Raises:
         FormatError: another release has committed a step, or has begun a run.
     """
-    current = read_latest_pointer(root, kind)
-    best = _find_best(root, kind)
-    if best is None or (current is not None and _is_current(root, kind, current, best)):
+    path, current = Path(root) / ITERATION_FILES[kind], read_latest_pointer(root, kind)
+    best = _find_best(root, kind, without or ())
+    if best is None:
+        if without is not None and path.exists():
+            path.unlink()
+            sync_folder(path.parent)
         return None
-    replace_file(Path(root) / ITERATION_FILES[kind], str(best.step))
+    if best.step == current:
+        return None
+    if current is not None and without is None and _is_current(root, kind, current, best):
+        return None
+    replace_file(path, str(best.step))
     logger.warning(
         "updated %s in %s to step %d from %s", ITERATION_FILES[kind], root, best.step, current
     )
@@ -101,9 +113,11 @@ def latest_pointer_covers(root: str | Path, kind: Kind, run: int, step: int) -> 
     return (read_run_number(root, current), current) >= (run, step)
 
 
-def _find_best(root: str | Path, kind: Kind) -> Manifest | None:
+def _find_best(root: str | Path, kind: Kind, without: Collection[int]) -> Manifest | None:
     """Return the newest step for a pointer: valid, and not superseded by a later run."""
     for manifest in iter_newest_first(root, kind):
+        if manifest.step in without:
+            continue
         try:
             refuse_superseded(root, manifest.run, "", manifest.step)
             return require_committed(root, manifest.step)

@@ -253,10 +253,6 @@ class Manifest(Record, format=MANIFEST_FORMAT):
         of_run = kind in self.kinds and not (kind == "checkpoint" and self.checkpoint_run)
         return of_run and {*roles} <= {*self.roles}
 
-    def find_timing(self, kind: Kind) -> SaveTiming | None:
-        """Return the timing of the step's newest save of a kind, or None."""
-        return next((each for each in reversed(self.timings) if each.kind == kind), None)
-
     def find_file(self, path: str) -> FileRecord | None:
         """Return the record of the file at ``path``, or None."""
         return next((record for record in self.files if record.path == path), None)

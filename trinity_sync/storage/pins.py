@@ -158,16 +158,6 @@ def list_tags(root: str | Path, *, skip_torn: bool = False) -> dict[str, Pin]:
     return {each.name: each for each in list_pins(root, skip_torn=skip_torn) if each.name}
 
 
-def read_tag(root: str | Path, name: str) -> Pin | None:
-    """Return a tag, or None if there is none; other tags are not read.
-
-    Raises:
-        ConfigError: the name is not valid.
-        CommitError: its file is torn, so its step is unknown; `unpin` removes it.
-    """
-    return _read_pin(_pin_file(root, check_name("tag", name)))
-
-
 def resolve_step(root: str | Path, text: str) -> int:
     """Return the step that a user names; one named by its number need not be committed.
 

@@ -32,13 +32,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_sync.errors import ConfigError, StepInUseError
-from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, replace_file, sync_folder
+from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, sync_folder
 from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.layout import (
-    ITERATION_FILES,
     KINDS,
     PRIVATE_FOLDER,
-    Kind,
     step_folder,
     steps_on_disk,
 )
@@ -46,8 +44,9 @@ from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.storage.block_reuse import remove_folder
 from trinity_sync.storage.discovery import iter_committed_steps, require_committed
 from trinity_sync.storage.job_settings import read_required_remote
+from trinity_sync.storage.latest_pointer import repair_latest_pointer
 from trinity_sync.storage.leases import acquire_removal_lock, list_leases
-from trinity_sync.storage.manifest import Manifest, read_run_number
+from trinity_sync.storage.manifest import read_run_number
 from trinity_sync.storage.pins import Pin, list_pins, unpin
 from trinity_sync.storage.runs import open_run, read_fresh_start_time
 
@@ -187,7 +186,8 @@ def rewind(
         run = open_run(base, key, step, resumed_run=target.run)
         for lock in (changes, removal):
             lock.require_held()
-        _update_latest_pointers(base, target, newer)
+        for kind in KINDS:
+            repair_latest_pointer(base, kind, without=newer)
         folder = make_quarantine_folder(base, clock()) if newer else None
         for other in newer:
             assert folder is not None  # there are newer steps
@@ -227,20 +227,3 @@ def _refuse_in_use(root: Path, step: int, newer: list[int], *, force: bool) -> l
 
 def _in_words(holders: dict[int, list[str]]) -> str:
     return "; ".join(f"step {step}: {', '.join(names)}" for step, names in holders.items())
-
-
-def _update_latest_pointers(root: Path, target: Manifest, newer: list[int]) -> None:
-    """Update each latest pointer to the newest remaining step that serves as its kind."""
-    for kind in KINDS:
-        wanted = target.step if kind in target.kinds else _find_newest_kept(root, kind, newer)
-        path = root / ITERATION_FILES[kind]
-        if wanted is not None:
-            replace_file(path, str(wanted))
-        elif path.exists():
-            path.unlink()
-            sync_folder(root)
-
-
-def _find_newest_kept(root: Path, kind: Kind, newer: list[int]) -> int | None:
-    kept = [m for m in iter_committed_steps(root) if m.step not in newer and kind in m.kinds]
-    return max(((m.run, m.step) for m in kept), default=(0, None))[1]

@@ -70,7 +70,7 @@ def test_a_copy_is_the_step_file_by_file_and_back_again(
     commit: Callable[..., Job], any_url: str, tmp_path: Path
 ) -> None:
     job = commit(4)
-    done = replicate(job.root, any_url, 4, read_back=True)
+    done = replicate(job.root, any_url, 4)
     assert (done.uploaded, done.nbytes) == (2, read_manifest(job.root, 4).nbytes)
     (there,) = Remote(any_url).list_steps()
     assert (there.manifest, there.state) == (read_manifest(job.root, 4), "valid")
