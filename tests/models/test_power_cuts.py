@@ -36,7 +36,7 @@ from trinity_sync.remote.download import fetch
 from trinity_sync.remote.prune import prune_remote
 from trinity_sync.remote.upload import replicate
 from trinity_sync.retention.planner import Rules, plan_removals
-from trinity_sync.retention.policies import All, LastN, parse_policy
+from trinity_sync.retention.policies import ALL, parse_policy
 from trinity_sync.retention.prune import list_step_infos
 from trinity_sync.retention.prune import prune as prune_root
 from trinity_sync.snapshot.spool import open_job_spool
@@ -332,7 +332,7 @@ def an_upload(job: Job) -> Iterator[str]:
         yield "step 1 of run 2 was copied"
         save(source, 2, 3.0, run=2)
         replicate(source.root, url, 2, parallel=1)
-        prune_remote(source.root, url, Rules(LastN(1), All()), 0)
+        prune_remote(source.root, url, Rules(parse_policy("last=1"), ALL), 0)
         yield "step 2 was copied, step 1 removed"
 
 

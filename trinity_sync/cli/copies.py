@@ -64,7 +64,7 @@ def push(
     from trinity_sync.remote.prune import prune_remote
     from trinity_sync.remote.upload import replicate
     from trinity_sync.retention.planner import Rules
-    from trinity_sync.retention.policies import LastN
+    from trinity_sync.retention.policies import parse_policy
 
     number = resolve_step_argument(root, step)
     url = url or _find_remote(root)
@@ -72,7 +72,8 @@ def push(
         done = replicate(root, url, number, on_progress=on_progress)
     rows = []
     if keep_last:
-        rules = Rules(LastN(keep_last), LastN(keep_last))
+        last = parse_policy(f"last={keep_last}")
+        rules = Rules(last, last)
         rows = list_pruned(prune_remote(root, url, rules, time.time(), just_copied=number))
     row = PushedStep(**vars(done), remote=rows)
     text = (

@@ -6,11 +6,11 @@ from a root and carries the plan out.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import KINDS, Kind
-from trinity_sync.retention.policies import All, Policy, StepInfo, parse_policy
+from trinity_sync.retention.policies import ALL, Policy, StepInfo, parse_policy
 from trinity_sync.storage.job_settings import JobSettings
 from trinity_sync.storage.manifest import Manifest
 
@@ -23,7 +23,7 @@ class Rules:
     """Policy for steps that a training can resume from."""
     syncs: Policy
     """Policy for steps with weights only, which the next sync supersedes."""
-    quarantine: Policy = field(default_factory=All)
+    quarantine: Policy = ALL
     """Policy for folders in quarantine, each of which counts as a step of the time when it was
     created, and for steps of both types that a run which began at step 0 superseded. Its user may
     have forgotten to load them, so they do not count among the others."""
@@ -50,7 +50,7 @@ class Rules:
         Raises:
             ConfigError: the policy of the job is invalid.
         """
-        return cls(parse_policy(job.remote_keep if url.rstrip("/") == job.remote else "all"), All())
+        return cls(parse_policy(job.remote_keep if url.rstrip("/") == job.remote else "all"), ALL)
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ line, is a list of words: ``last=3,every=100,hourly=24,best=2:reward:max``.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from functools import partial
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import Kind
@@ -43,154 +43,117 @@ class StepInfo:
         return self.run, self.step
 
 
-class Policy(Protocol):
-    """A rule that keeps steps; ``str`` returns its short form."""
+Term = Callable[[Sequence[StepInfo], float], dict[int, str]]
+"""Returns the steps that a word of a policy keeps, each with the reason; arguments as those of
+`Policy.keeps`."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A rule that keeps the steps that any of its words keeps; ``str`` returns its short form."""
+
+    words: tuple[str, ...]
+    terms: tuple[Term, ...] = field(compare=False)
+    """What each word keeps."""
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether it keeps every step."""
+        return self == ALL
 
     def keeps(self, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
-        """Return the steps to keep, each with the reason.
+        """Return the steps to keep, each with the reasons.
 
         ``steps`` are valid, of one type (checkpoints, or syncs), oldest first. ``now`` is in
         seconds since the epoch.
+
+        Raises:
+            ConfigError: no step has the metric that a word names.
         """
-
-
-@dataclass(frozen=True)
-class All:
-    """Keep every step."""
-
-    def keeps(self, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
-        """As `Policy.keeps`."""
-        return {each.step: "all are kept" for each in steps}
+        kept: dict[int, str] = {}
+        for term in self.terms:
+            for step, why in term(steps, now).items():
+                kept[step] = f"{kept[step]}; {why}" if step in kept else why
+        return kept
 
     def __str__(self) -> str:
-        return "all"
+        return ",".join(self.words)
 
 
-@dataclass(frozen=True)
-class LastN:
-    """Keep the last ``count`` steps."""
-
-    count: int
-
-    def keeps(self, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
-        """As `Policy.keeps`."""
-        return {each.step: f"one of the last {self.count}" for each in steps[-self.count :]}
-
-    def __str__(self) -> str:
-        return f"last={self.count}"
+def _keep_all(steps: Sequence[StepInfo], now: float) -> dict[int, str]:
+    return {each.step: "all are kept" for each in steps}
 
 
-@dataclass(frozen=True)
-class EveryN:
-    """Keep the steps whose number is a multiple of ``interval``."""
-
-    interval: int
-
-    def keeps(self, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
-        """As `Policy.keeps`."""
-        chosen = (each for each in steps if each.step % self.interval == 0)
-        return {each.step: f"a multiple of {self.interval}" for each in chosen}
-
-    def __str__(self) -> str:
-        return f"every={self.interval}"
+def _keep_last(count: int, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
+    return {each.step: f"one of the last {count}" for each in steps[-count:]}
 
 
-@dataclass(frozen=True)
-class OnePer:
+def _keep_every(interval: int, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
+    chosen = (each for each in steps if each.step % interval == 0)
+    return {each.step: f"a multiple of {interval}" for each in chosen}
+
+
+def _keep_one_per(period: str, count: int, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
     """Keep the first step of each period, for the last ``count`` periods that have a step.
 
     The result does not depend on what else is removed, so prune can run at any time.
     """
-
-    seconds: float
-    count: int
-    word: str
-
-    def keeps(self, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
-        """As `Policy.keeps`."""
-        first: dict[int, StepInfo] = {}
-        for each in sorted(steps, key=lambda each: each.committed_at):
-            first.setdefault(int(each.committed_at // self.seconds), each)
-        chosen = list(first.values())[-self.count :]
-        return {each.step: f"one of the last {self.count} {self.word}" for each in chosen}
-
-    def __str__(self) -> str:
-        return f"{self.word}={self.count}"
+    first: dict[int, StepInfo] = {}
+    for each in sorted(steps, key=lambda each: each.committed_at):
+        first.setdefault(int(each.committed_at // PERIODS[period]), each)
+    chosen = list(first.values())[-count:]
+    return {each.step: f"one of the last {count} {period}" for each in chosen}
 
 
-@dataclass(frozen=True)
-class NewerThan:
-    """Keep the steps that were committed within ``seconds``."""
-
-    seconds: float
-
-    def keeps(self, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
-        """As `Policy.keeps`."""
-        chosen = (each for each in steps if each.committed_at > now - self.seconds)
-        return {each.step: f"newer than {format_duration(self.seconds)}" for each in chosen}
-
-    def __str__(self) -> str:
-        return f"newer={format_duration(self.seconds)}"
+def _keep_newer(seconds: float, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
+    chosen = (each for each in steps if each.committed_at > now - seconds)
+    return {each.step: f"newer than {format_duration(seconds)}" for each in chosen}
 
 
-@dataclass(frozen=True)
-class BestK:
+def _keep_best(
+    count: int, metric: str, mode: str, steps: Sequence[StepInfo], now: float
+) -> dict[int, str]:
     """Keep the steps with the best values of a metric, and the newer steps without a value.
 
     An evaluation takes time, so steps newer than the last value are kept until they have one. NaN
     is the worst value.
     """
-
-    count: int
-    metric: str
-    mode: Literal["min", "max"]
-
-    def keeps(self, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
-        """As `Policy.keeps`.
-
-        Raises:
-            ConfigError: no step has the metric.
-        """
-        rated = [each for each in steps if self.metric in each.metrics]
-        if not rated and steps:
-            known = ", ".join(sorted({name for each in steps for name in each.metrics}))
-            raise ConfigError(
-                f"policy {self}: no step has the metric {self.metric!r} (known: "
-                f"{known or 'none'}). Record it with coordinator.record_metrics, or correct the "
-                "policy; nothing was removed."
-            )
-        numbers = [each for each in rated if not math.isnan(each.metrics[self.metric])]
-        sign = -1 if self.mode == "max" else 1
-        best = sorted(numbers, key=lambda each: sign * each.metrics[self.metric])[: self.count]
-        kept = {
-            each.step: f"one of the best {self.count}, {self.metric} {each.metrics[self.metric]:g}"
-            for each in best
-        }
-        for each in steps:
-            if each.age > rated[-1].age:
-                kept[each.step] = f"waits for its {self.metric}"
-        return kept
-
-    def __str__(self) -> str:
-        return f"best={self.count}:{self.metric}:{self.mode}"
+    rated = [each for each in steps if metric in each.metrics]
+    if not rated and steps:
+        known = ", ".join(sorted({name for each in steps for name in each.metrics}))
+        raise ConfigError(
+            f"policy best={count}:{metric}:{mode}: no step has the metric {metric!r} (known: "
+            f"{known or 'none'}). Record it with coordinator.record_metrics, or correct the "
+            "policy; nothing was removed."
+        )
+    numbers = [each for each in rated if not math.isnan(each.metrics[metric])]
+    sign = -1 if mode == "max" else 1
+    best = sorted(numbers, key=lambda each: sign * each.metrics[metric])[:count]
+    kept = {
+        each.step: f"one of the best {count}, {metric} {each.metrics[metric]:g}" for each in best
+    }
+    for each in steps:
+        if each.age > rated[-1].age:
+            kept[each.step] = f"waits for its {metric}"
+    return kept
 
 
-@dataclass(frozen=True)
-class AnyOf:
-    """Keep the steps that any of the policies keeps."""
-
-    policies: tuple[Policy, ...]
-
-    def keeps(self, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
-        """As `Policy.keeps`."""
-        kept: dict[int, str] = {}
-        for policy in self.policies:
-            for step, why in policy.keeps(steps, now).items():
-                kept[step] = f"{kept[step]}; {why}" if step in kept else why
-        return kept
-
-    def __str__(self) -> str:
-        return ",".join(map(str, self.policies))
+ALL = Policy(("all",), (_keep_all,))
+"""The policy that keeps every step."""
+_COUNT = "([0-9]*[1-9][0-9]*)"
+_WORDS: tuple[tuple[str, Callable[..., Term]], ...] = (
+    (f"last={_COUNT}", lambda count: partial(_keep_last, int(count))),
+    (f"every={_COUNT}", lambda interval: partial(_keep_every, int(interval))),
+    (f"({'|'.join(PERIODS)})={_COUNT}", lambda word, n: partial(_keep_one_per, word, int(n))),
+    (
+        r"newer=(\d+(?:\.\d+)?)([smhd])",
+        lambda number, unit: partial(_keep_newer, float(number) * UNITS[unit]),
+    ),
+    (
+        f"best={_COUNT}:([^:=]+):(min|max)",
+        lambda count, metric, mode: partial(_keep_best, int(count), metric, mode),
+    ),
+)
 
 
 def parse_policy(text: str) -> Policy:
@@ -201,37 +164,19 @@ def parse_policy(text: str) -> Policy:
     Raises:
         ConfigError: a word or value is unknown; the message lists the known ones.
     """
-    policies = tuple(_parse_word(word.strip(), text) for word in text.split(","))
-    if any(isinstance(policy, All) for policy in policies):
-        return All()
-    return policies[0] if len(policies) == 1 else AnyOf(policies)
+    words = [word.strip() for word in text.split(",")]
+    words = [f"last={word}" if word.isdecimal() else word for word in words]
+    terms = [_parse_word(word, text) for word in words]
+    return ALL if "all" in words else Policy(tuple(words), tuple(terms))
 
 
-def _parse_word(word: str, text: str) -> Policy:
-    name, _, value = word.partition("=") if "=" in word or word == "all" else ("last", "", word)
-    if name == "all" and not value:
-        return All()
-    if name == "last":
-        return LastN(_count(value, word, text))
-    if name == "every":
-        return EveryN(_count(value, word, text))
-    if name in PERIODS:
-        return OnePer(PERIODS[name], _count(value, word, text), name)
-    if name == "newer" and (seconds := parse_duration(value)) is not None:
-        return NewerThan(seconds)
-    if name == "best" and (best := re.fullmatch(r"(\d+):([^:=]+):(min|max)", value)):
-        return BestK(_count(best[1], word, text), best[2], "max" if best[3] == "max" else "min")
-    raise _unknown(word, text)
-
-
-def _count(value: str, word: str, text: str) -> int:
-    if not re.fullmatch(r"[0-9]*[1-9][0-9]*", value):
-        raise _unknown(word, text)
-    return int(value)
-
-
-def _unknown(word: str, text: str) -> ConfigError:
-    return ConfigError(
+def _parse_word(word: str, text: str) -> Term:
+    if word == "all":
+        return _keep_all
+    for pattern, make in _WORDS:
+        if found := re.fullmatch(pattern, word):
+            return make(*found.groups())
+    raise ConfigError(
         f"retention policy {text!r}: {word!r} is unknown. Words are all, last=3, every=100, "
         "hourly=24, daily=7, weekly=4, newer=2d (s, m, h, d) and best=2:reward:max (or min), with "
         "commas between them."

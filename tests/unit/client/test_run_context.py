@@ -6,7 +6,7 @@ import torch
 from tests.support.job import Job
 from trinity_sync.client.run_context import RunContext
 from trinity_sync.retention.planner import Rules, plan_removals
-from trinity_sync.retention.policies import LastN
+from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import list_step_infos, prune
 
 
@@ -40,5 +40,10 @@ def test_a_run_that_a_process_with_nothing_to_load_began_first_supersedes_no_ste
         for step in range(loaded + 1, loaded + 4):
             job.stage(step, {"model": {"w": torch.ones(3)}}, run=number)
             job.commit(step, run=number)
-        prune(job.root, plan_removals(list_step_infos(job.root), Rules(LastN(2), LastN(1)), 0))
+        prune(
+            job.root,
+            plan_removals(
+                list_step_infos(job.root), Rules(parse_policy("last=2"), parse_policy("last=1")), 0
+            ),
+        )
     assert [(each.step, each.run) for each in list_step_infos(job.root)] == [(8, 3), (9, 3)]

@@ -24,7 +24,7 @@ from trinity_sync.remote.prune import RemoteSteps, prune_remote
 from trinity_sync.remote.remote_root import UPLOADED, Remote
 from trinity_sync.remote.upload import replicate
 from trinity_sync.retention.planner import Rules, plan_removals
-from trinity_sync.retention.policies import All, LastN
+from trinity_sync.retention.policies import ALL, parse_policy
 from trinity_sync.retention.removal import carry_out, describe_steps
 from trinity_sync.snapshot.job_identity import open_identity, read_identity
 from trinity_sync.snapshot.spool import open_job_spool
@@ -97,7 +97,7 @@ from trinity_sync.remote.prune import prune_remote
 from trinity_sync.remote.remote_root import Remote
 from trinity_sync.remote.upload import replicate
 from trinity_sync.retention.planner import Rules
-from trinity_sync.retention.policies import All, LastN
+from trinity_sync.retention.policies import ALL, parse_policy
 note = Remote.record_upload
 def note_and_die(self, step, record):
     note(self, step, record)
@@ -174,7 +174,9 @@ def test_the_newest_copies_stay_and_the_one_just_made(
     for step in (1, 2, 3, 4):
         job = commit(step)
         replicate(job.root, url, step)
-    done = prune_remote(job.root, url, Rules(LastN(2), LastN(2)), 0, just_copied=1)
+    done = prune_remote(
+        job.root, url, Rules(parse_policy("last=2"), parse_policy("last=2")), 0, just_copied=1
+    )
     assert [each.step for each in done.removed] == [2]
     assert [step.step for step in Remote(url).list_steps()] == [1, 3, 4]
 
@@ -203,7 +205,9 @@ def test_a_copy_that_is_pinned_after_the_plan_stays_and_all_do_without_a_valid_n
         job = commit(step)
         replicate(job.root, url, step)
     place = RemoteSteps(job.root, remote := Remote(url))
-    plan = plan_removals(describe_steps(place), Rules(LastN(1), LastN(1)), 0)
+    plan = plan_removals(
+        describe_steps(place), Rules(parse_policy("last=1"), parse_policy("last=1")), 0
+    )
     assert [each.step for each in plan.removed] == [1, 2]
     pin(job.root, 1)
     manifest = remote.read_file(3, MANIFEST)
@@ -297,8 +301,8 @@ def test_copies_in_a_remote_that_is_not_required_go_by_its_policy(
     commit(5)
     for step in (4, 5):
         replicate(job.root, url, step)
-    assert prune_remote(job.root, url, Rules(All(), All()), 0).steps == []
-    done = prune_remote(job.root, url, Rules(LastN(1), All()), 0)
+    assert prune_remote(job.root, url, Rules(ALL, ALL), 0).steps == []
+    done = prune_remote(job.root, url, Rules(parse_policy("last=1"), ALL), 0)
     assert [each.step for each in done.removed] == [4]
     assert [step.step for step in Remote(url).list_steps()] == [5]
 
@@ -328,7 +332,7 @@ def test_a_recreated_root_neither_adds_to_the_remote_of_the_old_one_nor_removes_
     with pytest.raises(ConfigError, match=r"another job, whose root is .*remote=URL.*remote pull"):
         replicate(new.root, any_url, 10)
     with pytest.raises(ConfigError, match="another job"):
-        prune_remote(new.root, any_url, Rules(LastN(1), All()), 0)
+        prune_remote(new.root, any_url, Rules(parse_policy("last=1"), ALL), 0)
     with pytest.raises(ConfigError, match="another job"):
         fetch(any_url, 20, new.root)
     assert [step.step for step in Remote(any_url).list_steps()] == [20]

@@ -32,7 +32,7 @@ from trinity_sync.remote.prune import NOT_OURS, prune_remote
 from trinity_sync.remote.remote_root import Remote
 from trinity_sync.remote.required import replicate_missing, replicate_required
 from trinity_sync.retention.planner import Rules, plan_removals
-from trinity_sync.retention.policies import All, LastN
+from trinity_sync.retention.policies import ALL, parse_policy
 from trinity_sync.retention.prune import NOT_REPLICATED, list_step_infos, prune
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import read_identity
@@ -337,7 +337,7 @@ def test_a_step_that_was_not_replicated_is_kept_and_sent_after_the_next_save(
     for step in (1, 2):
         one.commit(saves, step, sent=False)
     one.commit(saves, 3)
-    rules = Rules(LastN(1), All())
+    rules = Rules(parse_policy("last=1"), ALL)
     made = plan_removals(list_step_infos(saves.root), rules, time.time())
     assert [(kept.step, why) for kept, why in made.kept][:2] == [
         (1, NOT_REPLICATED),
@@ -357,8 +357,8 @@ def test_the_policy_of_a_remote_removes_neither_the_newest_nor_a_pinned_step(
     for step in (1, 2, 3, 4):
         one.commit(saves, step)
     pin(saves.root, 2)
-    newest = Rules(LastN(1), All())
-    assert prune_remote(saves.root, one.url, Rules(All(), All()), 0).steps == []
+    newest = Rules(parse_policy("last=1"), ALL)
+    assert prune_remote(saves.root, one.url, Rules(ALL, ALL), 0).steps == []
     done = prune_remote(saves.root, one.url, newest, 0)
     assert [each.step for each in done.removed] == [1, 3]
     assert [step.step for step in Remote(one.url).list_steps()] == [2, 4]

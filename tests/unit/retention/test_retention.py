@@ -21,7 +21,7 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.orchestration.on_node import prune_after_commit
 from trinity_sync.retention.planner import RemovalPlan, Rules, plan_removals
-from trinity_sync.retention.policies import All, StepInfo, parse_policy
+from trinity_sync.retention.policies import ALL, StepInfo, parse_policy
 from trinity_sync.retention.prune import list_step_infos, plan_prune
 from trinity_sync.retention.prune import prune as drive
 from trinity_sync.settings import Settings
@@ -109,7 +109,7 @@ def test_no_more_than_the_confirmed_steps_and_folders_are_removed(root: Path) ->
         (quarantine_folder(root) / name).mkdir(parents=True)
     for step in (1, 2):
         commit_files(root, step)
-    newest = Rules(parse_policy("last=1"), All(), quarantine=parse_policy("last=1"))
+    newest = Rules(parse_policy("last=1"), ALL, quarantine=parse_policy("last=1"))
     confirmed = plan_prune(root, newest, 2e9)
     commit_files(root, 3)
     (quarantine_folder(root) / "20200103T000000Z").mkdir()
@@ -482,7 +482,7 @@ def test_the_driver_plans_removes_and_tells_what_went(root: Path) -> None:
         commit_files(root, step)
     old = quarantine_folder(root) / "20200101T000000Z/global_step_9"
     old.mkdir(parents=True)
-    policies = Rules(parse_policy("last=1"), All(), quarantine=parse_policy("newer=1d"))
+    policies = Rules(parse_policy("last=1"), ALL, quarantine=parse_policy("newer=1d"))
     trial = plan_prune(root, policies, 2e9)
     assert (numbers(trial.removed), trial.quarantine) == ([1, 2], ("20200101T000000Z",))
     assert steps_on_disk(root) == [1, 2, 3]

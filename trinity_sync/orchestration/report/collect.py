@@ -33,7 +33,7 @@ from trinity_sync.orchestration.report.facts import (
 from trinity_sync.orchestration.report.health import Committed, group_failures, judge_health
 from trinity_sync.orchestration.report.steps import read_steps
 from trinity_sync.retention.planner import Rules, plan_removals
-from trinity_sync.retention.policies import All, StepInfo, parse_policy
+from trinity_sync.retention.policies import StepInfo, parse_policy
 from trinity_sync.retention.prune import list_step_infos
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import job_id
@@ -318,14 +318,12 @@ def measure_growth(saves: Sequence[LoggedSave], rules: Rules) -> float | None:
     run, and for other policies (such as one step an hour) it is not predicted. ``saves`` are in
     order of time.
     """
-    if not isinstance(rules.checkpoints, All):
+    if not rules.checkpoints.keeps_all:
         limited = all(
             word.startswith(("last=", "best=")) for word in str(rules.checkpoints).split(",")
         )
         return 0.0 if limited else None
-    kept = [
-        each for each in saves if each.timing.kind == "checkpoint" or isinstance(rules.syncs, All)
-    ]
+    kept = [each for each in saves if each.timing.kind == "checkpoint" or rules.syncs.keeps_all]
     if len(kept) < 2:
         return None
     seconds = kept[-1].committed_at - kept[0].committed_at
