@@ -18,9 +18,9 @@ def prune_remote(
 ) -> RemovalPlan:
     """Remove the steps of a remote that no policy keeps; return what became of all steps there.
 
-    What keeps a step in the root keeps its copy. Of a required remote, only steps that this root
-    has sent or fetched are removed. The step ``just_copied`` stays; ``now`` is in seconds since the
-    epoch.
+    A pin, tag, lease or pointer of the root keeps the copy of its step. Of a required remote, only
+    steps that this root has sent or fetched are removed. The step ``just_copied`` stays; ``now`` is
+    in seconds since the epoch.
 
     Raises:
         ConfigError: another job's steps are there.

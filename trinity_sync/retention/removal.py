@@ -1,8 +1,8 @@
 """The driver of every removal: what a plan is made from, and how it is carried out.
 
-The steps are those of one place, the job's root or a remote. Pins, tags, leases, latest pointers,
-pending exports and runs are in the root, and keep a step in every place. Places differ only in how
-they read and remove a step.
+The steps are those of one place, the job's root or a remote. Pins, tags, leases, latest pointers
+and runs are in the root, and keep a step in every place. Places differ only in how they read and
+remove a step.
 
 Each step is checked again right before it is removed: it is as planned, nothing keeps it since,
 and the newest step of each of its kinds is valid.
