@@ -1,5 +1,6 @@
 """The Synchronizer that Trinity gets, on real Ray and without Trinity."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +11,12 @@ import ray
 
 from tests.integration.conftest import CommitStep
 from tests.support.job import Job
-from tests.support.waiting import until
 from tests.support.weights import first, upload
 from trinity_sync.integrations.trinity.synchronizer import TrinitySynchronizer
 from trinity_sync.layout import steps_on_disk
+from trinity_sync.retention.planner import Rules
+from trinity_sync.retention.policies import ALL, parse_policy
+from trinity_sync.retention.prune import plan_prune, prune
 
 ASK_S = 60.0
 
@@ -51,14 +54,18 @@ def test_a_returned_commit_is_leased_until_the_explorers_next_call(
             commit_step(step, kind="state_dict")
             assert ask(noticed).step == step
 
+    def prune_syncs() -> None:
+        prune(root, plan_prune(root, Rules(ALL, parse_policy("last=2")), time.time()))
+
     commit(1)
     assert ask(synchronizer.wait_new_model_state_dict.remote(0)) == 1
     commit(2, 3, 4)
-    until(lambda: 2 not in steps_on_disk(root), "step 2 to go", ASK_S)
+    prune_syncs()
     assert steps_on_disk(root) == [1, 3, 4]
     assert ask(synchronizer.wait_new_model_state_dict.remote(1)) == 4
     commit(5, 6, 7)
-    until(lambda: steps_on_disk(root) == [4, 6, 7], "steps 1, 3 and 5 to go", ASK_S)
+    prune_syncs()
+    assert steps_on_disk(root) == [4, 6, 7]
 
 
 def test_an_explorer_gets_the_returned_version_while_it_is_available(
