@@ -79,14 +79,13 @@ class Questions:
         api, job = self._api, job_id(self._root)
         return {
             OURS[0]: lambda: asked(self._deployment, **self._last.flow_run),
-            OURS[1]: lambda: self._run(self._trigger.outcomes([self._last])),
-            OURS[2]: lambda: self._run(due(pool, scheduled_before=datetime.now(timezone.utc))),
-            OURS[3]: lambda: self._run(api.read_pool_runs(pool, *UNDER_WAY)),
-            OURS[4]: lambda: self._run(end_unreported_tasks(api, pool)),
-            OURS[5]: lambda: self._run(api.count_waiting_runs(pool)),
-            OURS[6]: lambda: self._run(api.read_job_runs(job)),
-            OURS[7]: lambda: self._run(api.read_table(make_artifact_key(RETENTION, self._root))),
-            OURS[8]: lambda: self._run(reconcile(settings, [self._root], api)),
+            OURS[1]: lambda: self._run(due(pool, scheduled_before=datetime.now(timezone.utc))),
+            OURS[2]: lambda: self._run(api.read_pool_runs(pool, *UNDER_WAY)),
+            OURS[3]: lambda: self._run(end_unreported_tasks(api, pool)),
+            OURS[4]: lambda: self._run(api.count_waiting_runs(pool)),
+            OURS[5]: lambda: self._run(api.read_job_runs(job)),
+            OURS[6]: lambda: self._run(api.read_table(make_artifact_key(RETENTION, self._root))),
+            OURS[7]: lambda: self._run(reconcile(settings, [self._root], api)),
         }
 
     def _post(self, path: str, body: dict[str, Any]) -> None:
@@ -111,7 +110,6 @@ class Questions:
 
 OURS = (
     "trigger: a run that was asked for already",
-    "watch: what became of a save",
     "worker: runs that are due, at each wake-up",
     "worker: runs under way, at each poll",
     "worker: unheard tasks, at each poll",

@@ -12,13 +12,12 @@ import select
 import sys
 import threading
 import time
-from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from trinity_sync.client.outcomes import Outcome, OutcomeLog
+from trinity_sync.client.journal import PATIENCE_S, Entry, append
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.saver_control import LOCK, WAKE, read_served
 from trinity_sync.errors import ConfigError, LockTimeoutError, TrinitySyncError
@@ -44,8 +43,6 @@ START_S = 60.0
 state."""
 LINGER_S = 5.0
 """Seconds for which a saver without work outlives the last process that saves."""
-LOGS = 16
-"""Runs whose outcome log stays open."""
 ANSWER_S = 1.0
 """Seconds for which the look at one job may delay those at others: its file system may hang."""
 SETTLE_S = 2.0
@@ -67,8 +64,6 @@ class Saver:
         """Saves that are being committed, by request key."""
         self._failed: set[str] = set()
         """Saves that have failed here, by request key; requests of save functions stay."""
-        self._logs: dict[tuple[str, str], OutcomeLog] = {}
-        self._log_locks: dict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
         self._idle_until = time.monotonic() + START_S
         self._ended, self._end = os.pipe()
         """Pipe to which a thread writes as it ends."""
@@ -164,17 +159,17 @@ class Saver:
 
     def _save(self, request: SaveRequest) -> None:
         began, commits = time.monotonic(), False
-        self._tell(request, Outcome("pending"))
+        append(request, Entry.of(request, "pending"))
         try:
             with suppress(OSError):  # shared memory is full: the commit frees it
                 _write_begun(self._spool, request)
             commits = run_save(request, self._writing, self._spool, node=self._node)
-            outcome = Outcome("completed")
+            entry = Entry.of(request, "completed")
             logger.info(
                 "%s of %s: %.2f s", request.run_name, request.root, time.monotonic() - began
             )
         except Exception as error:
-            outcome = Outcome("failed", str(error))
+            entry = Entry.of(request, "failed", str(error))
             logger.error(
                 "%s of %s has failed: %s",
                 request.run_name,
@@ -183,33 +178,21 @@ class Saver:
                 exc_info=not isinstance(error, TrinitySyncError),
             )
         try:
-            if outcome.state == "completed":
+            if entry.state == "completed":
                 compare_late_images(self._spool, request)
             else:
-                mark_failed(JobSpool(self._spool / request.job), request.save, outcome.message)
-            if commits or outcome.state == "failed":  # what follows a commit may go on
-                self._tell(request, outcome)
+                mark_failed(JobSpool(self._spool / request.job), request.save, entry.message)
+            if commits or entry.state == "failed":  # what follows a commit may go on
+                append(request, entry, patience_s=PATIENCE_S)
         except Exception:
             logger.exception("cannot tell how %s of %s ended", request.run_name, request.root)
         finally:
             _begun_path(self._spool / request.job, request).unlink(missing_ok=True)
             with self._lock:
-                if outcome.state == "failed":
+                if entry.state == "failed":
                     self._failed.add(request.key)
                 del self._saves[request.key]
             os.write(self._end, b"\n")
-
-    def _tell(self, request: SaveRequest, outcome: Outcome) -> None:
-        """Write for the ranks how a save ended, or that it is being committed."""
-        run = request.root, request.save.run_label
-        with self._log_locks[run]:
-            with self._lock:
-                known = self._logs.pop(run) if run in self._logs else OutcomeLog(request)
-                log = self._logs[run] = known
-                oldest = self._logs.pop(next(iter(self._logs))) if len(self._logs) > LOGS else None
-            if oldest:
-                oldest.close()
-            log.append({request.key: outcome})
 
 
 def _begun_path(folder: Path, request: SaveRequest) -> Path:

@@ -579,7 +579,7 @@ class Promises(World, RuleBasedStateMachine):
             attempt.close()
             run.attempts.remove(attempt)
             if run.state == "running" and not run.attempts:
-                run.state, run.message = "crashed", "its process died"
+                run.crash()
 
     def fail(self, run: FlowRun, attempt: Iterator[str]) -> None:
         """The next task of an attempt finds no space on the disk."""
@@ -982,8 +982,7 @@ HOW = settings(
 def test_the_promises_hold_whatever_happens_to_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     without_catalog_and_pages(monkeypatch)
     each_start_is_a_process(monkeypatch)
-    for name in ("LOOK_S", "ASK_S"):
-        monkeypatch.setattr(watcher_module, name, (0.005, 0.005))
+    monkeypatch.setattr(watcher_module, "LOOK_S", (0.005, 0.005))
     end = time.monotonic() + 60 * MINUTES
     try:
         while True:

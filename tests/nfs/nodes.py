@@ -24,7 +24,7 @@ from tests.support.job import Job
 from tests.support.leases import acquire_lease
 from tests.support.steps import MODEL, commit_files
 from trinity_sync.client import init_root
-from trinity_sync.client.outcomes import Outcome, OutcomeLog, OutcomeLogs
+from trinity_sync.client.journal import Entry, Journal, append
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.savers import CallableSaver
 from trinity_sync.errors import CommitError, ConfigError, RootError, SupersededError
@@ -174,16 +174,10 @@ def next_commit(root: Path, gate: Path) -> tuple[bool, Version | None]:
     return after != before, notification.find_newest(list_runs(root))
 
 
-_logs: dict[Path, OutcomeLog] = {}
-
-
-def say_as_rank_0(root: Path, key: str, outcome: Outcome | None) -> None:
-    """Say how a save stands, or, with None, that no save is followed any longer."""
-    log = _logs.setdefault(root, OutcomeLog(SaveRequest(root=str(root), step=1, run=1)))
-    if outcome is None:
-        log.close()
-    else:
-        log.append({key: outcome})
+def tell(root: Path, message: str) -> None:
+    """Write into the journal that a save is in work, or why it failed."""
+    request = SaveRequest(root=str(root), step=1, run=1)
+    append(request, Entry.of(request, "failed" if message else "pending", message))
 
 
 def time_behind(gate: Path) -> float:
@@ -315,18 +309,19 @@ def test_metrics_of_two_nodes_come_together(root: Path, other: Node) -> None:
     assert read_metrics(root, 1, 2) == {"reward": 0.9, "length": 7.0, "loss": 2.0}
 
 
-def test_what_rank_0_says_on_one_node_is_heard_on_the_other(root: Path, other: Node) -> None:
-    logs = OutcomeLogs(SaveRequest(root=str(root), step=1, run=1))
-    failed = Outcome("failed", "the disk is full")
-    logs.read()
-    assert logs.is_followed("one", 0)  # rank 0 is yet to come
-    for outcome, heard in ((Outcome("pending"), None), (failed, failed)):
-        other.call(say_as_rank_0, root, "one", outcome)
-        logs.read()
-        assert logs.outcome("one") == heard
-        assert logs.is_followed("one", 0)
-    other.call(say_as_rank_0, root, "", None)
-    assert not logs.is_followed("one", 0)
+def test_what_one_node_writes_into_the_journal_is_read_on_the_other(
+    root: Path, other: Node
+) -> None:
+    request = SaveRequest(root=str(root), step=1, run=1)
+    journal = Journal.of(request)
+    journal.read()
+    assert journal.find(request.key) is None
+    for message, state in (("", "pending"), ("the disk is full", "failed")):
+        other.call(tell, root, message)
+        journal.read()
+        entry = journal.find(request.key)
+        assert entry
+        assert (entry.state, entry.message) == (state, message)
 
 
 def test_a_step_is_known_to_be_stored_as_soon_as_the_other_node_has_noted_it(

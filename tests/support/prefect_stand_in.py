@@ -6,13 +6,13 @@ another attempt of the same run, a new save, a rewind. The order is that of ``fl
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from trinity_sync.client.outcomes import Outcome
+from trinity_sync.client.journal import Entry, SaveState, append
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.orchestration import on_node
@@ -86,6 +86,17 @@ class FlowRun:
     state: str = "pending"
     message: str = ""
     attempts: list[Iterator[str]] = field(default_factory=list)
+    starts: int = 0
+
+    def tell(self, state: SaveState) -> None:
+        """Write into the journal of the root, as a worker does."""
+        message = self.message if state == "failed" else ""
+        append(self.request, Entry.of(self.request, state, message, start=self.starts))
+
+    def crash(self) -> None:
+        """Its process dies, and no worker retries it."""
+        self.state, self.message = "crashed", "its process died"
+        self.tell("failed")
 
     def advance(self, attempt: Iterator[str], error: Exception | None = None) -> str:
         """Run the next task of an attempt, or have it raise an error; tells what happened."""
@@ -94,11 +105,13 @@ class FlowRun:
         except StopIteration:
             self.attempts.remove(attempt)
             self.state = "completed"
+            self.tell("completed")
             return "completed"
         except Exception as error:
             self.attempts.remove(attempt)
             if self.state != "completed":  # Prefect keeps that
                 self.state, self.message = "failed", f"{type(error).__name__}: {error}"
+                self.tell("failed")
             return f"failed: {error}"
 
 
@@ -121,6 +134,8 @@ class Server:
         run.attempts.append(attempt)
         if run.state != "completed":
             run.state = "running"
+            run.starts += 1
+            run.tell("pending")
         return attempt
 
     def recover_images(self, spool: Path) -> None:
@@ -159,15 +174,10 @@ class Trigger(SaveTrigger):
         else:
             self.server.ask(request)
 
-    async def outcomes(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
-        return {request.key: self._said_of(request.key) for request in requests}
-
-    def _said_of(self, key: str) -> Outcome:
-        if self.server.away:
-            return Outcome("unknown", "the Prefect server cannot be asked")
-        if run := self.server.runs.get(key):
-            return Outcome("failed" if run.state == "crashed" else run.state, run.message)
-        return Outcome("pending", "nobody has asked for a flow run yet")
+    def find_failures(
+        self, requests: Sequence[SaveRequest], begun: Collection[str]
+    ) -> dict[str, str]:
+        return {}
 
     def hang_up(self) -> None:
         """Its trainer has ended."""

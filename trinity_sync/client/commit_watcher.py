@@ -1,14 +1,13 @@
 """Request the flow runs of saves, and follow each save until it is committed or has failed.
 
-The manifest in the root tells that a save is committed, the flow run's state that it failed. Rank 0
-has a thread that requests the flow runs, reads the root and queries the server, so a failure is in
-its log seconds later. It writes what it learns into the root (`outcomes`). The other ranks have
-no standing thread and query no server: they read the root and that file while `wait_all` waits, or
-once many saves are pending.
+The manifest in the root tells that a save is committed, the journal in the root that it failed
+(`journal`); no process queries the server. Rank 0 has a thread that requests the flow runs and
+reads the root, so a failure is in its log seconds later. The other ranks have no standing thread:
+they read the root while `wait_all` waits, or once many saves are pending.
 
-The thread runs an event loop in which requests and queries are tasks. Reading the root blocks the
-loop, and with it the requests. While that takes long, nothing could be committed either: the file
-system hangs, or its commit lock is held.
+The thread runs an event loop in which requests are a task. Reading the root blocks the loop, and
+with it the requests. While that takes long, nothing could be committed either: the file system
+hangs, or its commit lock is held.
 """
 
 import asyncio
@@ -21,8 +20,8 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from trinity_sync.client.outcomes import Outcome, OutcomeLog, OutcomeLogs, PendingSave, SaveResult
-from trinity_sync.client.prefect_api import KEYS_PER_CALL
+from trinity_sync.client.journal import Entry, Journal, append
+from trinity_sync.client.pending_save import PendingSave
 from trinity_sync.client.run_context import RunContext
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
@@ -33,9 +32,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 0.1, 2.0
 """Seconds between two reads of the root: for a new save, and at most for an old one."""
-ASK_S = 1.0, 15.0
-"""Seconds between two queries of the server: while it answers, and at most while it does not. Ranks
-that query it in the place of a dead rank 0 wait for the second."""
+CARE_S = 2.0
+"""Seconds between two looks for saves that nothing will commit, see `SaveTrigger.find_failures`."""
 WATCH_S = 5.0
 """Seconds between two looks for a run that supersedes this one."""
 RETRY_S = 1.0
@@ -58,7 +56,6 @@ class CommitWatcher:
         spool: JobSpool,
         *,
         rank: int = 0,
-        world_size: int = 1,
         run: RunContext | None = None,
     ) -> None:
         self.commit_seconds: dict[str, float] = {}
@@ -71,9 +68,7 @@ class CommitWatcher:
         # no reference: the thread lives on, and a coordinator that is gone has no living run
         self._own_run = weakref.ref(run) if run and self._leads else None
         self._watch_at = 0.0
-        self._is_alone = world_size == 1
-        self._log: OutcomeLog | None = None
-        self._logs: OutcomeLogs | None = None
+        self._journal: Journal | None = None
         self._pending: dict[str, PendingSave] = {}
         self._failures: list[str] = []
         """Failures that no `wait` has returned yet."""
@@ -92,8 +87,7 @@ class CommitWatcher:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake = asyncio.Event()
-        self._ask_at = 0.0
-        self._ask_every = ASK_S[0]
+        self._care_at = 0.0
 
     def follow(
         self,
@@ -120,7 +114,6 @@ class CommitWatcher:
                 known,
                 images=known.images | {*images},
                 exports=known.exports | {exports} - {""},
-                requested_here=known.requested_here or submit,
             )
             self._sweeps |= not self._leads and len(self._pending) >= self._sweep_at
             self._start()
@@ -146,13 +139,12 @@ class CommitWatcher:
         What the other processes of the save know is read from the root: one that has not submitted
         an attempt joins them in the next.
         """
-        logs = OutcomeLogs(request)
-        if self._is_shared(request):
-            with suppress(OSError):
-                logs.read()
+        journal = Journal.of(request)
+        with suppress(OSError):
+            journal.read()
         while True:
-            outcome = logs.outcome(request.key)
-            if not (self.has_failed(request.key) or (outcome and outcome.state == "failed")):
+            entry = journal.find(request.key)
+            if not (self.has_failed(request.key) or (entry and entry.state == "failed")):
                 return request.attempt
             request = request.model_copy(update={"attempt": request.attempt + 1})
 
@@ -190,7 +182,7 @@ class CommitWatcher:
                 return key not in self._failed
         with suppress(OSError, TrinitySyncError):  # the root cannot be read
             # a copy, since the thread looks as well
-            return replace(save).find_result(None, self._spool) is not None
+            return replace(save).find_result(None, self._spool) == ""
         return False
 
     def _wait(self, deadline: float | None, pending: Callable[[], Sequence[PendingSave]]) -> None:
@@ -233,8 +225,6 @@ class CommitWatcher:
         with self._lock:
             self._end_at = -math.inf
             self._changed.notify_all()  # ends `wait`
-        if self._log is not None:
-            self._log.close()
 
     def end_at_most(self, timeout: float) -> None:
         """As `close`, without waiting for the thread."""
@@ -297,30 +287,30 @@ class CommitWatcher:
         """Request flow runs and follow saves until no work is left."""
         loop = asyncio.get_running_loop()
         sending: asyncio.Task[None] | None = None
-        asking: asyncio.Task[None] | None = None
+        caring: asyncio.Task[None] | None = None
         try:
             while self._has_work:
                 self._wake.clear()
-                for task in (sending, asking):
+                for task in (sending, caring):
                     if task is not None and task.done():
                         task.result()  # raises its error
                 if self._trigger.has_unsent and (sending is None or sending.done()):
                     sending = loop.create_task(self._trigger.send())
                     sending.add_done_callback(lambda _: self._wake.set())
-                if (asking is None or asking.done()) and self._next_ask_at() <= time.monotonic():
-                    asking = loop.create_task(self._ask())
-                    asking.add_done_callback(lambda _: self._wake.set())
+                if (caring is None or caring.done()) and self._next_care_at() <= time.monotonic():
+                    caring = loop.create_task(self._care())
+                    caring.add_done_callback(lambda _: self._wake.set())
                 await asyncio.sleep(0)  # requests go out before the root is looked at
                 self._look()
                 moments = [save.look_at for save in self._list_pending()]
                 if self._own_run:
                     moments.append(self._watch_at)
-                if asking is None or asking.done():
-                    moments.append(self._next_ask_at())
+                if caring is None or caring.done():
+                    moments.append(self._next_care_at())
                 if self._has_work:
                     await self._pause(min(moments, default=math.inf))
         finally:
-            for task in (sending, asking):
+            for task in (sending, caring):
                 if task is not None:
                     task.cancel()
                     await asyncio.gather(task, return_exceptions=True)
@@ -339,7 +329,7 @@ class CommitWatcher:
     # ------------------------------------------------------------ the root
 
     def _look(self) -> None:
-        """Read the status of the saves that are due, from the root and from rank 0's file."""
+        """Read the status of the saves that are due, from the root."""
         now = time.monotonic()
         if self._own_run and self._watch_at <= now:
             self._watch_at = now + WATCH_S
@@ -347,50 +337,33 @@ class CommitWatcher:
                 with suppress(OSError, TrinitySyncError):  # read again the next time
                     run.notice_later_runs()
         due = [save for save in self._list_pending() if save.look_at <= now]
-        logs = self._read_logs(due) if due and not self._leads else None
-        for save in due:
-            self._look_at(save, logs.outcome(save.request.key) if logs else None)
+        if due:
+            journal = self._read_journal(due[0].request)
+            for save in due:
+                self._look_at(save, journal.find(save.request.key))
         with self._lock:
             if self._sweeps:
                 self._sweeps = False
                 self._sweep_at = len(self._pending) + MANY
 
-    def _read_logs(self, saves: Sequence[PendingSave]) -> OutcomeLogs:
-        """Read what rank 0 has written of the run of some saves."""
-        logs = self._logs = self._logs or OutcomeLogs(saves[0].request)
-        with suppress(OSError):  # read again the next time, or the server is queried
-            logs.read()
-        return logs
+    def _read_journal(self, request: SaveRequest) -> Journal:
+        """Read the journal of the run that a save belongs to."""
+        journal = self._journal = self._journal or Journal.of(request)
+        with suppress(OSError):  # read again the next time
+            journal.read()
+        return journal
 
-    def _tell(self, saves: Sequence[PendingSave], outcome: Outcome) -> None:
-        """Write the outcome of saves for the other ranks, if this is rank 0 and there are any.
-
-        To a rank 0 of another role, only failures are news.
-        """
-        if self._is_alone and outcome.state != "failed":
-            return
-        told = {save.request.key: outcome for save in saves if self._is_shared(save.request)}
-        if self._leads and told:
-            self._log = self._log or OutcomeLog(saves[0].request)
-            self._log.append(told)
-
-    def _is_shared(self, request: SaveRequest) -> bool:
-        """Return whether other processes may be part of a save."""
-        return not self._is_alone or len(request.roles) > 1
-
-    def _look_at(self, save: PendingSave, outcome: Outcome | None) -> None:
+    def _look_at(self, save: PendingSave, entry: Entry | None) -> None:
         """End a save that is committed or has failed; it stays pending if that cannot be read."""
         now = time.monotonic()
         save.look_at = now + min(max(LOOK_S[0], (now - save.since) / 50), LOOK_S[1])
         try:
-            result = save.find_result(outcome, self._spool)
+            failure = save.find_result(entry, self._spool)
         except Exception as error:  # ESTALE, EIO: without this thread `wait` would hang
-            if (
-                isinstance(error, FormatError)  # no later look can read it either
-                and outcome is not None
-                and outcome.state in ("completed", "failed")
-            ):
-                self._end(save, SaveResult(outcome, "committed", f"{outcome.message}. {error}"))
+            if isinstance(error, FormatError) and entry and entry.state != "pending":
+                # no later look can read it either
+                why = ". ".join(filter(None, (entry.message, str(error))))
+                self._end(save, f"{save.describe('committed')}: {why}")
             elif not save.troubled:
                 logger.warning(
                     "Cannot read the status of %s in %s, will retry: %r",
@@ -402,17 +375,13 @@ class CommitWatcher:
             return
         if save.committed:
             self._note_seconds(save)
-        if result is not None:
-            self._end(save, result)
+        if failure is not None:
+            self._end(save, failure)
 
-    def _end(self, save: PendingSave, result: SaveResult) -> None:
-        request, failure = save.request, ""
-        if result.missed:
-            failure = (
-                f"{request.run_name} of {request.root} was not {result.missed}: {result.failure}"
-            )
+    def _end(self, save: PendingSave, failure: str) -> None:
+        request = save.request
+        if failure:
             logger.error("%s", failure)
-        self._tell([save], result.outcome)
         with self._lock:
             if failure:
                 self._failures.append(failure)
@@ -421,49 +390,29 @@ class CommitWatcher:
                 del self._pending[request.key]
             self._changed.notify_all()
 
-    # ------------------------------------------------------------ the server
+    # ------------------------------------------------------------ what no journal tells
 
-    def _next_ask_at(self) -> float:
-        """Return when to query the server next: most saves are committed before that."""
-        asked = [save.since + ASK_S[0] for save in self._list_pending()]
-        return max(min(asked, default=math.inf), self._ask_at)
+    def _next_care_at(self) -> float:
+        """Return when to look next: most saves are begun or committed before that."""
+        due = [save.since + CARE_S for save in self._list_pending()]
+        return max(min(due, default=math.inf), self._care_at)
 
-    def _select_to_ask(self, saves: Sequence[PendingSave]) -> list[PendingSave]:
-        """Return the saves for which this process has to query the server itself."""
-        if self._leads or not saves:
-            return [*saves]
-        if not self._waiting:
-            return []
-        logs, now = self._read_logs(saves), time.monotonic()
-
-        def is_followed(save: PendingSave) -> bool:
-            with suppress(OSError):
-                return logs.is_followed(save.request.key, now - save.since)
-            return False
-
-        return [save for save in saves if save.requested_here or not is_followed(save)]
-
-    async def _ask(self) -> None:
-        """Query the server for all pending saves in one call, unless rank 0 does.
-
-        While the server does not answer, the interval grows.
-        """
-        now = time.monotonic()
-        self._ask_at = now + self._ask_every
-        asked = self._select_to_ask([s for s in self._list_pending() if s.since + ASK_S[0] <= now])
-        self._tell([save for save in asked if not save.announced], Outcome("pending"))
-        outcomes = await self._trigger.outcomes([save.request for save in asked])
-        away = any(outcome.state == "unknown" for outcome in outcomes.values())
-        alone = self._leads or all(save.requested_here for save in asked)
-        least = ASK_S[0] if alone else ASK_S[1]  # many ranks may have lost rank 0
-        self._ask_every = min(2 * self._ask_every, ASK_S[1]) if away else least
-        calls = max(1, math.ceil(len(asked) / KEYS_PER_CALL))
-        self._ask_at = time.monotonic() + self._ask_every * calls
-        for save in asked:
-            save.announced = True
-            outcome = outcomes[save.request.key]
-            if outcome.state != "unknown" and self._pending.get(save.request.key) is save:
-                self._look_at(save, outcome)
+    async def _care(self) -> None:
+        """End saves that nothing will commit, and tell the other ranks why."""
+        self._care_at = time.monotonic() + CARE_S
+        saves = self._list_pending()
+        journal = self._read_journal(saves[0].request)
+        begun = {save.request.key for save in saves if journal.find(save.request.key)}
+        requests = [save.request for save in saves]
+        found = await asyncio.to_thread(self._trigger.find_failures, requests, begun)
+        journal = self._read_journal(saves[0].request)
+        for save in saves:
+            request, known = save.request, journal.find(save.request.key)
+            ended = known is not None and known.state != "pending"
+            if request.key in found and not ended and self._pending.get(request.key) is save:
+                entry = Entry.of(request, "failed", found[request.key])
+                append(request, entry)
+                self._look_at(save, entry)
 
     def _note_seconds(self, save: PendingSave) -> None:
         request = save.request

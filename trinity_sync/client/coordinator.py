@@ -159,9 +159,7 @@ class CheckpointCoordinator:
             takes_over=self.settings.take_over if take_over is None else take_over,
         )
         self._attachments = Attachments(self.root, rank)
-        self._watcher = CommitWatcher(
-            requests, self.spool, rank=rank, world_size=world_size, run=self._run
-        )
+        self._watcher = CommitWatcher(requests, self.spool, rank=rank, run=self._run)
         self._loader = StepLoader(
             self.root,
             self.spool,

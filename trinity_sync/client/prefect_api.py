@@ -21,8 +21,6 @@ from trinity_sync.settings import Settings
 T = TypeVar("T")
 PAGE = 200
 """Maximum number of objects in one answer of the server."""
-KEYS_PER_CALL = 100
-"""Flow runs that one call of `PrefectApi.flow_runs` reads."""
 FAILED = ("FAILED", "CRASHED", "CANCELLED")
 """Types of the final states of a flow run that has not committed its step."""
 FINAL = ("COMPLETED", *FAILED)
@@ -154,13 +152,6 @@ class PrefectApi(PrefectConnection):
         path = f"/flow_run_states/?flow_run_id={run}"
         return await self.call(path, lambda found: [_decode_state(each) for each in found])
 
-    async def flow_runs(self, keys: Sequence[str]) -> dict[str, FlowRun]:
-        """Return the flow runs that exist, by idempotency key; one call for 100 keys."""
-        found: list[FlowRun] = []
-        for batch in (keys[at : at + KEYS_PER_CALL] for at in range(0, len(keys), KEYS_PER_CALL)):
-            found += await self._filter_runs({"idempotency_key": {"any_": list(batch)}})
-        return {run.key: run for run in found}
-
     async def read_job_runs(
         self, job: str, *, step: int | None = None, limit: int = PAGE
     ) -> list[FlowRun]:
@@ -188,17 +179,24 @@ class PrefectApi(PrefectConnection):
         *states: str,
         deployment: str | None = None,
         ids: Sequence[str] | None = None,
+        ended_after: float | None = None,
     ) -> list[FlowRun]:
         """Read all runs of a work pool that are in one of some states.
 
-        They are also of one deployment, if it is named, and among ``ids``, if these are given.
+        They are also of one deployment, if it is named, among ``ids``, if these are given, and have
+        ended after a time by this node's clock, in seconds since the epoch.
         """
         others: dict[str, Any] = {"work_pools": {"name": {"any_": [pool]}}}
         if deployment:
             others["deployments"] = {"name": {"any_": [deployment]}}
+        more: dict[str, Any] = {}
+        if ended_after is not None:
+            after = datetime.fromtimestamp(ended_after + self.clock_skew, timezone.utc)
+            more["end_time"] = {"after_": after.isoformat()}
         found: list[FlowRun] = []
         while page := await self._filter_runs(
             {
+                **more,
                 "state": _of_types(*states),
                 "id": {"any_": ids, "not_any_": [str(run.id) for run in found]},
             },
@@ -242,8 +240,12 @@ class PrefectApi(PrefectConnection):
             started_at=_decode_time(run.get("start_time")),
             seconds=float(run.get("estimated_run_time") or 0.0),
             attempts=int(run.get("run_count") or 0),
-            page=f"{self.find_server().ui_url}/runs/flow-run/{run['id']}",
+            page=self.get_page(run["id"]),
         )
+
+    def get_page(self, run: uuid.UUID | str) -> str:
+        """Return the URL of a flow run's page in the Prefect UI."""
+        return f"{self.find_server().ui_url}/runs/flow-run/{run}"
 
     # -------------------------------------------------------------- task runs
 

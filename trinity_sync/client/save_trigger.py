@@ -1,4 +1,4 @@
-"""Request the flow runs of saves, and query their states, off the training thread.
+"""Request the flow runs of saves, off the training thread.
 
 While the server cannot be reached, the sealed images wait in the spool, the request is retried, and
 the node's worker looks for the images as well. The idempotency key of a save makes all of these
@@ -12,15 +12,12 @@ import asyncio
 import itertools
 import logging
 import time
-import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 
-from trinity_sync.client.outcomes import Outcome, OutcomeLogs
-from trinity_sync.client.prefect_api import FlowRun, PrefectApi, ask_server
+from trinity_sync.client.prefect_api import PrefectApi, ask_server
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.saver_control import SaverControl
 from trinity_sync.errors import (
@@ -31,7 +28,7 @@ from trinity_sync.errors import (
     TrinitySyncError,
 )
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.spool import JobSpool, SealedImage, try_run_lock
+from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.placement import is_on_several_nodes
 
@@ -41,18 +38,12 @@ BACK_OFF_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Seconds between attempts to request a flow run; the last value repeats."""
 CHECK_S = 5.0
 """Seconds to wait for the server's answer in `SaveTrigger.require_stack`."""
-CRASH_GRACE_S = 30.0
-"""Seconds for which a worker may still retry a crashed run, from when this process has heard of the
-crash: the server's clock may differ."""
-
-NOT_REQUESTED = Outcome("pending", "neither flow run nor saver has begun it")
 
 
 class SaveTrigger:
-    """Requests the flow runs of saves, and queries their states; arguments as of `PrefectApi`.
+    """Requests the flow runs of saves; arguments as of `PrefectApi`.
 
-    `submit` may be called by any thread. The coroutines run in the event loop of `CommitWatcher`,
-    where requests and queries are separate tasks: a query that hangs delays no request.
+    `submit` may be called by any thread. The coroutines run in the event loop of `CommitWatcher`.
     """
 
     def __init__(self, settings: Settings | None = None, api_url: str | None = None) -> None:
@@ -66,14 +57,11 @@ class SaveTrigger:
         """Whether it was asked."""
         self._lacks_saver = False
         """Whether it was logged that the saver cannot be started."""
-        self._logs: dict[tuple[str, str], OutcomeLogs] = {}
-        """What savers have written, by root and run."""
         self._unsent: deque[tuple[SaveRequest, float]] = deque()
         """Requests, and when they were submitted (monotonic)."""
         self._away = False
         self._refused: dict[str, str] = {}
-        self._crashed: dict[tuple[uuid.UUID, float], float] = {}
-        """When this process heard of a crash (monotonic), by run and the server's time of it."""
+        """Why saves cannot be requested, by request key."""
 
     def warn_without_stack(self, root: Path, spool: Path) -> None:
         """Log a warning if nothing would commit the saves of a root, which wait in its spool."""
@@ -140,7 +128,6 @@ class SaveTrigger:
 
     def submit(self, request: SaveRequest) -> None:
         """Queue the request of a save for the next `send`."""
-        self._refused.pop(request.key, None)  # the stack may have been upgraded since
         self._unsent.append((request, time.monotonic()))
 
     @property
@@ -153,7 +140,7 @@ class SaveTrigger:
         while self._unsent:
             request, since = self._unsent[0]
             for attempt in itertools.count():
-                if time.monotonic() - since > BACK_OFF_S[0] and self._evicted([request]):
+                if time.monotonic() - since > BACK_OFF_S[0] and self._find_evicted([request]):
                     break
                 try:
                     self._after_s = await asyncio.to_thread(lambda: self.saver_after_s)
@@ -175,75 +162,32 @@ class SaveTrigger:
                     break
             self._unsent.popleft()
 
-    async def outcomes(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
-        """Query the states of the flow runs of saves; return the outcome of each by request key."""
-        found = {request.key: NOT_REQUESTED for request, _ in self._unsent}
-        found |= {key: Outcome("failed", why) for key, why in self._refused.items()}
-        sent = [request for request in requests if request.key not in found]
-        self._after_s = after_s = self.saver_after_s
-        if after_s == 0:
-            found |= {each.key: NOT_REQUESTED for each in sent}
-        else:
-            found |= await self._ask_server([each.key for each in sent])
-        if after_s is not None:
-            # what a flow run has begun ends as the flow run does
-            waiting = [each for each in requests if found[each.key].state in ("pending", "unknown")]
-            found |= await asyncio.to_thread(self._ask_saver, waiting)
-        lost = [each for each in sent if found[each.key] == NOT_REQUESTED]
-        found |= await asyncio.to_thread(self._evicted, lost)
-        return {request.key: found[request.key] for request in requests}
+    def find_failures(
+        self, requests: Sequence[SaveRequest], begun: Collection[str]
+    ) -> dict[str, str]:
+        """Return why saves that are not committed never will be, by request key; wake the saver.
 
-    async def _ask_server(self, keys: Sequence[str]) -> dict[str, Outcome]:
-        """Return the outcomes of flow runs, by request key."""
-        try:
-            runs = await self._api.flow_runs(keys)
-            return {key: self._outcome(runs.get(key)) for key in keys}
-        except Exception as error:
-            unknown = Outcome("unknown", f"the Prefect server cannot be asked: {error}")
-            return dict.fromkeys(keys, unknown)
-
-    def _ask_saver(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
-        """Return how the saver has ended saves, by request key."""
-        ended = {each.key: found for each in requests if (found := self._read_saver(each))}
-        if requests and len(ended) == len(requests):
-            return ended
-        try:  # starts another in the place of one that was killed
-            self._reach_saver(self._saver.wake)
-        except SaveError as error:
-            failed = Outcome("failed", str(error))
-            ended = {each.key: failed for each in requests} | ended
-        return ended
-
-    def _read_saver(self, request: SaveRequest) -> Outcome | None:
-        """Return how the saver has ended a save, None if it has not."""
-        run = request.root, request.save.run_label
-        logs = self._logs.setdefault(run, OutcomeLogs(request))
-        with suppress(OSError):
-            logs.read()
-        return logs.outcome(request.key)
+        It has to live for each of these, so another is started in the place of one that was killed.
+        ``begun`` are the keys of saves that the stack or a saver works on.
+        """
+        found = {}
+        self._after_s = self.saver_after_s
+        if self._after_s is not None:
+            try:
+                self._reach_saver(self._saver.wake)
+            except SaveError as error:
+                found = {each.key: str(error) for each in requests}
+        waiting = [each for each in requests if each.key not in begun]
+        refused = {
+            each.key: self._refused[each.key] for each in waiting if each.key in self._refused
+        }
+        return found | self._find_evicted(waiting) | refused
 
     async def disconnect(self) -> None:
         """Close the connections to the server, before the event loop ends."""
         await self._api.close()
 
-    def _outcome(self, run: FlowRun | None) -> Outcome:
-        if run is None or not run.state.type:
-            return NOT_REQUESTED
-        state, message = run.state, run.state.message or run.state.name
-        if state.type == "COMPLETED":
-            return Outcome("completed", message, run.page)
-        if state.type == "CRASHED":
-            heard = self._crashed.setdefault((run.id, state.since), time.monotonic())
-            if time.monotonic() - heard <= CRASH_GRACE_S:
-                return Outcome("pending", message, run.page)
-            with try_run_lock(self._settings.spool, run.id) as ended:
-                # a run that continues on this node lost its server; it ends as what it reports
-                return Outcome("failed" if ended else "running", message, run.page)
-        if state.type in ("FAILED", "CANCELLED", "CANCELLING"):
-            return Outcome("failed", f"{state.name}: {message}", run.page)
-        return Outcome("running" if state.type == "RUNNING" else "pending", message, run.page)
-
-    def _evicted(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
+    def _find_evicted(self, requests: Sequence[SaveRequest]) -> dict[str, str]:
         """Return the failures of saves whose images on this node were evicted, by request key.
 
         A save without components has no images. Saves whose images or manifest cannot be read are
@@ -268,10 +212,9 @@ class SaveTrigger:
                 continue
             if manifest and manifest.run == save.run and manifest.has_kind(save.kind, save.roles):
                 continue
-            found[request.key] = Outcome(
-                "failed",
+            found[request.key] = (
                 f"its images in {spool.folder} were evicted for later steps before a flow run or "
-                "the saver had begun it. Save at longer intervals, or see: trinity-sync status",
+                "the saver had begun it. Save at longer intervals, or see: trinity-sync status"
             )
         return found
 

@@ -47,6 +47,7 @@ from prefect.workers.base import (
 )
 from websockets.exceptions import ConnectionClosed
 
+from trinity_sync.client.journal import SaveState
 from trinity_sync.client.prefect_api import PAGE, PrefectApi
 from trinity_sync.errors import ConfigError, PrefectApiError
 from trinity_sync.fs.process import read_process_identity
@@ -57,7 +58,13 @@ from trinity_sync.orchestration.prefect_compat import (
     run_flow,
     spare_calls_of_runs,
 )
-from trinity_sync.orchestration.recovery.flow_runs import ACQUIRED_BY, try_allow_eviction
+from trinity_sync.orchestration.recovery.flow_runs import (
+    ACQUIRED_BY,
+    describe_end,
+    read_request,
+    try_allow_eviction,
+    try_tell,
+)
 from trinity_sync.orchestration.recovery.node import NodeRecovery
 from trinity_sync.orchestration.recovery.reconcile import repair_known_roots
 from trinity_sync.pipeline.pending import warn_once
@@ -146,6 +153,7 @@ class TrinitySyncWorker(
             await self.client.set_flow_run_state(flow_run.id, end, force=True)
             return
         try:
+            await self._tell(flow_run, "pending")
             state = await self._run_until_cancelled(flow, flow_run)
             cancelled = flow_run.id in self._cancelled or (state and state.is_cancelling())
             if cancelled and not (state and state.is_final()):
@@ -153,10 +161,20 @@ class TrinitySyncWorker(
                     "Cancelled while running. A step that was not committed stays uncommitted."
                 )
                 await try_allow_eviction(self._trinity.spool, flow_run.parameters, message)
-                end = Cancelled(message=message)
-                await self.client.set_flow_run_state(flow_run.id, end, force=True)
+                state = Cancelled(message=message)
+                await self.client.set_flow_run_state(flow_run.id, state, force=True)
+            if state and state.is_completed():
+                await self._tell(flow_run, "completed")
+            elif state and state.is_final() and not state.is_crashed():  # that is retried
+                await self._tell(flow_run, "failed", describe_end(state.name, state.message))
         finally:
             self._running.pop(flow_run.id, None)
+
+    async def _tell(self, flow_run: FlowRun, state: SaveState, message: str = "") -> None:
+        """Write into the journal that this worker begins a save, or how it has ended."""
+        if request := read_request(flow_run.parameters):
+            url, start = self._api.get_page(flow_run.id), flow_run.run_count + 1
+            await try_tell(request, state, message, url=url, start=start)
 
     async def _find_entrypoint(self, flow_run: FlowRun) -> str | None:
         """Return the entrypoint of a run's deployment, which is read again after a minute."""

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.client.outcomes import OutcomeLogs
+from trinity_sync.client.journal import Journal
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import MissingShardsError, SaveError
 from trinity_sync.fs.atomic import (
@@ -134,16 +134,16 @@ def await_commit(
     Raises:
         SaveError: it has failed, or has written nothing for twice ``rank_timeout_s``.
     """
-    logs = OutcomeLogs(request)
+    journal = Journal.of(request)
     quiet = _Quiet(request, 2 * rank_timeout_s)
     while not is_committed(request):
         with suppress(OSError):
-            logs.read()
-        outcome = logs.outcome(request.key)
-        if outcome and outcome.state == "completed":
+            journal.read()
+        entry = journal.find(request.key)
+        if entry and entry.state == "completed":
             return  # it may have been removed since
-        if outcome:
-            raise SaveError(outcome.message)
+        if entry and entry.state == "failed":
+            raise SaveError(entry.message)
         if quiet.pause():
             raise SaveError(
                 f"{request.run_name} of {request.root} is not committed by node {nodes[0].node}, "

@@ -5,10 +5,10 @@ What is written, and how it is committed, is what the flow's tasks call.
 
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from trinity_sync.client.outcomes import Outcome
+from trinity_sync.client.journal import Entry, append
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.pipeline.save import NodeWriting, run_save
@@ -22,7 +22,6 @@ class CommitsHere(SaveTrigger):
     def __init__(self) -> None:
         super().__init__()
         self._requests: queue.Queue[SaveRequest] = queue.Queue()
-        self._errors: dict[str, str] = {}
         self._known: set[str] = set()
         """Idempotency keys that have a flow run, which is never started again."""
         self._save_step = _save_step
@@ -33,17 +32,20 @@ class CommitsHere(SaveTrigger):
             self._known.add(request.key)
             self._requests.put(request)
 
-    async def outcomes(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
-        failed = {key: Outcome("failed", why) for key, why in self._errors.items()}
-        return {each.key: failed.get(each.key, Outcome("pending")) for each in requests}
+    def find_failures(
+        self, requests: Sequence[SaveRequest], begun: Collection[str]
+    ) -> dict[str, str]:
+        return {}
 
     def _work(self) -> None:
         while True:
             request = self._requests.get()
+            append(request, Entry.of(request, "pending"))
             try:
                 self._save_step(request)
+                append(request, Entry.of(request, "completed"))
             except Exception as error:
-                self._errors[request.key] = repr(error)
+                append(request, Entry.of(request, "failed", repr(error)))
             finally:
                 self._requests.task_done()
 

@@ -6,8 +6,9 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from uuid import UUID, uuid4
 
 import pytest
@@ -15,12 +16,13 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from tests.support.answers import server
-from trinity_sync.client import save_trigger
+from tests.support.answers import server, serving
+from trinity_sync.client.journal import Entry, Journal, SaveState, append
 from trinity_sync.client.prefect_api import PrefectApi, ask_server
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.client.save_trigger import SaveTrigger
+from trinity_sync.orchestration.recovery import node
 from trinity_sync.orchestration.recovery.flow_runs import ACQUIRED_BY, recover_zombie, retry_crashed
+from trinity_sync.orchestration.recovery.node import NodeRecovery
 from trinity_sync.orchestration.worker import TrinitySyncWorker
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import try_run_lock
@@ -161,21 +163,72 @@ def test_a_worker_takes_no_run_that_a_process_of_its_node_executes(
     assert [state["name"] for state in states] == ["Pending"]
 
 
-def test_a_run_that_a_server_calls_crashed_has_not_failed_while_it_runs_here(
-    spool_folder: Path, monkeypatch: pytest.MonkeyPatch
+@contextmanager
+def failed_run(request: SaveRequest, kind: str) -> Iterator[PrefectApi]:
+    """A server whose flow run of a save ended at a time that this clock is far from."""
+    state = {"type": kind, "name": kind.title(), "message": "killed", "id": str(uuid4())}
+    run = {
+        "id": RUN,
+        "name": request.flow_run_name,
+        "tags": request.tags,
+        "parameters": request.flow_run["parameters"],
+        "state": {**state, "timestamp": "2100-01-01T00:00:00Z"},
+        "run_count": 1,
+    }
+
+    def answer(asked: BaseHTTPRequestHandler, body: str) -> tuple[int, str]:
+        if not asked.path.endswith("/flow_runs/filter"):
+            return 200, "[]"
+        wanted = json.loads(body)["flow_runs"]
+        is_there = kind in wanted["state"]["type"]["any_"] and RUN not in wanted["id"]["not_any_"]
+        return 200, json.dumps([run] if is_there else [])
+
+    with serving(answer) as url:
+        yield PrefectApi(Settings(), f"{url}/api")
+
+
+def tell(recovery: NodeRecovery, api: PrefectApi, request: SaveRequest) -> Entry | None:
+    """Have a worker poll; return what the journal tells then."""
+
+    async def poll() -> None:
+        async with api:
+            await recovery.recover_flow_runs(api, "pool")
+
+    asyncio.run(poll())
+    journal = Journal.of(request)
+    journal.read()
+    return journal.find(request.key)
+
+
+def test_a_crashed_run_has_failed_once_nothing_executes_or_retries_it(
+    spool_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(save_trigger, "CRASH_GRACE_S", -1.0)  # it is over
-    with prefect(*CRASHED):
-        trigger = SaveTrigger(Settings(spool=spool_folder), PREFECT_API_URL.value())
-
-        def state() -> str:
-            async def ask() -> str:
-                outcomes = await trigger.outcomes([SAVE])
-                await trigger.disconnect()
-                return outcomes[SAVE.key].state
-
-            return asyncio.run(ask())
-
+    request = SaveRequest(root=str(tmp_path), step=4, run=1)
+    recovery = NodeRecovery(spool_folder, f"{NODE}/2/2", lambda _: False, lambda _: None)
+    with failed_run(request, "CRASHED") as api:
+        assert tell(recovery, api, request) is None  # a worker may retry it
+        monkeypatch.setattr(node, "CRASH_GRACE_S", -1.0)
         with at_work(spool_folder):
-            assert state() == "running"
-        assert state() == "failed"
+            assert tell(recovery, api, request) is None
+        entry = tell(recovery, api, request)
+    assert entry
+    assert (entry.state, entry.message) == ("failed", "Crashed: killed")
+    assert entry.url.endswith(f"/runs/flow-run/{RUN}")
+
+
+@pytest.mark.parametrize("known", ["nothing", "pending", "failed", "completed"])
+def test_a_run_that_ended_without_a_worker_is_told_once(
+    spool_folder: Path, tmp_path: Path, known: SaveState | Literal["nothing"]
+) -> None:
+    request = SaveRequest(root=str(tmp_path), step=4, run=1)
+    if known != "nothing":
+        append(request, Entry.of(request, known, "by its worker", start=1))
+    recovery = NodeRecovery(spool_folder, f"{NODE}/2/2", lambda _: False, lambda _: None)
+    with failed_run(request, "CANCELLED") as api:
+        for _ in range(2):
+            entry = tell(recovery, api, request)
+    assert entry
+    told = ("failed", "Cancelled: killed"), (known, "by its worker")
+    assert (entry.state, entry.message) == told[known in ("failed", "completed")]
+    (path,) = tmp_path.glob(".trinity_sync/outcomes/*.jsonl")
+    assert len(path.read_text().splitlines()) == (1 if known != "pending" else 2)

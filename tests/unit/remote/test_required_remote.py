@@ -3,7 +3,7 @@
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from tests.support.job import Job
 from trinity_sync.cli.commands import app
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.client.outcomes import Outcome
+from trinity_sync.client.journal import Entry, append
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import (
@@ -52,15 +52,13 @@ SHARD = "actor/model_world_size_1_rank_0.pt"
 class Asked(SaveTrigger):
     """No server: the test does what the flow would, and says how that ended."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.answer = Outcome("running")
-
     def submit(self, request: SaveRequest) -> None:
         pass
 
-    async def outcomes(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
-        return {request.key: self.answer for request in requests}
+    def find_failures(
+        self, requests: Sequence[SaveRequest], begun: Collection[str]
+    ) -> dict[str, str]:
+        return {}
 
 
 @dataclass
@@ -319,12 +317,12 @@ def test_waiting_for_a_save_waits_for_the_remote_and_raises_its_error(
     saves.wait_all(10)
     one.commit(saves, 2, sent=False)
     assert len(saves.commit_seconds) == 1
-    saves._watcher._trigger.answer = Outcome("failed", "the store is full")  # type: ignore[attr-defined]
+    request = Job(saves.root, saves.spool).request(2)
+    append(request, Entry.of(request, "failed", "the store is full"))
     with pytest.raises(
         SaveFailedError, match=r"brought to file://.*in the root only: the store is full"
     ):
         saves.wait_all(10)
-    saves._watcher._trigger.answer = Outcome("running")  # type: ignore[attr-defined]
     one.commit(saves, 3)
     saves.wait_all(10)
 

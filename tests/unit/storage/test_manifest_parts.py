@@ -16,7 +16,7 @@ import torch
 from tests.support.dying import in_a_process
 from tests.support.job import Job
 from tests.support.meanwhile import when_opened
-from trinity_sync.client.outcomes import PendingSave
+from trinity_sync.client.pending_save import PendingSave
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.savers import CallableSaver
 from trinity_sync.errors import ManifestError, SaveError

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tests.support.job import Job
 from tests.unit.conftest import Open
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.client.outcomes import Outcome
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import CommitError, MissingShardsError, SaveError
@@ -55,8 +54,10 @@ class Noted(SaveTrigger):
     def submit(self, request: SaveRequest) -> None:
         self.requests.append(request)
 
-    async def outcomes(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
-        return {request.key: Outcome("pending") for request in requests}
+    def find_failures(
+        self, requests: Sequence[SaveRequest], begun: Collection[str]
+    ) -> dict[str, str]:
+        return {}
 
 
 @pytest.fixture

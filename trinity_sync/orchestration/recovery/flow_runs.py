@@ -13,12 +13,16 @@ not: a server that was away shows runs as Crashed that are still executed.
 Orphaned images are sealed images on this node that no flow run will persist. If the trainer died
 before it requested the flow run, or the server was away, the run is requested. If the save was
 cancelled or failed, its images are marked, so that later saves evict them first.
+
+The worker that runs a flow writes the journal of its root (`client.journal`). How runs ended that
+no worker could see to their end is read from the server, and written there as well.
 """
 
 import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -27,6 +31,7 @@ from uuid import UUID
 import anyio
 from pydantic import ValidationError
 
+from trinity_sync.client.journal import PATIENCE_S, Entry, Journal, SaveState, append
 from trinity_sync.client.prefect_api import FINAL, UNDER_WAY, FlowRun, PrefectApi, State
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import FormatError, TrinitySyncError
@@ -143,7 +148,7 @@ def _find_owner(states: Sequence[State]) -> str:
 
 
 MARK_S = 5.0
-"""Seconds to wait for `allow_eviction`: a task on a file system that hangs holds its images."""
+"""Seconds to wait for a root or a spool: a task on a file system that hangs holds its images."""
 
 _visits = RootVisits("orphaned images")
 
@@ -179,14 +184,57 @@ async def try_allow_eviction(spool: Path, parameters: Mapping[str, Any], reason:
 def allow_eviction(spool: Path, parameters: Mapping[str, Any], reason: str) -> None:
     """Mark the images of a save that ended without a commit, so that later saves evict them first.
 
-    ``parameters`` are the flow run's. A run of another flow, or of a trainer of another release, is
-    ignored.
+    ``parameters`` are the flow run's.
     """
-    try:
-        request = SaveRequest.model_validate(parameters["request"])
-    except (KeyError, ValidationError, FormatError):
+    request = read_request(parameters)
+    if request is None:
         return
     try:
         mark_failed(JobSpool(spool / request.job), request.save, reason)
     except (OSError, TrinitySyncError) as error:
         logger.warning("cannot mark the images of %s for eviction: %s", request.save, error)
+
+
+def read_request(parameters: Mapping[str, Any]) -> SaveRequest | None:
+    """Return the save of a flow run by its parameters.
+
+    None for a run of another flow, or of a trainer of another release.
+    """
+    try:
+        return SaveRequest.model_validate(parameters["request"])
+    except (KeyError, ValidationError, FormatError):
+        return None
+
+
+def describe_end(name: str | None, message: str | None) -> str:
+    """Return why a run has not committed its save, by its last state."""
+    return ": ".join(filter(None, (name, message)))
+
+
+async def try_tell(
+    request: SaveRequest, state: SaveState, message: str = "", *, url: str, start: int
+) -> None:
+    """Write the state of a save into the journal, and wait no longer than `MARK_S` for it."""
+    entry = Entry.of(request, state, message, url=url, start=start)
+    with anyio.move_on_after(MARK_S):
+        await run_in_thread(append, request, entry, patience_s=PATIENCE_S)
+
+
+async def try_tell_failure(run: FlowRun) -> None:
+    """Write into the journal that the save of a run has failed, unless its worker has done so."""
+    request = read_request(run.parameters)
+    if request is not None:
+        with anyio.move_on_after(MARK_S):
+            await run_in_thread(_tell_failure, request, run)
+
+
+def _tell_failure(request: SaveRequest, run: FlowRun) -> None:
+    journal = Journal.of(request)
+    with suppress(OSError):
+        journal.read()
+    known = journal.find(request.key)
+    if known is None or known.state == "pending" or known.start < run.attempts:
+        # after a start that the server has not counted: its process died before it ran
+        why, start = describe_end(run.state.name, run.state.message), run.attempts + 1
+        entry = Entry.of(request, "failed", why, url=run.page, start=start)
+        append(request, entry, patience_s=PATIENCE_S)

@@ -1,29 +1,38 @@
-"""Recover zombie runs and orphaned images of a worker's node at every poll."""
+"""Recover zombie runs and orphaned images of a worker's node at every poll, and tell what failed."""
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from uuid import UUID
 
-from trinity_sync.client.prefect_api import UNDER_WAY, PrefectApi
+from trinity_sync.client.prefect_api import FAILED, UNDER_WAY, FlowRun, PrefectApi
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import PrefectApiError, RequestRefusedError
 from trinity_sync.fs.locks import try_acquire_file_lock
 from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.orchestration.job_registry import ANSWER_S
 from trinity_sync.orchestration.recovery.flow_runs import (
+    LATE_S,
     allow_eviction,
     end_unreported_tasks,
     recover_zombie,
     retry_crashed,
+    try_tell_failure,
 )
 from trinity_sync.orchestration.root_threads import run_in_thread
 from trinity_sync.pipeline.pending import compare_late_images, find_pending_saves, warn_once
-from trinity_sync.snapshot.spool import JobSpool, list_job_spools
+from trinity_sync.snapshot.spool import JobSpool, list_job_spools, try_run_lock
 
 logger = logging.getLogger(__name__)
+
+ENDED_S = 86400.0, 600.0
+"""Seconds for which a run may have ended at the first poll of a worker, and at the later ones."""
+CRASH_GRACE_S = LATE_S + 15.0
+"""Seconds for which a worker may still retry a crashed run, from when this one has seen it."""
 
 
 class NodeRecovery:
@@ -46,6 +55,9 @@ class NodeRecovery:
         self._here = here
         self._executes = executes
         self._cancel = cancel
+        self._ended_s = ENDED_S[0]
+        self._failed: dict[tuple[UUID, str], float] = {}
+        """When runs were seen that had failed (monotonic), by id and state; infinite once told."""
         self._jobs: dict[JobSpool, asyncio.Task[None]] = {}
         """Recoveries of jobs that have not ended."""
 
@@ -64,7 +76,31 @@ class NodeRecovery:
                 if not error.status:  # the server is away; otherwise others are unaffected
                     raise
                 logger.warning("cannot recover flow run %s: %s", run.name, error)
+        await self._tell_failures(api, pool)
         await end_unreported_tasks(api, pool)
+
+    async def _tell_failures(self, api: PrefectApi, pool: str) -> None:
+        """Tell which saves failed whose runs no worker has seen to their end.
+
+        They were cancelled before they began, or have crashed and are not retried.
+        """
+        after = time.time() - self._ended_s
+        runs = await api.read_pool_runs(pool, *FAILED, ended_after=after)
+        now, self._ended_s = time.monotonic(), ENDED_S[1]
+        seen = {(run.id, run.state.id): run for run in runs if run.is_save}
+        self._failed = {each: self._failed.get(each, now) for each in seen}
+        for each, run in seen.items():
+            if now >= self._failed[each] + self._get_grace(run) and not self._executes(run.id):
+                self._failed[each] = math.inf
+                await try_tell_failure(run)
+
+    def _get_grace(self, run: FlowRun) -> float:
+        """Return the seconds for which the failure of a run may not be its end."""
+        if run.state.type != "CRASHED":
+            return 0.0
+        with try_run_lock(self._spool, run.id) as ended:
+            # one that continues on this node lost its server; it ends as what it reports
+            return CRASH_GRACE_S if ended else math.inf
 
     async def recover_images(self, api: PrefectApi) -> None:
         """Request the flow runs of orphaned images, and retry crashed runs."""
@@ -101,6 +137,7 @@ class NodeRecovery:
             if run.state.type in ("CANCELLED", "FAILED"):
                 # before a worker acquired it, or on a worker that cannot reach this node
                 await run_in_thread(allow_eviction, self._spool, run.parameters, run.state.message)
+                await try_tell_failure(run)
             elif run.state.type == "CRASHED":
                 await self._retry_crashed(api, request, run.id)
             elif run.state.type == "COMPLETED":

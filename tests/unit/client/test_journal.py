@@ -1,4 +1,4 @@
-"""What rank 0 learns of a save reaches the other ranks: each a process that asks no server."""
+"""Who drives a save writes how it ended, and all ranks read it, processes that ask no server."""
 
 import json
 import os
@@ -7,11 +7,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
-from uuid import uuid4
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from tests.support.answers import server
 from tests.support.job import Job
 from tests.unit.conftest import Open
 from trinity_sync.client.commit_watcher import MANY, CommitWatcher
-from trinity_sync.client.outcomes import UNANNOUNCED_S, Outcome, OutcomeLog, OutcomeLogs
+from trinity_sync.client.journal import KEEP_S, Entry, Journal, SaveState, append
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import SaveTimeoutError
@@ -38,7 +37,7 @@ from trinity_sync.snapshot.spool import JobSpool
 
 rank, root, spool, url, images = json.loads(sys.argv[1])
 trigger = SaveTrigger(Settings(spool=Path(spool).parent), url)
-watcher = CommitWatcher(trigger, JobSpool(Path(spool)), rank=rank, world_size=2)
+watcher = CommitWatcher(trigger, JobSpool(Path(spool)), rank=rank)
 save = {"root": root, "step": 4, "run": 1, "identity": read_identity(root)}
 request = SaveRequest(**save, components=["model"])
 watcher.follow(request, images=images)
@@ -113,33 +112,22 @@ def images_of(job: Job, rank: int) -> list[str]:
     return [each.ticket.image for each in job.spool.tickets()[0] if each.ticket.rank == rank]
 
 
-def flow_run(request: SaveRequest, state: str) -> tuple[int, str]:
-    """The answer of a server whose flow run of a save is in a state."""
-    named = {"type": state, "name": state.title(), "message": "the disk is full"}
-    run = {
-        "id": str(uuid4()),
-        "idempotency_key": request.key,
-        "state": {**named, "timestamp": "2026-01-01T00:00:00Z"},
-    }
-    return 200, json.dumps([run])
+def tell(request: SaveRequest, state: SaveState, message: str = "", *, start: int = 1) -> None:
+    append(request, Entry.of(request, state, message, url="http://its/page", start=start))
+
+
+def read(request: SaveRequest) -> Entry | None:
+    journal = Journal.of(request)
+    journal.read()
+    return journal.find(request.key)
 
 
 @contextmanager
-def leader(job: Job, url: str, world_size: int = 2) -> Iterator[CommitWatcher]:
+def leader(job: Job, url: str) -> Iterator[CommitWatcher]:
     trigger = SaveTrigger(Settings(spool=job.spool.folder.parent), url)
-    watcher = CommitWatcher(trigger, job.spool, rank=0, world_size=world_size)
+    watcher = CommitWatcher(trigger, job.spool, rank=0)
     yield watcher
     watcher.close()
-
-
-def await_that(watcher: CommitWatcher, what: Callable[[], object]) -> None:
-    while not what():
-        with pytest.raises(SaveTimeoutError):
-            watcher.wait(time.monotonic() + 0.05)
-
-
-def log_of(job: Job) -> str:
-    return "".join(path.read_text() for path in job.root.glob(".trinity_sync/outcomes/*.jsonl"))
 
 
 def test_a_rank_sees_a_commit_in_the_root_and_asks_no_server(pair: Job) -> None:
@@ -157,7 +145,7 @@ def test_a_rank_sees_a_commit_in_the_root_and_asks_no_server(pair: Job) -> None:
 def test_a_rank_that_asks_without_waiting_sees_a_commit(job: Job) -> None:
     job.stage(4, ZEROS)
     job.commit(4)
-    watcher = CommitWatcher(SaveTrigger(), job.spool, rank=1, world_size=2)
+    watcher = CommitWatcher(SaveTrigger(), job.spool, rank=1)
     watcher.follow(request_of(job))
     until = time.monotonic() + 30
     while time.monotonic() < until and watcher._pending:
@@ -170,7 +158,7 @@ def test_a_rank_that_asks_without_waiting_sees_a_commit(job: Job) -> None:
 def test_a_rank_that_waits_late_knows_how_long_its_commit_took(pair: Job) -> None:
     request = request_of(pair)
     trigger = SaveTrigger(Settings(spool=pair.spool.folder.parent), "http://127.0.0.1:9/api")
-    other = CommitWatcher(trigger, pair.spool, rank=1, world_size=2)
+    other = CommitWatcher(trigger, pair.spool, rank=1)
     other.follow(request)
     pair.commit(4)
     other._pending[request.key].since -= 3600  # an hour of training follows
@@ -179,56 +167,53 @@ def test_a_rank_that_waits_late_knows_how_long_its_commit_took(pair: Job) -> Non
     other.close()
 
 
-def test_a_rank_hears_from_rank_0_of_a_failure_and_asks_no_server(pair: Job) -> None:
+def test_all_ranks_read_why_a_save_failed_and_ask_no_server(pair: Job) -> None:
     request = request_of(pair)
+    asked: list[tuple[str, str]] = []
     with (
-        server({"/flow_runs/filter": flow_run(request, "FAILED")}) as url,
-        rank_of(pair, 1, "http://127.0.0.1:9/api") as other,
+        server({}, asked=asked) as url,
+        rank_of(pair, 1, url) as other,
         leader(pair, url) as first,
     ):
         other.begin_to_wait()
         first.follow(request)
+        tell(request, "pending")
+        tell(request, "failed", "Failed: the disk is full")
         failures = first.wait(time.monotonic() + 60)
         told = other.told()
-    assert "the disk is full" in failures[0]
+    assert failures[0].endswith("committed: Failed: the disk is full (http://its/page)")
     assert told == {"failures": failures, "seconds": [], "asked": False}
+    assert asked == []
+
+
+def test_what_rank_0_alone_knows_reaches_the_other_ranks(pair: Job) -> None:
+    with (
+        server({"/deployments": (422, "{}")}) as url,
+        rank_of(pair, 1, url) as other,
+        leader(pair, url) as first,
+    ):
+        other.begin_to_wait()
+        first.follow(request_of(pair), submit=True)
+        failures = first.wait(time.monotonic() + 60)
+        told = other.told()
+    assert "refuses the request" in failures[0]
+    assert (told["failures"], told["asked"]) == (failures, False)
 
 
 def test_a_rank_that_submits_a_failed_save_again_hears_of_the_second_outcome(pair: Job) -> None:
     request = request_of(pair)
     trigger = SaveTrigger(Settings(spool=pair.spool.folder.parent), "http://127.0.0.1:9/api")
-    log, other = OutcomeLog(request), CommitWatcher(trigger, pair.spool, rank=1, world_size=2)
+    other = CommitWatcher(trigger, pair.spool, rank=1)
     for attempt, why in enumerate(("the disk is full", "the disk is full again"), 1):
         request = request.model_copy(update={"attempt": attempt})
         other.follow(request, images=images_of(pair, 1))
         with pytest.raises(SaveTimeoutError):
             other.wait(time.monotonic() + 0.5)
-        log.append({request.key: Outcome("pending")})
-        log.append({request.key: Outcome("failed", why)})
+        tell(request, "pending")
+        tell(request, "failed", why)
         (failure,) = other.wait(time.monotonic() + 30)
-        assert failure.endswith(why)
-    log.close()
+        assert f"{why} (" in failure
     other.close()
-
-
-def test_a_rank_leaves_a_save_that_rank_0_follows_to_it(pair: Job) -> None:
-    request = request_of(pair)
-    asked: list[tuple[str, str]] = []
-    with (
-        server({"/flow_runs/filter": flow_run(request, "RUNNING")}, asked=asked) as theirs,
-        server({}) as url,
-        rank_of(pair, 1, theirs) as other,
-        leader(pair, url) as first,
-    ):
-        first.follow(request)
-        await_that(first, lambda: '"pending"' in log_of(pair))
-        other.begin_to_wait()
-        with pytest.raises(SaveTimeoutError):
-            first.wait(time.monotonic() + 2.5)  # the other rank would have asked by now
-        pair.commit(4)
-        told = other.told()
-    assert (told["failures"], told["asked"]) == ([], False)
-    assert asked == []
 
 
 @pytest.mark.parametrize("value", [0, 1])
@@ -243,6 +228,7 @@ def test_a_rank_whose_image_comes_after_the_commit_compares_it(job: Job, value: 
         rank_of(job, 1, url, late) as other,
         leader(job, url) as first,
     ):
+        tell(request_of(job), "completed")
         first.follow(request_of(job))  # with the images that were committed
         assert first.wait(time.monotonic() + 60) == []
         told = other.wait()
@@ -254,67 +240,21 @@ def test_a_rank_whose_image_comes_after_the_commit_compares_it(job: Job, value: 
         assert job.spool.tickets() == ([], [])
 
 
-def test_a_rank_whose_rank_0_was_killed_asks_the_server_itself(pair: Job) -> None:
-    request = request_of(pair)
-    answers = {"/flow_runs/filter": flow_run(request, "RUNNING")}
-    with server(answers) as url, rank_of(pair, 1, url) as other:
+def test_a_rank_that_outlives_rank_0_reads_why_a_save_failed(pair: Job) -> None:
+    with server({}) as url, rank_of(pair, 1, url) as other:
         with rank_of(pair, 0, url) as first:
-            first.begin_to_wait()
-            while '"pending"' not in log_of(pair):
-                assert first.process.poll() is None
             first.process.send_signal(signal.SIGKILL)
             first.process.wait()
-        answers["/flow_runs/filter"] = flow_run(request, "FAILED")
+        tell(request_of(pair), "failed", "the disk is full")
         told = other.wait()
-    assert told["asked"]
     assert "the disk is full" in told["failures"][0]
-
-
-def test_a_rank_asks_itself_about_a_save_that_rank_0_never_submits(
-    pair: Job,
-) -> None:
-    request, earlier = request_of(pair), request_of(pair, step=3)
-    failed = {"/flow_runs/filter": flow_run(request, "FAILED")}
-    running = {"/flow_runs/filter": flow_run(earlier, "RUNNING")}
-    with server(failed) as url, server(running) as to_first, leader(pair, to_first) as first:
-        first.follow(earlier)  # it lives, and could not stage step 4
-        await_that(first, lambda: log_of(pair))
-        other = CommitWatcher(
-            SaveTrigger(Settings(spool=pair.spool.folder.parent), url),
-            pair.spool,
-            rank=1,
-            world_size=2,
-        )
-        other.follow(request)
-        with pytest.raises(SaveTimeoutError):
-            other.wait(time.monotonic() + 1.5)
-        other._pending[request.key].since -= UNANNOUNCED_S
-        assert "the disk is full" in other.wait(time.monotonic() + 30)[0]
-        other.close()
-
-
-def test_a_rank_that_requests_a_flow_run_itself_asks_for_it_itself(pair: Job) -> None:
-    request = request_of(pair)
-    asked: list[tuple[str, str]] = []
-    answers = {
-        "/flow_runs/filter": flow_run(request, "FAILED"),
-        "/deployments/name": (200, json.dumps({"id": str(uuid4())})),
-        "/deployments": (201, json.dumps({"id": str(uuid4())})),
-    }
-    with server(answers, asked=asked) as url:
-        trigger = SaveTrigger(Settings(spool=pair.spool.folder.parent), url)
-        other = CommitWatcher(trigger, pair.spool, rank=1, world_size=2)
-        other.follow(request, submit=True)
-        while not any(path.endswith("create_flow_run") for path, _ in asked):
-            time.sleep(0.01)
-        assert "the disk is full" in other.wait(time.monotonic() + 30)[0]
-        other.close()
+    assert not told["asked"]
 
 
 def test_a_rank_that_never_waits_keeps_few_saves_and_no_thread(job: Job) -> None:
     with server({}) as url, leader(job, url) as first:
         trigger = SaveTrigger(Settings(spool=job.spool.folder.parent), "http://127.0.0.1:9/api")
-        other = CommitWatcher(trigger, job.spool, rank=1, world_size=2)
+        other = CommitWatcher(trigger, job.spool, rank=1)
         job.stage(4, ZEROS)
         job.commit(4)
         for number in range(MANY - 1):
@@ -331,87 +271,121 @@ def test_a_rank_that_never_waits_keeps_few_saves_and_no_thread(job: Job) -> None
         assert first.wait(time.monotonic()) == []
 
 
-def test_rank_0_removes_what_it_said_in_earlier_runs(job: Job) -> None:
-    for run in (1, 2, 12):
-        log = OutcomeLog(request_of(job, run=run))
-        log.append({"a save": Outcome("completed")})
-        log.close()
-    (job.root / ".trinity_sync/outcomes/other.jsonl").touch()
-    OutcomeLog(request_of(job, run=11)).append({"a save": Outcome("completed")})
-    left = job.root.glob(".trinity_sync/outcomes/*")
-    assert sorted(path.name.partition("-")[0] for path in left) == ["other.jsonl", "run11", "run12"]
+def path_of(job: Job, run: int) -> Path:
+    (path,) = job.root.glob(f".trinity_sync/outcomes/run{run}-*.jsonl")
+    return path
 
 
-def test_what_cannot_be_removed_of_an_earlier_run_stops_no_rank_0(job: Job) -> None:
+def test_files_of_earlier_runs_are_removed_once_they_are_old(job: Job) -> None:
     folder = job.root / ".trinity_sync/outcomes"
+    old = time.time() - KEEP_S - 60
+    for run in (1, 2, 3, 12):
+        tell(request_of(job, run=run), "completed")
+        if run != 2:
+            os.utime(path_of(job, run), (old, old))
+    (folder / "other.jsonl").touch()
+    os.utime(folder / "other.jsonl", (old, old))
+    tell(request_of(job, run=11), "completed")
+    left = sorted(path.name.partition("-")[0] for path in folder.iterdir())
+    assert left == ["other.jsonl", "run11", "run12", "run2"]
+
+
+def test_what_cannot_be_removed_of_an_earlier_run_stops_no_writer(job: Job) -> None:
+    folder, old = job.root / ".trinity_sync/outcomes", time.time() - KEEP_S - 60
     folder.mkdir(parents=True)
     (folder / "run1-other.jsonl").symlink_to("nowhere")  # as little opened as another user's file
     (folder / "run2-other.jsonl").mkdir()
-    log, logs = OutcomeLog(request_of(job, run=3)), OutcomeLogs(request_of(job, run=3))
-    log.append({"one": Outcome("failed")})
-    logs.read()
-    assert logs.outcome("one") == Outcome("failed")
-    log.close()
-
-
-def test_a_later_run_leaves_what_a_living_rank_0_of_an_earlier_one_says(job: Job) -> None:
-    first, second = OutcomeLog(request_of(job)), OutcomeLog(request_of(job, run=2))
-    first.append({"one": Outcome("failed")})
-    second.append({"two": Outcome("completed")})
-    logs = OutcomeLogs(request_of(job))
-    logs.read()
-    assert logs.outcome("one") == Outcome("failed")
-    first.close()
-    second.close()
+    os.utime(folder / "run2-other.jsonl", (old, old))
+    tell(request_of(job, run=3), "failed")
+    entry = read(request_of(job, run=3))
+    assert entry
+    assert entry.state == "failed"
 
 
 def test_a_file_that_was_removed_is_begun_again(job: Job) -> None:
-    log, logs = OutcomeLog(request_of(job)), OutcomeLogs(request_of(job))
-    log.append({"one": Outcome("pending")})
-    (path,) = job.root.glob(".trinity_sync/outcomes/*.jsonl")
-    path.unlink()
-    log.append({"two": Outcome("pending")})
-    logs.read()
-    assert not path.exists()
-    assert logs.is_followed("two", 0)
-    log.close()
+    one, two = request_of(job, 1), request_of(job, 2)
+    tell(one, "pending")
+    path_of(job, 1).unlink()
+    tell(two, "pending")
+    assert read(one) is None
+    assert read(two)
+
+
+def test_a_root_that_was_removed_is_not_created_again(tmp_path: Path) -> None:
+    tell(SaveRequest(root=str(tmp_path / "gone"), step=1, run=1), "failed")
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_line_that_is_cut_off_is_passed_over(job: Job) -> None:
-    request, logs = request_of(job), OutcomeLogs(request_of(job))
-    log = OutcomeLog(request)
-    log.append({"one": Outcome("failed", "why", "where")})
-    (path,) = job.root.glob(".trinity_sync/outcomes/*.jsonl")
+    one, two, three = (request_of(job, step) for step in (1, 2, 3))
+    tell(one, "failed", "why")
+    path, journal = path_of(job, 1), Journal.of(one)
+    (line,) = path.read_text().splitlines()
     with path.open("a") as file:
-        file.write('{"key": "two", "state": "comp')
-    logs.read()
-    assert logs.outcome("one") == Outcome("failed", "why", "where")
-    assert logs.outcome("two") is None
+        file.write(line.replace(one.key, two.key)[:-20])
+    journal.read()
+    entry = journal.find(one.key)
+    assert entry
+    assert (entry.state, entry.message, entry.url) == ("failed", "why", "http://its/page")
+    assert journal.find(two.key) is None
     with path.open("a") as file:
-        file.write('leted"}\n{"key": "three", "state": "completed", "message": "", "url": ""}\n')
-    logs.read()
-    assert logs.outcome("two") is None  # it has not all that a line has
-    assert logs.outcome("three") == Outcome("completed")
-    assert logs.is_followed("three", 0)
-    log.close()
-    assert not logs.is_followed("three", 0)
+        file.write("\n" + line.replace(one.key, three.key) + "\n")
+    journal.read()
+    assert journal.find(two.key) is None  # it has not all that a line has
+    assert journal.find(three.key)
 
 
-def test_a_rank_0_that_cannot_write_lets_the_other_ranks_ask(
+def test_of_a_run_that_is_retried_the_last_start_counts_whatever_the_clocks_say(job: Job) -> None:
+    request, journal = request_of(job), Journal.of(request_of(job))
+    told: list[tuple[SaveState, int, SaveState]] = [
+        ("failed", 1, "failed"),
+        ("pending", 1, "failed"),  # of another node's saver, which begins later
+        ("pending", 2, "pending"),
+        ("failed", 0, "pending"),  # of the saver, when the flow run has begun
+        ("completed", 2, "completed"),
+        ("failed", 1, "completed"),
+    ]
+    for state, start, known in told:
+        tell(request, state, start=start)
+        for each in (journal, Journal.of(request)):
+            each.read()
+            entry = each.find(request.key)
+            assert entry
+            assert entry.state == known
+
+
+def test_a_forked_child_has_a_file_of_its_own(job: Job) -> None:
+    tell(request_of(job, 1), "pending")
+    child = os.fork()
+    if not child:
+        tell(request_of(job, 2), "pending")
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert len([*job.root.glob(".trinity_sync/outcomes/*.jsonl")]) == 2
+    assert read(request_of(job, 1))
+    assert read(request_of(job, 2))
+
+
+def test_a_disk_that_is_full_for_a_while_hides_no_end(
     job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log, logs = OutcomeLog(request_of(job)), OutcomeLogs(request_of(job))
-    log.append({"one": Outcome("pending")})
-    (path,) = job.root.glob(".trinity_sync/outcomes/*.jsonl")
+    request = request_of(job)
+    tell(request, "pending")
+    path = path_of(job, 1)
     path.unlink()
     path.mkdir()
-    log.append({"one": Outcome("failed")})
-    assert "They query the Prefect server themselves" in caplog.text
+    tell(request, "pending")
+    assert "Ranks that wait for it do not learn it" in caplog.text
+    writing = threading.Thread(
+        target=append, args=[request, Entry.of(request, "failed")], kwargs={"patience_s": 60.0}
+    )
+    writing.start()
+    writing.join(0.1)
     path.rmdir()
-    log.append({"two": Outcome("pending")})
-    logs.read()
-    assert logs.is_followed("two", 0)
-    log.close()
+    writing.join()
+    entry = read(request)
+    assert entry
+    assert entry.state == "failed"
 
 
 def test_a_rank_has_a_thread_only_while_it_waits(pair: Job, coordinator_of: Open) -> None:

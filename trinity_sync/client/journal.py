@@ -1,0 +1,206 @@
+"""The journal of a root: who works on a save, and why it failed.
+
+The manifest alone tells that a save is committed; the journal decides nothing. Who drives a save
+writes it: the stack's worker or the saver, and a trainer for what it alone knows. All ranks and the
+commands read it.
+
+::
+
+    root/.trinity_sync/outcomes/run3-1b4f0e98.5d41402a.jsonl
+        {"key": "...step40/checkpoint", ..., "start": 1, "state": "pending", ...}
+        {"key": "...step40/checkpoint", ..., "start": 1, "state": "failed", "message": "...", ...}
+
+Each process has a file of its own for each run of the job. A flow run that is retried counts its
+starts: lines of the last start count, and of these the one that tells an end. So neither the order
+of the lines nor the clocks of the nodes matter. The lines are not synced, and a truncated line is
+ignored.
+"""
+
+import logging
+import time
+import uuid
+from contextlib import suppress
+from functools import cache
+from os import getpid
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.fs.atomic import list_uncached, make_folder
+from trinity_sync.layout import PRIVATE_FOLDER, Kind, parse_number
+from trinity_sync.tensors.safe_load import open_no_follow
+
+logger = logging.getLogger(__name__)
+
+KEEP_S = 7 * 86400.0
+"""Seconds since its last line after which a later run removes a file."""
+PATIENCE_S = 600.0
+"""Seconds for which an end is written again, such as while the disk is full."""
+_PAUSE_S = 2.0
+_REMEMBERED = 4096
+"""Number of saves that a reader keeps."""
+
+SaveState = Literal["pending", "failed", "completed"]
+_STATES: tuple[SaveState, ...] = "pending", "failed", "completed"
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """A line: the state of a save."""
+
+    key: str
+    """Request key of the save."""
+    run: int
+    step: int
+    kind: Kind
+    attempt: int
+    start: int
+    """Number of the flow run's start; 0 for what the saver or a trainer tells."""
+    state: SaveState
+    message: str
+    """Why it failed."""
+    url: str
+    """Page of the flow run in the Prefect UI."""
+    at: float
+    """Seconds since the epoch."""
+
+    @classmethod
+    def of(
+        cls,
+        request: SaveRequest,
+        state: SaveState,
+        message: str = "",
+        *,
+        url: str = "",
+        start: int = 0,
+    ) -> "Entry":
+        """Return the state of a save now."""
+        return cls(
+            key=request.key,
+            run=request.run,
+            step=request.step,
+            kind=request.kind,
+            attempt=request.attempt,
+            start=start,
+            state=state,
+            message=message,
+            url=url,
+            at=time.time(),
+        )
+
+    @property
+    def rank(self) -> tuple[int, int, float]:
+        """Of two entries of a save, the one with the higher rank counts."""
+        return self.start, _STATES.index(self.state), self.at
+
+
+def append(request: SaveRequest, entry: Entry, *, patience_s: float = 0.0) -> None:
+    """Append the state of a save; try again for some seconds, and log an error that remains."""
+    until = time.monotonic() + patience_s
+    line = msgspec.json.encode(entry) + b"\n"
+    while True:
+        try:
+            _append(request, line)
+        except OSError as error:
+            if time.monotonic() < until:
+                time.sleep(_PAUSE_S)
+                continue
+            logger.warning(
+                "Cannot write into %s that %s is %s: %s. Ranks that wait for it do not learn it; "
+                "see trinity-sync runs, or saver.log",
+                _folder(request.root),
+                request.run_name,
+                entry.state,
+                error,
+            )
+        return
+
+
+def _append(request: SaveRequest, line: bytes) -> None:
+    folder = _folder(request.root)
+    path = folder / f"{request.save.run_label}.{_own_name(getpid())}.jsonl"
+    if not path.exists():
+        if not Path(request.root).is_dir():
+            return  # it was removed, and is not created again
+        make_folder(folder)
+        _remove_old(folder, request.run)
+    # other NFS clients see the content of a file once it is closed
+    with path.open("ab") as file:
+        file.write(line)
+
+
+@cache
+def _own_name(_: int) -> str:
+    """Return the name of a process, which a forked child does not share."""
+    return uuid.uuid4().hex[:8]
+
+
+def _remove_old(folder: Path, run: int) -> None:
+    """Remove files of earlier runs that nothing was added to for long."""
+    for path in folder.glob("run*.jsonl"):
+        number = parse_number(path.name.removeprefix("run").partition("-")[0])
+        with suppress(OSError):  # such as another user's file
+            if number is not None and number < run and path.lstat().st_mtime < time.time() - KEEP_S:
+                path.unlink(missing_ok=True)
+
+
+class Journal:
+    """Reads the journal of a root: the files of one run of the job, or of all runs."""
+
+    def __init__(self, root: str | Path, run_label: str = "*") -> None:
+        self._folder = _folder(root)
+        self._pattern = f"{run_label}.*.jsonl"
+        self._offsets: dict[Path, int] = {}
+        self._entries: dict[str, Entry] = {}
+
+    @classmethod
+    def of(cls, request: SaveRequest) -> "Journal":
+        """Return the journal of the run that a save belongs to."""
+        return cls(request.root, request.save.run_label)
+
+    def read(self) -> None:
+        """Read what was added since the last call.
+
+        Raises:
+            OSError: the root cannot be read.
+        """
+        for path in list_uncached(self._folder, self._pattern):
+            offset = self._offsets.get(path, 0)
+            try:
+                with open_no_follow(path) as file:  # which asks an NFS server for its size
+                    file.seek(offset)
+                    whole = file.read().rpartition(b"\n")[0]
+            except OSError:
+                continue  # such as removed by a later run
+            if whole:
+                self._take(whole.split(b"\n"))
+                self._offsets[path] = offset + len(whole) + 1
+
+    def find(self, key: str) -> Entry | None:
+        """Return the state of a save by its request key; None if nothing has begun it."""
+        return self._entries.get(key)
+
+    def list_failures(self) -> list[Entry]:
+        """Return the saves whose last attempt has failed."""
+        last: dict[tuple[int, int, Kind, str], Entry] = {}
+        for entry in self._entries.values():
+            save = entry.run, entry.step, entry.kind, entry.key.partition("/attempt")[0]
+            if save not in last or last[save].attempt < entry.attempt:
+                last[save] = entry
+        return [entry for entry in last.values() if entry.state == "failed"]
+
+    def _take(self, lines: list[bytes]) -> None:
+        for line in lines:
+            try:
+                entry = msgspec.json.decode(line, type=Entry)
+            except ValueError:
+                continue  # truncated when its writer died
+            known = self._entries.pop(entry.key, entry)
+            self._entries[entry.key] = max(known, entry, key=lambda each: each.rank)
+            if len(self._entries) > _REMEMBERED:
+                del self._entries[next(iter(self._entries))]
+
+
+def _folder(root: str | Path) -> Path:
+    return Path(root) / PRIVATE_FOLDER / "outcomes"

@@ -1,0 +1,180 @@
+"""A save that was submitted: what the root tells of it, and how it ended."""
+
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from trinity_sync.client.journal import Entry
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.errors import CommitError, ManifestError
+from trinity_sync.fs.atomic import ReadOnChange
+from trinity_sync.layout import MANIFEST, SERVES_AS
+from trinity_sync.snapshot.spool import JobSpool, SealedImage
+from trinity_sync.snapshot.ticket import failure_path
+from trinity_sync.storage.commit import resolve_late_image
+from trinity_sync.storage.discovery import find_newest
+from trinity_sync.storage.export_requests import is_exported
+from trinity_sync.storage.job_settings import is_replicated, read_required_remote
+from trinity_sync.storage.latest_pointer import latest_pointer_covers
+from trinity_sync.storage.manifest import Manifest, is_committed, read_manifest, read_run_number
+from trinity_sync.storage.runs import find_superseding_run, list_runs
+from trinity_sync.storage.save_functions import read_statuses
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class PendingSave:
+    """A submitted save that is not known to have ended."""
+
+    request: SaveRequest
+    since: float
+    """When it was submitted (monotonic)."""
+    look_at: float
+    """When the root is to be looked at next (monotonic)."""
+    submitted_at: float
+    """When it was submitted, in seconds since the epoch."""
+    rank: int = 0
+    images: set[str] = field(default_factory=set)
+    """Random names of this process's images; all of them have to be part of the commit."""
+    exports: set[str] = field(default_factory=set)
+    """Roles whose models are to be exported after the commit."""
+    committed: bool = False
+    """Whether the last `find_result` has found it committed."""
+    manifest: Manifest | None = None
+    """What this run has committed of the step, as of the last look."""
+    troubled: bool = False
+    """Whether it was logged already that its status cannot be read."""
+
+    def __post_init__(self) -> None:
+        self._manifest_file = ReadOnChange(self.request.save.folder / MANIFEST, self._read_manifest)
+
+    def find_result(self, entry: Entry | None, spool: JobSpool) -> str | None:
+        """Return why the save failed, empty for one that succeeded; None if it has not ended.
+
+        ``entry`` is what the journal tells. Images that wait although the save has completed are
+        compared with the commit. A worker of this node does the same, but a node need not have a
+        worker.
+
+        Raises:
+            OSError, TrinitySyncError: the root or the spool cannot be read.
+        """
+        if self._has_succeeded():
+            return ""
+        if entry is None or entry.state == "pending":
+            return None
+        why = entry.message
+        missed = "exported, but is committed" if self.committed else self._describe_missed()
+        if entry.state == "completed":
+            late = self._find_late_images(spool)
+            if not late and self._has_succeeded():  # an image has just joined the commit
+                return ""
+            if not late and not self._has_late_functions(spool) and self._is_gone():
+                logger.info(
+                    "%s of %s was committed, and has been removed or replaced since",
+                    self.request.run_name,
+                    self.request.root,
+                )
+                return ""
+            unresolved = [image for image in late if not image.failed]
+            for image in unresolved:
+                resolve_late_image(self.request.save, image)
+            if unresolved:
+                return None  # the next look finds the result
+            why = _why_failed(late) or f"it completed without that step being {missed}"
+        where = f" ({entry.url})" if entry.url else ""
+        return f"{self.describe(missed)}: {why}{where}"
+
+    def describe(self, missed: str) -> str:
+        """Return the beginning of a failure: what was not reached."""
+        return f"{self.request.run_name} of {self.request.root} was not {missed}"
+
+    def _has_succeeded(self) -> bool:
+        self.committed = self._is_committed()
+        return self.committed and all(is_exported(self.manifest, role) for role in self.exports)
+
+    def _find_late_images(self, spool: JobSpool) -> list[SealedImage]:
+        """Return this process's images that wait in the spool and are not part of the commit.
+
+        Images that are part of it are freed, also where the step has been removed since.
+        """
+        missing = self.images - (self.manifest.images if self.manifest else frozenset())
+        sealed = spool.read_step(self.request.run, self.request.step)[0] if missing else []
+        return [each for each in sealed if each.ticket.image in missing]
+
+    def _has_late_functions(self, spool: JobSpool) -> bool:
+        """Return whether save functions have run since the commit, which removes their statuses."""
+        save = self.request.save
+        return any(read_statuses(spool, save.run, save.step, save.kind))
+
+    def _read_manifest(self) -> Manifest | None:
+        """Return what this run has committed of the step, with this rank's files at least.
+
+        Raises:
+            OSError: the root cannot be read.
+        """
+        save = self.request.save
+        # the files of exports are rank 0's
+        ranks = {self.rank, 0} if self.exports else {self.rank}
+        with suppress(ManifestError):
+            manifest = read_manifest(save.root, save.step, ranks=ranks)
+            return manifest if manifest and manifest.run == save.run else None
+        return None
+
+    def _is_committed(self) -> bool:
+        """Return whether this process's images are committed, and the step counts.
+
+        It counts once the latest pointers cover it and it is in the required remote, if any.
+        """
+        save = self.request.save
+        roles = save.roles if self.request.components else ()  # save functions have none
+        manifest = self.manifest = self._manifest_file.get()
+        if not (
+            manifest and manifest.has_kind(save.kind, roles) and self.images <= manifest.images
+        ):
+            return False
+        kinds = {*SERVES_AS[save.kind]} & {*manifest.kinds}
+        if not all(latest_pointer_covers(save.root, kind, save.run, save.step) for kind in kinds):
+            return False
+        try:
+            is_checkpoint = save.kind == "checkpoint"
+            return not (is_checkpoint and read_required_remote(save.root)) or is_replicated(
+                save.root, manifest
+            )
+        except CommitError:  # the record of the remote is torn, so the flow run's end decides
+            return False
+
+    def _describe_missed(self) -> str:
+        """Return what has not been reached, to follow "was not"."""
+        save = self.request.save
+        if is_committed(save.root, save.run, save.step, save.kind):
+            with suppress(CommitError):
+                if remote := read_required_remote(save.root):
+                    return f"brought to {remote}, and is committed in the root only"
+        return "committed"
+
+    def _is_gone(self) -> bool:
+        """Return whether the committed step was removed or replaced since.
+
+        Retention removes a step only if there is a newer one of its kind; a rewind or a later run
+        may have replaced it as well.
+        """
+        save = self.request.save
+        if read_run_number(save.root, save.step) == save.run:
+            return False
+        best = find_newest(save.root, save.kind)
+        if best is not None and (best.run, best.step) > (save.run, save.step):
+            return True
+        return find_superseding_run(list_runs(save.root), save.run, save.step) is not None
+
+
+def _why_failed(images: Sequence[SealedImage]) -> str:
+    """Return why images are not part of the commit; empty for none."""
+    reasons = []
+    for sealed in images:
+        try:
+            reasons.append(failure_path(sealed.slot).read_text())
+        except OSError:
+            reasons.append(f"{sealed.ticket.what} was evicted")
+    return "; ".join(reasons)
