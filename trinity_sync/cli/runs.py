@@ -41,7 +41,7 @@ CRASH_GRACE_S = 30.0
 
 @app.command(
     "runs ckpts", "runs ckpts --failed", "runs ckpts -o json", panel="Look at a job",
-    note="Without a stack, the saves that the job's log and this node's shared memory tell.",
+    note="Without a stack, the saves that the job's files and this node's shared memory tell.",
 )  # fmt: skip
 def runs(
     root: Root,
@@ -227,15 +227,16 @@ def _read_decisive_save(
 ) -> "FlowRun | None":
     """Return the save of a step by the latest run, or one of those wanted that has failed.
 
-    None if no server answers in time, or if it knows none.
+    None if none is known.
     """
-    from trinity_sync.cli.saves import read_saves
+    from trinity_sync.cli.saves import list_saves_of_files, read_saves
     from trinity_sync.client.prefect_api import FAILED
 
+    settings = read_settings()
     try:
-        saves = read_saves(read_settings(), root, step=step, answer_s=answer_s)
-    except PrefectApiError:  # the root tells whether it is committed
-        return None
+        saves = read_saves(settings, root, step=step, answer_s=answer_s)
+    except PrefectApiError:
+        saves = list_saves_of_files(settings, root, step=step)
     if wanted:
         saves = [each for each in saves if (each.run, each.kind) in wanted]
     return max(

@@ -1,23 +1,31 @@
 """The saves of a job: what the Prefect server says of them, without importing Prefect.
 
-Without a stack, the files of the job and the images in shared memory tell it.
+What it does not know, and all of it without a stack, is told by the files of the job and by the
+images in shared memory.
 """
 
 import os
-import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from trinity_sync.client.prefect_api import FAILED, FlowRun, State, ask_server
 from trinity_sync.client.prefect_connection import read_local_stack
+from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import PrefectApiError
 from trinity_sync.layout import Kind
+from trinity_sync.orchestration.report.steps import (
+    is_part_of_step,
+    list_failed_saves,
+    make_failed_save,
+    make_save,
+    read_journal,
+)
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.storage import save_timing
-from trinity_sync.storage.discovery import read_step_state
 from trinity_sync.storage.runs import Run, find_superseding_run
 
 QUICK_S = 2.0
@@ -32,10 +40,11 @@ def read_saves(
     Raises:
         PrefectApiError: A Prefect server is known, and does not answer as it should.
     """
-    if has_server(settings):
-        return query_saves(settings, root, step=step, answer_s=answer_s)
-    found = list_saves_of_files(settings, root)
-    return [save for save in found if step is None or save.step == step]
+    if not has_server(settings):
+        return list_saves_of_files(settings, root, step=step)
+    found = query_saves(settings, root, step=step, answer_s=answer_s)
+    others = list_failed_saves(root, {(save.run, save.step, save.kind) for save in found})
+    return _sort(found + others, step)
 
 
 def query_saves(
@@ -56,45 +65,50 @@ def has_server(settings: Settings) -> bool:
     return bool(os.environ.get("PREFECT_API_URL") or read_local_stack(settings.home)[0])
 
 
-def list_saves_of_files(settings: Settings, root: Path) -> list[FlowRun]:
-    """Return the saves that the job's log and the images of this node tell, the newest first.
-
-    A failed save is known until its images are evicted.
-    """
+def list_saves_of_files(
+    settings: Settings, root: Path, *, step: int | None = None
+) -> list[FlowRun]:
+    """Return the saves that the job's logs and the images of this node tell, the newest first."""
     saves: dict[tuple[int, int, Kind], FlowRun] = {}
     for each in save_timing.read_saves(root):
         save = each.run, each.step, each.timing.kind
         state = State("COMPLETED", "Completed", since=each.committed_at)
-        saves[save] = _make_save(*save, state, each.timing.total_s)
+        saves[save] = make_save(*save, state, seconds=each.timing.total_s)
+    journal = read_journal(root)
     for image in JobSpool(settings.spool / job_id(root)).tickets()[0]:
-        save = image.ticket.run, image.ticket.step, image.ticket.kind
-        if save in saves and saves[save].state.type != "SCHEDULED":
+        ticket = image.ticket
+        save = ticket.run, ticket.step, ticket.kind
+        if save in saves and saves[save].state.type in ("COMPLETED", "FAILED"):
             continue
-        manifest = read_step_state(root, image.ticket.step).manifest
-        if manifest and manifest.run == image.ticket.run and image.ticket.kind in manifest.kinds:
+        if is_part_of_step(root, *save):
             continue  # its entry was dropped from the log
-        reason = failure_path(image.slot).read_text() if image.failed else ""
-        kind = "FAILED" if image.failed else "SCHEDULED"
-        saves[save] = _make_save(
-            *save, State(kind, kind.capitalize(), reason, image.ticket.sealed_at)
-        )
-    return sorted(saves.values(), key=lambda each: each.state.since, reverse=True)
+        entry = journal.find(SaveRequest(**vars(ticket.save)).key)
+        if entry and entry.state == "failed":
+            saves[save] = make_failed_save(entry)
+        elif image.failed:
+            reason = failure_path(image.slot).read_text()
+            saves[save] = make_save(*save, State("FAILED", "Failed", reason, ticket.sealed_at))
+        else:
+            state = State("RUNNING", "Running") if entry else State("SCHEDULED", "Scheduled")
+            saves[save] = make_save(*save, replace(state, since=ticket.sealed_at))
+    return _sort([*saves.values(), *list_failed_saves(root, saves)], step)
 
 
-def _make_save(run: int, step: int, kind: Kind, state: State, seconds: float = 0.0) -> FlowRun:
-    """Return a save that is no flow run: its page is empty."""
-    tags = {"run": str(run), "step": str(step), "kind": kind}
-    return FlowRun(uuid.UUID(int=0), "", state, tags=tags, seconds=seconds)
+def _sort(saves: list[FlowRun], step: int | None) -> list[FlowRun]:
+    """Return the saves of a step, or all, the newest first."""
+    of_step = [save for save in saves if step is None or save.step == step]
+    return sorted(of_step, key=lambda each: each.state.since, reverse=True)
 
 
 def try_read_saves(root: Path) -> list[FlowRun]:
-    """Return the newest saves of a job; none if the known server does not answer in `QUICK_S`."""
+    """Return the newest saves of a job; what files tell if no server answers in `QUICK_S`."""
     from trinity_sync.cli.app import read_settings
 
+    settings = read_settings()
     try:
-        return read_saves(read_settings(), root, answer_s=QUICK_S)
+        return read_saves(settings, root, answer_s=QUICK_S)
     except PrefectApiError:
-        return []
+        return list_saves_of_files(settings, root)
 
 
 def describe_status(save: FlowRun, runs: Sequence[Run]) -> str:

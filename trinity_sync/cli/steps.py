@@ -52,7 +52,7 @@ WATCH_S = 2.0
 @app.command(
     "ls ckpts", "ls ckpts --watch", "ls ckpts -o json", "ls ckpts | cut -f1 | head -1",
     "ls s3://bucket/job", name="ls", panel="Look at a job",
-    note="With a stack, saves that are not committed yet, or failed, are shown if its Prefect "
+    note="With a stack, saves of other nodes that are not committed yet are shown if its Prefect "
         "server answers within 2 seconds.",
 )  # fmt: skip
 def list_steps(

@@ -9,7 +9,9 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from tests.support.job import Job
+from tests.support.steps import commit_files
 from trinity_sync.cli.commands import app
+from trinity_sync.client.journal import Entry, append
 from trinity_sync.storage.save import mark_failed
 
 
@@ -24,11 +26,12 @@ def saves(job: Job) -> Job:
     return job
 
 
-def run(job: Job, *arguments: object) -> Result:
+def run(job: Job, *arguments: object, **more: str) -> Result:
     env = {
         "TRINITY_SYNC_HOME": str(job.root.parent / "home"),
         "TRINITY_SYNC_SPOOL": str(job.spool.folder.parent),
         "PREFECT_API_URL": "",
+        **more,
     }
     return CliRunner().invoke(app, [str(each) for each in arguments], env=env)
 
@@ -70,3 +73,45 @@ def test_the_images_of_a_committed_save_are_not_pending(saves: Job) -> None:
     (saves.root / ".trinity_sync/saves.jsonl").unlink()  # the log is bounded
     rows = rows_of(run(saves, "runs", saves.root, "-o", "json"), "saves")
     assert {row["step"] for row in rows} == {20, 30}
+
+
+PAGE = "http://127.0.0.1:9/runs/flow-run/00000000-0000-0000-0000-000000000007"
+
+
+@pytest.fixture
+def journal(saves: Job) -> Job:
+    """Saves whose images are no longer in memory, and one that is in work."""
+    append(saves.request(30), Entry.of(saves.request(30), "pending"))
+    for step, url in ((40, ""), (50, PAGE), (60, "")):
+        request = saves.request(step)
+        append(request, Entry.of(request, "failed", f"{step} does not fit", url=url))
+    commit_files(saves.root, 60)  # meanwhile
+    again = saves.request(40, attempt=2)
+    append(again, Entry.of(again, "failed", "it does not fit either"))
+    return saves
+
+
+@pytest.mark.parametrize("server", ["", "http://127.0.0.1:9/api"])
+def test_failures_of_the_journal_are_shown_by_ls_and_wait(journal: Job, server: str) -> None:
+    done = run(journal, "ls", journal.root, "-o", "json", PREFECT_API_URL=server)
+    shown = {row["step"]: (row["status"], row["reason"]) for row in rows_of(done, "steps")}
+    assert (shown[30][0], shown[60][0]) == ("writing", "valid")
+    assert shown[40] == ("failed", "it does not fit either")
+    assert shown[50] == ("failed", "50 does not fit")
+    assert f"trinity-sync retry {journal.root} 50" in done.stderr
+    failed = run(journal, "wait", journal.root, 50, PREFECT_API_URL=server)
+    assert (failed.exit_code, f"50 does not fit ({PAGE})" in failed.stderr) == (1, True)
+
+
+def test_failures_of_the_journal_are_shown_by_runs_and_the_report(journal: Job) -> None:
+    rows = rows_of(run(journal, "runs", journal.root, "--failed", "-o", "json"), "saves")
+    assert {row["step"]: row["reason"] for row in rows} == {
+        20: "no space left on device",
+        40: "it does not fit either",
+        50: "50 does not fit",
+    }
+    assert {row["step"]: row["url"] for row in rows}[50] == PAGE
+    done = run(journal, "report", journal.root, "-o", "json")
+    groups = {group["message"]: group for group in json.loads(done.stdout)["report"]["failures"]}
+    assert groups["it does not fit either"]["steps"] == [40]
+    assert groups["50 does not fit"]["command"] == f"trinity-sync retry {journal.root} 50"

@@ -31,7 +31,7 @@ from trinity_sync.orchestration.report.facts import (
     Use,
 )
 from trinity_sync.orchestration.report.health import Committed, group_failures, judge_health
-from trinity_sync.orchestration.report.steps import read_steps
+from trinity_sync.orchestration.report.steps import list_failed_saves, read_steps
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import StepInfo, parse_policy
 from trinity_sync.retention.prune import list_step_infos
@@ -72,12 +72,14 @@ def collect_report(settings: Settings, root: Path) -> JobReport:
     """Read the files of a job, and query the Prefect server if it answers."""
     root, now = root.resolve(), time.time()
     server = _query_server(settings, root)
-    known = list_known_runs(root)
-    steps = tuple(_list_steps(root, known, server))
+    starts = list_known_runs(root)
+    steps = tuple(_list_steps(root, starts, server))
     saves = tuple(sorted(read_saves(root), key=lambda each: each.committed_at)[-MAX_SAVES:])
     spool = JobSpool(settings.spool / job_id(root))
     committed = _list_committed(steps) | {(each.run, each.step, each.timing.kind) for each in saves}
-    failures = group_failures(str(root), server.runs, steps, committed)
+    known = {(run.run, run.step, run.kind) for run in server.runs if run.is_save}
+    flow_runs = [*server.runs, *list_failed_saves(root, known)]
+    failures = group_failures(str(root), flow_runs, steps, committed)
     in_flight = tuple(
         list_in_flight(settings, root, spool, server.runs, committed, tasks=server.tasks)
     )
@@ -93,7 +95,7 @@ def collect_report(settings: Settings, root: Path) -> JobReport:
         health=judge_health(saves, steps, failures, in_flight, now),
         steps=steps,
         saves=saves,
-        runs=tuple(_list_runs(root, known)),
+        runs=tuple(_list_runs(root, starts)),
         in_flight=in_flight,
         failures=failures,
         disk=_measure_disk(root, steps, quarantined, growth, now),

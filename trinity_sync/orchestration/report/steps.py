@@ -1,11 +1,15 @@
-"""The steps of a job, as its files tell them: for ``ls`` and the report."""
+"""The steps of a job and its failed saves, as its files tell them: for ``ls`` and the report."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import uuid
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from trinity_sync.client.journal import Entry, Journal
+from trinity_sync.client.prefect_api import FlowRun, State
 from trinity_sync.errors import TrinitySyncError
-from trinity_sync.layout import KINDS
+from trinity_sync.layout import KINDS, Kind
 from trinity_sync.orchestration.report.facts import StepRow
 from trinity_sync.storage.discovery import list_known_runs, read_step_state
 from trinity_sync.storage.job_settings import is_replicated, read_required_remote
@@ -65,3 +69,45 @@ def add_manifest(row: StepRow, manifest: Manifest) -> StepRow:
         timings=manifest.timings,
         save_functions=manifest.callables,
     )
+
+
+def read_journal(root: Path) -> Journal:
+    """Return the journal of all runs of a job, empty if it cannot be read."""
+    journal = Journal(root)
+    with suppress(OSError):
+        journal.read()
+    return journal
+
+
+def list_failed_saves(root: Path, known: Collection[tuple[int, int, str]]) -> list[FlowRun]:
+    """Return the saves that have failed by the journal, and are not committed since.
+
+    Those ``known`` otherwise, by run, step and kind, are left out.
+    """
+    return [
+        make_failed_save(entry)
+        for entry in read_journal(root).list_failures()
+        if (entry.run, entry.step, entry.kind) not in known
+        and not is_part_of_step(root, entry.run, entry.step, entry.kind)
+    ]
+
+
+def is_part_of_step(root: Path, run: int, step: int, kind: Kind) -> bool:
+    """Return whether the step that is committed now has the files of a save."""
+    manifest = read_step_state(root, step).manifest
+    return manifest is not None and manifest.run == run and kind in manifest.kinds
+
+
+def make_failed_save(entry: Entry) -> FlowRun:
+    """Return a save that has failed by the journal."""
+    state = State("FAILED", "Failed", entry.message, entry.at)
+    return make_save(entry.run, entry.step, entry.kind, state, page=entry.url)
+
+
+def make_save(
+    run: int, step: int, kind: Kind, state: State, *, seconds: float = 0.0, page: str = ""
+) -> FlowRun:
+    """Return a save as files tell it; without a ``page`` it has no flow run."""
+    tags = {"run": str(run), "step": str(step), "kind": kind}
+    flow_run = uuid.UUID(page.rpartition("/")[2]) if page else uuid.UUID(int=0)
+    return FlowRun(flow_run, "", state, tags=tags, seconds=seconds, page=page)
