@@ -62,9 +62,9 @@ def login(stack: StackState) -> dict[str, str]:
     return {"PREFECT_API_AUTH_STRING": stack.api_auth}
 
 
-def nothing(api: PrefectApi) -> Awaitable[dict[str, Any]]:
+def nothing(api: PrefectApi) -> Awaitable[list[prefect_api.FlowRun]]:
     """A question that every Prefect server answers."""
-    return api.flow_runs(["no such key"])
+    return api.read_job_runs("no such job")
 
 
 def create(request: SaveRequest) -> Callable[[PrefectApi], Awaitable[prefect_api.FlowRun]]:
@@ -174,20 +174,17 @@ def test_one_flow_run_is_created_for_an_idempotency_key_by_the_clock_of_the_serv
     assert before <= run.expected_start_time <= datetime.now(timezone.utc)
 
 
-def test_flow_runs_are_read_by_their_keys_and_those_that_are_not_there_left_out(
-    stack: StackState, root: Path
-) -> None:
+def test_the_flow_runs_of_a_job_are_read_the_newest_first(stack: StackState, root: Path) -> None:
     requests = [SaveRequest(root=str(root), step=step, run=1, components=()) for step in range(3)]
 
-    async def created_and_read(api: PrefectApi) -> dict[str, prefect_api.FlowRun]:
+    async def created_and_read(api: PrefectApi) -> list[prefect_api.FlowRun]:
         for request in requests[:2]:
             await api.create_flow_run(request.flow_run)
-        keys = [f"unknown {number}" for number in range(150)]  # more than one call takes
-        return await api.flow_runs([*keys, *(request.key for request in requests)])
+        return await api.read_job_runs(requests[0].job)
 
     found = ask(stack.api_url, created_and_read, **login(stack))
-    assert found.keys() == {request.key for request in requests[:2]}
-    for run in found.values():
+    assert [run.key for run in found] == [request.key for request in requests[1::-1]]
+    for run in found:
         assert run.state.type in ("SCHEDULED", "PENDING", "RUNNING")
         assert abs(run.state.since - time.time()) < 60
         assert run.page == f"{stack.api_url.removesuffix('/api')}/runs/flow-run/{run.id}"
@@ -206,16 +203,16 @@ def test_the_password_of_the_local_stack_is_sent_to_its_server_only(
     stack: StackState, stack_settings: Settings, guarded: str
 ) -> None:
     home = stack_settings.home
-    assert ask(stack.api_url, nothing, home=home) == {}
-    assert ask(None, nothing, home=home, PREFECT_API_URL=stack.api_url) == {}
+    assert ask(stack.api_url, nothing, home=home) == []
+    assert ask(None, nothing, home=home, PREFECT_API_URL=stack.api_url) == []
     with pytest.raises(PrefectApiError, match="PREFECT_API_AUTH_STRING"):
         ask(guarded, nothing, home=home)
 
 
 def test_the_password_is_sent(guarded: str) -> None:
-    assert ask(guarded, nothing, PREFECT_API_AUTH_STRING=LOGIN) == {}
+    assert ask(guarded, nothing, PREFECT_API_AUTH_STRING=LOGIN) == []
     basic = json.dumps({"Authorization": "Basic YWRtaW46cGFzcw==", "User-Agent": "ignored"})
-    assert ask(guarded, nothing, PREFECT_CLIENT_CUSTOM_HEADERS=basic) == {}
+    assert ask(guarded, nothing, PREFECT_CLIENT_CUSTOM_HEADERS=basic) == []
 
 
 @pytest.mark.parametrize(
@@ -237,8 +234,8 @@ def test_a_server_that_wants_a_csrf_token_for_each_change_gets_it(guarded: str, 
         flow = client.create_flow_from_name("save-step")
         client.create_deployment(flow, "save-step", work_pool_name="pool")
     ask(guarded, create(request), PREFECT_API_AUTH_STRING=LOGIN)
-    found = ask(guarded, lambda api: api.flow_runs([request.key]), PREFECT_API_AUTH_STRING=LOGIN)
-    assert found[request.key].state.type == "SCHEDULED"
+    (run,) = ask(guarded, lambda api: api.read_job_runs(request.job), PREFECT_API_AUTH_STRING=LOGIN)
+    assert run.state.type == "SCHEDULED"
 
 
 def test_a_private_authority_is_trusted_where_it_is_named(
@@ -247,9 +244,9 @@ def test_a_private_authority_is_trusted_where_it_is_named(
     port = int(stack.api_url.removesuffix("/api").rpartition(":")[2])
     with tls_in_front_of(port, tmp_path) as (url, authority):
         named = {"PREFECT_API_SSL_CERT_FILE": str(authority)}
-        assert ask(url, nothing, **login(stack), **named) == {}
+        assert ask(url, nothing, **login(stack), **named) == []
         insecure = {"PREFECT_API_TLS_INSECURE_SKIP_VERIFY": "true"}
-        assert ask(url, nothing, **login(stack), **insecure) == {}
+        assert ask(url, nothing, **login(stack), **insecure) == []
         with pytest.raises(PrefectApiError, match=r"not trusted.*PREFECT_API_SSL_CERT_FILE"):
             ask(url, nothing)
         with pytest.raises(PrefectApiError, match="or SSL_CERT_FILE, names /no/file"):
@@ -340,7 +337,7 @@ def test_a_busy_server_is_asked_again_at_once(root: Path) -> None:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Busy) as busy:
         threading.Thread(target=busy.serve_forever, daemon=True).start()
-        assert ask(f"http://127.0.0.1:{busy.server_port}/api", nothing) == {}
+        assert ask(f"http://127.0.0.1:{busy.server_port}/api", nothing) == []
         busy.shutdown()
     assert asked == ["/api/flow_runs/filter"] * 3
 
@@ -351,10 +348,10 @@ def test_the_local_stack_is_found_by_its_state_file(guarded: str, tmp_path: Path
         ask(None, nothing, home=tmp_path)
     state.write_text(json.dumps({"api_url": guarded, "api_auth": LOGIN}))
     state.chmod(0o600)
-    assert ask(None, nothing, home=tmp_path) == {}
+    assert ask(None, nothing, home=tmp_path) == []
     assert (
         ask(None, nothing, home=Path("/no"), PREFECT_API_URL=guarded, PREFECT_API_AUTH_STRING=LOGIN)
-        == {}
+        == []
     )
     state.chmod(0o622)
     with pytest.raises(PrefectApiError, match="others may write it"):
@@ -374,8 +371,8 @@ def test_a_server_that_has_moved_is_found_at_the_next_call(
     async def asked(api: PrefectApi) -> None:
         state.write_text(json.dumps({"api_url": "http://127.0.0.1:9/api"}))
         with pytest.raises(PrefectApiError, match="no Prefect server can be reached"):
-            await api.flow_runs(["a key"])
+            await nothing(api)
         state.write_text(json.dumps({"api_url": stack.api_url, "api_auth": stack.api_auth}))
-        assert await api.flow_runs(["a key"]) == {}
+        assert await nothing(api) == []
 
     ask(None, asked, home=tmp_path)

@@ -1,0 +1,121 @@
+"""However a save ends on the stack, all ranks learn why, and none of them asks the server."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from prefect.client.schemas.objects import State
+from prefect.states import Cancelled, Cancelling
+
+from tests.faults.slow_save import SIZE, kill_worker
+from tests.integration.prefect_api import Api, key_of
+from tests.support.waiting import until
+from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
+from trinity_sync.client.prefect_api import PrefectApi
+from trinity_sync.stack import embedded
+from trinity_sync.stack.services import StackState
+from trinity_sync.storage.manifest import read_manifest
+
+Ranks = list[CheckpointCoordinator]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "ckpts"
+
+
+@pytest.fixture
+def ranks(stack: StackState, stack_settings: Settings, root: Path) -> Iterator[Ranks]:
+    """The ranks of a job, of which each has one coordinator."""
+    made = [
+        CheckpointCoordinator(root, rank=rank, world_size=2, run_key="one", settings=stack_settings)
+        for rank in range(2)
+    ]
+    yield made
+    for rank in made:
+        rank.close()
+
+
+@pytest.fixture
+def no_worker(stack: StackState, stack_settings: Settings) -> Iterator[None]:
+    kill_worker(stack_settings)
+    yield
+    embedded.up(stack_settings)
+
+
+def save(ranks: Ranks, size: int = 3) -> None:
+    for rank in ranks:
+        rank.save(2, {"model": {"w": torch.full((size,), 2.0)}})
+
+
+def await_bytes(root: Path) -> None:
+    until(lambda: list((root / "global_step_2").rglob(".*.tmp")), "the first bytes on disk")
+    assert read_manifest(root, 2) is None
+
+
+def set_state(api: Api, root: Path, state: State) -> None:
+    """Set the state of the save's flow run, as a user does in the UI."""
+    run = until(lambda: api.runs_of(key_of(root, 2)), "the flow run")[0]
+    with api.client as client:
+        client.set_flow_run_state(run.id, state)
+
+
+def assert_all_say(ranks: Ranks, why: str) -> None:
+    for rank in reversed(ranks):
+        with pytest.raises(SaveFailedError, match=rf"save actor step 2 of .* not committed: {why}"):
+            rank.wait_all(150)
+
+
+@pytest.fixture(autouse=True)
+def trainers_read_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail a test whose trainers ask for flow runs."""
+    for name in ("_filter_runs", "read_flow_run", "read_states"):
+        monkeypatch.setattr(PrefectApi, name, lambda *_: pytest.fail("a trainer asks"))
+
+
+def test_a_save_that_cannot_be_written(ranks: Ranks, root: Path) -> None:
+    (root / "global_step_2").write_text("so that nothing can be written")
+    save(ranks)
+    assert_all_say(ranks, r"Failed: .*cannot write model of step 2.*/runs/flow-run/")
+
+
+def test_a_save_that_is_cancelled_while_it_is_written(ranks: Ranks, root: Path, api: Api) -> None:
+    save(ranks, SIZE)
+    await_bytes(root)
+    set_state(api, root, Cancelling())
+    assert_all_say(ranks, "Cancelled: Cancelled while running")
+
+
+def test_a_save_that_is_cancelled_before_it_is_begun(
+    ranks: Ranks, root: Path, api: Api, no_worker: None, stack_settings: Settings
+) -> None:
+    save(ranks)
+    set_state(api, root, Cancelled(message="not needed"))
+    embedded.up(stack_settings)
+    assert_all_say(ranks, "Cancelled: not needed")
+
+
+def test_a_save_that_fails_once_its_worker_is_back(
+    ranks: Ranks, root: Path, stack_settings: Settings
+) -> None:
+    save(ranks, SIZE)
+    await_bytes(root)
+    kill_worker(stack_settings)
+    step = root / "global_step_2"
+    step.rename(root / "aside")
+    step.write_text("so that nothing can be written")
+    embedded.up(stack_settings)
+    assert_all_say(ranks, "Failed: .*cannot write model of step 2")
+
+
+def test_a_save_whose_worker_comes_back_is_committed(
+    ranks: Ranks, root: Path, stack_settings: Settings
+) -> None:
+    save(ranks, SIZE)
+    await_bytes(root)
+    kill_worker(stack_settings)
+    embedded.up(stack_settings)
+    for rank in reversed(ranks):
+        rank.wait_all(150)
+    assert read_manifest(root, 2)
