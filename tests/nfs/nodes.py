@@ -313,6 +313,7 @@ def test_what_one_node_writes_into_the_journal_is_read_on_the_other(
     root: Path, other: Node
 ) -> None:
     request = SaveRequest(root=str(root), step=1, run=1)
+    (root / ".trinity_sync").mkdir(exist_ok=True)
     journal = Journal.of(request)
     journal.read()
     assert journal.find(request.key) is None

@@ -121,8 +121,7 @@ def _append(request: SaveRequest, line: bytes) -> None:
     folder = _folder(request.root)
     path = folder / f"{request.save.run_label}.{_own_name(getpid())}.jsonl"
     if not path.exists():
-        if not Path(request.root).is_dir():
-            return  # it was removed, and is not created again
+        folder.parent.stat()  # a root that was removed or is not mounted is not created again
         make_folder(folder)
         _remove_old(folder, request.run)
     # other NFS clients see the content of a file once it is closed

@@ -29,6 +29,7 @@ from trinity_sync.errors import (
 )
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
+from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.placement import is_on_several_nodes
 
@@ -140,7 +141,7 @@ class SaveTrigger:
         while self._unsent:
             request, since = self._unsent[0]
             for attempt in itertools.count():
-                if time.monotonic() - since > BACK_OFF_S[0] and self._find_evicted([request]):
+                if time.monotonic() - since > BACK_OFF_S[0] and self._find_lost([request]):
                     break
                 try:
                     self._after_s = await asyncio.to_thread(lambda: self.saver_after_s)
@@ -181,17 +182,18 @@ class SaveTrigger:
         refused = {
             each.key: self._refused[each.key] for each in waiting if each.key in self._refused
         }
-        return found | self._find_evicted(waiting) | refused
+        return found | self._find_lost(waiting) | refused
 
     async def disconnect(self) -> None:
         """Close the connections to the server, before the event loop ends."""
         await self._api.close()
 
-    def _find_evicted(self, requests: Sequence[SaveRequest]) -> dict[str, str]:
+    def _find_lost(self, requests: Sequence[SaveRequest]) -> dict[str, str]:
         """Return the failures of saves whose images on this node were evicted, by request key.
 
-        A save without components has no images. Saves whose images or manifest cannot be read are
-        left out, and saves of several nodes, whose flow run fails at once for all ranks.
+        Images that are marked as failed tell why; no journal does if the root is gone. A save
+        without components has no images. Saves whose images or manifest cannot be read are left
+        out, and those of several nodes, whose flow run fails at once for all ranks.
         """
         jobs: dict[str, tuple[list[SealedImage], list[TicketError]]] = {}
         found = {}
@@ -202,9 +204,11 @@ class SaveTrigger:
                 if request.job not in jobs:
                     jobs[request.job] = spool.tickets()
                 sealed, unreadable = jobs[request.job]
-                tickets = [image.ticket for image in sealed]
-                waits = any(save.owns(each) for each in tickets)
-                if waits or unreadable or not request.components or is_on_several_nodes(save):
+                own = [image for image in sealed if save.owns(image.ticket)]
+                if failed := [image for image in own if image.failed]:
+                    found[request.key] = failure_path(failed[0].slot).read_text()
+                    continue
+                if own or unreadable or not request.components or is_on_several_nodes(save):
                     continue
                 # read after the spool: a commit frees its slots once the manifest is there
                 manifest = read_manifest(save.root, save.step, ranks=())

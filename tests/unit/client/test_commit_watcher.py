@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import resource
+import shutil
 import threading
 import time
 from collections import defaultdict
@@ -47,6 +48,7 @@ from trinity_sync.storage.placement import group_by_node, write_placement
 from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import open_run
+from trinity_sync.storage.save import mark_failed
 from trinity_sync.storage.save_functions import CallableStatus, write_status
 
 
@@ -301,9 +303,24 @@ def test_other_nodes_hear_of_images_that_were_evicted_by_the_flow_run(job: Job) 
     write_placement(job.root, 1, "", "actor", places)
     (request,) = requests_in(job.root, (1,), components=("model",))
     trigger = SaveTrigger(Settings(spool=job.spool.folder.parent))
-    assert trigger._find_evicted([request]) == {}
+    assert trigger._find_lost([request]) == {}
     write_placement(job.root, 1, "", "actor", places[:1])
-    assert trigger._find_evicted([request]).keys() == {request.key}
+    assert trigger._find_lost([request]).keys() == {request.key}
+
+
+def test_a_save_whose_root_is_gone_fails_for_the_reason_that_its_images_have(job: Job) -> None:
+    (request,) = requests_in(job.root, [1], components=("model",))
+    job.stage(1, {"model": {"w": torch.zeros(3)}})
+    shutil.rmtree(job.root)
+    watcher = CommitWatcher(SaveTrigger(Settings(spool=job.spool.folder.parent)), job.spool)
+    watcher.follow(request)
+    with pytest.raises(SaveTimeoutError):
+        watcher.wait(time.monotonic() + 2 * CARE_S)
+    mark_failed(job.spool, request.save, "the root is gone")
+    (failure,) = watcher.wait(time.monotonic() + 30)
+    assert failure.endswith("was not committed: the root is gone")
+    assert not job.root.exists()
+    watcher.close()
 
 
 def test_a_save_that_was_committed_or_is_of_functions_is_not_taken_for_evicted(job: Job) -> None:

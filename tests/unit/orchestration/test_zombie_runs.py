@@ -204,6 +204,7 @@ def test_a_crashed_run_has_failed_once_nothing_executes_or_retries_it(
     spool_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = SaveRequest(root=str(tmp_path), step=4, run=1)
+    (tmp_path / ".trinity_sync").mkdir()
     recovery = NodeRecovery(spool_folder, f"{NODE}/2/2", lambda _: False, lambda _: None)
     with failed_run(request, "CRASHED") as api:
         assert tell(recovery, api, request) is None  # a worker may retry it
@@ -221,6 +222,7 @@ def test_a_run_that_ended_without_a_worker_is_told_once(
     spool_folder: Path, tmp_path: Path, known: SaveState | Literal["nothing"]
 ) -> None:
     request = SaveRequest(root=str(tmp_path), step=4, run=1)
+    (tmp_path / ".trinity_sync").mkdir()
     if known != "nothing":
         append(request, Entry.of(request, known, "by its worker", start=1))
     recovery = NodeRecovery(spool_folder, f"{NODE}/2/2", lambda _: False, lambda _: None)

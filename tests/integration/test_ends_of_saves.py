@@ -44,7 +44,7 @@ def no_worker(stack: StackState, stack_settings: Settings) -> Iterator[None]:
     embedded.up(stack_settings)
 
 
-def save(ranks: Ranks, size: int = 3) -> None:
+def save(*ranks: CheckpointCoordinator, size: int = 3) -> None:
     for rank in ranks:
         rank.save(2, {"model": {"w": torch.full((size,), 2.0)}})
 
@@ -76,21 +76,22 @@ def trainers_read_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_save_that_cannot_be_written(ranks: Ranks, root: Path) -> None:
     (root / "global_step_2").write_text("so that nothing can be written")
-    save(ranks)
+    save(*ranks)
     assert_all_say(ranks, r"Failed: .*cannot write model of step 2.*/runs/flow-run/")
 
 
 def test_a_save_that_is_cancelled_while_it_is_written(ranks: Ranks, root: Path, api: Api) -> None:
-    save(ranks, SIZE)
-    await_bytes(root)
+    save(ranks[0])
+    await_bytes(root)  # it waits for the other rank
     set_state(api, root, Cancelling())
+    save(ranks[1])
     assert_all_say(ranks, "Cancelled: Cancelled while running")
 
 
 def test_a_save_that_is_cancelled_before_it_is_begun(
     ranks: Ranks, root: Path, api: Api, no_worker: None, stack_settings: Settings
 ) -> None:
-    save(ranks)
+    save(*ranks)
     set_state(api, root, Cancelled(message="not needed"))
     embedded.up(stack_settings)
     assert_all_say(ranks, "Cancelled: not needed")
@@ -99,7 +100,7 @@ def test_a_save_that_is_cancelled_before_it_is_begun(
 def test_a_save_that_fails_once_its_worker_is_back(
     ranks: Ranks, root: Path, stack_settings: Settings
 ) -> None:
-    save(ranks, SIZE)
+    save(*ranks, size=SIZE)
     await_bytes(root)
     kill_worker(stack_settings)
     step = root / "global_step_2"
@@ -112,7 +113,7 @@ def test_a_save_that_fails_once_its_worker_is_back(
 def test_a_save_whose_worker_comes_back_is_committed(
     ranks: Ranks, root: Path, stack_settings: Settings
 ) -> None:
-    save(ranks, SIZE)
+    save(*ranks, size=SIZE)
     await_bytes(root)
     kill_worker(stack_settings)
     embedded.up(stack_settings)
