@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from trinity_sync.client.journal import PATIENCE_S, Entry, append
+from trinity_sync.client.journal import PATIENCE_S, append
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.saver_control import LOCK, WAKE, read_served
 from trinity_sync.errors import ConfigError, LockTimeoutError, TrinitySyncError
@@ -158,18 +158,17 @@ class Saver:
                     save.start()
 
     def _save(self, request: SaveRequest) -> None:
-        began, commits = time.monotonic(), False
-        append(request, Entry.of(request, "pending"))
+        began, commits, failure = time.monotonic(), False, ""
+        append(request, "pending")
         try:
             with suppress(OSError):  # shared memory is full: the commit frees it
                 _write_begun(self._spool, request)
             commits = run_save(request, self._writing, self._spool, node=self._node)
-            entry = Entry.of(request, "completed")
             logger.info(
                 "%s of %s: %.2f s", request.run_name, request.root, time.monotonic() - began
             )
         except Exception as error:
-            entry = Entry.of(request, "failed", str(error))
+            failure = str(error) or repr(error)
             logger.error(
                 "%s of %s has failed: %s",
                 request.run_name,
@@ -178,18 +177,19 @@ class Saver:
                 exc_info=not isinstance(error, TrinitySyncError),
             )
         try:
-            if entry.state == "completed":
-                compare_late_images(self._spool, request)
+            if failure:
+                mark_failed(JobSpool(self._spool / request.job), request.save, failure)
+                append(request, "failed", failure, patience_s=PATIENCE_S)
             else:
-                mark_failed(JobSpool(self._spool / request.job), request.save, entry.message)
-            if commits or entry.state == "failed":  # what follows a commit may go on
-                append(request, entry, patience_s=PATIENCE_S)
+                compare_late_images(self._spool, request)
+                if commits:  # otherwise what follows the commit may go on
+                    append(request, "completed", patience_s=PATIENCE_S)
         except Exception:
             logger.exception("cannot tell how %s of %s ended", request.run_name, request.root)
         finally:
             _begun_path(self._spool / request.job, request).unlink(missing_ok=True)
             with self._lock:
-                if entry.state == "failed":
+                if failure:
                     self._failed.add(request.key)
                 del self._saves[request.key]
             os.write(self._end, b"\n")

@@ -24,7 +24,7 @@ from tests.support.job import Job
 from tests.support.leases import acquire_lease
 from tests.support.steps import MODEL, commit_files
 from trinity_sync.client import init_root
-from trinity_sync.client.journal import Entry, Journal, append
+from trinity_sync.client.journal import Journal, append
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.savers import CallableSaver
 from trinity_sync.errors import CommitError, ConfigError, RootError, SupersededError
@@ -177,7 +177,7 @@ def next_commit(root: Path, gate: Path) -> tuple[bool, Version | None]:
 def tell(root: Path, message: str) -> None:
     """Write into the journal that a save is in work, or why it failed."""
     request = SaveRequest(root=str(root), step=1, run=1)
-    append(request, Entry.of(request, "failed" if message else "pending", message))
+    append(request, "failed" if message else "pending", message)
 
 
 def time_behind(gate: Path) -> float:

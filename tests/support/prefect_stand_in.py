@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_sync.client.journal import Entry, SaveState, append
+from trinity_sync.client.journal import SaveState, append
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.orchestration import on_node
@@ -91,7 +91,7 @@ class FlowRun:
     def tell(self, state: SaveState) -> None:
         """Write into the journal of the root, as a worker does."""
         message = self.message if state == "failed" else ""
-        append(self.request, Entry.of(self.request, state, message, start=self.starts))
+        append(self.request, state, message, start=self.starts)
 
     def crash(self) -> None:
         """Its process dies, and no worker retries it."""

@@ -410,9 +410,7 @@ class CommitWatcher:
             request, known = save.request, journal.find(save.request.key)
             ended = known is not None and known.state != "pending"
             if request.key in found and not ended and self._pending.get(request.key) is save:
-                entry = Entry.of(request, "failed", found[request.key])
-                append(request, entry)
-                self._look_at(save, entry)
+                self._look_at(save, append(request, "failed", found[request.key]))
 
     def _note_seconds(self, save: PendingSave) -> None:
         request = save.request

@@ -65,38 +65,34 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     at: float
     """Seconds since the epoch."""
 
-    @classmethod
-    def of(
-        cls,
-        request: SaveRequest,
-        state: SaveState,
-        message: str = "",
-        *,
-        url: str = "",
-        start: int = 0,
-    ) -> "Entry":
-        """Return the state of a save now."""
-        return cls(
-            key=request.key,
-            run=request.run,
-            step=request.step,
-            kind=request.kind,
-            attempt=request.attempt,
-            start=start,
-            state=state,
-            message=message,
-            url=url,
-            at=time.time(),
-        )
-
     @property
     def rank(self) -> tuple[int, int, float]:
         """Of two entries of a save, the one with the higher rank counts."""
         return self.start, _STATES.index(self.state), self.at
 
 
-def append(request: SaveRequest, entry: Entry, *, patience_s: float = 0.0) -> None:
+def append(
+    request: SaveRequest,
+    state: SaveState,
+    message: str = "",
+    *,
+    url: str = "",
+    start: int = 0,
+    patience_s: float = 0.0,
+) -> Entry:
     """Append the state of a save; try again for some seconds, and log an error that remains."""
+    entry = Entry(
+        key=request.key,
+        run=request.run,
+        step=request.step,
+        kind=request.kind,
+        attempt=request.attempt,
+        start=start,
+        state=state,
+        message=message,
+        url=url,
+        at=time.time(),
+    )
     until = time.monotonic() + patience_s
     line = msgspec.json.encode(entry) + b"\n"
     while True:
@@ -111,10 +107,10 @@ def append(request: SaveRequest, entry: Entry, *, patience_s: float = 0.0) -> No
                 "see trinity-sync runs, or saver.log",
                 _folder(request.root),
                 request.run_name,
-                entry.state,
+                state,
                 error,
             )
-        return
+        return entry
 
 
 def _append(request: SaveRequest, line: bytes) -> None:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from trinity_sync.client.journal import Entry, append
+from trinity_sync.client.journal import append
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.pipeline.save import NodeWriting, run_save
@@ -40,12 +40,12 @@ class CommitsHere(SaveTrigger):
     def _work(self) -> None:
         while True:
             request = self._requests.get()
-            append(request, Entry.of(request, "pending"))
+            append(request, "pending")
             try:
                 self._save_step(request)
-                append(request, Entry.of(request, "completed"))
+                append(request, "completed")
             except Exception as error:
-                append(request, Entry.of(request, "failed", repr(error)))
+                append(request, "failed", repr(error))
             finally:
                 self._requests.task_done()
 

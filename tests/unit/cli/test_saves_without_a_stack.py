@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from tests.support.job import Job
 from tests.support.steps import commit_files
 from trinity_sync.cli.commands import app
-from trinity_sync.client.journal import Entry, append
+from trinity_sync.client.journal import append
 from trinity_sync.storage.save import mark_failed
 
 
@@ -81,13 +81,13 @@ PAGE = "http://127.0.0.1:9/runs/flow-run/00000000-0000-0000-0000-000000000007"
 @pytest.fixture
 def journal(saves: Job) -> Job:
     """Saves whose images are no longer in memory, and one that is in work."""
-    append(saves.request(30), Entry.of(saves.request(30), "pending"))
+    append(saves.request(30), "pending")
     for step, url in ((40, ""), (50, PAGE), (60, "")):
         request = saves.request(step)
-        append(request, Entry.of(request, "failed", f"{step} does not fit", url=url))
+        append(request, "failed", f"{step} does not fit", url=url)
     commit_files(saves.root, 60)  # meanwhile
     again = saves.request(40, attempt=2)
-    append(again, Entry.of(again, "failed", "it does not fit either"))
+    append(again, "failed", "it does not fit either")
     return saves
 
 

@@ -29,7 +29,7 @@ from tests.support.prefect_stand_in import Server, Trigger, without_catalog_and_
 from tests.unit.conftest import Open
 from trinity_sync.client.commit_watcher import CARE_S, CommitWatcher
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.client.journal import Entry, Journal, append
+from trinity_sync.client.journal import Journal, append
 from trinity_sync.client.pending_save import PendingSave
 from trinity_sync.client.prefect_api import ask_server
 from trinity_sync.client.save_request import SaveRequest
@@ -164,7 +164,7 @@ def test_no_server_is_asked_how_saves_ended(job: Job) -> None:
     asked: list[tuple[str, str]] = []
     requests = requests_in(job.root, range(20))
     for request in requests:
-        append(request, Entry.of(request, "pending"))
+        append(request, "pending")
     with server({}, asked=asked) as url:
         watcher = CommitWatcher(SaveTrigger(Settings(), url), job.spool)
         for request in requests:
@@ -172,7 +172,7 @@ def test_no_server_is_asked_how_saves_ended(job: Job) -> None:
         with pytest.raises(SaveTimeoutError):
             watcher.wait(time.monotonic() + 2 * CARE_S)
         for request in requests:
-            append(request, Entry.of(request, "failed", "the disk is full"))
+            append(request, "failed", "the disk is full")
         assert len(watcher.wait(time.monotonic() + 30)) == 20
         watcher.close()
     assert asked == []
@@ -339,7 +339,7 @@ def test_a_save_that_was_committed_or_is_of_functions_is_not_taken_for_evicted(j
 def completed(job: Job, *requests: SaveRequest) -> Iterator[CommitWatcher]:
     """A watcher of saves that have completed."""
     for request in requests:
-        append(request, Entry.of(request, "completed"))
+        append(request, "completed")
     watcher = CommitWatcher(Quiet(Settings(spool=job.spool.folder.parent)), job.spool)
     yield watcher
     watcher.close()

@@ -113,7 +113,7 @@ def images_of(job: Job, rank: int) -> list[str]:
 
 
 def tell(request: SaveRequest, state: SaveState, message: str = "", *, start: int = 1) -> None:
-    append(request, Entry.of(request, state, message, url="http://its/page", start=start))
+    append(request, state, message, url="http://its/page", start=start)
 
 
 def read(request: SaveRequest) -> Entry | None:
@@ -376,9 +376,7 @@ def test_a_disk_that_is_full_for_a_while_hides_no_end(
     path.mkdir()
     tell(request, "pending")
     assert "Ranks that wait for it do not learn it" in caplog.text
-    writing = threading.Thread(
-        target=append, args=[request, Entry.of(request, "failed")], kwargs={"patience_s": 60.0}
-    )
+    writing = threading.Thread(target=append, args=[request, "failed"], kwargs={"patience_s": 60.0})
     writing.start()
     writing.join(0.1)
     path.rmdir()

@@ -224,7 +224,7 @@ def test_a_run_that_ended_without_a_worker_is_told_once(
     request = SaveRequest(root=str(tmp_path), step=4, run=1)
     (tmp_path / ".trinity_sync").mkdir()
     if known != "nothing":
-        append(request, Entry.of(request, known, "by its worker", start=1))
+        append(request, known, "by its worker", start=1)
     recovery = NodeRecovery(spool_folder, f"{NODE}/2/2", lambda _: False, lambda _: None)
     with failed_run(request, "CANCELLED") as api:
         for _ in range(2):

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from tests.support.job import Job
 from trinity_sync.cli.commands import app
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.client.journal import Entry, append
+from trinity_sync.client.journal import append
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import (
@@ -318,7 +318,7 @@ def test_waiting_for_a_save_waits_for_the_remote_and_raises_its_error(
     one.commit(saves, 2, sent=False)
     assert len(saves.commit_seconds) == 1
     request = Job(saves.root, saves.spool).request(2)
-    append(request, Entry.of(request, "failed", "the store is full"))
+    append(request, "failed", "the store is full")
     with pytest.raises(
         SaveFailedError, match=r"brought to file://.*in the root only: the store is full"
     ):

@@ -31,7 +31,7 @@ from uuid import UUID
 import anyio
 from pydantic import ValidationError
 
-from trinity_sync.client.journal import PATIENCE_S, Entry, Journal, SaveState, append
+from trinity_sync.client.journal import PATIENCE_S, Journal, SaveState, append
 from trinity_sync.client.prefect_api import FINAL, UNDER_WAY, FlowRun, PrefectApi, State
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import FormatError, TrinitySyncError
@@ -214,27 +214,23 @@ def describe_end(name: str | None, message: str | None) -> str:
 async def try_tell(
     request: SaveRequest, state: SaveState, message: str = "", *, url: str, start: int
 ) -> None:
-    """Write the state of a save into the journal, and wait no longer than `MARK_S` for it."""
-    entry = Entry.of(request, state, message, url=url, start=start)
+    """Call `append` until it is written, and wait no longer than `MARK_S` for it."""
     with anyio.move_on_after(MARK_S):
-        await run_in_thread(append, request, entry, patience_s=PATIENCE_S)
+        await run_in_thread(
+            append, request, state, message, url=url, start=start, patience_s=PATIENCE_S
+        )
 
 
 async def try_tell_failure(run: FlowRun) -> None:
     """Write into the journal that the save of a run has failed, unless its worker has done so."""
     request = read_request(run.parameters)
-    if request is not None:
-        with anyio.move_on_after(MARK_S):
-            await run_in_thread(_tell_failure, request, run)
-
-
-def _tell_failure(request: SaveRequest, run: FlowRun) -> None:
-    journal = Journal.of(request)
-    with suppress(OSError):
-        journal.read()
-    known = journal.find(request.key)
+    if request is None:
+        return
+    journal, known = Journal.of(request), None
+    with anyio.move_on_after(MARK_S), suppress(OSError):
+        await run_in_thread(journal.read)
+        known = journal.find(request.key)
     if known is None or known.state == "pending" or known.start < run.attempts:
         # after a start that the server has not counted: its process died before it ran
         why, start = describe_end(run.state.name, run.state.message), run.attempts + 1
-        entry = Entry.of(request, "failed", why, url=run.page, start=start)
-        append(request, entry, patience_s=PATIENCE_S)
+        await try_tell(request, "failed", why, url=run.page, start=start)

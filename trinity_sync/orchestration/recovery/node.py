@@ -1,4 +1,4 @@
-"""Recover zombie runs and orphaned images of a worker's node at every poll, and tell what failed."""
+"""Recover zombie runs and orphaned images of a node at every poll, and tell what has failed."""
 
 import asyncio
 import logging
