@@ -12,6 +12,7 @@ from tests.support.job import Job
 from tests.support.steps import commit_files
 from trinity_sync.cli.commands import app
 from trinity_sync.client.journal import append
+from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.save import mark_failed
 
 
@@ -114,4 +115,13 @@ def test_failures_of_the_journal_are_shown_by_runs_and_the_report(journal: Job) 
     done = run(journal, "report", journal.root, "-o", "json")
     groups = {group["message"]: group for group in json.loads(done.stdout)["report"]["failures"]}
     assert groups["it does not fit either"]["steps"] == [40]
+    assert groups["it does not fit either"]["command"] == f"trinity-sync doctor {journal.root}"
     assert groups["50 does not fit"]["command"] == f"trinity-sync retry {journal.root} 50"
+
+
+def test_a_superseded_save_of_the_journal_is_no_failure_of_the_report(journal: Job) -> None:
+    open_run(journal.root, "first", 0)
+    open_run(journal.root, "second", 30)
+    done = run(journal, "report", journal.root, "-o", "json")
+    groups = json.loads(done.stdout)["report"]["failures"]
+    assert {group["cause"]: group["command"] for group in groups} == {"Superseded": None}

@@ -133,8 +133,8 @@ def _find_remedy(
         return f"Open the page of the {what} run; its log says more.", "trinity-sync doctor"
     if not is_open:
         return "Nothing: committed since.", ""
-    if not target.page:
-        return "Remove the cause. Later saves are unaffected.", ""
+    if not target.id.int:
+        return "Remove the cause. Later saves are unaffected.", f"trinity-sync doctor {quoted}"
     retry = f"trinity-sync retry {quoted} {target.step}"
     if state == "Cancelled":
         return "Cancelled by a user. Retry it, or cancel no saves.", retry

@@ -17,7 +17,7 @@ from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.metrics import read_metrics
 from trinity_sync.storage.pins import list_steps_in_use, list_tags
-from trinity_sync.storage.runs import Run
+from trinity_sync.storage.runs import Run, find_superseding_run
 
 
 def read_steps(root: Path, steps: Iterable[int], known: Sequence[Run]) -> Iterator[StepRow]:
@@ -84,12 +84,13 @@ def list_failed_saves(root: Path, known: Collection[tuple[int, int, str]]) -> li
 
     Those ``known`` otherwise, by run, step and kind, are left out.
     """
-    return [
-        make_failed_save(entry)
-        for entry in read_journal(root).list_failures()
-        if (entry.run, entry.step, entry.kind) not in known
-        and not is_part_of_step(root, entry.run, entry.step, entry.kind)
-    ]
+    runs, found = list_known_runs(root), []
+    for entry in read_journal(root).list_failures():
+        save = entry.run, entry.step, entry.kind
+        if save not in known and not is_part_of_step(root, *save):
+            superseded = find_superseding_run(runs, entry.run, entry.step)
+            found.append(make_failed_save(entry, "Superseded" if superseded else "Failed"))
+    return found
 
 
 def is_part_of_step(root: Path, run: int, step: int, kind: Kind) -> bool:
@@ -98,9 +99,9 @@ def is_part_of_step(root: Path, run: int, step: int, kind: Kind) -> bool:
     return manifest is not None and manifest.run == run and kind in manifest.kinds
 
 
-def make_failed_save(entry: Entry) -> FlowRun:
-    """Return a save that has failed by the journal."""
-    state = State("FAILED", "Failed", entry.message, entry.at)
+def make_failed_save(entry: Entry, name: str = "Failed") -> FlowRun:
+    """Return a save that has failed by the journal, with the name of its state."""
+    state = State("FAILED", name, entry.message, entry.at)
     return make_save(entry.run, entry.step, entry.kind, state, page=entry.url)
 
 
