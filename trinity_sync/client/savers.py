@@ -93,8 +93,8 @@ class StateSaver:
 
         Return what was staged, or will be with ``overlap``, which copies large tensors in a thread
         while training continues. The commit compares changed components with what was staged
-        before, and fails this save. A save that has failed is staged and submitted again as a
-        whole.
+        before, and fails this save. A save that has failed is submitted again as a whole; images
+        that are still there and equal are not copied again.
 
         ``metadata``, small files or their folder, is ignored on other ranks than 0. ``attachments``
         are packed; those of a save that was submitted are part of it already. The stall is counted

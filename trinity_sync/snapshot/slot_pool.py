@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -127,14 +127,17 @@ class SlotPool:
         slots = self._slots.get((origin.role, component, origin.rank), ())
         return next((s.holds.image for s in slots if s.holds and _is_of(s.holds, origin)), None)
 
-    def free_images(self, origin: Origin) -> None:
-        """Free this rank's images of a save that is submitted again: the first ones would count."""
+    def free_others(self, origin: Origin, images: Collection[str]) -> None:
+        """Free the other images of a save that is submitted again: the first ones would count.
+
+        ``images`` are the random names of those that stay.
+        """
         slots = {slot.path: slot for slots in self._slots.values() for slot in slots}
         for sealed in self._spool.read_step(origin.run, origin.step)[0]:
             ticket = sealed.ticket
             same = origin.is_of_step(ticket) and ticket.kind == origin.kind
             same = same and (ticket.role, ticket.rank) == (origin.role, origin.rank)
-            if same:
+            if same and ticket.image not in images:
                 logger.warning(
                     "%s is submitted again after its save failed; dropping its earlier image %s",
                     ticket.what,

@@ -29,6 +29,7 @@ from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import (
     Ticket,
     VersionTag,
+    failure_path,
     seal,
     ticket_path,
     write_version_tag,
@@ -150,8 +151,8 @@ class Stager:
         file that it names. ``also`` names components of this save that were submitted earlier, at
         the same step. ``metadata`` is packed by `pack_folder`, ``attachments`` by `pack`. ``check``
         is that of `MutationGuard`. Without ``seals``, images are only published and not saved. With
-        ``again``, the save has failed before: its earlier images are freed. The stall counts from
-        ``began``, a value of `time.perf_counter`, by default from now.
+        ``again``, the save has failed before: its images that are equal are sealed again. The stall
+        counts from ``began``, a value of `time.perf_counter`, by default from now.
 
         Raises:
             ImageError: a state cannot be pickled; the message names the key.
@@ -159,15 +160,17 @@ class Stager:
         began = time.perf_counter() if began is None else began
         with ExitStack() as locks:  # released here if a state cannot be laid out
             parts = [
-                self._lay_out(origin, component, state, overlap, check, locks)
+                self._lay_out(origin, component, state, overlap, check, again, locks)
                 for component, state in states.items()
             ]
             own = f"{ATTACHMENTS}/rank_{origin.rank}" if origin.rank else ATTACHMENTS
             folders = {METADATA: (origin.role, metadata), ATTACHMENTS: (own, attachments)}
             for folder, (path, packed) in folders.items():
                 if packed is not None:
-                    layout = Layout(len(packed), [(0, packed)], [])
-                    parts.append(_Part(folder, path, "folder", layout, [], None))
+                    layout, staged = Layout(len(packed), [(0, packed)], []), None
+                    if again:
+                        staged = self._hold_equal(origin, folder, layout, [], False, again, locks)
+                    parts.append(_Part(folder, path, "folder", layout, [], None, staged))
             named = (*states, *also, *(part.component for part in parts))
             images = {name: self._slots.find_image(origin, name) for name in also}
             self.waiting_since = None
@@ -192,6 +195,7 @@ class Stager:
         state: Any,
         overlap: bool,
         check: bool,
+        again: bool,
         locks: ExitStack,
     ) -> _Part:
         key = (origin.role, component, origin.rank)
@@ -200,7 +204,7 @@ class Stager:
         self._layouts[key] = layout
         shard = shard_file(component, origin.world_size, origin.rank)
         path = f"{origin.role}/{state.name if isinstance(state, LaidOut) else shard}"
-        if staged := self._hold_equal(origin, component, layout, storages, overlap, locks):
+        if staged := self._hold_equal(origin, component, layout, storages, overlap, again, locks):
             return _Part(component, path, "file", layout, [], None, staged)
         with _name_in_errors(origin, component):
             watch = MutationGuard(state, storages, layout, check=check) if overlap else None
@@ -214,13 +218,19 @@ class Stager:
         layout: Layout,
         storages: Storages,
         overlap: bool,
+        again: bool,
         locks: ExitStack,
     ) -> Slot | None:
-        """Return the slot with an equal, unsealed image, locked until ``locks`` close, or None."""
+        """Return the slot with an equal image of the step that this save can seal, or None.
+
+        That is an unsealed one, and, ``again``, one that the same save has sealed: another save may
+        share it. It is locked until ``locks`` are closed.
+        """
         slot = self._slots.hold_image(origin, component)
         if slot is None:
             return None
-        if slot.free and _has(slot, layout, storages, overlap):
+        own = again and slot.holds is not None and slot.holds.kind == origin.kind
+        if (slot.free or own) and _has(slot, layout, storages, overlap):
             locks.callback(slot.unlock)
             return slot
         slot.unlock()
@@ -240,8 +250,6 @@ class Stager:
         waited = 0.0
         filled: list[tuple[Slot, Ticket]] = []
         with _name_unwritable(plan.origin), plan.locks, use_device(plan.computed):
-            if plan.again:
-                self._slots.free_images(plan.origin)
             for part in plan.parts:
                 if part.staged_in:
                     filled.append((part.staged_in, self._ticket(plan, part)))
@@ -250,8 +258,13 @@ class Stager:
                 plan.locks.callback(slot.unlock)
                 waited += seconds
                 filled.append((slot, self._fill(slot, plan, part)))
-            if plan.seals:
+            if all(not slot.free and slot.holds == ticket for slot, ticket in filled):
+                for slot, _ in filled:  # the same submission: a retry may be writing it
+                    failure_path(slot.path).unlink(missing_ok=True)
+            elif plan.seals:
                 self._seal(filled, self._measure_stall(plan))
+                if plan.again:
+                    self._slots.free_others(plan.origin, {ticket.image for _, ticket in filled})
             for slot, ticket in filled:
                 slot.holds = ticket
         images = tuple(ticket.image for _, ticket in filled)
@@ -278,11 +291,13 @@ class Stager:
                         "for what removes it (trinity-sync doctor names systemd's RemoveIPC). "
                         "Later saves try again."
                     )
+                was_free = slot.free
                 seal(
                     slot.path,
                     replace(ticket, sealed_at=sealed_at, monotonic_s=monotonic_s, stall_s=stall_s),
                 )
-                done.append(slot)
+                if was_free:
+                    done.append(slot)
         except BaseException:
             for slot in done:
                 ticket_path(slot.path).unlink(missing_ok=True)
