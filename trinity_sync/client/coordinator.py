@@ -272,7 +272,7 @@ class CheckpointCoordinator:
 
     # ------------------------------------------------------------ resuming
 
-    def latest_step(self, kind: Kind = "checkpoint", *, settle_s: float = 0.0) -> int | None:
+    def latest_step(self, kind: Kind = "checkpoint", *, settle_s: float = 60.0) -> int | None:
         """Return the number of the newest committed step, or None if there is none.
 
         A collective call after `of_process_group`: all ranks get the step that rank 0 finds, or the
@@ -281,14 +281,16 @@ class CheckpointCoordinator:
         Args:
             kind: ``checkpoint`` for a step to resume from, ``state_dict`` for weights.
             settle_s: seconds to wait first for saves of an earlier run that are in flight on the
-                nodes of these ranks; resuming from an older step would supersede them.
+                nodes of these ranks; resuming from an older step would supersede them. The saver
+                is started for them: that of a killed job may be killed as well. Once this run has
+                begun, nothing is awaited.
 
         Raises:
             FormatError: another release has committed the newest step.
         """
         return self._loader.latest_step(kind, settle_s)
 
-    def latest(self, kind: Kind = "checkpoint", *, settle_s: float = 0.0) -> Path | None:
+    def latest(self, kind: Kind = "checkpoint", *, settle_s: float = 60.0) -> Path | None:
         """Return the folder of the newest committed step, or None; otherwise as `latest_step`.
 
         Args:

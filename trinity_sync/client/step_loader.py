@@ -1,5 +1,6 @@
 """Find and load the step that a run resumes from, by one rank or by all ranks together."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from trinity_sync.storage.placement import NodeRanks
 from trinity_sync.storage.restore import load_states
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -115,13 +118,26 @@ class StepLoader:
         return work()
 
     def _settle(self, seconds: float) -> None:
-        """Wait until no image in this node's spool is in flight, at most some seconds."""
+        """Wait until no save of an earlier run is in flight in this node's spool.
+
+        After some seconds, log that some are. A run that has begun has superseded them.
+        """
+        if not seconds or self.run.has_begun():
+            return
         deadline = time.monotonic() + seconds
         tickets, pauses = ReadOnChange(self.spool.folder, self.spool.tickets), lengthen_pauses()
         begun = False
-        while time.monotonic() < deadline:
-            if all(sealed.failed for sealed in tickets.get()[0]):
-                break
+        while steps := {each.ticket.step for each in tickets.get()[0] if not each.failed}:
+            if time.monotonic() >= deadline:
+                logger.warning(
+                    "Saves of an earlier run of %s (steps %s) are still not committed after %g s: "
+                    "resuming from an earlier step supersedes them. To wait for longer, end this "
+                    "run and pass a longer settle_s",
+                    self.root,
+                    ", ".join(map(str, sorted(steps))),
+                    seconds,
+                )
+                return
             if not begun:
                 self.begin_commits()
             begun = True

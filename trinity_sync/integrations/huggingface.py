@@ -60,7 +60,7 @@ class TrinitySyncCallback(TrainerCallback):
 
         saves = TrinitySyncCallback("ckpts")
         trainer = Trainer(model, TrainingArguments(save_steps=10), callbacks=[saves], ...)
-        trainer.train(resume_from_checkpoint=saves.latest(settle_s=30))
+        trainer.train(resume_from_checkpoint=saves.latest())
     """
 
     def __init__(self, root: str | Path, **coordinator: Any) -> None:
@@ -84,7 +84,7 @@ class TrinitySyncCallback(TrainerCallback):
         """Return the state without that of a training, for `pickle` and `copy`."""
         return {**vars(self), "_saves": None, "_opened": None, "_linked": None}
 
-    def latest(self, *, settle_s: float = 0.0) -> str | None:
+    def latest(self, *, settle_s: float = 60.0) -> str | None:
         """Return a folder to resume from the newest committed step; None if there is none.
 
         The run begins at the step when `Trainer` loads the folder. So another process may call it
@@ -96,7 +96,7 @@ class TrinitySyncCallback(TrainerCallback):
         created.
 
         Args:
-            settle_s: seconds to wait for saves that an earlier run submitted on these nodes.
+            settle_s: seconds to wait for saves in flight on these nodes.
 
         Raises:
             CommitError: the step is corrupted; its digests are compared here.

@@ -77,7 +77,7 @@ class TrinitySyncCallback(ModelCheckpoint):
         *,
         every_n_steps: int,
         keep: int = 0,
-        settle_s: float = 30.0,
+        settle_s: float = 60.0,
         **coordinator: Any,
     ) -> None:
         if every_n_steps < 1:

@@ -25,9 +25,6 @@ with from_extra("torchtitan"):
     from torchtitan.components.checkpointer import MODEL, BaseCheckpointManager, CheckpointManager
     from torchtitan.config import derive, override
 
-SETTLE_S = 60.0
-"""Seconds for which a resume waits for saves that an earlier run submitted on its nodes."""
-
 
 class TrinitySyncCheckpointManager(CheckpointManager):
     """Saves and loads the steps of a TorchTitan training; TorchTitan makes one on each rank.
@@ -121,7 +118,7 @@ class TrinitySyncCheckpointManager(CheckpointManager):
     def _find_load_step(self, folder: str = "") -> int:
         """Return the newest committed step, as TorchTitan wants it: -1 if there is none."""
         assert self._saves
-        step = self._saves.latest_step(settle_s=SETTLE_S)
+        step = self._saves.latest_step()
         return -1 if step is None else step
 
     def _create_checkpoint_id(self, step: int, folder: str = "") -> str:

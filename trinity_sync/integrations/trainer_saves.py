@@ -221,7 +221,7 @@ class TrainerSaves:
 
     # ------------------------------------------------------------ resuming
 
-    def latest_step(self, *, settle_s: float = 0.0) -> int | None:
+    def latest_step(self, *, settle_s: float) -> int | None:
         """Return the newest committed step, or None if there is none."""
         if self.is_sharded:
             return self.coordinator.latest_step(settle_s=settle_s)

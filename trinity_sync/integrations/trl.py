@@ -34,7 +34,7 @@ class VLLMSyncMixin:
         saves = TrinitySyncCallback("ckpts")
         arguments = GRPOConfig(use_vllm=True, vllm_mode="server", ...)
         trainer = Trainer(model, reward, arguments, callbacks=[saves], ...)
-        trainer.train(resume_from_checkpoint=saves.latest(settle_s=30))
+        trainer.train(resume_from_checkpoint=saves.latest())
 
     Raises:
         ConfigError: the trainer has no vLLM server or no `TrinitySyncCallback`, several processes

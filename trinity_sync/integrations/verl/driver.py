@@ -27,9 +27,6 @@ from trinity_sync.settings import CONFIG, STACK_PREFIX
 from trinity_sync.storage.discovery import is_foreign
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 
-SETTLE_S = 60.0
-"""Seconds for which a resume waits for saves that an earlier run submitted on its node."""
-
 ROOT = "TRINITY_SYNC_ROOT"
 """Variable with the job's root, for the back end of the weight transfer."""
 
@@ -50,7 +47,7 @@ def wrap_find_latest_ckpt_path(original: Callable[..., str | None]) -> Callable[
         if not Path(path).is_dir():
             return original(path, directory_format)
         with closing(CheckpointCoordinator(path)) as saves:
-            newest = saves.latest(settle_s=SETTLE_S)
+            newest = saves.latest()
         named = read_latest_pointer(path, "checkpoint")
         saved_by_verl = named is not None and is_foreign(step_folder(path, named))
         if newest is None or saved_by_verl:
