@@ -20,7 +20,7 @@ import psutil, torch
 from trinity_sync import CheckpointCoordinator
 
 saves = CheckpointCoordinator(sys.argv[1])
-start = saves.latest_step(settle_s=60) or 0
+start = saves.latest_step() or 0
 if start:
     print(start, saves.load(start)["model"]["w"].unique().item(), flush=True)
 for step in (start + 1, start + 2):

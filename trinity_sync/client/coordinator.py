@@ -193,7 +193,9 @@ class CheckpointCoordinator:
         )
         self._callables = CallableSaver(self.root, self.spool)
         self._metrics = MetricsLog(self.root, self._run.find_run_of_metrics, self._run.has_begun)
-        self._preemption = Preemption()
+        self._preemption = Preemption(self.settings.save_by)
+        self._has_waited = False
+        """Whether an emergency save has waited for its commit."""
         self._failures: list[str] = []
         """Failures that no `wait_all` has raised yet."""
         dropped = weakref.finalize(self, _end_watcher, self._watcher, self._process)
@@ -647,7 +649,7 @@ class CheckpointCoordinator:
         if not self._is_own:
             return  # a child that was forked within the block
         try:
-            if error is None and not self.preempted:  # emergency_save has waited otherwise
+            if error is None and not (self.preempted and self._has_waited):
                 self.wait_all()
         finally:
             self.close()
@@ -729,14 +731,16 @@ class CheckpointCoordinator:
     def on_preemption(self, signum: int = signal.SIGTERM, *, grace_s: float = 30.0) -> None:
         """Treat a signal as the notice that this process ends soon, instead of ending at it.
 
-        The handler records the time; check `preempted` or `any_preempted` between two steps.
+        The handler records the time; check `any_preempted` between two steps. A time limit, of
+        ``TRINITY_SYNC_SAVE_BY`` or of the Slurm job (``SLURM_JOB_END_TIME``), needs no signal.
         Workers that a DataLoader starts afterwards outlive the signal, unless this process sends
         it; other forked children handle it as before. Once it has come, a child that is killed is
         logged, and PyTorch's handler of SIGCHLD raises nothing.
 
         Args:
             signum: signal of the scheduler: SIGTERM in Kubernetes, that of ``--signal`` in Slurm.
-            grace_s: seconds from the signal until the process is killed.
+            grace_s: seconds from the signal until the process is killed, and those that an
+                emergency save gets before a time limit.
 
         Raises:
             ConfigError: this is not the main thread, the signal cannot be caught, or this process
@@ -747,12 +751,19 @@ class CheckpointCoordinator:
 
     @property
     def preempted(self) -> bool:
-        """Whether the signal of `on_preemption` has come; ranks get it at different times."""
+        """Whether this process ends soon, by the signal of `on_preemption` or by a time limit.
+
+        Ranks learn of it at different times.
+        """
         return self._preemption.noticed
 
     def any_preempted(self) -> bool:
-        """Return whether `preempted` is True on any rank; a collective call."""
-        return noticed_by_any(self.preempted)
+        """Return whether `preempted` is True on any rank; a collective call, after each step.
+
+        Before a time limit, it is True once the longest time between two calls and ``grace_s``
+        would exceed what is left.
+        """
+        return noticed_by_any(self._preemption.check())
 
     def emergency_save(
         self,
@@ -778,6 +789,7 @@ class CheckpointCoordinator:
         """
         with suppress(ConfigError):  # save raises it again
             step = check_number("step", step)
+        self._has_waited = True
         left = self._preemption.left_s if deadline_s is None else deadline_s
         self._stager.wait_at_most(left / 4)
 

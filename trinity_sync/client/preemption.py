@@ -1,8 +1,9 @@
-"""Preemption: the signal that announces the end of a trainer's process, and the save before it.
+"""Preemption: the end of a trainer's process, by a signal or a time limit, and the save before it.
 
-The handler only records the time; the training loop checks it between two steps. Where the signal
-reaches the workers of a DataLoader as well, they stay alive, and the death of others that PyTorch's
-handler of SIGCHLD would raise is logged.
+The handler of the signal only records the time; the training loop checks it between two steps, and
+whether another step would leave enough of the time limit for a save. Where the signal reaches the
+workers of a DataLoader as well, they stay alive, and the death of others that PyTorch's handler of
+SIGCHLD would raise is logged.
 
 Slurm, shells and launchers signal whole groups of processes. A worker that ends takes the batches
 that it has prepared with it, and the loader raises an error before the trainer can save. So workers
@@ -17,6 +18,7 @@ the weights are saved.
 """
 
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -25,6 +27,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any, ClassVar
@@ -34,30 +37,61 @@ import torch.distributed as dist
 
 from trinity_sync.errors import ConfigError, SaveTimeoutError, TrinitySyncError
 from trinity_sync.fs.process import hold_handlers
-from trinity_sync.layout import Kind
+from trinity_sync.layout import Kind, parse_number
 
 logger = logging.getLogger(__name__)
 
 
 class Preemption:
-    """Whether and when this process received the signal."""
+    """Whether and when this process ends: at a signal, or a time limit (see `_find_time_limit`).
 
-    def __init__(self) -> None:
-        self._noticed_at: float | None = None
+    The ``clock`` is monotonic, in seconds.
+    """
+
+    def __init__(
+        self, save_by: timedelta = timedelta(0), clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
+        self._has_signal = False
         self._grace_s = 30.0
+        self._ends_at = clock() + _find_time_limit(save_by)
+        """When this process is killed."""
+        self._longest_s = 0.0
+        """The longest time between two checks, which is that of a step."""
+        self._checked_at = math.inf
+        self._has_logged = False
         self._handlers: list[_Handler] = []
         self._release_workers: list[Callable[[], None]] = []
 
     @property
     def noticed(self) -> bool:
-        """Whether this process has received the signal."""
-        return self._noticed_at is not None
+        """Whether the signal has come, or another step would end too late for a save."""
+        return self._has_signal or self._longest_s + self._grace_s >= self._remaining_s
 
     @property
     def left_s(self) -> float:
-        """Seconds left until the process is killed."""
-        since = 0.0 if self._noticed_at is None else time.monotonic() - self._noticed_at
-        return max(0.0, self._grace_s - since)
+        """Seconds left for an emergency save."""
+        return max(0.0, min(self._grace_s, self._remaining_s))
+
+    @property
+    def _remaining_s(self) -> float:
+        return self._ends_at - self._clock()
+
+    def check(self) -> bool:
+        """Return `noticed`, between two steps; log once that the reason is a time limit."""
+        now = self._clock()
+        self._longest_s = max(self._longest_s, now - self._checked_at)
+        self._checked_at = now
+        if self.noticed and not self._has_signal and not self._has_logged:
+            self._has_logged = True
+            logger.warning(
+                "The time limit of this process is in %.0f s, too soon for another step (at most "
+                "%.0f s so far) and %g s for an emergency save",
+                self._remaining_s,
+                self._longest_s,
+                self._grace_s,
+            )
+        return self.noticed
 
     def notice(self, signum: int, grace_s: float) -> None:
         """Install a handler that records a signal, in the place of the earlier handler.
@@ -70,8 +104,9 @@ class Preemption:
         """
 
         def record() -> None:
-            if self._noticed_at is None:
-                self._noticed_at = time.monotonic()
+            if not self._has_signal:
+                self._has_signal = True
+                self._ends_at = min(self._ends_at, self._clock() + grace_s)
                 self._log_dead_children()
 
         try:
@@ -113,6 +148,18 @@ class Preemption:
             handler.ended = True
             with suppress(ValueError):  # not the main thread
                 _restore(handler.signum)
+
+
+def _find_time_limit(save_by: timedelta) -> float:
+    """Return the seconds until this process is ``save_by`` old, or until its Slurm job ends."""
+    import psutil  # takes 8 ms, so not when the client is imported
+
+    now = time.time()
+    ends = [psutil.Process().create_time() + save_by.total_seconds()] if save_by else []
+    end = parse_number(os.environ.get("SLURM_JOB_END_TIME", ""))
+    if end is not None and end > now:  # otherwise the limit was extended
+        ends.append(end)
+    return min(ends, default=math.inf) - now
 
 
 class _Handler:
@@ -196,7 +243,7 @@ os.register_at_fork(
 
 
 def noticed_by_any(noticed: bool) -> bool:
-    """Return whether any rank of the default process group has received the signal; collective."""
+    """Return whether any rank of the default process group has noticed its end; collective."""
     if not dist.is_initialized():
         return noticed
     on_cpu = "gloo" in dist.get_backend_config()

@@ -38,6 +38,9 @@ CONNECT_S = 5.0
 STARTS = 2
 """Savers in a row that end before they serve, after which saves fail; the first may have been
 killed, or started before what is wrong was repaired."""
+_BLOCKED = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
+"""Signals that a scheduler sends to all processes of a job, some time before it kills them. The
+saver uses the time to commit."""
 _DEAD = {errno.ENXIO, errno.EPIPE, errno.ENOENT}
 """Errors of a pipe that no saver reads."""
 
@@ -147,6 +150,7 @@ class SaverControl:
                 "interpreter of this environment, or run: trinity-sync up"
             )
         self._starts += 1
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)  # inherited
         try:
             make_own_folder(self._spool)
             with self._open_log() as log:
@@ -165,6 +169,8 @@ class SaverControl:
                 f"the saver cannot be started ({error}); repair that and save again, or run: "
                 "trinity-sync up"
             ) from error
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _read_reason(self) -> str:
         """Return the last line that the saver has logged, which names its error."""

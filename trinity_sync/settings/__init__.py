@@ -228,6 +228,11 @@ class Settings(_ReadSettings):
     """Whether a start of the training supersedes an earlier one that is still running. Otherwise it
     waits for its end, and is refused if it does not end."""
 
+    save_by: Duration = Field(default=timedelta(0), examples=["03:55:00"])
+    """Time after the start of a trainer by which it has made its emergency save: somewhat less than
+    the scheduler's limit; ``0s`` for none. A Slurm job's limit counts as well where Slurm tells it,
+    in ``SLURM_JOB_END_TIME``."""
+
     trusted_paths: Paths = Field(default=(), examples=[("/data",)])
     """Folders whose files are unpickled in full, although others than this user can write them;
     separated by ``:``. Files of this user are always trusted."""

@@ -15,13 +15,20 @@ from pydantic.fields import FieldInfo
 
 from trinity_sync.retention.policies import format_duration, parse_duration
 
+_TIME_LIMIT = re.compile(
+    r"(?:(?P<days>\d+)-)?(?P<hours>\d\d):(?P<minutes>[0-5]\d):(?P<seconds>[0-5]\d)"
+)
+"""A time limit as in Slurm's ``--time``."""
+
 
 def _to_duration(value: Any) -> Any:
     if isinstance(value, timedelta):
         return value
-    seconds = parse_duration(value) if isinstance(value, str) else None
-    if seconds is None:
-        raise ValueError("must be a number with a unit: s, m, h or d")
+    text = value if isinstance(value, str) else ""
+    if limit := _TIME_LIMIT.fullmatch(text):
+        return timedelta(**{unit: int(number or 0) for unit, number in limit.groupdict().items()})
+    if (seconds := parse_duration(text)) is None:
+        raise ValueError("must be a number with a unit (s, m, h or d), or as 03:55:00")
     return timedelta(seconds=seconds)
 
 
@@ -71,7 +78,7 @@ Duration = Annotated[
     BeforeValidator(_to_duration),
     PlainSerializer(lambda value: format_duration(value.total_seconds()), str, "json"),
 ]
-"""A duration, as text in files and variables: ``90s``, ``2m``, ``6h``, ``30d``."""
+"""A duration, as text in files and variables: ``90s``, ``2m``, ``6h``, ``30d``, ``03:55:00``."""
 Share = Annotated[
     float,
     BeforeValidator(_to_share),

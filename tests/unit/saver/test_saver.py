@@ -19,7 +19,7 @@ from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync import saver as saver_module
 from trinity_sync.client.saver_control import LOCK, LOG, SERVED, WAKE, SaverControl
 from trinity_sync.errors import SaveError, SaveFailedError
-from trinity_sync.fs.locks import is_locked
+from trinity_sync.fs.locks import acquire_commit_lock, is_locked
 from trinity_sync.pipeline.save import NodeWriting
 from trinity_sync.saver import Saver
 from trinity_sync.snapshot.job_identity import IDENTITY_FILE
@@ -73,9 +73,8 @@ def test_a_save_that_fails_is_told_and_can_be_submitted_again(coordinator: Make,
     assert load_states(job.root, 4, "actor")["model"]["w"].tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
 def test_a_saver_that_was_killed_is_started_again(
-    coordinator: Make, settings: Settings, job: Job, signum: signal.Signals
+    coordinator: Make, settings: Settings, job: Job
 ) -> None:
     saves = coordinator()
     saves.save(1, {"model": {"w": torch.ones(3)}})
@@ -83,11 +82,48 @@ def test_a_saver_that_was_killed_is_started_again(
     (first,) = savers_of(settings.spool)
     first.suspend()
     saves.save(2, {"model": {"w": torch.ones(3)}})
-    first.send_signal(signum)
-    first.resume()
+    first.kill()
     saves.wait_all(60)
     assert read_latest_pointer(job.root, "checkpoint") == 2
     assert [each.pid for each in savers_of(settings.spool)] != [first.pid]
+
+
+def test_a_saver_commits_after_the_signals_that_a_scheduler_sends_to_all_processes(
+    coordinator: Make, settings: Settings, job: Job
+) -> None:
+    saves = coordinator()
+    with acquire_commit_lock(job.root):
+        saves.save(1, {"model": {"w": torch.ones(3)}})
+        (saver,) = savers_of(settings.spool)  # it may not have run a line yet
+        for signum in ("HUP", "INT", "TERM", "USR1", "USR2"):
+            saver.send_signal(signal.Signals[f"SIG{signum}"])
+    saves.wait_all(60)
+    assert savers_of(settings.spool) == [saver]
+
+
+def test_a_start_resumes_from_what_a_trainer_left_whose_saver_was_killed(
+    tmp_path: Path, settings: Settings
+) -> None:
+    root = tmp_path / "ckpts"
+    root.mkdir()
+    with acquire_commit_lock(root):
+        assert train(root, settings, tmp_path) == ""
+        for saver in savers_of(settings.spool):
+            saver.kill()
+            saver.wait(10)
+    assert train(root, settings, tmp_path) == "2 2.0\n"
+
+
+def test_a_start_says_which_saves_it_no_longer_waits_for(
+    coordinator: Make, job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    with acquire_commit_lock(job.root):
+        first = coordinator()
+        first.save(3, {"model": {"w": torch.ones(3)}})
+        assert coordinator().latest_step(settle_s=0.1) is None
+        assert "(steps 3) are still not committed after 0.1 s" in caplog.text
+        assert first.latest_step() is None  # its run has begun
+        assert caplog.text.count("not committed") == 1
 
 
 def test_a_saver_that_cannot_be_started_fails_the_save_by_name(
