@@ -27,7 +27,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help demo smollm client newest prefect-oldest torch-oldest torch-newest torch-suites lock test unit models integration faults e2e chaos lint audit bench scale history verl megatron veomni trinity trl torchtitan vllm bench-vllm pytorch-suite nfs tutorials docs clean
+.PHONY: help demo smollm client newest prefect-oldest torch-oldest torch-newest torch-suites lock test unit models integration faults e2e chaos lint audit bench scale history verl megatron veomni trinity trl torchtitan vllm bench-vllm pytorch-suite nfs slurm tutorials docs clean
 
 help: ## what there is
 	@grep -E '^[a-z0-9 -]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 28
@@ -134,6 +134,9 @@ torch-suites: $(READY)
 
 nfs: $(READY) ## a root on NFS between two nodes, in a Linux of its own, on Debian
 	$(BIN)/python -m tests.nfs
+
+slurm: $(READY) ## jobs of a real Slurm of one node: killed, requeued, at their time limit (Debian: apt-get install slurm-wlm munge)
+	$(BIN)/python -m pytest tests/slurm/jobs.py
 
 tutorials: $(READY) ## README, first save and the tutorials, run as they are written
 	$(BIN)/python -m pytest tests/integration/test_tutorials.py tests/integration/test_get_started.py

@@ -36,7 +36,7 @@ optimizer = torch.optim.AdamW(model.parameters())
 
 with CheckpointCoordinator.of_process_group("ckpts") as ckpt:  # all ranks call it
     step, first_epoch, batch = 0, 0, 0
-    if newest := ckpt.latest_step(settle_s=30):  # the same on all ranks
+    if newest := ckpt.latest_step():  # the same on all ranks
         state = ckpt.load(newest)
         network.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optim"])

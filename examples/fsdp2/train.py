@@ -29,7 +29,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 torch.manual_seed(1 + rank)  # and draws batches of its own
 
 with CheckpointCoordinator.of_process_group("ckpts") as ckpt:  # all ranks call it
-    done = ckpt.latest_step(settle_s=30) or 0  # the same on all ranks
+    done = ckpt.latest_step() or 0  # the same on all ranks
     if done:
         state = ckpt.load(done)
         model.load_state_dict(state["model"])

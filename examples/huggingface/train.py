@@ -35,7 +35,7 @@ arguments = TrainingArguments(
 )
 trainer = Trainer(GPT2LMHeadModel(config), arguments, train_dataset=data, callbacks=[ckpt])
 
-newest = ckpt.latest(settle_s=30)  # None on the first start
+newest = ckpt.latest()  # None on the first start
 if newest:
     print(f"resumed from {newest}")
 trainer.train(resume_from_checkpoint=newest)  # raises SaveFailedError if a save failed

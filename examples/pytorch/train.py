@@ -20,7 +20,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
 
 with CheckpointCoordinator("ckpts") as ckpt:
-    done = ckpt.latest_step(settle_s=30) or 0  # waits up to 30 s for saves of a killed run
+    done = ckpt.latest_step() or 0  # waits for saves of a killed run
     if done:
         state = ckpt.load(done)  # from shared memory if it is still there, otherwise from disk
         model.load_state_dict(state["model"])

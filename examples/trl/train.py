@@ -104,7 +104,7 @@ trainer = Trainer(
     processing_class=AutoTokenizer.from_pretrained(folder),
     callbacks=[saves],
 )
-newest = saves.latest(settle_s=30)  # None on the first start
+newest = saves.latest()  # None on the first start
 if newest:
     print(f"resumed from {newest}")
 trainer.train(resume_from_checkpoint=newest)  # raises SaveFailedError if a save failed

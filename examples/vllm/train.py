@@ -80,7 +80,7 @@ def main() -> None:
     gate = RolloutGate(max_lag=1)
 
     with CheckpointCoordinator("ckpts") as ckpt:
-        newest = ckpt.latest_step(settle_s=30)
+        newest = ckpt.latest_step()
         if newest is not None:
             state = ckpt.load(newest)
             model.load_state_dict(state["model"])

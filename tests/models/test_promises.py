@@ -859,7 +859,7 @@ class Promises(World, RuleBasedStateMachine):
             assert now.get(kind, (0, 0)) >= age, f"the newest {kind} was {age} (run, step)"
         self.job.newest = now
         for kind, (_, step) in now.items():
-            folder = self.observer.latest(kind)
+            folder = self.observer.latest(kind, settle_s=0)
             assert folder == self.root / f"global_step_{step}", f"latest({kind}) is {folder}"
 
     def a_pointer_names_a_committed_step_of_its_kind(self) -> None:

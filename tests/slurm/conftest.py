@@ -77,8 +77,15 @@ class Slurm:
         path = self.folder / f"{job}.out"
         return path.read_text() if path.exists() else ""
 
-    def await_output(self, job: str, text: str) -> None:
-        await_that(lambda: text in self.output(job), f"{text!r} in the output of job {job}")
+    def await_output(self, job: str, text: str, seconds: float = 60) -> None:
+        what = f"{text!r} in the output of job {job}"
+        await_that(lambda: text in self.output(job), what, seconds)
+
+    def requeue(self, job: str) -> None:
+        """Kill a job that runs, and start it again without Slurm's delay of two minutes."""
+        self.run("scontrol", "requeue", job)
+        await_that(lambda: self.state(job) == "PENDING", f"job {job} is requeued")
+        self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def await_end(self, job: str) -> str:
         """Wait until no process of a job is left, and return its state."""

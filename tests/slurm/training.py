@@ -1,7 +1,8 @@
-"""A training of the README's shape that a job of Slurm runs: ``root stop [options of Slurm]``.
+"""A training of the README's shape that a job of Slurm runs: ``root stop [restarts]``.
 
 It saves each step, prints a digest of each state that it saves or resumes from, and pauses after
-the step ``stop`` until it is killed. With ``0``, it trains until it is told to end.
+the step ``stop``, which each restart of the job doubles, until it is killed. With ``0``, it trains
+until it is told to end.
 """
 
 import hashlib
@@ -55,4 +56,7 @@ def main(root: str, stop: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    restarts = int(sys.argv[3]) if sys.argv[3:] else 0
+    if restarts:
+        print("started", flush=True)
+    main(sys.argv[1], int(sys.argv[2]) << restarts)

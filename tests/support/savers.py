@@ -35,8 +35,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def await_that(holds: Callable[[], object], what: str) -> None:
-    until, pauses = time.monotonic() + 60, lengthen_pauses()
+def await_that(holds: Callable[[], object], what: str, seconds: float = 60) -> None:
+    until, pauses = time.monotonic() + seconds, lengthen_pauses()
     while not holds():
         assert time.monotonic() < until, what
         time.sleep(next(pauses))

@@ -116,7 +116,7 @@ def train(root: str, rank: int, rendezvous: str, notes: Notes, stop: Path) -> No
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
     key = Path(rendezvous).name
     saves = CheckpointCoordinator.of_process_group(root, run_key=key, job={"rank_timeout_s": 15})
-    step, model = saves.latest_step(settle_s=30) or 0, Model()
+    step, model = saves.latest_step() or 0, Model()
     if step:
         model.load(saves.load(step))
     notes("began", step=step)
