@@ -82,10 +82,13 @@ class Slurm:
         await_that(lambda: text in self.output(job), what, seconds)
 
     def requeue(self, job: str) -> None:
-        """Kill a job that runs, and start it again without Slurm's delay of two minutes."""
+        """Kill a job that runs, and start it again, after seconds instead of two minutes.
+
+        The credential of a job that starts in the second of its end is taken for the revoked one.
+        """
         self.run("scontrol", "requeue", job)
         await_that(lambda: self.state(job) == "PENDING", f"job {job} is requeued")
-        self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+        self.run("scontrol", "update", f"JobId={job}", "StartTime=now+3")
 
     def await_end(self, job: str) -> str:
         """Wait until no process of a job is left, and return its state."""
