@@ -151,7 +151,7 @@ class Preemption:
 
 
 def _find_time_limit(save_by: timedelta) -> float:
-    """Return the seconds until this process is ``save_by`` old, or until its Slurm job ends."""
+    """Return the seconds until this process is ``save_by`` old or its job ends, or infinity."""
     import psutil  # takes 8 ms, so not when the client is imported
 
     now = time.time()
