@@ -1,29 +1,41 @@
-"""Flows that prune, copy, verify, export and repair the steps of jobs."""
+"""Flows that prune, copy, verify, export and repair the steps of jobs.
+
+They show in the Prefect UI what they did.
+"""
 
 import logging
+import re
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
 from prefect import flow
+from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
 
-from tasks.maintenance import (
-    choose_files,
-    export_model,
-    load_newest_checkpoints,
-    mark_steps,
-    prune,
-    read_files,
-    repair,
-    replicate_to_remote,
-)
-from tasks.on_ray import gather_results
-from trinity_sync.client.prefect_api import PrefectApi
+from tasks.on_ray import run_here
+from tasks.save import create_weights_artifact, replicate
+from trinity_sync.client.prefect_api import PrefectApi, ask_server
 from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.errors import CommitError, ConfigError
+from trinity_sync.orchestration import on_node
+from trinity_sync.orchestration.job_registry import select_roots
+from trinity_sync.orchestration.quantities import (
+    RETENTION,
+    VERIFIED,
+    format_bytes,
+    format_rate,
+    make_artifact_key,
+)
+from trinity_sync.orchestration.recovery import reconcile as recovery
 from trinity_sync.orchestration.recovery.reconcile import GRACE_S
 from trinity_sync.orchestration.root_threads import run_in_thread
+from trinity_sync.orchestration.step_events import emit_step_event
+from trinity_sync.retention.planner import RemovalPlan
 from trinity_sync.settings import Settings
+from trinity_sync.snapshot.job_identity import job_id
+from trinity_sync.storage.gc import Finding
 from trinity_sync.storage.job_settings import read_job_settings
-from trinity_sync.storage.verify import split_evenly
+from trinity_sync.storage.verify import VerifiedStep
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +60,37 @@ async def retention(
         dry_run: Show what would be removed, and remove nothing.
         now: Current time for the policies, to preview a later date with dry_run; empty for the
             present.
+
+    Raises:
+        ConfigError: A policy is invalid, or a root could not be pruned; the others were.
     """
-    await prune(root, keep, keep_weights, dry_run, now)
+    found = await run_here(root, on_node.prune, root, keep, keep_weights, dry_run, now)
+    for each, plan in found.items():
+        if isinstance(plan, RemovalPlan):
+            await _create_retention_artifact(each, plan, dry_run=dry_run)
+    if failures := [f"{each}: {why}" for each, why in found.items() if isinstance(why, str)]:
+        raise ConfigError("\n".join(failures))
+
+
+async def _create_retention_artifact(root: Path, plan: RemovalPlan, *, dry_run: bool) -> None:
+    """Show in the Prefect UI what became of every step of a job."""
+    removed = "would be removed" if dry_run else "removed"
+    await acreate_table_artifact(
+        key=make_artifact_key(RETENTION, root),
+        description=f"{len(plan.removed)} steps of `{root}` {removed}, {format_bytes(plan.nbytes)}",
+        table=[
+            {
+                "step": step.step,
+                "run": step.run,
+                "kinds": ", ".join(step.kinds),
+                "size": format_bytes(step.nbytes),
+                "state": "kept" if why else removed,
+                "why": why,
+            }
+            for step, why in plan.steps
+        ]
+        + [{"step": f"quarantine {name}", "state": removed} for name in plan.quarantine],
+    )
 
 
 DEPLOYMENT = "replicate-step/replicate-step"
@@ -65,7 +106,7 @@ async def replicate_step(root: str, step: int, url: str) -> None:
         url: URL of the job's folder in the remote, without credentials: those are in Ray's
             environment.
     """
-    await replicate_to_remote(root, step, url)
+    await replicate(root, step, url)
 
 
 async def request_replication(request: SaveRequest) -> None:
@@ -92,10 +133,6 @@ async def request_replication(request: SaveRequest) -> None:
         logger.warning("%s is committed; cannot request its copy: %r", request.run_name, error)
 
 
-READERS = 4
-"""Number of parallel tasks that read files."""
-
-
 @flow(name="verify", persist_result=False, retries=0)
 async def verify(
     root: str | None = None,
@@ -117,13 +154,88 @@ async def verify(
         seed: Which sample to read; empty for the number of the day.
         load: Load the newest checkpoint of each job as a restart would, with the shards of all
             ranks, and measure it, instead of reading files.
+
+    Raises:
+        CommitError: A step is corrupted, or cannot be loaded.
     """
     if load:
-        await load_newest_checkpoints(root)
+        await _load_newest_checkpoints(root)
         return
-    files = await choose_files(root, step, newest, sample_percent, seed)
-    reads = [read_files(batch) for batch in split_evenly(files, READERS)]
-    await mark_steps([file for batch in await gather_results(reads) for file in batch])
+    arguments = root, step, newest, sample_percent, seed
+    verified = await run_here(root, on_node.verify, *arguments)
+    corrupted = [each for each in verified if each.state == "corrupted"]
+    for each in corrupted:
+        job = await run_in_thread(job_id, each.root)
+        emit_step_event("corrupted", each.root, each.step, job=job, message=each.wrong)
+    await _create_verification_artifacts(verified)
+    if corrupted:
+        reasons = "; ".join(f"step {each.step} in {each.root}: {each.wrong}" for each in corrupted)
+        raise CommitError(
+            f"{len(corrupted)} of {len(verified)} steps are corrupted and no longer loaded: "
+            f"{reasons}. Restore the files from a copy and verify the step again, or remove it."
+        )
+
+
+async def _load_newest_checkpoints(root: str | None) -> None:
+    """Load the newest checkpoint of a job, or of all known jobs, and show how long it took.
+
+    Raises:
+        CommitError: A checkpoint cannot be loaded; the others were loaded and are shown.
+    """
+    failures = []
+    for each, done in await run_here(root, on_node.load_newest_checkpoints, root):
+        if isinstance(done, str):
+            failures.append(done)
+            await _create_load_artifact(each, {"step": "", "result": done})
+            continue
+        await _create_load_artifact(
+            each,
+            {
+                "step": str(done.step),
+                "result": "loaded, digests compared",
+                "seconds": f"{done.seconds:.2f}",
+                "speed": format_rate(done.nbytes, done.seconds),
+                "size": format_bytes(done.nbytes),
+                "files": str(done.files),
+            },
+        )
+    if failures:
+        raise CommitError("; ".join(failures))
+
+
+async def _create_load_artifact(root: Path, row: dict[str, str]) -> None:
+    await acreate_table_artifact(
+        key=make_artifact_key("loaded", root),
+        description=f"Time to load the newest checkpoint of `{root}` on this node, as a restart "
+        "does",
+        table=[row],
+    )
+
+
+async def _create_verification_artifacts(steps: Sequence[VerifiedStep]) -> None:
+    """Show the verified steps of each job in the Prefect UI."""
+    by_root: dict[str, list[VerifiedStep]] = {}
+    for step in steps:
+        by_root.setdefault(step.root, []).append(step)
+    for root, verified in by_root.items():
+        files = sum(step.files for step in verified)
+        nbytes = sum(step.nbytes for step in verified)
+        await acreate_table_artifact(
+            key=make_artifact_key(VERIFIED, root),
+            description=f"Read {files:,} files, {format_bytes(nbytes)}, of {len(verified)} steps "
+            f"of `{root}`",
+            table=[
+                {
+                    "step": step.step,
+                    "state": step.state,
+                    "files": step.files,
+                    "size": format_bytes(step.nbytes),
+                    "speed": format_rate(step.nbytes, step.seconds),
+                    "problem": step.wrong,
+                }
+                for step in verified
+            ],
+        )
 
 
 @flow(name="export", persist_result=False, retries=0)
@@ -149,7 +261,13 @@ async def export(
         to: Full path of a new folder; empty for the step's own folder, next to its configuration
             and tokenizer.
     """
-    await export_model(root, step, role, dtype, max_shard_gb, to)
+    done = await run_here(root, on_node.export_model, root, step, role, dtype, max_shard_gb, to)
+    await acreate_markdown_artifact(
+        key=make_artifact_key("exported-model", root),
+        description=f"{role} of step {step} in `{root}`",
+        markdown=f"`{done.folder}`: {format_bytes(done.nbytes)}\n\n"
+        + "\n".join(f"- `{name}`" for name in done.files),
+    )
 
 
 @flow(name="reconcile", persist_result=False, retries=0)
@@ -161,4 +279,42 @@ async def reconcile(root: str | None = None, grace_s: float = GRACE_S) -> None:
             this node.
         grace_s: Minimum age in seconds of a file or slot that is removed as unused.
     """
-    await repair(root, grace_s)
+    roots, found = await run_here(root, _repair_on_node, root, grace_s)
+    await _create_findings_artifacts(found, Settings())
+    for each in roots:
+        await create_weights_artifact(each)
+
+
+def _repair_on_node(root: str | None, grace_s: float) -> tuple[list[Path], list[Finding]]:
+    """Repair jobs in a process of Ray, and return them and what was found."""
+    settings = Settings()
+    roots = select_roots(root, settings)
+    return roots, ask_server(
+        settings, lambda api: recovery.reconcile(settings, roots, api, grace_s=grace_s)
+    )
+
+
+async def _create_findings_artifacts(found: Sequence[Finding], settings: Settings) -> None:
+    """Show the findings in the Prefect UI: those of each job, and those of the node's spool."""
+    own = f"reconciled-node-{re.sub(r'[^a-z0-9]+', '-', settings.node.lower())}"
+    groups: dict[str, list[Finding]] = {}
+    for finding in found:
+        where = Path(finding.where)
+        is_root = where.is_absolute() and settings.spool not in where.parents
+        key = make_artifact_key("reconciled", finding.where) if is_root else own
+        groups.setdefault(key, []).append(finding)
+    for key, findings in groups.items():
+        repaired = sum(finding.state == "repaired" for finding in findings)
+        await acreate_table_artifact(
+            key=key,
+            description=f"{repaired} repaired, {len(findings) - repaired} left",
+            table=[
+                {
+                    "state": finding.state,
+                    "what": finding.what,
+                    "why": finding.why,
+                    "where": finding.where,
+                }
+                for finding in findings
+            ],
+        )

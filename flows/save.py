@@ -22,9 +22,8 @@ from prefect.states import Completed, Failed
 from ray.exceptions import RayError, RayTaskError
 
 from flows.maintenance import request_replication
-from tasks.maintenance import export_requested_models, prune_after_commit, upload_to_required_remote
 from tasks.on_ray import list_living_nodes, run_on_node
-from tasks.save import PERSIST_TASKS, commit_step, create_failure_artifact
+from tasks.save import PERSIST_TASKS, commit_step, create_failure_artifact, upload
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import SaveError, TrinitySyncError
 from trinity_sync.orchestration import metrics, on_node
@@ -32,7 +31,15 @@ from trinity_sync.orchestration.on_node import Outcome, persist_node
 from trinity_sync.orchestration.root_threads import run_in_thread
 from trinity_sync.orchestration.run_page import FailedTask, StepOutcome, make_failed_task
 from trinity_sync.orchestration.step_events import emit_step_event
-from trinity_sync.pipeline.save import RETRY_DELAYS_S, Share, is_io_error, list_shares
+from trinity_sync.pipeline.save import (
+    RETRY_DELAYS_S,
+    Share,
+    export_requested_models,
+    free_slots,
+    is_io_error,
+    list_shares,
+    mark_images_failed,
+)
 from trinity_sync.storage.job_settings import read_job_settings, read_required_remote
 from trinity_sync.storage.placement import NodeShards, await_node_shards
 from trinity_sync.storage.save import Persisted
@@ -121,7 +128,7 @@ async def _persist_one_by_one(
             run = PERSIST_TASKS[share.component]
             if len(nodes) > 1:  # otherwise all nodes' tasks have the same name in the UI
                 run = run.with_options(task_run_name=f"{run.name} @ {node.name}")
-            persisting.append(run(request, share.component, node.shards, share.awaits_callables))
+            persisting.append(run(request, share, node.shards))
             owners.append((node, share))
     outcomes = await asyncio.gather(*persisting, return_exceptions=True)
     for (node, share), outcome in zip(owners, outcomes, strict=True):
@@ -183,7 +190,7 @@ class NodeGroup:
     ) -> Sequence[Outcome[Persisted]]:
         try:
             arguments = self.request, tuple(shares), node.shards
-            return await run_on_node(node.name, persist_node, *arguments)
+            return await run_on_node(node.name, self.request.root, persist_node, *arguments)
         except Exception as error:  # of Ray: the node or its process died
             return [Outcome(error=error)] * len(shares)
 
@@ -249,7 +256,7 @@ async def save_step(request: SaveRequest) -> State[Any] | None:
     report_step("committed", request, seconds=committed_at - started_at)
     try:
         if done.has_exports:
-            await export_requested_models(request, nodes[0].name)
+            await run_on_node(nodes[0].name, request.root, export_requested_models, request)
     finally:  # the copy includes the exported models, which are files of the step
         await request_replication(request)
     if request.keep or request.kind != "checkpoint":
@@ -286,7 +293,9 @@ async def free_remaining_slots(request: SaveRequest, nodes: Sequence[NodeSave]) 
     """
     alive = list_living_nodes() if nodes else {}
     running = [
-        run_on_node(node.name, on_node.free_slots, request, tuple(node.persisted), node.shards)
+        run_on_node(
+            node.name, request.root, free_slots, request, tuple(node.persisted), node.shards
+        )
         for node in nodes
         if node.name in alive
     ]
@@ -305,13 +314,13 @@ async def upload_if_required(request: SaveRequest, node: NodeSave) -> None:
     if request.kind != "checkpoint":
         return
     if url := await run_in_thread(read_required_remote, request.root):
-        await upload_to_required_remote(request.root, request.step, url, node.name)
+        await upload(request.root, request.step, url, node.name)
 
 
 async def prune(request: SaveRequest, node: NodeSave) -> None:
     """Remove older steps; a failure is logged and does not affect the save."""
     try:
-        await prune_after_commit(request, node.name)
+        await run_on_node(node.name, request.root, on_node.prune_after_commit, request)
     except Exception as error:
         get_run_logger().error(
             "%s is committed; cannot remove older steps, the next save or trinity-sync prune will "
@@ -335,7 +344,8 @@ async def mark_failed(
         running = [
             run_on_node(
                 node.name,
-                on_node.mark_images_failed,
+                request.root,
+                mark_images_failed,
                 request,
                 tuple(node.persisted),
                 node.shards,

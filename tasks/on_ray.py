@@ -5,10 +5,9 @@ Ray task, without Prefect: a process of Ray starts in a fraction of the time, an
 millisecond instead of a tenth of a second.
 """
 
-import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
@@ -32,15 +31,20 @@ def _get_remote_call() -> Any:
 
 
 async def run_on_node(
-    node: str | None, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    node: str | None,
+    root: str | None,
+    function: Callable[P, T],
+    *args: P.args,
+    **kwargs: P.kwargs,
 ) -> T:
     """Run a function in a Ray process of a node, and return its result.
 
-    Meanwhile the process is named by the Prefect task, such as ``ray::persist-model``. ``node`` is
-    a name from `list_living_nodes`, or None for any node. The function's module and name identify
-    it there.
+    ``node`` is a name from `list_living_nodes`, or None for any node. ``root`` is the root that the
+    function works on; None if it chooses the roots itself. Its module and name identify it there.
+    Meanwhile the process is named by the Prefect task, such as ``ray::persist-model``.
 
     Raises:
+        ConfigError: The node's settings do not allow flows to work on the root.
         StackError: No node of that name is alive. Ray would wait for it forever.
         RayError: The process or the node died.
         Exception: The error of the function, with its cause.
@@ -49,26 +53,15 @@ async def run_on_node(
     if node is not None:
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(_find(node), soft=False)
     remote_call = _get_remote_call().options(**options)
-    outcome: Outcome[T] = await remote_call.remote(function, *args, **kwargs)
+    outcome: Outcome[T] = await remote_call.remote(root, function, *args, **kwargs)
     return outcome.unwrap()
 
 
-async def run_here(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def run_here(
+    root: str | None, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
     """Run a function in a Ray process of the flow run's own node, see `run_on_node`."""
-    return await run_on_node(Settings().node, function, *args, **kwargs)
-
-
-async def gather_results(running: Iterable[Awaitable[T]]) -> list[T]:
-    """Wait until all have ended, and return their results in order.
-
-    Raises:
-        Exception: The error of the first that failed, in order.
-    """
-    outcomes = await asyncio.gather(*running, return_exceptions=True)
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException):
-            raise outcome
-    return outcomes  # type: ignore[return-value]
+    return await run_on_node(Settings().node, root, function, *args, **kwargs)
 
 
 def list_living_nodes() -> dict[str, str]:

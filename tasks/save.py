@@ -1,4 +1,4 @@
-"""Tasks of a save: persist on few nodes, commit, and what the Prefect UI shows of it."""
+"""Tasks of a save: persist on few nodes, commit, copy, and what the Prefect UI shows of them."""
 
 import logging
 import time
@@ -13,9 +13,10 @@ from prefect.runtime import flow_run
 
 from tasks.on_ray import run_on_node
 from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.errors import RemoteError
 from trinity_sync.layout import Component
 from trinity_sync.orchestration import on_node
-from trinity_sync.orchestration.quantities import make_artifact_key
+from trinity_sync.orchestration.quantities import format_bytes, make_artifact_key
 from trinity_sync.orchestration.root_threads import run_in_thread
 from trinity_sync.orchestration.run_page import (
     FailedTask,
@@ -24,7 +25,7 @@ from trinity_sync.orchestration.run_page import (
     describe_failure,
     summarize_failure,
 )
-from trinity_sync.pipeline.save import RETRY_DELAYS_S, is_io_error
+from trinity_sync.pipeline.save import RETRY_DELAYS_S, Share, is_io_error
 from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted
@@ -33,15 +34,10 @@ from trinity_sync.weights.state_files import read_sync_report
 logger = logging.getLogger(__name__)
 
 
-async def persist_component(
-    request: SaveRequest,
-    component: Component | None,
-    shards: NodeShards,
-    with_callables: bool = False,
-) -> Persisted:
-    """Persist the images of one component on the node that holds them."""
-    arguments = (request, component, shards, with_callables)
-    return await run_on_node(shards.node, on_node.persist_component, *arguments)
+async def persist(request: SaveRequest, share: Share, shards: NodeShards) -> Persisted:
+    """Persist a share on the node that holds its images."""
+    arguments = request, share, shards
+    return await run_on_node(shards.node, request.root, on_node.persist_share, *arguments)
 
 
 async def has_io_error(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
@@ -53,11 +49,11 @@ async def has_io_error(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) 
     return False
 
 
-PersistTask: TypeAlias = Task[[SaveRequest, Component | None, NodeShards, bool], Any]
+PersistTask: TypeAlias = Task[[SaveRequest, Share, NodeShards], Any]
 
 PERSIST_TASKS: dict[Component | None, PersistTask] = {
     component: Task(
-        persist_component,
+        persist,
         name=f"persist-{component or 'callable-files'}",
         description=f"Persist {component or 'the files of callable saves'} on one node",
         retries=len(RETRY_DELAYS_S),
@@ -111,7 +107,7 @@ async def commit_step(
     """
     run = str(flow_run.id)
     arguments = (request, persisted, shards, started_at, persisted_at, run)
-    done = await run_on_node(shards.node, on_node.commit_step, *arguments)
+    done = await run_on_node(shards.node, request.root, on_node.commit_step, *arguments)
     try:
         if done.page:
             key = make_artifact_key("save", request.root)
@@ -144,3 +140,45 @@ async def create_failure_artifact(
         )
     except Exception as error:
         logger.warning("%s failed; cannot create its artifact: %r", request.run_name, error)
+
+
+async def _is_remote_error(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
+    """Return whether the remote failed, which may be transient; a corrupted step stays so."""
+    try:
+        await state.aresult()
+    except Exception as error:
+        return isinstance(error, RemoteError)
+    return False
+
+
+@task(
+    name="replicate",
+    retries=3,
+    retry_delay_seconds=[10, 60, 300],
+    retry_condition_fn=_is_remote_error,
+    persist_result=False,
+)
+async def replicate(root: str, step: int, url: str) -> None:
+    """Upload a step to a remote, from any node, and show the steps in the remote."""
+    done, plan = await run_on_node(None, root, on_node.replicate_step, root, step, url)
+    await acreate_markdown_artifact(
+        key=make_artifact_key("replicated", root),
+        markdown=f"Step {step} of `{root}` is at `{done.url}`: {done.uploaded} files, "
+        f"{format_bytes(done.nbytes)} sent in {done.seconds:.1f} s.\n\n"
+        + "\n".join(
+            f"- step {each.step}: {f'kept: {why}' if why else 'removed from the remote'}"
+            for each, why in plan.steps
+        ),
+    )
+
+
+@task(
+    name="upload-to-required-remote",
+    retries=3,
+    retry_delay_seconds=[10, 60, 300],
+    retry_condition_fn=_is_remote_error,
+    persist_result=False,
+)
+async def upload(root: str, step: int, url: str, node: str) -> None:
+    """Upload a committed step to the required remote of its root."""
+    await run_on_node(node, root, on_node.upload_to_required_remote, root, step, url)

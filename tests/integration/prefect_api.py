@@ -12,6 +12,8 @@ from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterId,
     FlowRunFilterIdempotencyKey,
+    LogFilter,
+    LogFilterFlowRunId,
 )
 from prefect.client.schemas.objects import FlowRun, TaskRun
 
@@ -79,6 +81,12 @@ class Api:
             return client.read_artifacts(
                 artifact_filter=ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[run.id]))
             )
+
+    def logs_of(self, run: FlowRun) -> list[str]:
+        """The messages in the log of a run, which arrive later than they are logged."""
+        wanted = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run.id]))
+        with self.client as client:
+            return [each.message for each in client.read_logs(wanted)]
 
     def events_of(self, resource: str) -> dict[str, int]:
         """Names of the events about a resource, with the step of each."""

@@ -18,14 +18,14 @@ from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.orchestration import on_node
 from trinity_sync.orchestration.on_node import (
     commit_step,
-    mark_images_failed,
-    persist_component,
+    persist_share,
     prune_after_commit,
     upload_to_required_remote,
 )
 from trinity_sync.orchestration.recovery.flow_runs import allow_eviction, find_orphaned_saves
 from trinity_sync.pipeline import save as pipeline
 from trinity_sync.pipeline.pending import compare_late_images
+from trinity_sync.pipeline.save import Share, mark_images_failed
 from trinity_sync.storage.job_settings import JobSettings, read_required_remote
 from trinity_sync.storage.placement import NodeShards, await_node_shards
 from trinity_sync.storage.save import Persisted
@@ -35,8 +35,7 @@ RANK_TIMEOUT_S = 0.03
 
 def without_catalog_and_pages(patch: pytest.MonkeyPatch) -> None:
     """Leave out the SQL index and the pages of the Prefect UI, which no save or load reads."""
-    for module in (on_node, on_node):
-        patch.setattr(module, "try_mirror", lambda *_, **__: None)
+    patch.setattr(on_node, "try_mirror", lambda *_, **__: None)
     for name in ("describe_commit", "summarize_commit"):
         patch.setattr(on_node, name, lambda *_: "")
     # also of a root that is gone, with its settings
@@ -55,7 +54,7 @@ def save_step(request: SaveRequest, before_commit: Callable[[SaveRequest], None]
         for shards in nodes:
             for component in request.components:
                 try:  # the tasks are parallel: each of them ends, whatever becomes of the others
-                    persisted.append(persist_component(request, component, shards))
+                    persisted.append(persist_share(request, Share(component), shards))
                 except Exception as error:
                     failures.append(error)
                 yield f"{component} is written"

@@ -21,7 +21,7 @@ from trinity_sync.catalog.database import get_catalog_url, open_catalog
 from trinity_sync.catalog.mirror import rebuild, try_mirror
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import TrinitySyncError
-from trinity_sync.layout import KINDS, Component, Kind
+from trinity_sync.layout import KINDS, Kind
 from trinity_sync.orchestration.job_registry import (
     register_job,
     require_allowed,
@@ -38,13 +38,18 @@ from trinity_sync.retention.prune import prune as prune_root
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import JobSpool, get_job_spool
-from trinity_sync.storage import verify
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import read_manifest, read_run_manifest
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted
-from trinity_sync.storage.verify import CheckedFile, ChosenFile
+from trinity_sync.storage.verify import (
+    VerifiedStep,
+    check_files,
+    choose_files,
+    judge_steps,
+    split_evenly,
+)
 
 if TYPE_CHECKING:
     from trinity_sync.formats.hf_export import ExportResult
@@ -52,6 +57,9 @@ if TYPE_CHECKING:
     from trinity_sync.storage.verify_load import LoadedCheckpoint
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def prune(
@@ -83,15 +91,6 @@ def prune(
     return RootVisits("retention").visit(roots, prune_one, each_s=OTHERS_WAIT_S)
 
 
-def prune_after_commit(request: SaveRequest) -> None:
-    """Remove older steps after a save, see `pipeline.save.prune_after_commit`."""
-    settings, stack = read_settings()
-    require_allowed(request.root, stack)
-    done = pipeline.prune_after_commit(request, read_writing(), settings.spool)
-    removed = [each.step for each in done.removed]
-    try_mirror(settings, request.root, removed, stack=stack)
-
-
 def _update_catalog(root: Path) -> None:
     try:
         with open_catalog(get_catalog_url(*read_settings())) as engine:
@@ -100,37 +99,36 @@ def _update_catalog(root: Path) -> None:
         logger.warning("cannot update the catalog for %s: %s", root, error)
 
 
-def replicate_to_remote(root: str, step: int, url: str) -> tuple["Replicated", RemovalPlan]:
+def replicate_step(root: str, step: int, url: str) -> tuple["Replicated", RemovalPlan]:
     """Copy a step to a remote and prune it, see `pipeline.save.replicate_step`."""
-    _require_allowed(root, url)
+    require_allowed_store(url, read_settings()[1])
     return pipeline.replicate_step(root, step, url)
 
 
 def upload_to_required_remote(root: str, step: int, url: str) -> None:
     """Upload a step, see `pipeline.save.upload_to_required_remote`."""
-    _require_allowed(root, url)
+    require_allowed_store(url, read_settings()[1])
     pipeline.upload_to_required_remote(root, step, url)
 
 
-def _require_allowed(root: str, url: str) -> None:
-    require_allowed(root)
-    require_allowed_store(url)
+VERIFIERS = 4
+"""Number of threads that read files."""
 
 
-def choose_files(
+def verify(
     root: str | None, step: int | None, newest: int, sample_percent: float, seed: int | None
-) -> list[ChosenFile]:
-    """Choose the files to read, of one job or for None of all known jobs.
+) -> list[VerifiedStep]:
+    """Read files of one job, or for None of all known jobs, and mark corrupted steps.
 
     These are all files of ``step`` and of the ``newest`` steps of each job, and a sample of about
     ``sample_percent`` of the bytes of all steps. ``seed`` selects the sample; None is the number of
     the day.
     """
-    roots = select_roots(root, Settings())
-    return [
+    settings, stack = read_settings()
+    files = [
         file
-        for each in roots
-        for file in verify.choose_files(
+        for each in select_roots(root, settings, stack)
+        for file in choose_files(
             each,
             step=step,
             newest=newest,
@@ -138,11 +136,10 @@ def choose_files(
             seed=date.today().toordinal() if seed is None else seed,
         )
     ]
-
-
-def read_files(files: Sequence[ChosenFile]) -> list[CheckedFile]:
-    """Read files and compare their digests with the manifests."""
-    return verify.check_files(files, nice=StackSettings().worker.nice, clock=time.perf_counter)
+    check = partial(check_files, nice=stack.worker.nice)
+    with ThreadPoolExecutor(VERIFIERS, "verify") as threads:
+        checked = threads.map(check, split_evenly(files, VERIFIERS))
+        return judge_steps([file for batch in checked for file in batch])
 
 
 def load_newest_checkpoints(root: str | None) -> "list[tuple[Path, LoadedCheckpoint | str]]":
@@ -162,13 +159,6 @@ def load_newest_checkpoints(root: str | None) -> "list[tuple[Path, LoadedCheckpo
     return results
 
 
-def export_requested_models(request: SaveRequest) -> None:
-    """Export the models that the trainer requested with a committed save."""
-    require_allowed(request.root)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    pipeline.export_requested_models(request)
-
-
 def export_model(
     root: str, step: int, role: str, dtype: str, max_shard_gb: float, to: str | None
 ) -> "ExportResult":
@@ -179,8 +169,8 @@ def export_model(
     """
     from trinity_sync.formats.hf_export import export_step  # imports torch, which is slow
 
-    for path in (root, *([to] if to else [])):
-        require_allowed(path)
+    if to:
+        require_allowed(to, read_settings()[1])
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     return export_step(
         root,
@@ -190,10 +180,6 @@ def export_model(
         dtype=dtype,
         max_shard_bytes=int(max_shard_gb * 1e9),
     )
-
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class RemoteTracebackError(Exception):
@@ -231,9 +217,16 @@ class Outcome(Generic[T]):
         return cast(T, self.result)
 
 
-def call(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Outcome[T]:
-    """Call a function, and return its result or error in a form that can be pickled."""
+def call(
+    root: str | None, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> Outcome[T]:
+    """Call a function, and return its result or error in a form that can be pickled.
+
+    A ``root`` that flows may not use on this node is refused.
+    """
     try:
+        if root is not None:
+            require_allowed(root, read_settings()[1])
         return Outcome(function(*args, **kwargs))
     except Exception as error:
         text = traceback.format_exc()
@@ -262,19 +255,8 @@ class Committed:
     """Whether the saver of the node had committed it before."""
 
 
-def persist_component(
-    request: SaveRequest,
-    component: Component | None,
-    shards: NodeShards,
-    with_callables: bool = False,
-) -> Persisted:
-    """Persist the images of one component on one node, see `pipeline.save.persist_share`.
-
-    Raises:
-        ConfigError: this node's settings do not allow flows to work there.
-    """
-    require_allowed(request.root, read_settings()[1])
-    share = Share(component, with_callables)
+def persist_share(request: SaveRequest, share: Share, shards: NodeShards) -> Persisted:
+    """Persist a share on the node that holds its images, see `pipeline.save.persist_share`."""
     return pipeline.persist_share(request, share, shards, read_writing())
 
 
@@ -282,12 +264,10 @@ def persist_node(
     request: SaveRequest, shares: Sequence[Share], shards: NodeShards
 ) -> list[Outcome[Persisted]]:
     """Persist shares of one node in parallel; one that fails does not affect the others."""
-
-    def persist_share(share: Share) -> Outcome[Persisted]:
-        return call(persist_component, request, share.component, shards, share.awaits_callables)
-
     with ThreadPoolExecutor(len(shares), "persist-node") as threads:
-        return list(threads.map(persist_share, shares))
+        return list(
+            threads.map(lambda share: call(None, persist_share, request, share, shards), shares)
+        )
 
 
 def commit_step(
@@ -303,7 +283,6 @@ def commit_step(
     Times are in seconds since the epoch; ``flow_run`` is the id of the flow run, for the catalog.
     """
     settings, stack = read_settings()
-    require_allowed(request.root, stack)
     before = _read_pointers(request.save)
     manifest = pipeline.commit_images(
         request, persisted, shards, read_writing(), started_at, persisted_at
@@ -332,18 +311,12 @@ def commit_step(
     return Committed(page, summarize_commit(request, manifest), has_exports, by_saver)
 
 
-def free_slots(request: SaveRequest, persisted: Sequence[Persisted], shards: NodeShards) -> None:
-    """Free the slots of a committed save on a node that did not run the commit."""
-    require_allowed(request.root, read_settings()[1])
-    pipeline.free_slots(request, persisted, shards)
-
-
-def mark_images_failed(
-    request: SaveRequest, persisted: Sequence[Persisted], shards: NodeShards, reason: str
-) -> int:
-    """Mark the images of a failed save on one node, see `pipeline.save.mark_images_failed`."""
-    require_allowed(request.root, read_settings()[1])
-    return pipeline.mark_images_failed(request, persisted, shards, reason)
+def prune_after_commit(request: SaveRequest) -> None:
+    """Remove older steps after a save, see `pipeline.save.prune_after_commit`."""
+    settings, stack = read_settings()
+    done = pipeline.prune_after_commit(request, read_writing(), settings.spool)
+    removed = [each.step for each in done.removed]
+    try_mirror(settings, request.root, removed, stack=stack)
 
 
 def _read_pointers(save: SaveId) -> dict[Kind, int | None]:

@@ -1,6 +1,7 @@
 """Persist and commit a save, free its slots or mark its images as failed, and what follows."""
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -198,6 +199,7 @@ def export_requested_models(request: SaveRequest) -> None:
     """Export the models that the trainer requested with a committed save."""
     manifest = read_run_manifest(request.root, request.run, request.step)
     for role in list_missing_exports(manifest) if manifest else ():
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         from trinity_sync.formats.hf_export import run_export_request  # imports torch
 
         run_export_request(request.root, request.run, request.step, role)

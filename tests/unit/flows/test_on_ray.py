@@ -1,12 +1,10 @@
 """How functions run in Ray processes; whole flows run in tests/integration."""
 
-import asyncio
 import pickle
 from pathlib import Path
 
 import pytest
 
-from tasks.on_ray import gather_results
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import RemoteError, SaveError
 from trinity_sync.orchestration import on_node
@@ -28,7 +26,7 @@ def fail() -> None:
 
 
 def test_an_error_in_a_ray_process_keeps_its_cause() -> None:
-    outcome = pickle.loads(pickle.dumps(call(write_on_a_full_disk)))
+    outcome = pickle.loads(pickle.dumps(call(None, write_on_a_full_disk)))
     with pytest.raises(SaveError, match="cannot write") as failed:
         outcome.unwrap()
     assert isinstance(failed.value.__cause__, OSError)
@@ -36,7 +34,7 @@ def test_an_error_in_a_ray_process_keeps_its_cause() -> None:
 
 
 def test_an_unexpected_error_in_a_ray_process_shows_where_it_was_raised() -> None:
-    outcome = pickle.loads(pickle.dumps(call(fail)))
+    outcome = pickle.loads(pickle.dumps(call(None, fail)))
     with pytest.raises(KeyError, match="unexpected") as failed:
         outcome.unwrap()
     assert isinstance(failed.value.__cause__, RemoteTracebackError)
@@ -62,47 +60,27 @@ def fail_in_an_http_client() -> None:
 
 
 def test_an_io_error_without_a_cause_is_still_retried() -> None:
-    outcome = pickle.loads(pickle.dumps(call(fail_to_sync)))
+    outcome = pickle.loads(pickle.dumps(call(None, fail_to_sync)))
     with pytest.raises(OSError, match="Input/output") as failed:
         outcome.unwrap()
     assert is_io_error(failed.value)
 
 
 def test_an_error_whose_cause_cannot_be_pickled_keeps_its_class() -> None:
-    outcome = pickle.loads(pickle.dumps(call(fail_in_an_http_client)))
+    outcome = pickle.loads(pickle.dumps(call(None, fail_in_an_http_client)))
     with pytest.raises(RemoteError, match="does not answer"):
         outcome.unwrap()
-
-
-def test_results_are_gathered_once_all_have_ended() -> None:
-    ended: list[str] = []
-
-    async def run(name: str, pauses: int, error: Exception | None = None) -> str:
-        for _ in range(pauses):
-            await asyncio.sleep(0)
-        ended.append(name)
-        if error:
-            raise error
-        return name
-
-    assert asyncio.run(gather_results([run("a", 2), run("b", 1)])) == ["a", "b"]
-    ended.clear()
-    with pytest.raises(SaveError, match="first"):
-        asyncio.run(
-            gather_results([run("a", 1, SaveError("first")), run("b", 0, OSError()), run("c", 9)])
-        )
-    assert sorted(ended) == ["a", "b", "c"]
 
 
 def test_an_error_of_one_component_that_cannot_be_pickled_leaves_those_of_the_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def persist_component(request: SaveRequest, component: str, *_: object) -> Persisted:
-        if component == "model":
+    def persist_share(request: SaveRequest, share: Share, *_: object) -> Persisted:
+        if share.component == "model":
             raise UnpicklableError("503", request=None)
         return Persisted([], [])
 
-    monkeypatch.setattr(on_node, "persist_component", persist_component)
+    monkeypatch.setattr(on_node, "persist_share", persist_share)
     request = SaveRequest(root=str(tmp_path), run=1, step=1)
     shards = NodeShards("a", str(tmp_path), {"actor": (0,)})
     outcomes = on_node.persist_node(request, [Share("model"), Share("optim")], shards)

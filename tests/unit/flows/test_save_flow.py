@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(flows.save, name, called)
 
+    async def run_on_node(
+        _: str, _root: str, function: Callable[..., object], *_args: object
+    ) -> None:
+        made.append(function.__name__)
+
     class Node:
         name, shards, persisted = "here", None, ()
 
@@ -35,7 +41,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     patch("commit_step", SimpleNamespace(has_exports=True, by_saver=False))
     patch("free_remaining_slots")
     patch("upload_if_required")
-    patch("export_requested_models")
+    monkeypatch.setattr(flows.save, "run_on_node", run_on_node)
     patch("request_replication")
     patch("mark_failed")
     patch("prune")
@@ -54,7 +60,7 @@ def test_a_copy_is_requested_after_the_export_even_if_that_failed(
     async def fail(*_: object) -> None:
         raise ExportError("no config")
 
-    monkeypatch.setattr(flows.save, "export_requested_models", fail)
+    monkeypatch.setattr(flows.save, "run_on_node", fail)
     with pytest.raises(ExportError):
         asyncio.run(flows.save.save_step.fn(request))
     assert calls[-1] == "request_replication"

@@ -13,8 +13,9 @@ import torch
 from tests.support.job import Job
 from tests.unit.conftest import Open
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.orchestration.on_node import persist_component
+from trinity_sync.orchestration.on_node import persist_share
 from trinity_sync.orchestration.recovery.flow_runs import allow_eviction, find_orphaned_saves
+from trinity_sync.pipeline.save import Share
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.storage.commit import commit, free_committed_slots
@@ -171,7 +172,7 @@ def save_by_a_function_and_die(job: Job, spool: Path) -> None:
 
 def commit_functions(request: SaveRequest) -> None:
     (share,) = await_node_shards(request.save, rank_timeout_s=0)
-    saved = persist_component(request, None, share, True)
+    saved = persist_share(request, Share(None, True), share)
     assert len(saved.statuses) == request.expected
     commit(request.save, saved.written, saved.statuses)
 

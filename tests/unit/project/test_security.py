@@ -33,7 +33,7 @@ from trinity_sync.errors import (
 )
 from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.fs.records import add_digest
-from trinity_sync.layout import MANIFEST, shard_file, step_folder
+from trinity_sync.layout import MANIFEST, shard_file, step_folder, steps_on_disk
 from trinity_sync.orchestration.job_registry import (
     list_known_roots,
     register_job,
@@ -42,10 +42,12 @@ from trinity_sync.orchestration.job_registry import (
     select_roots,
 )
 from trinity_sync.orchestration.on_node import (
-    persist_component,
-    replicate_to_remote,
+    call,
+    persist_share,
+    replicate_step,
     upload_to_required_remote,
 )
+from trinity_sync.pipeline.save import Share
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.remote_root import Remote, refuse_credentials
 from trinity_sync.remote.upload import replicate
@@ -289,7 +291,7 @@ def test_a_task_reads_and_writes_nothing_for_the_spool_of_another_job(
     request = SaveRequest(root=str(other), step=1, run=1, components=("model",))
     shards = NodeShards("here", str(job.spool.folder), {"actor": (0,)})
     with pytest.raises(SpoolError, match="not of"):
-        persist_component(request, "model", shards)
+        persist_share(request, Share("model"), shards)
     assert list(other.iterdir()) == []
     assert [image.ticket for image in job.spool.tickets()[0]] == [sealed.ticket]
 
@@ -305,6 +307,10 @@ def test_flows_work_where_they_are_allowed_to(tmp_path: Path) -> None:
     for path in (tmp_path / "out", tmp_path / "jobs/../out", tmp_path / "jobs/link"):
         with pytest.raises(ConfigError, match=r"worker\.allowed_paths names"):
             require_allowed(path, allowed)
+    with environment({"TRINITY_SYNC_STACK__WORKER__ALLOWED_PATHS": str(tmp_path / "jobs")}):
+        assert call(str(one), steps_on_disk, str(one)).unwrap() == []
+        with pytest.raises(ConfigError, match=r"worker\.allowed_paths names"):
+            call(str(tmp_path / "out"), steps_on_disk, str(one)).unwrap()
 
 
 SPELLED = [
@@ -343,7 +349,7 @@ def test_a_folder_that_is_not_allowed_is_no_store_however_it_is_spelled(
     before = (step_folder(tmp_path / "theirs", 1) / MANIFEST).read_bytes()
     url = spelled.format(tmp_path / "theirs")
     with environment({"TRINITY_SYNC_STACK__WORKER__ALLOWED_PATHS": str(job.root)}):
-        for task in (replicate_to_remote, upload_to_required_remote):
+        for task in (replicate_step, upload_to_required_remote):
             with pytest.raises(ConfigError):
                 task(str(job.root), 1, url)
     assert (step_folder(tmp_path / "theirs", 1) / MANIFEST).read_bytes() == before

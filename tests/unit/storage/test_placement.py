@@ -18,8 +18,9 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import CommitError, MissingShardsError, SaveError
 from trinity_sync.layout import FOLDERS
-from trinity_sync.orchestration.on_node import persist_component
+from trinity_sync.orchestration.on_node import persist_share
 from trinity_sync.orchestration.recovery.flow_runs import find_orphaned_saves
+from trinity_sync.pipeline.save import Share
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import open_job_spool
@@ -261,12 +262,12 @@ def test_what_functions_wrote_on_another_node_is_in_the_commit_or_fails_it(
     (request,) = trigger.requests
     assert request.components == ()
     (share,) = await_node_shards(request.save, rank_timeout_s=0)
-    part = persist_component(request, None, share, True)
+    part = persist_share(request, Share(None, True), share)
     manifest = commit(request.save, part.written, part.statuses)
     assert [file.path for file in manifest.files] == ["actor/part.bin"]
     saves.save_async("part", fail, 5)
     with pytest.raises(SaveError, match=r"'part' of rank 0 failed: .*no adapter to save"):
-        persist_component(request.model_copy(update={"step": 5}), None, share, True)
+        persist_share(request.model_copy(update={"step": 5}), Share(None, True), share)
     saves.close()
 
 
