@@ -170,7 +170,6 @@ COMMANDS = {
     "trinity-sync ls": ("ls", "ROOT"),
     "trinity-sync show": ("show", "ROOT", "STEP"),
     "trinity-sync jobs ls": ("jobs", "ls"),
-    "trinity-sync jobs check": ("jobs", "check", "ROOT"),
     "trinity-sync report": ("report", "ROOT", "--output", "PAGE"),
     "trinity-sync jobs reindex": ("jobs", "reindex", "ROOT"),
 }

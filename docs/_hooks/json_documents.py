@@ -8,7 +8,6 @@ from typing import Any
 
 from trinity_sync.cli.documents import JobDetails, PushedStep, StepDetails
 from trinity_sync.cli.rows import (
-    CheckedJob,
     DeploymentRow,
     ForgottenJob,
     JobRow,
@@ -78,7 +77,6 @@ DOCUMENTS: dict[str, tuple[str, Any]] = {
     "jobs ls": ("jobs", list[JobRow]),
     "jobs show": ("job", JobDetails),
     "jobs set": ("settings", list[SettingRow]),
-    "jobs check": ("jobs", list[CheckedJob]),
     "jobs reindex": ("jobs", list[ReindexedJob]),
     "jobs forget": ("job", ForgottenJob),
     "prune": ("prune", PruneReport),

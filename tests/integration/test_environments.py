@@ -68,7 +68,7 @@ def test_the_client_needs_no_package_of_the_stack(wheel: Path) -> None:
             base.add(name[0])
         elif re.search("extra == .stack.", requirement):
             stack.add(name[0])
-    assert {"prefect", "ray", "sqlalchemy", "alembic"} <= stack
+    assert {"prefect", "ray", "sqlalchemy"} <= stack
     assert {"typer", "rich", "jinja2"} <= base  # of its command
     assert not base & stack
     assert not base & {"verl", "vllm", "trinity-rft", "transformers", "lightning", "certifi"}

@@ -43,7 +43,7 @@ def postgres() -> Iterator[str]:
         pytest.skip("no PostgreSQL with pg_trgm; install postgresql and postgresql-contrib")
     with Postgres.running(tools) as server:
         engine = sa.create_engine(driven(server.url), isolation_level="AUTOCOMMIT")
-        with engine.connect() as connection:  # Prefect's also has an alembic_version
+        with engine.connect() as connection:
             connection.execute(sa.text("CREATE DATABASE catalog"))
         engine.dispose()
         yield server.url

@@ -17,7 +17,7 @@ import torch
 from tests.support.job import Job
 from tests.support.leases import acquire_lease
 from trinity_sync.catalog.database import list_jobs, open_catalog
-from trinity_sync.catalog.mirror import find_differences, mirror
+from trinity_sync.catalog.mirror import is_current, mirror
 from trinity_sync.errors import CatalogError, CommitError, SupersededError, TrinitySyncError
 from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.layout import ITERATION_FILES, KINDS, step_folder
@@ -153,19 +153,19 @@ def test_an_altered_catalog_answers_or_says_that_it_is_broken(root: Path, tmp_pa
         database.write_bytes(good[:at] + bytes([byte]) + good[at + 1 :])
         with suppress(CatalogError), open_catalog(url) as engine:
             list_jobs(engine)
-            find_differences(engine, root)
+            is_current(engine, root)
         assert find_newest(root).step == 3
 
 
 @pytest.mark.parametrize(
     "alter",
     [
-        "steps SET metrics = 'no JSON'",
-        "steps SET metrics = '[0.5]'",
-        """steps SET metrics = '{"reward": "high"}'""",
-        "jobs SET runs = NULL",
-        """jobs SET runs = '{"first": 0}'""",
-        """jobs SET claims = '{"10.json": "pinned"}'""",
+        "steps_1 SET metrics = 'no JSON'",
+        "steps_1 SET metrics = '[0.5]'",
+        """steps_1 SET metrics = '{"reward": "high"}'""",
+        "jobs_1 SET runs = NULL",
+        """jobs_1 SET runs = '{"first": 0}'""",
+        """jobs_1 SET claims = '{"10.json": "pinned"}'""",
     ],
 )
 def test_a_value_of_the_catalog_that_is_none_of_ours_is_an_error_of_its_reader(
@@ -197,15 +197,15 @@ def test_a_row_of_the_catalog_that_lacks_a_value_is_named(root: Path, tmp_path: 
         mirror(engine, root, [3])
     for alter in (
         "UPDATE sqlite_master SET sql = replace(sql, 'kinds TEXT NOT NULL', 'kinds TEXT')",
-        "UPDATE steps SET kinds = NULL",
+        "UPDATE steps_1 SET kinds = NULL",
     ):
         with closing(sqlite3.connect(database)) as connection:
             connection.execute("PRAGMA writable_schema=ON")
             assert connection.execute(alter).rowcount
             connection.commit()
-    for question in (list_jobs, lambda engine: find_differences(engine, root)):
+    for question in (list_jobs, lambda engine: is_current(engine, root)):
         with (
-            pytest.raises(CatalogError, match=r"steps\.kinds is None"),
+            pytest.raises(CatalogError, match=r"steps_1\.kinds is None"),
             open_catalog(url) as engine,
         ):
             question(engine)

@@ -1,18 +1,18 @@
-"""The catalog's database: its tables, how it is opened and migrated, and queries of all jobs.
+"""The catalog's database: its tables, how it is opened, and queries of all jobs.
 
 The database is SQLite in ``TRINITY_SYNC_HOME``, or the one that ``catalog.url`` names, such
-as PostgreSQL for a cluster. Opening it creates or migrates the schema, one process at a time.
+as PostgreSQL for a cluster. Opening it creates missing tables, one process at a time.
 
-All rows can be rebuilt from the files, except the flow run that committed a step, and the versions
-of the weights that the Synchronizer's file no longer lists. Values that no query selects by are
-JSON columns.
+All rows can be rebuilt from the files, except the flow run that committed a step. So tables are not
+migrated: their names have the number of the schema, and those of another one are other tables.
+Values that no query selects by are JSON columns.
 """
 
 import re
 import sqlite3
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -32,11 +32,11 @@ from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.storage.runs import Run, build_lineage
 
 SCHEMA = 1
-"""Number of the newest migration."""
+"""Number of the schema, in the names of the tables; it is raised with each change of them."""
 BUSY_S = 30
 """Seconds that a writer waits for other writers."""
 CONNECT_S = 5
-_MIGRATION_LOCK = 7_274_106  # key of PostgreSQL's advisory lock, any unique number
+_CREATION_LOCK = 7_274_106  # key of PostgreSQL's advisory lock, any unique number
 
 
 def get_catalog_url(settings: Settings, stack: StackSettings | None = None) -> str:
@@ -54,7 +54,7 @@ def open_catalog(url: str) -> Iterator[sa.Engine]:
     """Open the catalog, and turn database errors within the block into a `CatalogError`.
 
     Raises:
-        CatalogError: The URL is invalid, the database is away or fails, or its schema is newer.
+        CatalogError: The URL is invalid, or the database is away or fails.
     """
     try:
         engine = _create_engine(url)
@@ -69,8 +69,7 @@ def open_catalog(url: str) -> Iterator[sa.Engine]:
     if engine.dialect.name == "sqlite" and engine.url.database:
         Path(engine.url.database).parent.mkdir(parents=True, exist_ok=True)
     try:
-        if _read_schema(engine) != SCHEMA:
-            _migrate(engine, where)
+        _create_tables(engine)
         yield engine
     except (DBAPIError, UnicodeDecodeError) as error:  # the latter for a corrupted file
         why = " ".join(str(getattr(error, "orig", error)).split())
@@ -155,46 +154,20 @@ def make_corruption_error(connection: sa.Connection, why: str) -> CatalogError:
     )
 
 
-def _read_schema(engine: sa.Engine) -> int | None:
-    """Return the number of the database's schema; None for an empty database."""
+def _create_tables(engine: sa.Engine) -> None:
     with read_consistently(engine) as connection:
-        if not sa.inspect(connection).has_table("alembic_version"):
-            return None
-        found = connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar()
-    return int(found) if found and found.isdigit() else None
-
-
-def _migrate(engine: sa.Engine, where: str) -> None:
-    from alembic import command
-    from alembic.config import Config
-
-    with _migration_lock(engine):
-        schema = _read_schema(engine) or 0
-        if schema > SCHEMA:
-            raise CatalogError(
-                f"the catalog {where} has schema {schema}, this trinity_sync knows {SCHEMA}. Use "
-                "the newer version here as well, or another catalog (catalog.url)."
-            )
-        config = Config()
-        config.set_main_option("script_location", "trinity_sync.catalog:migrations")
-        with engine.begin() as connection:
-            config.attributes["connection"] = connection
-            command.upgrade(config, "head")
-
-
-@contextmanager
-def _migration_lock(engine: sa.Engine) -> Iterator[None]:
-    if engine.dialect.name == "sqlite":
-        with acquire_file_lock(Path(f"{engine.url.database}.lock")):
+        if sa.inspect(connection).has_table(Step.__tablename__):
+            return
+    with ExitStack() as held:
+        if engine.dialect.name == "sqlite":
+            held.enter_context(acquire_file_lock(Path(f"{engine.url.database}.lock")))
             with closing(sqlite3.connect(str(engine.url.database))) as database:
-                database.execute(
-                    "PRAGMA journal_mode=WAL"
-                )  # permanent: concurrent readers and a writer
-            yield
-        return
-    with engine.connect() as held:
-        held.execute(sa.select(sa.func.pg_advisory_xact_lock(_MIGRATION_LOCK)))
-        yield  # the lock ends with the transaction
+                # permanent: concurrent readers and a writer
+                database.execute("PRAGMA journal_mode=WAL")
+        connection = held.enter_context(engine.begin())
+        if engine.dialect.name == "postgresql":  # until the end of the transaction
+            connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_CREATION_LOCK)))
+        Base.metadata.create_all(connection)
 
 
 VALUES = "values"
@@ -208,7 +181,7 @@ class Base(DeclarativeBase):
 class Job(Base):
     """A job, identified by its root."""
 
-    __tablename__ = "jobs"
+    __tablename__ = f"jobs_{SCHEMA}"
 
     id: Mapped[str] = mapped_column(Text, primary_key=True)
     """See `layout.job_id`."""
@@ -224,9 +197,9 @@ class Job(Base):
 class Step(Base):
     """A committed step."""
 
-    __tablename__ = "steps"
+    __tablename__ = f"steps_{SCHEMA}"
 
-    job: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+    job: Mapped[str] = mapped_column(ForeignKey(Job.id, ondelete="CASCADE"), primary_key=True)
     step: Mapped[int] = mapped_column(BigInteger, primary_key=True)
     run: Mapped[int] = mapped_column(BigInteger)
     kinds: Mapped[str] = mapped_column(Text)
@@ -243,24 +216,6 @@ class Step(Base):
     """Digest of each file of its manifest, by path."""
 
 
-class WeightVersion(Base):
-    """A version of the weights in the state file of a job's Synchronizer when it was read.
-
-    The file lists the last eight versions and the newest of each source, so versions that are
-    published between two reads may be missing. Rows are removed only with the job's.
-    """
-
-    __tablename__ = "weight_versions"
-
-    job: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
-    run: Mapped[int] = mapped_column(BigInteger, primary_key=True)
-    step: Mapped[int] = mapped_column(BigInteger, primary_key=True)
-    source: Mapped[str] = mapped_column(Text, primary_key=True)
-    """``memory``, ``checkpoint`` or ``nccl``."""
-    published_at: Mapped[float] = mapped_column(Double)
-    """When the Synchronizer registered it, in seconds since the epoch."""
-
-
 STEP_COLUMNS = [column for column in Step.__table__.columns if column.name != "files"]
 
 
@@ -274,8 +229,6 @@ class JobSteps:
     steps: tuple[StepInfo, ...]
     flow_runs: dict[int, str]
     """Prefect's id of the flow run that committed a step, if it is known."""
-    versions: tuple[sa.Row[Any], ...]
-    """Rows of `WeightVersion`, oldest first."""
 
     @property
     def nbytes(self) -> int:
@@ -291,20 +244,15 @@ def list_jobs_at(engine: sa.Engine, root: str | Path) -> list[JobSteps]:
 
 
 def list_jobs(engine: sa.Engine) -> list[JobSteps]:
-    """Read all jobs with their steps, by three statements in all.
+    """Read all jobs with their steps, by two statements in all.
 
     They are sorted by root. Pins, tags and leases are those of the last update of the job.
     """
     steps: dict[str, list[sa.Row[Any]]] = defaultdict(list)
-    versions: dict[str, list[sa.Row[Any]]] = defaultdict(list)
     with read_consistently(engine) as connection:
         wanted = sa.select(*STEP_COLUMNS).order_by(Step.run, Step.step)
         for row in read_rows(connection, wanted):
             steps[row.job].append(row)
-        order = WeightVersion.run, WeightVersion.step, WeightVersion.source
-        versioned = sa.select(WeightVersion.__table__).order_by(*order)
-        for row in read_rows(connection, versioned):
-            versions[row.job].append(row)
         found = []
         for row in read_rows(connection, sa.select(Job.__table__).order_by(Job.root)):
             try:
@@ -321,7 +269,6 @@ def list_jobs(engine: sa.Engine) -> list[JobSteps]:
                     row.mirrored_at,
                     tuple(_mark_superseded([_read_step(s, held) for s in steps[row.id]], runs)),
                     {each.step: each.flow_run for each in steps[row.id] if each.flow_run},
-                    tuple(versions[row.id]),
                 )
             )
         return found

@@ -1,11 +1,10 @@
-"""Mirror the files of a job in the catalog: some steps, or the whole job; and compare the two.
+"""Mirror the files of a job in the catalog: some steps, or the whole job.
 
 A writer reads the files before its transaction, because a root that hangs must not keep the lock of
 SQLite from other jobs. It reads them again if another has written the job's rows meanwhile. So the
 last of several writers has read the newest files.
 """
 
-import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +18,6 @@ from sqlalchemy.dialects import postgresql, sqlite
 from trinity_sync.catalog.database import (
     Job,
     Step,
-    WeightVersion,
     get_catalog_url,
     open_catalog,
     read_consistently,
@@ -36,7 +34,6 @@ from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.metrics import read_metrics
 from trinity_sync.storage.pins import list_pins
 from trinity_sync.storage.runs import list_runs
-from trinity_sync.weights.state_files import read_state
 
 logger = logging.getLogger(__name__)
 
@@ -60,15 +57,6 @@ def mirror(
     """
     chosen = list(steps)
     _replace_rows(engine, root, lambda: chosen, Step.step.in_(chosen), flow_run)
-
-
-def add_versions(engine: sa.Engine, root: str | Path) -> None:
-    """Add the versions of the weights in the state file of the job's Synchronizer, if any."""
-    job = job_id(root)
-    versions = _read_versions(job, root)
-    with engine.begin() as connection:
-        if connection.execute(sa.select(Job.id).where(Job.id == job)).first():
-            _add_versions(connection, versions)
 
 
 def try_mirror(
@@ -117,47 +105,22 @@ def remove_job(engine: sa.Engine, root: str | Path) -> bool:
         return bool(connection.execute(sa.delete(Job).where(at_root)).rowcount)
 
 
-def find_differences(engine: sa.Engine, root: str | Path, *, claims: bool = True) -> list[str]:
-    """Return the differences between the catalog and the files of a job; empty if they agree.
+def is_current(engine: sa.Engine, root: str | Path) -> bool:
+    """Return whether the catalog says of a job's steps and runs what their files say.
 
-    Leases change without an update of the catalog, so a caller may leave out the ``claims``: pins,
-    tags and leases.
+    Raises:
+        CatalogError: A row cannot be read.
     """
     job = job_id(root)
-    columns = [c for c in Step.__table__.columns if c.name not in ("job", "flow_run")]
-    on_disk: dict[str, set[Any]] = {
-        "steps": {
-            _freeze(row[column.name] for column in columns)
-            for row in _make_step_rows(job, root, steps_on_disk(root), None)
-        }
-    }
+    columns = [column for column in Step.__table__.columns if column.name != "flow_run"]
     with read_consistently(engine) as connection:
-        rows = read_rows(connection, sa.select(*columns).where(Step.job == job))
-        in_catalog: dict[str, set[Any]] = {"steps": {_freeze(row) for row in rows}}
-        whole = sa.select(Job.runs, Job.claims).where(Job.id == job)
-        row = next(read_rows(connection, whole), None)
-    on_disk["runs"] = {*_read_runs(root).items()}
-    in_catalog["runs"] = {*row.runs.items()} if row else set()
-    if claims:
-        on_disk["claims"] = {*_read_claims(root).items()}
-        in_catalog["claims"] = {*row.claims.items()} if row else set()
-    found = []
-    for name in on_disk:
-        for verb, values in (
-            ("lacks", on_disk[name] - in_catalog[name]),
-            ("has too much:", in_catalog[name] - on_disk[name]),
-        ):
-            if values:
-                example = ", ".join(str(value) for value in min(values)[:3])
-                found.append(f"{verb} {len(values)} {name}, such as {example}")
-    return found
-
-
-def _freeze(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Return the values of a row as a tuple that can be hashed and ordered."""
-    return tuple(
-        json.dumps(value, sort_keys=True) if isinstance(value, dict) else value for value in values
-    )
+        wanted = sa.select(*columns).where(Step.job == job).order_by(Step.step)
+        steps = [row._asdict() for row in read_rows(connection, wanted)]
+        runs = [row.runs for row in read_rows(connection, sa.select(Job.runs).where(Job.id == job))]
+    on_disk = _make_step_rows(job, root, sorted(steps_on_disk(root)), None)
+    for row in on_disk:
+        del row["flow_run"]
+    return steps == on_disk and (runs or [{}]) == [_read_runs(root)]
 
 
 def _replace_rows(
@@ -173,48 +136,25 @@ def _replace_rows(
     """
     job, real = job_id(root), str(Path(root).resolve())
 
-    def read() -> tuple[list[dict[str, Any]], dict[str, Any], list[dict[str, Any]]]:
+    def read() -> tuple[list[dict[str, Any]], dict[str, Any]]:
         rows = _make_step_rows(job, root, steps(), flow_run)
         state = {"runs": _read_runs(root), "claims": _read_claims(root), "mirrored_at": time.time()}
-        return rows, state, _read_versions(job, root)
+        return rows, state
 
     for is_last in (*[False] * TRIES, True):
         with read_consistently(engine) as connection:
             before = _read_version(connection, job)
-        rows, state, versions = read()
+        rows, state = read()
         with engine.begin() as connection:
             _lock_job(connection, job, real)
             if _read_version(connection, job) != before:
                 if not is_last:
                     continue
-                rows, state, versions = read()
+                rows, state = read()
             _insert_rows(connection, job, rows, replaced)
             connection.execute(sa.update(Job).where(Job.id == job).values(state))
-            _add_versions(connection, versions)
             break
     return len(rows)
-
-
-def _add_versions(connection: sa.Connection, rows: list[dict[str, Any]]) -> None:
-    if rows:
-        connection.execute(_insert(connection)(WeightVersion).on_conflict_do_nothing(), rows)
-
-
-def _read_versions(job: str, root: str | Path) -> list[dict[str, Any]]:
-    try:
-        state = read_state(root)
-        return [
-            {
-                "job": job,
-                "run": int(version["run"]),
-                "step": int(version["step"]),
-                "source": str(version["source"]),
-                "published_at": float(version["known_at"]),
-            }
-            for version in (state["registry"]["versions"] if state else ())
-        ]
-    except (KeyError, TypeError, ValueError):
-        return []  # edited
 
 
 def _insert(connection: sa.Connection) -> Any:

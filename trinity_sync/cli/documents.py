@@ -9,7 +9,6 @@ from trinity_sync.cli.rows import (
     FileRow,
     PrunedStep,
     SettingRow,
-    WeightVersionRow,
 )
 from trinity_sync.layout import Kind
 from trinity_sync.remote.upload import Replicated
@@ -57,8 +56,6 @@ class JobDetails:
     """Its committed steps, newest first."""
     flow_runs: dict[int, str]
     """Id of the flow run that committed a step, as far as it is known."""
-    versions: list[WeightVersionRow]
-    """Versions of its weights, newest first."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Commands for jobs: jobs ls, show, set, reindex, check, forget; reconcile."""
+"""Commands for jobs: jobs ls, show, set, reindex, forget; reconcile."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trinity_sync.cli.app import (
-    DONE,
-    PROBLEM_FOUND,
     App,
     Root,
     Yes,
@@ -29,12 +27,10 @@ from trinity_sync.cli.output import (
     progress_bar,
 )
 from trinity_sync.cli.rows import (
-    CheckedJob,
     ForgottenJob,
     JobRow,
     ReindexedJob,
     SettingRow,
-    WeightVersionRow,
 )
 from trinity_sync.errors import ConfigError, PrefectApiError
 from trinity_sync.orchestration.quantities import format_bytes
@@ -57,7 +53,7 @@ Roots = Annotated[
 
 @jobs.command("jobs ls", "jobs ls -o json", name="ls", stack=True)
 def list_jobs(output: Output = "table") -> None:
-    """List the jobs in the catalog, without reading their files."""
+    """List the jobs in the catalog, and warn of those that have other steps on disk."""
     from trinity_sync.catalog.database import get_catalog_url, list_jobs, open_catalog
 
     with open_catalog(get_catalog_url(read_settings())) as engine:
@@ -68,7 +64,6 @@ def list_jobs(output: Output = "table") -> None:
             job=job.job,
             steps=len(job.steps),
             newest=job.steps[-1].step if job.steps else None,
-            weights=job.versions[-1].step if job.versions else None,
             bytes=job.nbytes,
             updated_at=job.mirrored_at,
         )
@@ -83,7 +78,7 @@ def list_jobs(output: Output = "table") -> None:
 
 @jobs.command("jobs show ckpts", "jobs show ckpts -o json", name="show", stack=True)
 def show_job(root: Root, output: Output = "table") -> None:
-    """Show a job in the catalog: its steps and versions of the weights."""
+    """Show a job in the catalog: its steps, and the settings that were changed."""
     from trinity_sync.catalog.database import get_catalog_url, list_jobs_at, open_catalog
     from trinity_sync.cli.documents import JobDetails
 
@@ -94,10 +89,6 @@ def show_job(root: Root, output: Output = "table") -> None:
             ConfigError(f"no job at {root} is known"), f"trinity-sync jobs reindex {root}"
         )
     job = found[0]
-    versions = [
-        WeightVersionRow(each.step, each.run, each.source, each.published_at)
-        for each in reversed(job.versions)
-    ]
     details = JobDetails(
         root=job.root,
         job=job.job,
@@ -106,7 +97,6 @@ def show_job(root: Root, output: Output = "table") -> None:
         settings=_list_settings(root) if root.is_dir() else [],
         steps=job.steps[::-1],
         flow_runs=job.flow_runs,
-        versions=versions,
     )
     print_object("job", details, output, lambda: _print_details(details))
     if warning := _describe_outdated(Path(job.root), {each.step for each in job.steps}):
@@ -119,9 +109,6 @@ def _print_details(details: "JobDetails") -> None:
         f"{len(details.steps)} steps, {format_bytes(details.bytes)}; "
         f"updated {format_time(details.updated_at)}"
     )
-    if details.versions:
-        newest = details.versions[0]
-        typer.echo(f"newest weights: step {newest.step}, {newest.source}")
     for setting in details.settings:
         if setting.source == "job":
             typer.echo(f"{setting.name} = {setting.value}")
@@ -201,24 +188,6 @@ def reindex(roots: Roots, output: Output = "table") -> None:
                 count = rebuild(engine, require_existing(root), on_progress=on_progress)
             rows.append(ReindexedJob(str(root), count))
     print_rows("jobs", rows, output, "root steps")
-
-
-@jobs.command("jobs check ckpts", stack=True, note="Exit code 3 if catalog and files differ.")
-def check(roots: Roots, output: Output = "table") -> None:
-    """Compare the catalog with the files of jobs."""
-    from trinity_sync.catalog.database import get_catalog_url, open_catalog
-    from trinity_sync.catalog.mirror import find_differences
-
-    rows = []
-    with open_catalog(get_catalog_url(read_settings())) as engine:
-        for root in roots:
-            found = find_differences(engine, require_existing(root))
-            rows.append(CheckedJob(str(root), "differs" if found else "ok", list(found)))
-    print_rows("jobs", rows, output, "root status differences")
-    different = [row.root for row in rows if row.differences]
-    if different:
-        typer.echo(f"hint: trinity-sync jobs reindex {' '.join(different)}", err=True)
-    raise typer.Exit(PROBLEM_FOUND if different else DONE)
 
 
 @jobs.command("jobs forget ckpts", stack=True)

@@ -62,35 +62,10 @@ class JobRow:
     """Number of committed steps."""
     newest: int | None
     """The newest step."""
-    weights: int | None
-    """Step of the newest version of the weights."""
     bytes: int
     """Size of all steps."""
     updated_at: float
     """Time of the last update of the catalog."""
-
-
-@dataclass(frozen=True)
-class WeightVersionRow:
-    """A version of the weights in the catalog."""
-
-    step: int
-    run: int
-    source: str
-    """Where it comes from."""
-    published_at: float
-    """Time at which it was published."""
-
-
-@dataclass(frozen=True)
-class CheckedJob:
-    """Comparison of the catalog with the files of a job."""
-
-    root: str
-    status: str
-    """``ok``, or ``differs``."""
-    differences: list[str]
-    """How the catalog differs from the files."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-PACKAGES = ("alembic", "prefect", "ray", "sqlalchemy")
+PACKAGES = ("prefect", "ray", "sqlalchemy")
 """Packages of the ``stack`` extra; an environment without one of them has the client only."""
 
 

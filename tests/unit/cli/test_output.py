@@ -148,7 +148,6 @@ def list_commands(root: Path, tmp_path: Path) -> dict[str, list[object]]:
         "jobs set": ["jobs", "set", root, "keep=last=3"],
         "jobs ls": ["jobs", "ls"],
         "jobs show": ["jobs", "show", root],
-        "jobs check": ["jobs", "check", root],
         "verify": ["verify", root, 20],
         "verify --load": ["verify", root, "--load"],
         "reconcile": ["reconcile", root],

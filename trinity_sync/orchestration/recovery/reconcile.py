@@ -11,10 +11,11 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from trinity_sync.catalog.database import get_catalog_url, open_catalog
-from trinity_sync.catalog.mirror import add_versions, find_differences, rebuild
+from trinity_sync.catalog.mirror import is_current, rebuild
 from trinity_sync.client.prefect_api import FINAL, UNDER_WAY, FlowRun, PrefectApi
 from trinity_sync.client.save_request import SAVE_DEPLOYMENT
 from trinity_sync.errors import (
@@ -226,15 +227,12 @@ def _repair_catalog(settings: Settings, root: Path) -> Iterator[Finding]:
     """Write the rows that a commit or a removal could not write."""
     try:
         with open_catalog(get_catalog_url(settings)) as engine:
-            add_versions(engine, root)
-            try:
-                missed = find_differences(engine, root, claims=False)
-            except CatalogError:
-                missed = ["has a row that cannot be read"]
-            if missed:
-                rebuild(engine, root)
-                find_differences(engine, root, claims=False)  # raises what was not repaired
-                yield Finding(str(root), "catalog", "repaired", f"it {'; '.join(missed)}")
+            with suppress(CatalogError):  # of a row that cannot be read
+                if is_current(engine, root):
+                    return
+            rebuild(engine, root)
+            is_current(engine, root)  # raises what was not repaired
+            yield Finding(str(root), "catalog", "repaired", "it differed from the files")
     except (OSError, TrinitySyncError) as error:
         yield Finding(str(root), "catalog", "left", str(error))
 

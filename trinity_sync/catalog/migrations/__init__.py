@@ -1,1 +1,0 @@
-"""Migrations of the catalog's schema."""
