@@ -18,7 +18,7 @@ from trinity_sync.client.save_request import SAVE_DEPLOYMENT
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.orchestration.quantities import RETENTION, make_artifact_key
 from trinity_sync.orchestration.recovery.flow_runs import end_unreported_tasks
-from trinity_sync.orchestration.recovery.reconcile import reconcile
+from trinity_sync.orchestration.recovery.reconcile import read_unfinished_saves, reconcile
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.job_identity import job_id
 
@@ -85,7 +85,9 @@ class Questions:
             OURS[4]: lambda: self._run(api.count_waiting_runs(pool)),
             OURS[5]: lambda: self._run(api.read_job_runs(job)),
             OURS[6]: lambda: self._run(api.read_table(make_artifact_key(RETENTION, self._root))),
-            OURS[7]: lambda: self._run(reconcile(settings, [self._root], api)),
+            OURS[7]: lambda: reconcile(
+                settings, [self._root], self._run(read_unfinished_saves(api))
+            ),
         }
 
     def _post(self, path: str, body: dict[str, Any]) -> None:

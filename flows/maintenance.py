@@ -13,12 +13,11 @@ from prefect import flow
 from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
 
 from tasks.on_ray import run_here
-from tasks.save import create_weights_artifact, replicate
-from trinity_sync.client.prefect_api import PrefectApi, ask_server
+from tasks.save import replicate
+from trinity_sync.client.prefect_api import PrefectApi
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.orchestration import on_node
-from trinity_sync.orchestration.job_registry import select_roots
 from trinity_sync.orchestration.quantities import (
     RETENTION,
     VERIFIED,
@@ -26,7 +25,6 @@ from trinity_sync.orchestration.quantities import (
     format_rate,
     make_artifact_key,
 )
-from trinity_sync.orchestration.recovery import reconcile as recovery
 from trinity_sync.orchestration.recovery.reconcile import GRACE_S
 from trinity_sync.orchestration.root_threads import run_in_thread
 from trinity_sync.orchestration.step_events import emit_step_event
@@ -272,26 +270,15 @@ async def export(
 
 @flow(name="reconcile", persist_result=False, retries=0)
 async def reconcile(root: str | None = None, grace_s: float = GRACE_S) -> None:
-    """Repair what crashes left: flow runs, images, latest pointers, temporary files, slots.
+    """Repair what crashes left: latest pointers, temporary files, slots.
 
     Args:
         root: Full path of the job's root folder; empty for every job that has committed a step on
             this node.
         grace_s: Minimum age in seconds of a file or slot that is removed as unused.
     """
-    roots, found = await run_here(root, _repair_on_node, root, grace_s)
+    found = await run_here(root, on_node.repair, root, grace_s)
     await _create_findings_artifacts(found, Settings())
-    for each in roots:
-        await create_weights_artifact(each)
-
-
-def _repair_on_node(root: str | None, grace_s: float) -> tuple[list[Path], list[Finding]]:
-    """Repair jobs in a process of Ray, and return them and what was found."""
-    settings = Settings()
-    roots = select_roots(root, settings)
-    return roots, ask_server(
-        settings, lambda api: recovery.reconcile(settings, roots, api, grace_s=grace_s)
-    )
 
 
 async def _create_findings_artifacts(found: Sequence[Finding], settings: Settings) -> None:

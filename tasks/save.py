@@ -1,13 +1,11 @@
 """Tasks of a save: persist on few nodes, commit, copy, and what the Prefect UI shows of them."""
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias, get_args
 
 from prefect import Task, task
-from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
+from prefect.artifacts import acreate_markdown_artifact
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.runtime import flow_run
 
@@ -29,7 +27,6 @@ from trinity_sync.pipeline.save import RETRY_DELAYS_S, Share, is_io_error
 from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted
-from trinity_sync.weights.state_files import read_sync_report
 
 logger = logging.getLogger(__name__)
 
@@ -66,27 +63,6 @@ PERSIST_TASKS: dict[Component | None, PersistTask] = {
 """One task per component, so that the Prefect UI shows each by its name."""
 
 
-async def create_weights_artifact(root: str | Path) -> None:
-    """Show in the Prefect UI which version each reader serves, if the job has a Synchronizer."""
-    found = await run_in_thread(read_sync_report, root, time.time())
-    if found is None or found.running is False or not found.readers:
-        return
-    newest = "none" if found.version is None else found.version
-    await acreate_table_artifact(
-        key=make_artifact_key("weights", root),
-        description=f"Version of `{root}` that each reader serves; the newest is {newest}",
-        table=[
-            {
-                "reader": reader.name,
-                "version": reader.step,
-                "steps behind": reader.behind,
-                "stale for": f"{reader.stale_s:.0f} s",
-            }
-            for reader in found.readers
-        ],
-    )
-
-
 @task(
     name="commit",
     retries=2,
@@ -112,9 +88,8 @@ async def commit_step(
         if done.page:
             key = make_artifact_key("save", request.root)
             await acreate_markdown_artifact(key=key, markdown=done.page, description=done.summary)
-        await create_weights_artifact(request.root)
     except Exception as error:  # the server is away, and the step is committed nevertheless
-        logger.warning("%s is committed; cannot create its artifacts: %r", request.run_name, error)
+        logger.warning("%s is committed; cannot create its artifact: %r", request.run_name, error)
     return done
 
 

@@ -37,7 +37,6 @@ from trinity_sync.orchestration.quantities import format_bytes
 
 if TYPE_CHECKING:
     from trinity_sync.cli.documents import JobDetails
-    from trinity_sync.storage.gc import Finding
 
 jobs = App(
     no_args_is_help=True,
@@ -247,18 +246,14 @@ def reconcile(
     output: Output = "table",
 ) -> None:
     """Repair what a crash left, and report it. Safe to run again."""
-    from trinity_sync.client.prefect_api import PrefectApi, ask_server
-    from trinity_sync.orchestration.recovery.reconcile import reconcile
+    from trinity_sync.client.prefect_api import ask_server
+    from trinity_sync.orchestration.recovery.reconcile import read_unfinished_saves, reconcile
 
     settings, job = read_settings(), require_existing(root).resolve()
-
-    async def repair(api: PrefectApi) -> "list[Finding]":
-        try:
-            await api.read_version()
-        except PrefectApiError as error:
-            typer.echo(f"flow runs are not checked: {error}", err=True)
-            return await reconcile(settings, [job], None, grace_s=grace)
-        return await reconcile(settings, [job], api, grace_s=grace)
-
-    found = ask_server(settings, repair)
+    try:
+        runs = ask_server(settings, read_unfinished_saves)
+    except PrefectApiError as error:
+        typer.echo(f"flow runs are not checked: {error}", err=True)
+        runs = None
+    found = reconcile(settings, [job], runs, grace_s=grace)
     print_rows("findings", found, output, "status what reason", empty="no problems found")

@@ -5,15 +5,11 @@ an existing work pool. It is idempotent, and does not change what prefect.yaml d
 such as a concurrency limit set in the Prefect UI. A schedule that a user has paused or moved stays
 so until its settings change.
 
-The automations monitor heartbeats: they crash flow runs that send none. `recovery.flow_runs`
+The first automation monitors heartbeats: it crashes flow runs that send none. `recovery.flow_runs`
 recovers the runs of its own node only. If a node is lost, its runs would stay Running forever. The
-Prefect server receives a heartbeat from every run, and the first automation sets a run to Crashed
-if it has sent none for too long. The server accepts a final state after a crash, but no crash after
-a final state: a run that is still executed ends in the state that it reports.
-
-The second automation runs the ``reconcile`` deployment after a crash. It is separate, because the
-last heartbeat of a short run can reach the server after its end, and the server then refuses the
-crash: no repair must follow from it.
+Prefect server receives a heartbeat from every run, and the automation sets a run to Crashed if it
+has sent none for too long. The server accepts a final state after a crash, but no crash after a
+final state: a run that is still executed ends in the state that it reports.
 
 Three more automations watch the events of steps (`step_events`). They are created paused and do
 nothing: a user adds an action, such as a notification, and switches them on.
@@ -38,7 +34,7 @@ from prefect.client.schemas.actions import (
 )
 from prefect.client.schemas.objects import DeploymentSchedule, StateType
 from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule
-from prefect.events.actions import ChangeFlowRunState, DoNothing, RunDeployment
+from prefect.events.actions import ChangeFlowRunState, DoNothing
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
@@ -56,7 +52,6 @@ ANCHOR = datetime(2020, 1, 1, tzinfo=timezone.utc)
 """Time from which intervals are counted, so that they begin at full hours."""
 PAUSED = ":paused"
 """End of the slug of a schedule that the settings pause."""
-RECONCILE = "reconcile/reconcile"
 PRIORITIES = (QUEUES["state_dict"], QUEUES["checkpoint"], "maintenance")
 """Work queues of the pool, highest priority first."""
 
@@ -96,9 +91,8 @@ def deploy(stack: StackSettings, api_url: str | None = None) -> list[str]:
         _ensure_pool(client, stack.worker.pool)
         _ensure_queues(client, stack.worker.pool)
         ids = dict(_apply_deployment(client, entry, stack) for entry in read_deployments())
-        monitored = [ids[name] for name in ids if name != RECONCILE]
         silent_s = stack.worker.heartbeat_timeout.total_seconds()
-        register_heartbeat_monitoring(client, monitored, ids[RECONCILE], silent_s=silent_s)
+        register_heartbeat_monitoring(client, [*ids.values()], silent_s=silent_s)
         create_alerts(client)
         return list(ids)
 
@@ -219,37 +213,29 @@ def find_time_zone(maintenance: MaintenanceSettings) -> str:
 
 
 HEARTBEAT_AUTOMATION = "trinity-sync: crash runs without heartbeats"
-RECONCILE_AUTOMATION = "trinity-sync: reconcile after a crash"
 HEARTBEAT = "prefect.flow-run.heartbeat"
-CRASH = "prefect.flow-run.Crashed"
-ENDS = {CRASH, *(f"prefect.flow-run.{end}" for end in ("Completed", "Failed", "Cancelled"))}
+ENDS = {f"prefect.flow-run.{end}" for end in ("Completed", "Failed", "Cancelled", "Crashed")}
 SAVE_FAILED_AUTOMATION = "trinity-sync: a save failed"
 NO_COMMIT_AUTOMATION = "trinity-sync: a job has committed nothing for 30 minutes"
 CORRUPTED_AUTOMATION = "trinity-sync: a step is corrupted"
 NO_COMMIT_WITHIN = timedelta(minutes=30)
-CRASH_WINDOW = timedelta(seconds=10)
-"""Crashes within this window, such as those of one node, run ``reconcile`` once."""
 
 
 def register_heartbeat_monitoring(
-    client: SyncPrefectClient, watched: list[UUID], reconcile: UUID, *, silent_s: float
+    client: SyncPrefectClient, watched: list[UUID], *, silent_s: float
 ) -> None:
-    """Create the automations, or update those that exist; paused ones stay paused.
+    """Create the automation, or update the one that exists; a paused one stays paused.
 
-    A run is crashed after ``silent_s`` without a heartbeat or a final state. ``reconcile`` runs
-    after a crash and must not be in ``watched``: each of its crashes would run it again.
+    A run is crashed after ``silent_s`` without a heartbeat or a final state.
     """
     # an update sends only fields that were set, so types and other defaults are set explicitly
-    monitored: dict[str, Any] = {
-        "type": "event",
-        "match": {"prefect.resource.id": "prefect.flow-run.*"},
-        "match_related": {
+    trigger = EventTrigger(
+        type="event",
+        match={"prefect.resource.id": "prefect.flow-run.*"},
+        match_related={
             "prefect.resource.role": "deployment",
             "prefect.resource.id": [f"prefect.deployment.{each}" for each in watched],
         },
-    }
-    missing_heartbeat = EventTrigger(
-        **monitored,
         for_each={"prefect.resource.id"},
         after={HEARTBEAT},
         expect={HEARTBEAT, *ENDS},
@@ -263,24 +249,21 @@ def register_heartbeat_monitoring(
         message=f"No heartbeat for {silent_s:g} s.",
         force=False,
     )
-    _register(
-        client,
-        HEARTBEAT_AUTOMATION,
-        f"Crashes runs that send no heartbeat for {silent_s:g} s.",
-        missing_heartbeat,
-        crash,
+    found = client.read_automations_by_name(HEARTBEAT_AUTOMATION)
+    wanted = AutomationCore(
+        name=HEARTBEAT_AUTOMATION,
+        description=f"Crashes runs that send no heartbeat for {silent_s:g} s. Created by "
+        "trinity-sync deploy.",
+        enabled=all(each.enabled for each in found),
+        trigger=trigger,
+        actions=[crash],
     )
-    crashes = EventTrigger(
-        **monitored, expect={CRASH}, posture=Posture.Reactive, within=CRASH_WINDOW
-    )
-    run = RunDeployment(
-        type="run-deployment",
-        source="selected",
-        deployment_id=reconcile,
-        parameters=None,
-        job_variables=None,
-    )
-    _register(client, RECONCILE_AUTOMATION, "Repairs what a crash left.", crashes, run)
+    if not found:
+        client.create_automation(wanted)
+        return
+    client.update_automation(found[0].id, wanted)
+    for duplicate in found[1:]:  # created by two concurrent deploys
+        client.delete_automation(duplicate.id)
 
 
 def create_alerts(client: SyncPrefectClient) -> None:
@@ -317,26 +300,3 @@ def create_alerts(client: SyncPrefectClient) -> None:
                 actions=[DoNothing()],
             )
             client.create_automation(alert)
-
-
-def _register(
-    client: SyncPrefectClient,
-    name: str,
-    description: str,
-    trigger: EventTrigger,
-    action: ChangeFlowRunState | RunDeployment,
-) -> None:
-    found = client.read_automations_by_name(name)
-    wanted = AutomationCore(
-        name=name,
-        description=f"{description} Created by trinity-sync deploy.",
-        enabled=all(each.enabled for each in found),
-        trigger=trigger,
-        actions=[action],
-    )
-    if not found:
-        client.create_automation(wanted)
-        return
-    client.update_automation(found[0].id, wanted)
-    for duplicate in found[1:]:  # created by two concurrent deploys
-        client.delete_automation(duplicate.id)

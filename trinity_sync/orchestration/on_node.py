@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar, cast
 
 from trinity_sync.catalog.database import get_catalog_url, open_catalog
 from trinity_sync.catalog.mirror import rebuild, try_mirror
+from trinity_sync.client.prefect_api import ask_server
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.errors import TrinitySyncError
+from trinity_sync.errors import PrefectApiError, TrinitySyncError
 from trinity_sync.layout import KINDS, Kind
 from trinity_sync.orchestration.job_registry import (
     register_job,
@@ -28,6 +29,7 @@ from trinity_sync.orchestration.job_registry import (
     require_allowed_store,
     select_roots,
 )
+from trinity_sync.orchestration.recovery.reconcile import read_unfinished_saves, reconcile
 from trinity_sync.orchestration.root_threads import OTHERS_WAIT_S, RootVisits
 from trinity_sync.orchestration.run_page import NodeResources, describe_commit, summarize_commit
 from trinity_sync.pipeline import save as pipeline
@@ -38,6 +40,7 @@ from trinity_sync.retention.prune import prune as prune_root
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import JobSpool, get_job_spool
+from trinity_sync.storage.gc import Finding
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import read_manifest, read_run_manifest
@@ -180,6 +183,17 @@ def export_model(
         dtype=dtype,
         max_shard_bytes=int(max_shard_gb * 1e9),
     )
+
+
+def repair(root: str | None, grace_s: float) -> list[Finding]:
+    """Repair what crashes left in the files of a job, or for None of all known jobs."""
+    settings, stack = read_settings()
+    found, runs = list[Finding](), None
+    try:
+        runs = ask_server(settings, read_unfinished_saves)
+    except PrefectApiError as error:  # such as refused credentials
+        found.append(Finding("Prefect", "runs", "left", f"cannot query the server: {error}"))
+    return found + reconcile(settings, select_roots(root, settings, stack), runs, grace_s=grace_s)
 
 
 class RemoteTracebackError(Exception):

@@ -151,7 +151,7 @@ def test_maintenance_of_other_jobs_goes_on_if_a_root_hangs_in_the_middle_of_it(
             retention.prune(None, "last=1", "", False, None)
         else:
             (other.root / POINTER).unlink()
-            asyncio.run(recovery.reconcile(settings, roots, None))
+            recovery.reconcile(settings, roots, None)
 
     def is_done() -> bool:
         if flow == "retention":

@@ -1,9 +1,7 @@
 """What crashes leave on disk and in memory, and what reconcile makes of it."""
 
-import asyncio
 import shutil
 import time
-from collections.abc import Awaitable
 from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
@@ -11,14 +9,16 @@ from uuid import uuid4
 import pytest
 import torch
 
+from tests.conftest import environment
 from tests.support.answers import server
 from tests.support.job import Job
 from tests.support.steps import MODEL
 from trinity_sync.catalog.database import get_catalog_url, open_catalog
 from trinity_sync.catalog.mirror import is_current
-from trinity_sync.client.prefect_api import PrefectApi, ask_server
+from trinity_sync.client.prefect_api import FlowRun, State
 from trinity_sync.errors import CatalogError
 from trinity_sync.layout import step_folder
+from trinity_sync.orchestration import on_node
 from trinity_sync.orchestration.job_registry import register_job
 from trinity_sync.orchestration.recovery.reconcile import GRACE_S, reconcile, repair_known_roots
 from trinity_sync.settings import Settings
@@ -42,7 +42,7 @@ def settings(job: Job, tmp_path: Path) -> Settings:
 def run(job: Job, settings: Settings, *, later_s: float = 0.0) -> list[Finding]:
     """What it finds without a server, so many seconds from now, except in the catalog."""
     found = reconcile(settings, [job.root], None, grace_s=GRACE_S - later_s)
-    return [finding for finding in asyncio.run(found) if finding.what != "catalog"]
+    return [finding for finding in found if finding.what != "catalog"]
 
 
 def save(job: Job, *steps: int, run: int = 1) -> None:
@@ -312,31 +312,31 @@ def test_a_root_that_cannot_be_written_does_not_hold_up_the_others(
     (other / ".trinity_sync/commit.lock").mkdir()  # not even root can open it
     save(job, 1)
     (job.root / "latest_checkpointed_iteration.txt").unlink()
-    found = asyncio.run(reconcile(settings, [other, job.root], None))
+    found = reconcile(settings, [other, job.root], None)
     assert {finding.state for finding in found if finding.where == str(other)} == {"left"}
     assert read_latest_pointer(job.root, "checkpoint") == 1
 
 
 def test_steps_that_the_catalog_missed_are_written_into_it(job: Job, settings: Settings) -> None:
     save(job, 1, 2)
-    (found,) = asyncio.run(reconcile(settings, [job.root], None))
+    (found,) = reconcile(settings, [job.root], None)
     assert (found.what, found.state) == ("catalog", "repaired")
     assert "differed from the files" in found.why
     with open_catalog(get_catalog_url(settings)) as engine:
         assert is_current(engine, job.root)
-    assert asyncio.run(reconcile(settings, [job.root], None)) == []
+    assert reconcile(settings, [job.root], None) == []
 
 
 def test_a_corrupted_row_of_the_catalog_is_written_again(job: Job, settings: Settings) -> None:
     save(job, 1)
     write_metrics(job.root, 1, 1, {"reward": 0.5})
-    asyncio.run(reconcile(settings, [job.root], None))
+    reconcile(settings, [job.root], None)
     with open_catalog(get_catalog_url(settings)) as engine:
         with engine.begin() as connection:
             connection.exec_driver_sql("UPDATE steps_1 SET metrics = 'abc'")
         with pytest.raises(CatalogError, match=r"corrupted: .* jobs reindex ROOT"):
             is_current(engine, job.root)
-        (found,) = asyncio.run(reconcile(settings, [job.root], None))
+        (found,) = reconcile(settings, [job.root], None)
         assert (found.what, found.state) == ("catalog", "repaired")
         assert is_current(engine, job.root)
 
@@ -347,18 +347,11 @@ def test_a_catalog_that_is_away_is_said_and_holds_up_nothing(
     save(job, 1, 2)
     (job.root / "latest_checkpointed_iteration.txt").write_text("1")
     monkeypatch.setenv("TRINITY_SYNC_STACK__CATALOG__URL", "sqlite:////proc/nowhere/catalog.db")
-    found = asyncio.run(reconcile(settings, [job.root], None))
+    found = reconcile(settings, [job.root], None)
     assert [(each.what, each.state) for each in found] == [
         ("latest_checkpointed_iteration.txt", "repaired"),
         ("catalog", "left"),
     ]
-
-
-def run_with(url: str, job: Job, settings: Settings) -> list[Finding]:
-    def run(api: PrefectApi) -> Awaitable[list[Finding]]:
-        return reconcile(settings, [job.root], api, grace_s=GRACE_S - LATER_S)
-
-    return [finding for finding in ask_server(settings, run, url) if finding.what != "catalog"]
 
 
 def test_files_are_repaired_though_the_server_refuses_the_login(
@@ -367,9 +360,13 @@ def test_files_are_repaired_though_the_server_refuses_the_login(
     save(job, 1)
     (job.root / "latest_checkpointed_iteration.txt").unlink()
     temporary = written_but_never_committed(job, 3)
-    with server({}, login="who:what") as url:
-        found = run_with(url, job, settings)
-    assert [(each.what, each.state) for each in found] == [
+    variables = {
+        "TRINITY_SYNC_HOME": str(settings.home),
+        "TRINITY_SYNC_SPOOL": str(settings.spool),
+    }
+    with server({}, login="who:what") as url, environment({**variables, "PREFECT_API_URL": url}):
+        found = on_node.repair(str(job.root), GRACE_S - LATER_S)
+    assert [(each.what, each.state) for each in found if each.what != "catalog"] == [
         ("runs", "left"),
         ("latest_checkpointed_iteration.txt", "repaired"),
         (str(temporary.relative_to(job.root)), "left"),
@@ -377,22 +374,26 @@ def test_files_are_repaired_though_the_server_refuses_the_login(
     assert "(401): the password is missing or wrong" in found[0].why
 
 
-def test_images_wait_and_files_are_repaired_though_nothing_is_deployed(
-    job: Job, settings: Settings
+@pytest.mark.parametrize("runs", [None, []])
+def test_images_that_no_run_saves_are_named_with_what_to_do(
+    job: Job, settings: Settings, runs: list[FlowRun] | None
 ) -> None:
     save(job, 1)
-    (job.root / "latest_checkpointed_iteration.txt").unlink()
     job.stage(2, {"model": {"w": torch.ones(10)}})
     ((image,), _) = job.spool.tickets()
     seal(image.slot, replace(image.ticket, monotonic_s=0.0))  # as if it were sealed at boot
-    answers = {
-        "/flow_runs/filter": (200, "[]"),
-        "/deployments/name": (404, '{"detail": "Deployment not found"}'),
-    }
-    with server(answers) as url:
-        found = run_with(url, job, settings)
-    assert [(each.what, each.state) for each in found] == [
-        ("save actor step 2", "left"),
-        ("latest_checkpointed_iteration.txt", "repaired"),
+    found = reconcile(settings, [job.root], runs)
+    assert [(each.what, each.state) for each in found if each.what != "catalog"] == [
+        ("save actor step 2", "left")
     ]
-    assert "run: trinity-sync deploy" in found[0].why
+    assert "wait for a worker" in found[0].why
+    assert "run: trinity-sync status" in found[0].why
+
+
+def test_images_that_a_run_is_to_save_are_not_named(job: Job, settings: Settings) -> None:
+    job.stage(2, {"model": {"w": torch.ones(10)}})
+    ((image,), _) = job.spool.tickets()
+    seal(image.slot, replace(image.ticket, monotonic_s=0.0))
+    parameters = {"request": {"root": str(job.root), "step": 2}}
+    run = FlowRun(uuid4(), "save", State("RUNNING", "Running"), parameters=parameters)
+    assert [each for each in reconcile(settings, [job.root], [run]) if each.what != "catalog"] == []

@@ -4,7 +4,6 @@ A record is made as the product makes it; then its format is one less or one mor
 right again.
 """
 
-import asyncio
 import json
 import logging
 import re
@@ -252,7 +251,7 @@ def test_reconcile_and_a_doctor_name_a_spool_of_another_release_and_leave_it(sce
     scene.job.stagers.pop(0).close()
     scene.job.root.rename(scene.job.root.with_name("gone"))
     before = content(scene.job.spool.folder)
-    (finding,) = asyncio.run(reconcile(scene.settings, [], None))
+    (finding,) = reconcile(scene.settings, [], None)
     assert finding.state == "left"
     assert re.search(upgrade(AHEAD), finding.why)
     (check,) = [each for each in run_checks(scene.settings) if "another release" in each.name]
@@ -304,7 +303,7 @@ def test_nothing_is_repaired_in_a_root_of_another_release(scene: Scene, change: 
     before = content(scene.job.root)
     for found in (
         repair_known_roots(scene.settings),
-        asyncio.run(reconcile(scene.settings, [scene.job.root], None)),
+        reconcile(scene.settings, [scene.job.root], None),
     ):
         (said,) = [each for each in found if each.where == str(scene.job.root)]
         assert said.state == "left"

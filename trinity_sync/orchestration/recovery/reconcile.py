@@ -1,13 +1,12 @@
-"""Repair what crashes left in Prefect, in shared memory and on disk; safe at any time.
+"""Repair the files that crashes left, on disk and in shared memory; safe at any time.
 
 The worker recovers runs and images at every poll (`recovery.node`), and a commit finishes an
-interrupted one. This covers the rest: a worker that was away, a root without further saves, a
-machine that was restarted. It repairs what it can prove to be unused or incomplete, and reports why
-it leaves the rest.
+interrupted one. This covers files: those of a root without further saves, or of a machine that was
+restarted. It repairs what it can prove to be unused or incomplete, and reports why it leaves the
+rest.
 """
 
 import logging
-import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,18 +15,16 @@ from pathlib import Path
 
 from trinity_sync.catalog.database import get_catalog_url, open_catalog
 from trinity_sync.catalog.mirror import is_current, rebuild
-from trinity_sync.client.prefect_api import FINAL, UNDER_WAY, FlowRun, PrefectApi
+from trinity_sync.client.prefect_api import UNDER_WAY, FlowRun, PrefectApi
 from trinity_sync.client.save_request import SAVE_DEPLOYMENT
 from trinity_sync.errors import (
     CatalogError,
-    PrefectApiError,
     TrinitySyncError,
 )
 from trinity_sync.fs.mounts import read_file_system_time
-from trinity_sync.fs.process import read_process_identity
 from trinity_sync.orchestration.job_registry import list_known_roots
-from trinity_sync.orchestration.recovery.flow_runs import find_orphaned_saves, recover_zombie
-from trinity_sync.orchestration.root_threads import OTHERS_WAIT_S, RootVisits, run_in_thread
+from trinity_sync.orchestration.recovery.flow_runs import find_orphaned_saves
+from trinity_sync.orchestration.root_threads import OTHERS_WAIT_S, RootVisits
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.spool import sort_job_spools
@@ -47,30 +44,26 @@ GRACE_S = 3600.0
 """Minimum age in seconds of a file or slot that is removed as unused."""
 
 
-async def reconcile(
+async def read_unfinished_saves(api: PrefectApi) -> list[FlowRun]:
+    """Read the unfinished runs of saves; those of other flows would be many."""
+    name, states = SAVE_DEPLOYMENT.rpartition("/")[2], (*UNDER_WAY, "SCHEDULED")
+    return await api.read_pool_runs(StackSettings().worker.pool, *states, deployment=name)
+
+
+def reconcile(
     settings: Settings,
     roots: Sequence[Path],
-    api: PrefectApi | None,
+    runs: Iterable[FlowRun] | None,
     *,
     grace_s: float = GRACE_S,
 ) -> list[Finding]:
     """Repair what crashes left in jobs and on this node; return what was repaired or left.
 
-    Without a server (``api`` is None), files that a run may need are left, as are files and
-    slots younger than ``grace_s``. The age of a file is by the clock of its root's file server.
+    ``runs`` are `read_unfinished_saves`. If they are unknown (None), files that a run may need are
+    left, as are files and slots younger than ``grace_s``. The age of a file is by the clock of its
+    root's file server.
     """
-    found: list[Finding] = []
-    runs: list[FlowRun] | None = None
-    if api:
-        pool = StackSettings().worker.pool
-        try:
-            found += await _recover_runs(api, settings, pool)
-            found += await _request_runs(api, settings)
-            runs = await _read_unfinished_saves(api, pool)
-        except PrefectApiError as error:  # such as refused credentials
-            found.append(Finding("Prefect", "runs", "left", f"cannot query the server: {error}"))
-    found += await run_in_thread(lambda: list(_repair_files(settings, roots, runs, grace_s)))
-    return found
+    return list(_repair_files(settings, roots, runs, grace_s))
 
 
 def repair_known_roots(settings: Settings) -> list[Finding]:
@@ -87,55 +80,6 @@ def _repair_and_log(root: Path) -> list[Finding]:
     for finding in found:
         logger.warning("%s: %s %s: %s", finding.where, finding.state, finding.what, finding.why)
     return found
-
-
-async def _recover_runs(api: PrefectApi, settings: Settings, pool: str) -> list[Finding]:
-    """Recover the zombie runs of this node."""
-    here = f"{settings.node}/{read_process_identity(os.getpid())}"
-    found = []
-    for run in await api.read_pool_runs(pool, *UNDER_WAY):
-        try:
-            await recover_zombie(api, run, here, spool=settings.spool)
-            now = (await api.read_flow_run(run.id)).state
-        except PrefectApiError as error:
-            if not error.status:  # the server is away
-                raise
-            found.append(Finding("Prefect", f"run {run.name}", "left", str(error)))
-            continue
-        if now.type not in UNDER_WAY:
-            is_retried = now.type == "SCHEDULED"
-            why = "its process is gone; retrying it" if is_retried else now.name
-            found.append(Finding("Prefect", f"run {run.name}", "repaired", why))
-    return found
-
-
-async def _request_runs(api: PrefectApi, settings: Settings) -> list[Finding]:
-    """Request the flow runs of orphaned images."""
-    found = []
-    for request in await run_in_thread(find_orphaned_saves, settings.spool):
-        try:
-            run = await api.create_flow_run(request.flow_run)
-        except PrefectApiError as error:
-            if not error.status:  # the server is away
-                raise
-            found.append(Finding(request.root, request.run_name, "left", str(error)))
-            continue
-        if run.state.type in ("", "SCHEDULED"):
-            why = "its images wait in the spool; requested its flow run"
-            found.append(Finding(request.root, request.run_name, "repaired", why))
-        elif run.state.type in FINAL:
-            why = (
-                f"its images wait, and its flow run is {run.state.name}; run: trinity-sync retry "
-                f"{request.root} {request.step}"
-            )
-            found.append(Finding(request.root, request.run_name, "left", why))
-    return found
-
-
-async def _read_unfinished_saves(api: PrefectApi, pool: str) -> list[FlowRun]:
-    """Read the unfinished runs of saves; those of other flows would be many."""
-    name = SAVE_DEPLOYMENT.rpartition("/")[2]
-    return await api.read_pool_runs(pool, *UNDER_WAY, "SCHEDULED", deployment=name)
 
 
 def _repair_files(
@@ -157,6 +101,10 @@ def _repair_files(
             )
             yield Finding(image.ticket.root, f"image of {image.ticket.what}", "left", why)
     busy = None if runs is None else find_busy_steps(runs)
+    for request in find_orphaned_saves(settings.spool):
+        if busy is None or request.step not in busy.get(Path(request.root), ()):
+            why = "its images wait for a worker, which requests its run; run: trinity-sync status"
+            yield Finding(request.root, request.run_name, "left", why)
 
     def repair(root: Path) -> list[Finding]:
         steps = None if busy is None else busy.get(root, set())
