@@ -85,9 +85,8 @@ async def commit_step(
     arguments = (request, persisted, shards, started_at, persisted_at, run)
     done = await run_on_node(shards.node, request.root, on_node.commit_step, *arguments)
     try:
-        if done.page:
-            key = make_artifact_key("save", request.root)
-            await acreate_markdown_artifact(key=key, markdown=done.page, description=done.summary)
+        key = make_artifact_key("save", request.root)
+        await acreate_markdown_artifact(key=key, markdown=done.page, description=done.summary)
     except Exception as error:  # the server is away, and the step is committed nevertheless
         logger.warning("%s is committed; cannot create its artifact: %r", request.run_name, error)
     return done

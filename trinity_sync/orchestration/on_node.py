@@ -6,7 +6,6 @@ An outcome is what a function has returned or raised, in a form that can always 
 import logging
 import os
 import pickle
-import shutil
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -22,7 +21,6 @@ from trinity_sync.catalog.mirror import rebuild, try_mirror
 from trinity_sync.client.prefect_api import ask_server
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import PrefectApiError, TrinitySyncError
-from trinity_sync.layout import KINDS, Kind
 from trinity_sync.orchestration.job_registry import (
     register_job,
     require_allowed,
@@ -31,18 +29,15 @@ from trinity_sync.orchestration.job_registry import (
 )
 from trinity_sync.orchestration.recovery.reconcile import read_unfinished_saves, reconcile
 from trinity_sync.orchestration.root_threads import OTHERS_WAIT_S, RootVisits
-from trinity_sync.orchestration.run_page import NodeResources, describe_commit, summarize_commit
+from trinity_sync.orchestration.run_page import describe_commit, summarize_commit
 from trinity_sync.pipeline import save as pipeline
 from trinity_sync.pipeline.save import NodeWriting, Share
 from trinity_sync.retention.planner import RemovalPlan, Rules
 from trinity_sync.retention.prune import plan_prune
 from trinity_sync.retention.prune import prune as prune_root
 from trinity_sync.settings import Settings, StackSettings
-from trinity_sync.snapshot.save_id import SaveId
-from trinity_sync.snapshot.spool import JobSpool, get_job_spool
 from trinity_sync.storage.gc import Finding
 from trinity_sync.storage.job_settings import read_job_settings
-from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import read_manifest, read_run_manifest
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted
@@ -261,7 +256,7 @@ class Committed:
     """What a flow run shows of a save that it has committed, and what it does next."""
 
     page: str
-    """Markdown; empty if it cannot be made."""
+    """Markdown."""
     summary: str
     has_exports: bool
     """Whether models of the step are to be exported."""
@@ -297,7 +292,6 @@ def commit_step(
     Times are in seconds since the epoch; ``flow_run`` is the id of the flow run, for the catalog.
     """
     settings, stack = read_settings()
-    before = _read_pointers(request.save)
     manifest = pipeline.commit_images(
         request, persisted, shards, read_writing(), started_at, persisted_at
     )
@@ -307,14 +301,6 @@ def commit_step(
         logger.warning("cannot register %s for scheduled flows: %s", request.root, error)
     try_mirror(settings, request.root, [request.step], stack=stack, flow_run=flow_run)
     written = [file for result in persisted for file in result.written]
-    try:
-        after = _read_pointers(request.save)
-        pointers = {kind: (before.get(kind), after[kind]) for kind in manifest.kinds}
-        resources = _measure_node(get_job_spool(shards.spool, request.save), request.save)
-        page = describe_commit(request, manifest, written, pointers, resources)
-    except OSError as error:  # the step is committed nevertheless
-        logger.warning("%s is committed; cannot describe it: %s", request.run_name, error)
-        page = ""
     # its head alone: with thousands of ranks, the files are in parts
     read_head = partial(read_manifest, ranks=())
     found = read_run_manifest(request.root, request.run, request.step, read=read_head)
@@ -322,6 +308,7 @@ def commit_step(
     mine = [each for each in timings if (each.kind, each.roles) == (request.kind, request.roles)]
     by_saver = any(each.by_saver for each in mine)
     has_exports = bool(found and found.exports)
+    page = describe_commit(request, manifest, written)
     return Committed(page, summarize_commit(request, manifest), has_exports, by_saver)
 
 
@@ -331,20 +318,6 @@ def prune_after_commit(request: SaveRequest) -> None:
     done = pipeline.prune_after_commit(request, read_writing(), settings.spool)
     removed = [each.step for each in done.removed]
     try_mirror(settings, request.root, removed, stack=stack)
-
-
-def _read_pointers(save: SaveId) -> dict[Kind, int | None]:
-    return {kind: read_latest_pointer(save.root, kind) for kind in KINDS}
-
-
-def _measure_node(spool: JobSpool, save: SaveId) -> NodeResources:
-    memory = shutil.disk_usage(spool.folder.parent)
-    return NodeResources(
-        pending=len(spool.tickets()[0]),
-        spool_used=memory.used,
-        spool_total=memory.total,
-        disk_free=shutil.disk_usage(save.root).free,
-    )
 
 
 def read_settings() -> tuple[Settings, StackSettings]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.layout import Kind
 from trinity_sync.orchestration.quantities import format_bytes, format_duration, format_rate
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.save import Written
@@ -18,21 +17,8 @@ from trinity_sync.storage.save_timing import SaveTiming, Stall
 
 StepOutcome = Literal["committed", "failed", "evicted", "superseded", "corrupted"]
 
-SLOWEST = 10
-"""Number of slowest files that are listed."""
 MOST_ROWS = 100
 """Rows of a table, and nodes in a list: the server keeps every page, and people read a screen."""
-
-
-@dataclass(frozen=True)
-class NodeResources:
-    """Memory and disk of the node of the commit, after it. Sizes are bytes."""
-
-    pending: int
-    """Sealed images of the job in this node's spool."""
-    spool_used: int
-    spool_total: int
-    disk_free: int
 
 
 @dataclass(frozen=True)
@@ -69,14 +55,8 @@ def describe_commit(
     request: SaveRequest,
     manifest: Manifest,
     written: Sequence[Written],
-    pointers: Mapping[Kind, tuple[int | None, int | None]],
-    resources: NodeResources | None,
 ) -> str:
-    """Return the page of a committed save, as markdown.
-
-    ``written`` are the files of all nodes, and ``pointers`` the steps that each latest pointer
-    named before and after the commit.
-    """
+    """Return the page of a committed save, as markdown; ``written`` are the files of all nodes."""
     timing = manifest.timings[0]
     rows = {
         "Job": f"`{request.job}` in `{request.root}`, run {request.run}",
@@ -84,23 +64,9 @@ def describe_commit(
         "Submitted to committed": f"**{format_duration(timing.total_s)}** = queue "
         f"{timing.queue_s:.2f} + write {timing.write_s:.2f} + commit {timing.commit_s:.2f} s",
         "Written": _describe_written(timing, written),
-        "Latest pointer": "; ".join(_describe_pointer(*item) for item in pointers.items()),
     }
-    if resources:
-        pending = f"{resources.pending} more images wait" if resources.pending else "no image waits"
-        rows["Memory"] = (
-            f"{pending}; spool {format_bytes(resources.spool_used)} of "
-            f"{format_bytes(resources.spool_total)} used"
-        )
-        room = resources.disk_free // manifest.nbytes if manifest.nbytes else 0
-        rows["Disk"] = f"{format_bytes(resources.disk_free)} free" + (
-            f", room for about {room:,} more of these" if room else ""
-        )
     root = shlex.quote(request.root)
     commands = [f"trinity-sync show {root} {request.step}", f"trinity-sync report {root}"]
-    before, _ = pointers.get(request.kind, (None, None))
-    if before is not None and before != request.step:
-        commands.insert(1, f"trinity-sync diff {root} {before} {request.step}")
     own = [file for file in written if file.temporary]
     return "\n\n".join(
         [
@@ -109,8 +75,6 @@ def describe_commit(
             "Next: " + " · ".join(f"`{command}`" for command in commands),
             "#### By component and node",
             _make_table(("component", "node", "files", "bytes", "speed"), _sum_up(own), right=2),
-            f"#### Slowest files{f' ({SLOWEST} of {len(own):,})' if len(own) > SLOWEST else ''}",
-            _make_table(("file", "node", "bytes", "time", "speed"), _list_slowest(own), right=2),
         ]
     )
 
@@ -225,13 +189,6 @@ def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 
-def _describe_pointer(kind: Kind, steps: tuple[int | None, int | None]) -> str:
-    before, after = steps
-    if before == after:
-        return f"{kind}: stays at {after}" if after is not None else f"{kind}: none"
-    return f"{kind}: {'set' if before is None else f'moved from {before}'} to {after}"
-
-
 def _sum_up(written: Sequence[Written]) -> list[tuple[object, ...]]:
     """Return rows of component, node, files, bytes and speed; of many nodes, one row for all."""
     nodes = {file.node for file in written}
@@ -248,20 +205,6 @@ def _sum_up(written: Sequence[Written]) -> list[tuple[object, ...]]:
         speed = _format_speed(nbytes, longest)
         rows.append((component, node, f"{len(files):,}", format_bytes(nbytes), speed))
     return rows
-
-
-def _list_slowest(written: Sequence[Written]) -> list[tuple[object, ...]]:
-    slowest = sorted(written, key=lambda file: -file.seconds)[:SLOWEST]
-    return [
-        (
-            f"`{file.record.path}`",
-            f"`{file.node}`",
-            format_bytes(file.record.nbytes),
-            format_duration(file.seconds),
-            _format_speed(file.record.nbytes, file.seconds),
-        )
-        for file in slowest
-    ]
 
 
 def _format_speed(nbytes: int, seconds: float) -> str:

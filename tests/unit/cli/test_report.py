@@ -105,6 +105,7 @@ def test_every_step_is_listed_with_its_state(facts: JobReport) -> None:
         assert all(word in rows[step] for word in words), rows[step]
     assert "global_step_40" in text_of(page)  # in quarantine
     assert "reward 4.286, odd <name> nan" in rows["30"].replace("|", "")
+    assert "policy for checkpoints: |all|" in text_of(page)
 
 
 def test_uses_of_steps_are_named_and_nothing_is_taken_for_markup(facts: JobReport) -> None:
@@ -201,14 +202,6 @@ def test_charts_leave_out_what_is_not_finite(facts: JobReport) -> None:
     assert not any(title.startswith("step 7:") for title in bars["Write speed"])
     alone = bars_of(render_report(replace(facts, saves=(infinite,))))
     assert "Write speed" not in alone
-
-
-def test_policies_are_compared_by_the_planner_that_removes(facts: JobReport) -> None:
-    by_name = {policy.policy: policy for policy in facts.policies}
-    assert by_name["all"].in_force
-    assert 10 not in by_name["last=1"].removed  # pinned
-    (best,) = [each for each in facts.policies if "best=" in each.policy]
-    assert best.kept + len(best.removed) == by_name["all"].kept + len(by_name["all"].removed)
 
 
 def test_many_steps_are_not_drawn_and_listed_one_by_one(facts: JobReport) -> None:

@@ -1,21 +1,16 @@
 """Whether a job is healthy, why saves failed and what to type."""
 
-from pathlib import Path
 from uuid import uuid4
 
 import pytest
 
-from tests.support.steps import info
 from trinity_sync.client.prefect_api import FlowRun, State
-from trinity_sync.orchestration.report.collect import measure_growth, preview_policies
 from trinity_sync.orchestration.report.facts import InFlight, StepRow
 from trinity_sync.orchestration.report.health import (
     group_failures,
     judge_health,
     measure_interval,
 )
-from trinity_sync.retention.planner import Rules
-from trinity_sync.retention.policies import parse_policy
 from trinity_sync.storage.save_timing import LoggedSave, SaveTiming
 
 NOW = 1.7e9
@@ -106,20 +101,3 @@ def test_failures_are_grouped_by_cause_and_those_that_were_retried_are_done() ->
     assert not by_step[(30,)].is_open
     assert by_step[(40,)].command == by_step[(50,)].command == "trinity-sync status"
     assert [group.is_open for group in groups] == [True, True, True, False]
-
-
-def test_growth_follows_the_policy_in_force(tmp_path: Path) -> None:
-    def grows(keep: str) -> float | None:
-        return measure_growth(EVERY_100_S, Rules(parse_policy(keep), parse_policy("last=2")))
-
-    assert grows("all") == pytest.approx(86400)  # 100 bytes each 100 s
-    assert grows("last=3,best=1:reward:max") == 0
-    assert grows("hourly=24") is None
-
-
-def test_a_policy_that_cannot_be_applied_says_why() -> None:
-    infos = [info(step, metrics={"loss": 1.0}) for step in (1, 2, 3)]
-    rules = Rules(parse_policy("best=1:reward:max"), parse_policy("last=2"))
-    first, *_ = preview_policies(infos, rules, NOW)
-    assert first.in_force
-    assert "reward" in first.error

@@ -13,11 +13,7 @@ from urllib.parse import quote
 from uuid import UUID
 
 from trinity_sync.client.prefect_api import PAGE, FlowRun, PrefectApi, ask_server
-from trinity_sync.errors import (
-    ConfigError,
-    PrefectApiError,
-    TrinitySyncError,
-)
+from trinity_sync.errors import PrefectApiError, TrinitySyncError
 from trinity_sync.layout import PRIVATE_FOLDER, steps_on_disk
 from trinity_sync.orchestration.quantities import VERIFIED, make_artifact_key
 from trinity_sync.orchestration.report.facts import (
@@ -25,16 +21,12 @@ from trinity_sync.orchestration.report.facts import (
     InFlight,
     JobReport,
     Memory,
-    PolicyEffect,
     RunRow,
     StepRow,
     Use,
 )
 from trinity_sync.orchestration.report.health import Committed, group_failures, judge_health
 from trinity_sync.orchestration.report.steps import list_failed_saves, read_steps
-from trinity_sync.retention.planner import Rules, plan_removals
-from trinity_sync.retention.policies import StepInfo, parse_policy
-from trinity_sync.retention.prune import list_step_infos
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.snapshot.spool import JobSpool
@@ -47,7 +39,7 @@ from trinity_sync.storage.pins import list_pins
 from trinity_sync.storage.placement import NodeRanks, describe_ranks, read_placement
 from trinity_sync.storage.quarantine import quarantine_folder
 from trinity_sync.storage.runs import Run
-from trinity_sync.storage.save_timing import LoggedSave, read_saves
+from trinity_sync.storage.save_timing import read_saves
 from trinity_sync.weights.state_files import read_sync_report
 
 MAX_SAVES = 1000
@@ -84,10 +76,7 @@ def collect_report(settings: Settings, root: Path) -> JobReport:
         list_in_flight(settings, root, spool, server.runs, committed, tasks=server.tasks)
     )
     job = _read_job_settings(root)
-    rules = Rules.of_job(job)
-    infos = list_step_infos(root)
     quarantined = sorted(quarantine_folder(root).glob("*/global_step_*"))
-    growth = measure_growth(saves, rules)
     return JobReport(
         root=str(root),
         job=job_id(root),
@@ -98,9 +87,9 @@ def collect_report(settings: Settings, root: Path) -> JobReport:
         runs=tuple(_list_runs(root, starts)),
         in_flight=in_flight,
         failures=failures,
-        disk=_measure_disk(root, steps, quarantined, growth, now),
+        disk=_measure_disk(root, steps, quarantined),
         memory=measure_memory(settings.spool, spool),
-        policies=preview_policies(infos, rules, now) if infos else (),
+        keep=job.keep,
         uses=tuple(_list_uses(root, now)),
         quarantined=tuple("/".join(path.parts[-2:]) for path in quarantined),
         remote=job.remote,
@@ -182,13 +171,7 @@ def _list_runs(root: Path, known: Sequence[Run]) -> Iterator[RunRow]:
         yield RunRow(run.number, run.resumed_from, began_at, tuple(sorted(nodes)))
 
 
-def _measure_disk(
-    root: Path,
-    steps: Sequence[StepRow],
-    quarantined: Sequence[Path],
-    growth: float | None,
-    now: float,
-) -> Disk:
+def _measure_disk(root: Path, steps: Sequence[StepRow], quarantined: Sequence[Path]) -> Disk:
     usage = shutil.disk_usage(root)
     files = (file for folder in quarantined for file in folder.rglob("*") if file.is_file())
     return Disk(
@@ -197,8 +180,6 @@ def _measure_disk(
         spare_bytes=sum(list_spares(root).values()),
         free_bytes=usage.free,
         total_bytes=usage.total,
-        growth_per_day=growth,
-        full_at=now + usage.free / growth * 86400 if growth else None,
     )
 
 
@@ -281,52 +262,3 @@ def measure_memory(folder: Path, spool: JobSpool) -> Memory | None:
         return None
     usage = shutil.disk_usage(folder)
     return Memory(len(spool.tickets()[0]), spool.bytes_used, usage.free, usage.total)
-
-
-EXAMPLES = ("all", "last=1", "last=3", "last=10", "hourly=24", "daily=7")
-"""Policies that are compared with the one in force."""
-DAY_S = 86400.0
-
-
-def preview_policies(
-    infos: Sequence[StepInfo], rules: Rules, now: float
-) -> tuple[PolicyEffect, ...]:
-    """Return what each policy for checkpoints would remove now, the one in force first."""
-    in_force = str(rules.checkpoints)
-    metrics = sorted({name for info in infos for name in info.metrics})
-    names = [*EXAMPLES, *(f"last=1,best=2:{name}:max" for name in metrics[:1])]
-    return tuple(
-        _preview(infos, rules, policy, now, in_force=policy == in_force)
-        for policy in dict.fromkeys([in_force, *names])
-    )
-
-
-def _preview(
-    infos: Sequence[StepInfo], rules: Rules, policy: str, now: float, *, in_force: bool
-) -> PolicyEffect:
-    try:
-        wanted = replace(rules, checkpoints=parse_policy(policy))
-        plan = plan_removals(infos, wanted, now)
-    except ConfigError as error:
-        return PolicyEffect(policy, in_force, len(infos), (), 0, str(error))
-    removed = tuple(info.step for info in plan.removed)
-    return PolicyEffect(policy, in_force, len(plan.kept), removed, plan.nbytes)
-
-
-def measure_growth(saves: Sequence[LoggedSave], rules: Rules) -> float | None:
-    """Return the bytes that saves add to the disk in a day; None if it cannot be told.
-
-    A policy that keeps all steps adds what is written; one with a limit adds nothing in the long
-    run, and for other policies (such as one step an hour) it is not predicted. ``saves`` are in
-    order of time.
-    """
-    if not rules.checkpoints.keeps_all:
-        limited = all(
-            word.startswith(("last=", "best=")) for word in str(rules.checkpoints).split(",")
-        )
-        return 0.0 if limited else None
-    kept = [each for each in saves if each.timing.kind == "checkpoint" or rules.syncs.keeps_all]
-    if len(kept) < 2:
-        return None
-    seconds = kept[-1].committed_at - kept[0].committed_at
-    return sum(each.timing.nbytes for each in kept[1:]) / seconds * DAY_S if seconds > 0 else None

@@ -146,7 +146,7 @@ class FailureGroup:
 
 @dataclass(frozen=True)
 class Disk:
-    """Where the bytes are, and when there is no room left."""
+    """Where the bytes are, and how much room is left."""
 
     nbytes: int
     """All committed steps."""
@@ -158,10 +158,6 @@ class Disk:
     """Free on the file system."""
     total_bytes: int
     """Size of the file system."""
-    growth_per_day: float | None
-    """Bytes that saves add a day under the policy in force; None if it is unknown."""
-    full_at: float | None
-    """When the file system is full at that rate; None for never."""
 
 
 @dataclass(frozen=True)
@@ -176,24 +172,6 @@ class Memory:
     """Free on the file system."""
     total_bytes: int
     """Size of the file system."""
-
-
-@dataclass(frozen=True)
-class PolicyEffect:
-    """What retention with a policy for checkpoints would remove now."""
-
-    policy: str
-    """The policy."""
-    in_force: bool
-    """Whether it is the job's."""
-    kept: int
-    """Number of steps that it keeps."""
-    removed: tuple[int, ...]
-    """Steps, oldest first."""
-    freed_bytes: int
-    """Bytes that it would free."""
-    error: str = ""
-    """Why the policy cannot be applied; empty if it can."""
 
 
 @dataclass(frozen=True)
@@ -234,8 +212,8 @@ class JobReport:
     """Where the bytes are."""
     memory: Memory | None = None
     """The spool of this node; null if there is none."""
-    policies: tuple[PolicyEffect, ...] = ()
-    """What policies for checkpoints would remove now."""
+    keep: str = ""
+    """Policy for checkpoints that is in force."""
     uses: tuple[Use, ...] = ()
     """Pins, leases and readers."""
     quarantined: tuple[str, ...] = ()
