@@ -10,33 +10,17 @@ from trinity_sync.cli.rows import (
     PrunedStep,
     SettingRow,
 )
-from trinity_sync.layout import Kind
+from trinity_sync.orchestration.report.facts import StepRow
 from trinity_sync.remote.upload import Replicated
 from trinity_sync.retention.policies import StepInfo
-from trinity_sync.storage.manifest import CallableRecord
-from trinity_sync.storage.save_timing import SaveTiming
 
 
 @dataclass(frozen=True)
-class StepDetails:
+class StepDetails(StepRow):
     """A committed step."""
 
-    step: int
-    run: int
-    kinds: tuple[Kind, ...]
-    status: str
-    """As in ``ls``."""
-    reason: str | None
-    committed_at: float
-    bytes: int
-    tags: list[str]
-    in_use: list[str]
-    timings: tuple[SaveTiming, ...]
-    """How long each save of it took; none if it was imported."""
-    files: list[FileRow]
+    files: tuple[FileRow, ...] = ()  # type: ignore[assignment]  # ls has their number
     """Its files."""
-    save_functions: tuple[CallableRecord, ...]
-    """Save functions of the user that wrote files of it."""
 
 
 @dataclass(frozen=True)

@@ -113,8 +113,8 @@ def show(
     """Show a committed step: its files with sizes and digests, and its save functions."""
     from trinity_sync.cli.documents import StepDetails
     from trinity_sync.layout import step_folder
+    from trinity_sync.orchestration.report.steps import read_step
     from trinity_sync.storage.discovery import read_corruption, read_step_state
-    from trinity_sync.storage.pins import list_steps_in_use, list_tags
 
     number = resolve_step_argument(root, step)
     found = read_step_state(root, number)
@@ -130,28 +130,15 @@ def show(
         )
         status = "corrupted" if record.path in bad else status
         files.append(FileRow(record.path, record.nbytes, status, record.digest))
-    details = StepDetails(
-        step=number,
-        run=manifest.run,
-        kinds=manifest.kinds,
-        status=found.state,
-        reason=found.reason,
-        committed_at=manifest.committed_at,
-        bytes=manifest.nbytes,
-        tags=[tag.name for tag in list_tags(root).values() if tag.step == number],
-        in_use=list_steps_in_use(root)[number],
-        timings=manifest.timings,
-        files=files,
-        save_functions=manifest.callables,
-    )
+    details = StepDetails(**{**vars(read_step(root, number)), "files": tuple(files)})
     print_object("step", details, output, lambda: _print_details(details))
 
 
 def _print_details(details: "StepDetails") -> None:
     typer.echo(
         f"step {details.step} of run {details.run}: {paint(details.status)}, "
-        f"{', '.join(details.kinds)}, committed {format_time(details.committed_at)}, "
-        f"{format_bytes(details.bytes)}" + "".join(f", {each}" for each in details.in_use),
+        f"{', '.join(details.kinds)}, committed {format_time(details.committed_at or 0.0)}, "
+        f"{format_bytes(details.nbytes)}" + "".join(f", {each}" for each in details.in_use),
         color=True,
     )
     if details.reason:

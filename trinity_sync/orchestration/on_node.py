@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date, datetime
 from functools import lru_cache, partial
@@ -239,16 +240,13 @@ def call(
         return Outcome(function(*args, **kwargs))
     except Exception as error:
         text = traceback.format_exc()
-        failed: Outcome[T] = Outcome(error=error, cause=error.__cause__, traceback=text)
-        try:
-            pickle.loads(pickle.dumps(failed))
-        except Exception:  # such as the errors of HTTP clients; what tasks look at is the class
-            try:
-                pickle.loads(pickle.dumps(error))
-            except Exception:
-                return Outcome(error=RemoteTracebackError(text), traceback=text)
-            return Outcome(error=error, traceback=text)
-        return failed
+        # errors such as those of HTTP clients cannot be pickled; tasks look at the class
+        for cause in (error.__cause__, None):
+            failed: Outcome[T] = Outcome(error=error, cause=cause, traceback=text)
+            with suppress(Exception):
+                pickle.loads(pickle.dumps(failed))
+                return failed
+        return Outcome(error=RemoteTracebackError(text), traceback=text)
 
 
 @dataclass(frozen=True)
