@@ -142,7 +142,7 @@ def test_jobs_on_postgresql_and_with_workers_of_their_own_do_not_meet(
     finally:
         second.terminate()
         second.wait(30)
-    runs, steps = rows(driven(postgres), "flow_run"), rows(catalog_url(postgres), "steps")
+    runs, steps = rows(driven(postgres), "flow_run"), rows(catalog_url(postgres), "steps_1")
     assert runs == 6
     assert steps == 3
 
