@@ -17,8 +17,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar, cast
 
-from trinity_sync.catalog.database import get_catalog_url, open_catalog
-from trinity_sync.catalog.mirror import rebuild, try_mirror
+from trinity_sync.catalog.mirror import try_mirror
 from trinity_sync.client.prefect_api import ask_server
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import PrefectApiError, TrinitySyncError
@@ -81,21 +80,13 @@ def prune(
             if dry_run:
                 return plan
             done = prune_root(each, plan, spool=settings.spool, recycle=stack.io.reuse_files)
-            _update_catalog(each)
+            try_mirror(settings, each, [step.step for step in done.removed], stack=stack)
             return done
         except (TrinitySyncError, OSError) as error:
             return str(error)
 
     roots = select_roots(root, settings, stack)
     return RootVisits("retention").visit(roots, prune_one, each_s=OTHERS_WAIT_S)
-
-
-def _update_catalog(root: Path) -> None:
-    try:
-        with open_catalog(get_catalog_url(*read_settings())) as engine:
-            rebuild(engine, root)
-    except Exception as error:  # the catalog is best effort, the files count
-        logger.warning("cannot update the catalog for %s: %s", root, error)
 
 
 def replicate_step(root: str, step: int, url: str) -> tuple["Replicated", RemovalPlan]:
