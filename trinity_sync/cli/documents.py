@@ -19,7 +19,7 @@ from trinity_sync.retention.policies import StepInfo
 class StepDetails(StepRow):
     """A committed step."""
 
-    files: tuple[FileRow, ...] = ()  # type: ignore[assignment]  # ls has their number
+    files: tuple[FileRow, ...] = ()
     """Its files."""
 
 
