@@ -983,6 +983,7 @@ def test_the_promises_hold_whatever_happens_to_a_job(monkeypatch: pytest.MonkeyP
     without_catalog_and_pages(monkeypatch)
     each_start_is_a_process(monkeypatch)
     monkeypatch.setattr(watcher_module, "LOOK_S", (0.005, 0.005))
+    monkeypatch.setattr(watcher_module, "OTHERS_LOOK_S", 0.005)
     end = time.monotonic() + 60 * MINUTES
     try:
         while True:
