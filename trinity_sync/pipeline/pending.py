@@ -31,18 +31,23 @@ GRACE_S = 2.0
 
 
 def find_pending_saves(
-    job: JobSpool, *, grace_s: float = GRACE_S, clock: Callable[[], float] = time.time
+    job: JobSpool,
+    *,
+    grace_s: float = GRACE_S,
+    settle_s: float = 0.0,
+    clock: Callable[[], float] = time.time,
 ) -> list[SaveRequest]:
     """Return the requests of saves whose images or functions nothing persists, oldest first.
 
     Commits that were interrupted after their manifest are finished, and their slots released.
-    Within ``grace_s``, the trainer may still request the run of a sealed image itself, and the
-    process of a commit release its slots.
+    Within ``grace_s``, the trainer may still request the run of a sealed image itself. The process
+    of a commit releases its slots within ``settle_s`` more.
     """
     try:
-        found = {each.key: each for each in _find_in_job(job, grace_s, clock() - grace_s)}
+        before = clock() - grace_s
+        found = {each.key: each for each in _find_in_job(job, grace_s, before - settle_s)}
         # these know how many functions to expect
-        found |= {each.key: each for each in _find_of_functions(job, clock() - grace_s)}
+        found |= {each.key: each for each in _find_of_functions(job, before, before - settle_s)}
     except (OSError, TrinitySyncError) as error:  # other jobs are unaffected
         warn_once(f"cannot read the images in {job.folder}: {error}")
         return []
@@ -80,11 +85,14 @@ def _find_in_job(job: JobSpool, grace_s: float, before: float) -> Iterator[SaveR
             yield SaveRequest(**vars(save), components=components, keep=keep)
 
 
-def _find_of_functions(job: JobSpool, before: float) -> Iterator[SaveRequest]:
-    """Yield the requests of save functions that were written before a time and have not ended."""
+def _find_of_functions(job: JobSpool, written: float, before: float) -> Iterator[SaveRequest]:
+    """Yield the requests of save functions from before ``written`` that have not ended.
+
+    Commits from before ``before`` are finished, as by `_find_in_job`.
+    """
     for path in list_requests(job):
         try:
-            if path.stat().st_mtime >= before:
+            if path.stat().st_mtime >= written:
                 continue
             request = SaveRequest.model_validate_json(path.read_bytes())
             save = request.save

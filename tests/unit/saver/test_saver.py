@@ -217,6 +217,18 @@ def test_functions_are_awaited(coordinator: Make, job: Job) -> None:
     assert target.read_bytes() == b"mine"
 
 
+def test_a_save_by_functions_is_begun_at_the_first_look(job: Job, settings: Settings) -> None:
+    of_stack = settings.model_copy(update={"saver": "stack"})
+    with CheckpointCoordinator(job.root, settings=of_stack) as saves:
+        saves.save_async("other", lambda: None, 3)
+        asyncio.run(saves.register_and_monitor(3, checkpoint_thread_count=1))
+        (job.spool.folder / SERVED).write_text("0")
+        saver = Saver(settings.spool, NodeWriting())
+        assert saver._look()
+        saves.wait_all(60)
+    assert read_latest_pointer(job.root, "checkpoint") == 3
+
+
 def test_a_save_after_the_end_of_its_saver_outlives_the_trainer(
     tmp_path: Path, settings: Settings
 ) -> None:
