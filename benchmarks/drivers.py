@@ -1,9 +1,9 @@
 """``python -m benchmarks.drivers``: the two drivers of a save, Prefect and the built-in saver.
 
-Both commit the same live state in turns, into new files and into those of the step that was removed
-last, next to a raw write of the same bytes; see `benchmarks.cases`. Then the saver alone: its CPU
-time for a save of next to no bytes, and what it costs a node at rest. ``QUICK=1`` takes a small
-state only.
+They commit the same live state, into new files and into those of the step that was removed last:
+in turns while a stack is there, then the saver next to a raw write of the same bytes without one,
+as it is used; see `benchmarks.cases`. At last its CPU time for a save of next to no bytes, and what
+it costs a node at rest. ``QUICK=1`` takes a small state only.
 """
 
 import os
@@ -25,7 +25,7 @@ from benchmarks.training import Size
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.settings import Settings
 
-SYSTEMS = (SAVED, f"{SAVED}, recycled files", "trinity_sync + Prefect", ORCHESTRATED)
+OF_SAVER = (SAVED, f"{SAVED}, recycled files")
 TURNS = 11
 WARM_UP = 3
 SAVES = 10
@@ -44,11 +44,15 @@ def quick(run: Run) -> Iterator[str]:
 
 
 def drivers(run: Run, size: Size, turns: int) -> Iterator[str]:
-    """Measure both drivers with an idle stack, then the saver without one."""
-    case = make_case(size, SYSTEMS, turns, what="both drivers")
+    """Measure both drivers, then the saver without a stack."""
+    systems = (*OF_SAVER, "trinity_sync + Prefect", ORCHESTRATED)
     with run.stack():
+        case = make_case(size, systems, turns, what="both drivers")
         yield case.name
         run.case(case, held=5)
+    case = make_case(size, OF_SAVER, turns, what="with the saver")
+    yield case.name
+    run.case(case, held=3)
     yield SAVER_ALONE
     samples = run.on_ranks(1, "benchmarks.drivers:saver_alone", turns)
     run.records += records_of(SAVER_ALONE, Size(0, 3), samples)

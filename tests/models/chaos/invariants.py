@@ -16,7 +16,7 @@ from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 from tests.integration.prefect_api import Api
 from tests.models.chaos.training import KEEP, RANKS, Expected, digest
 from tests.models.chaos.world import World
-from trinity_sync.client.outcomes import OutcomeLogs
+from trinity_sync.client.journal import Journal
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import CommitError, ManifestError
 from trinity_sync.layout import shard_file, step_folder
@@ -88,15 +88,10 @@ def _states_of(world: World, request: SaveRequest) -> Iterator[str]:
     """How flow runs and savers have ended a save, in Prefect's words."""
     if world.has_stack:
         yield from (each.state_name for each in Api().runs_of(request.key))
-    outcomes = OutcomeLogs(request)
-    outcomes.read()
-    if outcome := outcomes.outcome(request.key):
-        yield outcome.state.title()
-    # a later run removes what an earlier one has written there
-    of_saver = world.read_saver_log().splitlines()
-    yield from (
-        "Failed" for line in of_saver if f"{request.run_name} of" in line and "has failed" in line
-    )
+    journal = Journal.of(request)
+    journal.read()
+    if entry := journal.find(request.key):
+        yield entry.state.title()
 
 
 def _is_there(world: World, step: int) -> bool:

@@ -9,7 +9,7 @@ import torch
 from tests.support.dying import in_a_process
 from tests.support.job import Job
 from trinity_sync import saver as saver_module
-from trinity_sync.client.outcomes import OutcomeLogs
+from trinity_sync.client.journal import Journal
 from trinity_sync.client.saver_control import SERVED
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX
 from trinity_sync.pipeline.save import NodeWriting
@@ -59,9 +59,9 @@ def test_a_saver_that_is_killed_at_any_instant_of_a_commit_is_replaced_without_l
         in_a_process(lambda: live(spool), notes)
         require_newest(job, step)
         request = job.request(step, keep=KEEP)
-        outcomes = OutcomeLogs(request)
-        outcomes.read()
-        told = outcomes.outcome(request.key)
+        journal = Journal.of(request)
+        journal.read()
+        told = journal.find(request.key)
         assert told, f"killed at instant {instant}, step {step} is not told"
         assert told.state == "completed"
         left = {each.step for each in iter_committed_steps(job.root)}
