@@ -88,6 +88,8 @@ class World:
             "PREFECT_HOME": str(world.settings.home / "prefect"),
             "OMP_NUM_THREADS": "1",
             "TRINITY_SYNC_STACK__IO__MAX_MB_PER_S": "2",
+            # next to other work on all cores, a server of the lowest priority never starts
+            "TRINITY_SYNC_STACK__WORKER__NICE": "0",
             "TRINITY_SYNC_STACK__MAINTENANCE__SCHEDULES": "false",
         }
         with ExitStack() as open_ones:
