@@ -204,21 +204,6 @@ def full_spool(world: World, random: Random) -> None:
     ballast.unlink()
 
 
-@partial(fault, needs="stack alone on mounts")
-def read_only_disk(world: World, random: Random) -> None:
-    moment(world, random)
-    command = ["mount", "-o", "remount,ro", str(world.disk)]
-
-    def remounted() -> bool:  # busy while a file is being written
-        return subprocess.run(command, capture_output=True).returncode == 0
-
-    try:
-        world.until(remounted, "a moment without writers", 20, pause=0.01)
-        time.sleep(random.uniform(1, 4))
-    finally:
-        subprocess.run(["mount", "-o", "remount,rw", str(world.disk)], check=True)
-
-
 @on_own_mounts
 def permissions_withdrawn(world: World, random: Random) -> None:
     """Root may write everywhere, but not to what may not be altered."""
@@ -236,6 +221,14 @@ def disk_errors(world: World, random: Random) -> None:
     moment(world, random)
     with world.trouble.made(error=errno.EIO):
         time.sleep(random.uniform(0.5, 4))
+
+
+@by_trouble
+def read_only_disk(world: World, random: Random) -> None:
+    """As the calls see it: no remount succeeds while a process has a file open for writing."""
+    moment(world, random)
+    with world.trouble.made(error=errno.EROFS):
+        time.sleep(random.uniform(1, 4))
 
 
 @by_trouble

@@ -112,8 +112,6 @@ class World:
             "stack": self.has_stack,
             "saver": self.driver != "stack",
             "stack and saver": self.driver == "both",
-            # the saver keeps a file of the root open, whose file system can be no other then
-            "stack alone on mounts": self.small and self.driver == "stack",
         }
         return {name for name, here in have.items() if here}
 
