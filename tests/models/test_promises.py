@@ -650,8 +650,7 @@ class Promises(World, RuleBasedStateMachine):
         elif what == "uploaded":
             self.see_copy(request)
         elif what == "pruned":
-            last_syncs = self.server.last_syncs
-            stay = self.model.kept(last=request.keep or 100, last_syncs=last_syncs)
+            stay = self.model.kept(last=request.keep or 100, last_syncs=2)
             self.see_removal(stay | self.model.earlier(request.run))
         elif what.startswith("failed") and run.state == "failed" and not run.attempts:
             save = (request.run, request.step, request.kind, request.roles)

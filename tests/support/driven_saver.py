@@ -133,8 +133,6 @@ def read_failure(request: SaveRequest) -> str:
 class Node(Server):
     """The saves of a node as `Server` has its flow runs: what a saver has begun, by key."""
 
-    last_syncs = 2
-
     def __init__(
         self, spool: Path, before_commit: Callable[[SaveRequest], None] = lambda _: None
     ) -> None:

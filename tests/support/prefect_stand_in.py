@@ -119,9 +119,6 @@ class FlowRun:
 class Server:
     """The runs by idempotency key, in the order in which they were asked for."""
 
-    last_syncs = 100
-    """Steps of weights only that its commits keep."""
-
     def __init__(self, before_commit: Callable[[SaveRequest], None] = lambda _: None) -> None:
         self.before_commit = before_commit
         self.runs: dict[str, FlowRun] = {}
