@@ -47,10 +47,12 @@ test: $(READY) ## the tests, on real parts, two files at a time; not those marke
 unit models integration faults e2e: $(READY) ## one suite of the tests, with what is slow; unit needs no server
 	$(BIN)/python -m pytest -m "not upstream" tests/$@
 
-chaos: $(READY) ## faults by chance for CHAOS_MINUTES=10 by CHAOS_SEED, a power cut at every instant, an hour of random jobs
+chaos: $(READY) ## faults by chance for CHAOS_MINUTES=10 by CHAOS_SEED with each CHAOS_DRIVER (stack, saver, both), a power cut at every instant, an hour of random jobs
 	POWER_CUTS=12 $(BIN)/python -m pytest tests/models/test_power_cuts.py --timeout 1800
 	PROMISES_MINUTES=$${PROMISES_MINUTES:-60} $(BIN)/python -m pytest -s tests/models/test_promises.py
-	$(BIN)/python -m tests.models.chaos
+	for driver in $(or $(CHAOS_DRIVER),stack saver both); do \
+	  CHAOS_DRIVER=$$driver $(BIN)/python -m tests.models.chaos || exit; \
+	done
 
 lint: $(READY) ## ruff, mypy, and the layers of the rooms
 	$(BIN)/ruff check .
@@ -87,6 +89,7 @@ bench: $(READY) ## what a save costs, beside the limits and the alternatives (QU
 	$(call install,$(VENV),[bench])
 	$(BIN)/python -m benchmarks.run
 	$(BIN)/python -m benchmarks.dcp
+	$(BIN)/python -m benchmarks.drivers
 
 pytorch-suite: $(READY) ## PyTorch's own tests of DCP on our storage writer, stager and reader (PYTORCH=its repository, of the installed version)
 	$(BIN)/python -m pip install --quiet expecttest

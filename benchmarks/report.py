@@ -19,7 +19,13 @@ LIMITS = {
 }
 """Limit of which each metric is a multiple."""
 
-UNITS = {"cpu a GB": "s", "memory a byte": "bytes"}
+UNITS = {
+    "cpu a GB": "s",
+    "memory a byte": "bytes",
+    "cores at rest": "cores",
+    "RSS": "MB",
+    "PSS": "MB",
+}
 """Units of metrics that are not in milliseconds."""
 
 FIRST = (

@@ -19,11 +19,15 @@ BOTH_CORES = f"{GIB}, beside training on both cores"
 RESTORE = f"restore, {GIB}"
 DCP = "1 GiB, 300 tensors, 2 ranks, DCP"
 DCP_LARGE = tuple(f"4 GB, 300 tensors, 2 ranks, DCP {peer}" for peer in ("process", "successor"))
+DRIVERS = f"{GIB}, both drivers"
+WITH_SAVER = f"{GIB}, with the saver"
+SAVER_ALONE = "saver alone, next to no bytes"
 LAYOUT = "layout, 3000 tensors"
 MEMORY = "memory, 1 GiB"
 OURS = "trinity_sync"
 RECYCLED = "trinity_sync, recycled files"
 ORCHESTRATED = "trinity_sync + Prefect, recycled files"
+SAVED = "trinity_sync + saver"
 PLUG_INS = "trinity_sync + Prefect, DCP async"
 PEERS = ("torch.save", "veRL", "DCP async, thread", "DCP async, process", "torch-checkpointing")
 """Peers, and their overlapped variants; not the Trinity-style thread, which does not copy what it
@@ -81,6 +85,18 @@ def targets() -> Iterator[Target]:
         durable, least = (case, ORCHESTRATED, "durable"), (case, "best peer", "durable")
         figure = "time to durable with Prefect, recycled / best peer's"
         yield Target(figure, 0.6, durable, least)
+    for files, prefect in (("fresh", "trinity_sync + Prefect"), ("recycled", ORCHESTRATED)):
+        system = SAVED if files == "fresh" else f"{SAVED}, recycled files"
+        saved, stack = ((DRIVERS, each, "durable") for each in (system, prefect))
+        yield Target(f"durable with saver / with Prefect, {files} files", 0.85, saved, stack)
+        saved, raw = ((WITH_SAVER, each, "durable") for each in (system, "raw write"))
+        yield Target(f"durable with saver / raw write, {files} files", 1.2, saved, raw)
+    for metric, bound, unit in (
+        ("cpu a save", 0.05, " s"),
+        ("cores at rest", 0.005, ""),
+        ("RSS", 60, " MB"),
+    ):
+        yield Target(f"saver, {metric}", bound, (SAVER_ALONE, SAVED, metric), unit=unit)
     for case in (DCP, *DCP_LARGE):
         for metric, bound in (("stall", 0.7), ("durable", 0.6)):
             ours, least = ((case, name, metric) for name in (PLUG_INS, "best peer"))
@@ -135,7 +151,7 @@ def table() -> str:
     """Return the table of the last full runs, in Markdown."""
     lines = ["| figure | case | target | measured |", "|---|---|---|---|"]
     measured: Medians = {}
-    for name in ("full", "dcp"):
+    for name in ("full", "dcp", "drivers"):
         if (path := Path(__file__).parent / "results" / f"{name}.json").exists():
             measured |= medians_of(path)
     for result in results(measured):

@@ -1,6 +1,6 @@
 """trinity_sync's data path: staging in each rank, persist and commit in a separate process.
 
-That process stands for the warm Ray worker of the full stack (see ``trinity_prefect``), so these
+That process stands for the warm Ray worker of the full stack (see ``trinity_drivers``), so these
 are the costs to the trainer and the disk without those of orchestration. The variants differ in one
 thing each, and have one slot, which is enough where every save is waited for.
 """

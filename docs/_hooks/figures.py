@@ -32,6 +32,39 @@ def costs() -> str:
     return "\n".join(lines)
 
 
+def drivers() -> str:
+    """Compare the two drivers of a save, from the recorded run."""
+    from benchmarks.targets import (
+        DRIVERS,
+        ORCHESTRATED,
+        SAVED,
+        SAVER_ALONE,
+        WITH_SAVER,
+        medians_of,
+    )
+
+    found = medians_of(RECORDS.parent / "drivers.json")
+    rows = [
+        ("Prefect", DRIVERS, "trinity_sync + Prefect", ORCHESTRATED),
+        ("the saver, next to an idle stack", DRIVERS, SAVED, f"{SAVED}, recycled files"),
+        ("the saver, without a stack", WITH_SAVER, SAVED, f"{SAVED}, recycled files"),
+        ("for comparison: a raw write there", WITH_SAVER, "raw write", "raw write, existing file"),
+    ]
+    lines = ["| 1 GiB is on disk after | new files | files of a removed step |", "|---|---|---|"]
+    for name, case, fresh, recycled in rows:
+        seconds = (found[case, system, "durable"] for system in (fresh, recycled))
+        lines.append(f"| {name} | {' | '.join(f'{each:.2f} s' for each in seconds)} |")
+    cpu, at_rest, mb, committed = (
+        found[SAVER_ALONE, SAVED, metric]
+        for metric in ("cpu a save", "cores at rest", "RSS", "committed")
+    )
+    return "\n".join(lines) + (
+        f"\n\nA save of almost no bytes costs the saver {cpu:.2f} CPU seconds and is committed "
+        f"{committed:.2f} s after the call. At rest it takes {at_rest:.3f} of a core, and "
+        f"{mb:.0f} MB."
+    )
+
+
 def targets() -> str:
     """List the targets of the project with what the recorded run measured."""
     from benchmarks.targets import table

@@ -461,6 +461,7 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 GENERATORS: dict[str, Callable[[], str]] = {
     "commands": commands,
     "costs": figures.costs,
+    "drivers": figures.drivers,
     "documents": documents,
     "environments": environments,
     "layout": layout,

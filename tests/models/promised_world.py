@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from tests.models.promised import Key, Model, Value
-from tests.support.prefect_stand_in import Trigger
 from trinity_sync.client.checkpoints import Checkpoints
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.job_settings import set_job_settings
@@ -121,7 +120,8 @@ class World:
 
     def coordinator(self, root: Path, **options: Any) -> CheckpointCoordinator:
         """Make a coordinator; a job that names the remote of another one is refused first."""
-        options |= {"settings": self.settings, "trigger": Trigger(self.server)}
+        trigger = self.server.make_trigger(self.settings)
+        options |= {"settings": self.settings, "trigger": trigger}
         try:
             return CheckpointCoordinator(root, **options)
         except ConfigError as error:

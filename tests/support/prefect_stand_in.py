@@ -26,6 +26,7 @@ from trinity_sync.orchestration.recovery.flow_runs import allow_eviction, find_o
 from trinity_sync.pipeline import save as pipeline
 from trinity_sync.pipeline.pending import compare_late_images
 from trinity_sync.pipeline.save import Share, mark_images_failed
+from trinity_sync.settings import Settings
 from trinity_sync.storage.job_settings import JobSettings, read_required_remote
 from trinity_sync.storage.placement import NodeShards, await_node_shards
 from trinity_sync.storage.save import Persisted
@@ -127,6 +128,11 @@ class Server:
         """A second request with a key gets the first one's run."""
         return self.runs.setdefault(request.key, FlowRun(request))
 
+    def begin_due(self) -> list[tuple[FlowRun, Iterator[str]]]:
+        """Begin the runs that wait; return them with their attempts."""
+        due = [run for run in self.runs.values() if run.state == "pending"]
+        return [(run, self.begin(run)) for run in due]
+
     def begin(self, run: FlowRun) -> Iterator[str]:
         """Begin an attempt: the first, a doubled one, or a retry."""
         attempt = save_step(run.request, self.before_commit)
@@ -136,6 +142,19 @@ class Server:
             run.starts += 1
             run.tell("pending")
         return attempt
+
+    def kill(self, run: FlowRun, attempt: Iterator[str]) -> None:
+        """Kill the process of an attempt."""
+        attempt.close()  # type: ignore[attr-defined]
+        run.attempts.remove(attempt)
+        if run.state == "running" and not run.attempts:
+            run.crash()
+
+    def make_trigger(self, settings: Settings) -> "Trigger":
+        return Trigger(self)
+
+    def end(self) -> None:
+        """End what runs."""
 
     def recover_images(self, spool: Path) -> None:
         """What a node's worker does at every poll for the images that wait there."""

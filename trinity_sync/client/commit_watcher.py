@@ -30,8 +30,10 @@ from trinity_sync.snapshot.spool import JobSpool
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.1, 2.0
+LOOK_S = 0.02, 2.0
 """Seconds between two reads of the root: for a new save, and at most for an old one."""
+OTHERS_LOOK_S = 0.1
+"""Seconds between two reads by ranks other than 0 at least: thousands of them may wait."""
 CARE_S = 2.0
 """Seconds between two looks for saves that nothing will commit, see `SaveTrigger.find_failures`."""
 WATCH_S = 5.0
@@ -356,7 +358,8 @@ class CommitWatcher:
     def _look_at(self, save: PendingSave, entry: Entry | None) -> None:
         """End a save that is committed or has failed; it stays pending if that cannot be read."""
         now = time.monotonic()
-        save.look_at = now + min(max(LOOK_S[0], (now - save.since) / 50), LOOK_S[1])
+        least = LOOK_S[0] if self._leads else OTHERS_LOOK_S
+        save.look_at = now + min(max(least, (now - save.since) / 25), LOOK_S[1])
         try:
             failure = save.find_result(entry, self._spool)
         except Exception as error:  # ESTALE, EIO: without this thread `wait` would hang

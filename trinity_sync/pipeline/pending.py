@@ -31,18 +31,23 @@ GRACE_S = 2.0
 
 
 def find_pending_saves(
-    job: JobSpool, *, grace_s: float = GRACE_S, clock: Callable[[], float] = time.time
+    job: JobSpool,
+    *,
+    grace_s: float = GRACE_S,
+    settle_s: float = 0.0,
+    clock: Callable[[], float] = time.time,
 ) -> list[SaveRequest]:
     """Return the requests of saves whose images or functions nothing persists, oldest first.
 
     Commits that were interrupted after their manifest are finished, and their slots released.
-    Within ``grace_s``, the trainer may still request the run of a sealed image itself, and the
-    process of a commit release its slots.
+    Within ``grace_s``, the trainer may still request the run of a sealed image itself. The process
+    of a commit releases its slots within ``settle_s`` more.
     """
     try:
-        found = {each.key: each for each in _find_in_job(job, grace_s, clock() - grace_s)}
+        before = clock() - grace_s
+        found = {each.key: each for each in _find_in_job(job, grace_s, before - settle_s)}
         # these know how many functions to expect
-        found |= {each.key: each for each in _find_of_functions(job, clock() - grace_s)}
+        found |= {each.key: each for each in _find_of_functions(job, before, before - settle_s)}
     except (OSError, TrinitySyncError) as error:  # other jobs are unaffected
         warn_once(f"cannot read the images in {job.folder}: {error}")
         return []
@@ -73,18 +78,26 @@ def _find_in_job(job: JobSpool, grace_s: float, before: float) -> Iterator[SaveR
             pass  # there is no manifest, and the flow run says what is wrong with the root
         manifest = read_run_manifest(save.root, save.run, save.step)
         if manifest and manifest.has_kind(save.kind, save.roles):
-            _finish_commit(save, manifest, images, before)
-        elif all(image.ticket.age_s(now) > grace_s and not image.failed for image in images):
+            held = [each for each in images if each.ticket.image in manifest.images]
+            _finish_commit(save, manifest, held, before)
+            images = [each for each in images if each not in held]
+        # also what was submitted after the commit, whose process is told how that ends
+        if images and all(
+            image.ticket.age_s(now) > grace_s and not image.failed for image in images
+        ):
             components = list_components([image.ticket for image in images])
             keep = max(image.ticket.keep for image in images)
             yield SaveRequest(**vars(save), components=components, keep=keep)
 
 
-def _find_of_functions(job: JobSpool, before: float) -> Iterator[SaveRequest]:
-    """Yield the requests of save functions that were written before a time and have not ended."""
+def _find_of_functions(job: JobSpool, written: float, before: float) -> Iterator[SaveRequest]:
+    """Yield the requests of save functions from before ``written`` that have not ended.
+
+    Commits from before ``before`` are finished, as by `_find_in_job`.
+    """
     for path in list_requests(job):
         try:
-            if path.stat().st_mtime >= before:
+            if path.stat().st_mtime >= written:
                 continue
             request = SaveRequest.model_validate_json(path.read_bytes())
             save = request.save
@@ -133,20 +146,13 @@ def compare_late_images(spool: Path, request: SaveRequest) -> None:
 def _finish_commit(
     save: SaveId, manifest: Manifest, images: list[SealedImage], before: float
 ) -> None:
-    """Finish an interrupted commit: release the images that it holds, and compare the others."""
-    if manifest.committed_at >= before:
+    """Finish an interrupted commit, and release the images that it holds."""
+    if not images or manifest.committed_at >= before:
         return  # the commit task may still be releasing the slots
     digests = {image: record.digest for record in manifest.files for image in record.images}
-    # an image that was compared and differs stays until it is evicted
-    remaining = [each for each in images if each.ticket.image in digests or not each.failed]
-    if not remaining:
-        return
     try:
         finish_interrupted(save)
-        for image in remaining:
-            if image.ticket.image in digests:
-                free_slot(image.slot, image.ticket.image, digests[image.ticket.image])
-            else:
-                resolve_late_image(save, image)
+        for image in images:
+            free_slot(image.slot, image.ticket.image, digests[image.ticket.image])
     except (OSError, TrinitySyncError) as error:  # other saves are unaffected
         warn_once(f"{save} is committed, but cannot be finished: {error}")

@@ -1,5 +1,7 @@
 """One campaign: a fault, recovery, a look at everything, and again, until the time is over."""
 
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,6 +17,7 @@ from tests.models.chaos.report import Report
 from tests.models.chaos.training import RANKS
 from tests.models.chaos.world import Hang, World
 from trinity_sync.errors import TrinitySyncError
+from trinity_sync.storage.save_timing import read_saves
 
 AT_THE_END_S = 60.0
 """Kept for the last saves to come to rest."""
@@ -26,12 +29,12 @@ def campaign(report: Report, kinds: Sequence[str] = (), *, on_postgres: bool = F
     """Run what a report is for, and fill it in.
 
     Args:
-        report: says seed and minutes.
+        report: says seed, minutes and driver, one of `world.DRIVERS`.
         kinds: all faults by default; they come in an order by chance, each as often.
         on_postgres: have Prefect's database there, if it is installed.
     """
     random, minutes, history = Random(report.seed), report.minutes, History()
-    with World.running(on_postgres=on_postgres) as world:
+    with World.running(report.driver, on_postgres=on_postgres) as world:
         here = {"", *world.possible}
         possible = sorted(kind for kind in kinds or FAULTS if NEEDS[kind] in here)
         report.skipped = sorted(set(kinds or FAULTS) - set(possible))
@@ -68,6 +71,7 @@ def campaign(report: Report, kinds: Sequence[str] = (), *, on_postgres: bool = F
         finally:
             report.problems += world.fell
             report.starts, report.commits = world.starts, len(history.committed)
+            report.by_saver = sum(each.timing.by_saver for each in read_saves(world.root))
             report.versions_read = sum(n["what"] == "read" for n in world.notes("explorer"))
             report.minutes = (time.monotonic() - began) / 60
 
@@ -98,7 +102,14 @@ def _submitted(world: World) -> set[Commit]:
 
 
 def _reconcile(world: World, grace_s: float) -> list[str]:
-    """Repair what killed processes left, as the schedule does."""
+    """Repair what killed processes left, as the schedule does, or a user without a stack."""
+    if not world.has_stack:
+        command = [sys.executable, "-m", "trinity_sync.cli", "reconcile", str(world.root)]
+        done = subprocess.run(
+            [*command, "--grace", str(grace_s)], env=world.environment, capture_output=True
+        )
+        said = f"{done.stdout.decode()} {done.stderr.decode()}"
+        return [] if done.returncode == 0 else [f"reconcile: {done.returncode}, {said}"]
     run = world.started({"root": str(world.root), "grace_s": grace_s}, "reconcile/reconcile")
 
     def final() -> FlowRun | None:

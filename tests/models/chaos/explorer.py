@@ -22,10 +22,11 @@ PAUSE_S = 0.3
 def main() -> None:
     root, notes = sys.argv[1], Notes(Path(sys.argv[2]))
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    synchronizer = None
     # there is memory for one Ray cluster: that of the stack also serves this training
-    address = os.environ["TRINITY_SYNC_STACK__RAY__ADDRESS"]
-    ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    synchronizer = Synchronizer.get_actor(root=root)
+    if address := os.environ["TRINITY_SYNC_STACK__RAY__ADDRESS"]:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        synchronizer = Synchronizer.get_actor(root=root)
     expected, had = Expected(), (0, 0)
     while True:
         time.sleep(PAUSE_S)
@@ -44,7 +45,8 @@ def main() -> None:
             notes("went back", step=found.step, run=found.run, had=had)
         had = found.run, found.step
         try:
-            version = ray.get(synchronizer.latest.remote(), timeout=30)
+            asked = synchronizer and synchronizer.latest.remote()
+            version = asked and ray.get(asked, timeout=30)
             notes("read", step=found.step, run=found.run, told=version and version.step)
         except (ray.exceptions.RayError, TrinitySyncError, TimeoutError) as error:
             notes("no answer", why=type(error).__name__)

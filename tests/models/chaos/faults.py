@@ -33,6 +33,8 @@ def fault(body: Fault, needs: str = "") -> Fault:
     return body
 
 
+of_stack = partial(fault, needs="stack")
+of_saver = partial(fault, needs="saver")
 on_own_mounts = partial(fault, needs="mounts")
 by_trouble = partial(fault, needs="trouble")
 
@@ -78,7 +80,33 @@ def trainer_rank_stopped(world: World, random: Random) -> None:
     pause_of(psutil.Process(world.ranks[random.randrange(2)].pid), random.uniform(1, 6))
 
 
-@fault
+@of_saver
+def saver_killed(world: World, random: Random) -> None:
+    in_mid_write(world)
+    time.sleep(random.choice((0.0, 0.01, 0.05, 0.3, 0.8)))  # up to the commit, and after it
+    for saver in world.savers:
+        with suppress(psutil.NoSuchProcess):
+            saver.kill()
+
+
+@of_saver
+def saver_stopped(world: World, random: Random) -> None:
+    moment(world, random, "submitted")
+    for saver in world.savers:
+        pause_of(saver, random.uniform(1, 10))
+
+
+@partial(fault, needs="stack and saver")
+def stack_goes(world: World, random: Random) -> None:
+    """Worker, Ray and the way to the server go; the saver commits until they are back."""
+    moment(world, random, random.choice(("staging", "submitted")))
+    with world.without_stack():
+        over = time.monotonic()
+        time.sleep(random.uniform(0, 8))
+        world.await_commit(over)
+
+
+@of_stack
 def writer_killed(world: World, random: Random) -> None:
     in_mid_write(world)
     writers = [
@@ -90,7 +118,7 @@ def writer_killed(world: World, random: Random) -> None:
             random.choice(writers).kill()
 
 
-@fault
+@of_stack
 def raylet_killed(world: World, random: Random) -> None:
     in_mid_write(world)
     assert world.stack.ray is not None
@@ -104,21 +132,21 @@ def raylet_killed(world: World, random: Random) -> None:
     world.until(lambda: not node.lives, "the end of the Ray node", 30)
 
 
-@fault
+@of_stack
 def worker_killed(world: World, random: Random) -> None:
     moment(world, random, "submitted")
     assert world.stack.worker is not None
     psutil.Process(world.stack.worker.pid).kill()
 
 
-@fault
+@of_stack
 def worker_stopped(world: World, random: Random) -> None:
     moment(world, random, "submitted")
     assert world.stack.worker is not None
     pause_of(psutil.Process(world.stack.worker.pid), random.uniform(1, 10))
 
 
-@fault
+@of_stack
 def server_killed(world: World, random: Random) -> None:
     moment(world, random, random.choice(("staging", "submitted")))
     assert world.server.server is not None
@@ -128,14 +156,14 @@ def server_killed(world: World, random: Random) -> None:
     time.sleep(random.uniform(0, 8))
 
 
-@fault
+@of_stack
 def server_stopped(world: World, random: Random) -> None:
     moment(world, random)
     assert world.server.server is not None
     pause_of(psutil.Process(world.server.server.pid), random.uniform(1, 8))
 
 
-@fault
+@of_stack
 def network_cut(world: World, random: Random) -> None:
     moment(world, random, random.choice(("staging", "submitted")))
     assert world.proxy is not None
@@ -144,7 +172,7 @@ def network_cut(world: World, random: Random) -> None:
     world.proxy.join()
 
 
-@fault
+@of_stack
 def synchronizer_killed(world: World, random: Random) -> None:
     moment(world, random)
     for each in world.ray_processes("ray::Synchronizer"):
@@ -177,21 +205,6 @@ def full_spool(world: World, random: Random) -> None:
 
 
 @on_own_mounts
-def read_only_disk(world: World, random: Random) -> None:
-    moment(world, random)
-    command = ["mount", "-o", "remount,ro", str(world.disk)]
-
-    def remounted() -> bool:  # busy while a file is being written
-        return subprocess.run(command, capture_output=True).returncode == 0
-
-    try:
-        world.until(remounted, "a moment without writers", 20, pause=0.01)
-        time.sleep(random.uniform(1, 4))
-    finally:
-        subprocess.run(["mount", "-o", "remount,rw", str(world.disk)], check=True)
-
-
-@on_own_mounts
 def permissions_withdrawn(world: World, random: Random) -> None:
     """Root may write everywhere, but not to what may not be altered."""
     moment(world, random)
@@ -208,6 +221,14 @@ def disk_errors(world: World, random: Random) -> None:
     moment(world, random)
     with world.trouble.made(error=errno.EIO):
         time.sleep(random.uniform(0.5, 4))
+
+
+@by_trouble
+def read_only_disk(world: World, random: Random) -> None:
+    """As the calls see it: no remount succeeds while a process has a file open for writing."""
+    moment(world, random)
+    with world.trouble.made(error=errno.EROFS):
+        time.sleep(random.uniform(1, 4))
 
 
 @by_trouble
@@ -234,7 +255,7 @@ def database_killed(world: World, random: Random) -> None:
     world.postgres.start()
 
 
-@fault
+@of_stack
 def duplicate_trigger(world: World, random: Random) -> None:
     moment(world, random, "submitted")
     step = [n["step"] for n in world.notes() if n["what"] == "submitted"][-1]

@@ -16,6 +16,7 @@ from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 from tests.integration.prefect_api import Api
 from tests.models.chaos.training import KEEP, RANKS, Expected, digest
 from tests.models.chaos.world import World
+from trinity_sync.client.journal import Journal
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import CommitError, ManifestError
 from trinity_sync.layout import shard_file, step_folder
@@ -23,6 +24,7 @@ from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.storage.discovery import find_newest, read_corruption, require_committed
 from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.runs import find_superseding_run, list_runs
+from trinity_sync.storage.save_timing import read_saves
 from trinity_sync.storage.verify import check_files, choose_files
 
 Commit = tuple[int, int]
@@ -80,6 +82,16 @@ def _newest_is_no_older(world: World, history: History) -> Iterator[str]:
         newer = [each for each in history.committed if each > (run, step)]
         if (run, step) >= history.acknowledged and len(newer) < KEEP and not _is_there(world, step):
             yield f"step {step} of run {run} was acknowledged and is not there"
+
+
+def _states_of(world: World, request: SaveRequest) -> Iterator[str]:
+    """How flow runs and savers have ended a save, in Prefect's words."""
+    if world.has_stack:
+        yield from (each.state_name for each in Api().runs_of(request.key))
+    journal = Journal.of(request)
+    journal.read()
+    if entry := journal.find(request.key):
+        yield entry.state.title()
 
 
 def _is_there(world: World, step: int) -> bool:
@@ -163,6 +175,7 @@ def fates(world: World, history: History, submitted: set[Commit]) -> Fates:
         if note["what"] == "failed"
     )
     logs = world.log("rank0") + world.log("rank1") + world.log("rank0-second")
+    logged = {(each.run, each.step) for each in read_saves(world.root)}
     told, lost, refused, pruned = [], [], 0, 0
     open_ = sorted(submitted - history.committed)
     for run, step in open_:
@@ -171,9 +184,10 @@ def fates(world: World, history: History, submitted: set[Commit]) -> Fates:
             continue
         fields = {"run_key": runs[run].key, "identity": read_identity(world.root)}
         request = SaveRequest(root=str(world.root), run=run, step=step, **fields)
-        states = [each.state_name for each in Api().runs_of(request.key)]
+        states = [*_states_of(world, request)]
         newer = [each for each in history.committed if each > (run, step)]
-        if "Completed" in states and len(newer) >= KEEP:  # and removed, between two looks
+        done = "Completed" in states or (run, step) in logged
+        if done and len(newer) >= KEEP:  # and removed, between two looks
             pruned += 1
             continue
         said = f"step {step} " in failures or f"step {step}," in logs or f"step {step} " in logs

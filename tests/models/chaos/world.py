@@ -1,4 +1,4 @@
-"""The whole stack in its own processes, what is trained and read on it, and how it is put right."""
+"""What commits, in its own processes, what is trained and read, and how it is put right."""
 
 import json
 import os
@@ -25,6 +25,8 @@ from tests.models.chaos.proxy import Proxy
 from tests.models.chaos.training import RANKS
 from tests.models.chaos.trouble import Trouble
 from tests.support.postgres import Postgres
+from tests.support.savers import savers_of
+from trinity_sync.client.saver_control import LOG
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.stack import daemon, embedded, services
 from trinity_sync.stack.services import StackState
@@ -34,6 +36,10 @@ from trinity_sync.storage.manifest import Manifest
 T = TypeVar("T")
 
 DISK_MB, SPOOL_MB = 150, 64
+DRIVERS = {"stack": "stack", "saver": "built-in", "both": "auto"}
+"""What commits the saves, and the setting ``saver`` of it; ``both`` is a stack that comes and goes.
+"""
+SAVER_AFTER_S = 5.0
 WAIT_S = 240.0
 """Until something counts as hanging, on a machine that also has other work."""
 
@@ -48,13 +54,15 @@ class World:
     The root and the spool are file systems of their own where this user may mount some: `small`.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, driver: str) -> None:
+        self.folder, self.driver = folder, driver
         self.root, self.disk, self.small = folder / "disk/ckpts", folder / "disk", False
         self.settings = Settings(
             home=folder / "home",
             spool=folder / "spool",
             slot_wait_s=20,
+            saver=DRIVERS[driver],  # type: ignore[arg-type]
+            saver_after_s=SAVER_AFTER_S,
         )
         self._server_settings = self.settings.model_copy(update={"home": folder / "server"})
         self.server = StackState()
@@ -64,6 +72,8 @@ class World:
         self.ranks: list[subprocess.Popen[bytes]] = []
         self.explorer: subprocess.Popen[bytes] | None = None
         self.starts = 0
+        self._is_away = False
+        """Whether the stack is to be away."""
         self.fell: list[str] = []
         """What ended although nobody had killed it."""
 
@@ -71,13 +81,15 @@ class World:
 
     @classmethod
     @contextmanager
-    def running(cls, *, on_postgres: bool) -> Iterator["World"]:
+    def running(cls, driver: str, *, on_postgres: bool) -> Iterator["World"]:
         folder = Path(tempfile.mkdtemp(prefix="trinity_sync-chaos-", dir="/tmp"))
-        world = cls(folder)
+        world = cls(folder, driver)
         own = {
             "PREFECT_HOME": str(world.settings.home / "prefect"),
             "OMP_NUM_THREADS": "1",
             "TRINITY_SYNC_STACK__IO__MAX_MB_PER_S": "2",
+            # next to other work on all cores, a server of the lowest priority never starts
+            "TRINITY_SYNC_STACK__WORKER__NICE": "0",
             "TRINITY_SYNC_STACK__MAINTENANCE__SCHEDULES": "false",
         }
         with ExitStack() as open_ones:
@@ -92,9 +104,25 @@ class World:
 
     @property
     def possible(self) -> set[str]:
-        """What faults may ask for here: ``mounts``, ``trouble``, ``postgres``."""
-        have = {"mounts": self.small, "trouble": self.trouble.environment}
-        return {name for name, here in {**have, "postgres": self.postgres}.items() if here}
+        """What faults may ask for here, by `faults.NEEDS`."""
+        have: dict[str, Any] = {
+            "mounts": self.small,
+            "trouble": self.trouble.environment,
+            "postgres": self.postgres,
+            "stack": self.has_stack,
+            "saver": self.driver != "stack",
+            "stack and saver": self.driver == "both",
+        }
+        return {name for name, here in have.items() if here}
+
+    @property
+    def has_stack(self) -> bool:
+        """Whether there is a stack, at times at least."""
+        return self.driver != "saver"
+
+    @property
+    def savers(self) -> list[psutil.Process]:
+        return savers_of(self.settings.spool)
 
     def _mount(self) -> None:
         (self.settings.home / "prefect").mkdir(parents=True)
@@ -110,6 +138,8 @@ class World:
         self.kill_explorer()
         with suppress(Exception):
             embedded.down(self.settings)
+        for saver in self.savers:
+            saver.kill()
         for part in self.server.daemons:
             daemon.stop(part, 15.0)
         if self.proxy:
@@ -127,8 +157,41 @@ class World:
             self.server = services.start_server(self._server_settings, StackSettings(), self.server)
         return services.is_server_ready(self.server)
 
+    @contextmanager
+    def without_stack(self) -> Iterator[None]:
+        """Within the block only trainer and saver of the node run."""
+        assert self.proxy is not None
+        self._is_away = True
+        self.proxy.cut()
+        embedded.down(self.settings)
+        try:
+            yield
+        finally:
+            self.proxy.join()
+            self._is_away = False
+
+    @property
+    def _is_stack_due(self) -> bool:
+        """Whether something of a stack does not run that is to run."""
+        runs = self.stack.lives and self.server.lives
+        return self.has_stack and not self._is_away and not runs
+
     def repair(self) -> None:
         """Start whatever does not run."""
+        if self._is_stack_due:
+            self._repair_stack()
+        if not self._trains:
+            for number, rank in enumerate(self.ranks):
+                if rank.poll() is not None:
+                    said = self.log(f"rank{number}")[-1500:]
+                    self.fell.append(f"rank {number} ended by itself, {rank.returncode}: {said}")
+            self.kill_training()
+            self.start_training()
+        ended = self.explorer is None or self.explorer.poll() is not None
+        if ended and not self._is_away:
+            self.explorer = self._start("explorer", "tests.models.chaos.explorer", str(self.root))
+
+    def _repair_stack(self) -> None:
         if not self.server.lives:
             database = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
             url = self.postgres and self.postgres.url.replace("postgresql:", "postgresql+asyncpg:")
@@ -145,15 +208,6 @@ class World:
                 self.stack = embedded.up(self.settings, num_cpus=2, timeout_s=WAIT_S)
         if before != self.stack.ray:
             self.kill_explorer()
-        if not self._trains:
-            for number, rank in enumerate(self.ranks):
-                if rank.poll() is not None:
-                    said = self.log(f"rank{number}")[-1500:]
-                    self.fell.append(f"rank {number} ended by itself, {rank.returncode}: {said}")
-            self.kill_training()
-            self.start_training()
-        if self.explorer is None or self.explorer.poll() is not None:
-            self.explorer = self._start("explorer", "tests.models.chaos.explorer", str(self.root))
 
     def start_training(self, *, into: list[subprocess.Popen[bytes]] | None = None) -> None:
         self.starts += 1
@@ -190,10 +244,15 @@ class World:
             self.explorer.kill()
             self.explorer.wait()
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """That of a process of the node."""
+        return services.build_environment(self.settings, StackSettings(), self.stack)
+
     def _start(
         self, name: str, module: str, *arguments: str, last: str = "", take_over: bool = False
     ) -> "subprocess.Popen[bytes]":
-        env = services.build_environment(self.settings, StackSettings(), self.stack)
+        env = self.environment
         env |= self.trouble.environment | ({"TRINITY_SYNC_TAKE_OVER": "1"} if take_over else {})
         here = str(Path(__file__).parents[3])
         env["PYTHONPATH"] = os.pathsep.join([here, env.get("PYTHONPATH", "")])
@@ -222,6 +281,10 @@ class World:
 
     def log(self, name: str) -> str:
         path = self.folder / f"{name}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def read_saver_log(self) -> str:
+        path = self.settings.home / LOG
         return path.read_text(errors="replace") if path.exists() else ""
 
     def commits(self) -> dict[tuple[int, int], Manifest]:
@@ -264,7 +327,7 @@ class World:
         """Until a step that was submitted after that time is committed; returns when."""
 
         def ask() -> float | None:
-            if not (self._trains and self.stack.lives and self.server.lives):
+            if self._is_stack_due or not self._trains:
                 self.repair()  # it may notice late what it has lost
             since = {
                 (note["run"], note["step"])
@@ -287,6 +350,7 @@ class World:
         ]
         for name in ("rank0", "rank1", "explorer"):
             told.append(f"--- {name}: {self.notes(name)[-3:]}\n{self.log(name)[-2500:]}")
+        told.append(f"--- savers {self.savers}\n{self.read_saver_log()[-2500:]}")
         for log in sorted(self.folder.glob("*/logs/*.log")):
             told.append(f"--- {log.name}\n{log.read_text(errors='replace')[-2500:]}")
         return "\n".join(told)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -215,6 +216,31 @@ def test_functions_are_awaited(coordinator: Make, job: Job) -> None:
     saves.wait_all(60)
     assert read_latest_pointer(job.root, "checkpoint") == 3
     assert target.read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("value", [1.0, 0.0])
+def test_weights_that_are_submitted_after_their_checkpoint_has_committed_are_told_of(
+    coordinator: Make, job: Job, value: float
+) -> None:
+    saves = coordinator()
+    saves.save(1, {"model": {"w": torch.ones(3)}, "optim": {"a": 1}})
+    saves.wait_all(60)
+    with nullcontext() if value == 1.0 else pytest.raises(SaveFailedError, match="other content"):
+        saves.save(1, {"model": {"w": torch.full((3,), value)}}, kind="state_dict")
+        saves.wait_all(60)
+    assert load_states(job.root, 1, "actor")["model"]["w"].tolist() == [1, 1, 1]
+
+
+def test_a_save_by_functions_is_begun_at_the_first_look(job: Job, settings: Settings) -> None:
+    of_stack = settings.model_copy(update={"saver": "stack"})
+    with CheckpointCoordinator(job.root, settings=of_stack) as saves:
+        saves.save_async("other", lambda: None, 3)
+        asyncio.run(saves.register_and_monitor(3, checkpoint_thread_count=1))
+        (job.spool.folder / SERVED).write_text("0")
+        saver = Saver(settings.spool, NodeWriting())
+        assert saver._look()
+        saves.wait_all(60)
+    assert read_latest_pointer(job.root, "checkpoint") == 3
 
 
 def test_a_save_after_the_end_of_its_saver_outlives_the_trainer(

@@ -1,0 +1,91 @@
+"""``python -m benchmarks.drivers``: the two drivers of a save, Prefect and the built-in saver.
+
+They commit the same live state, into new files and into those of the step that was removed last:
+in turns while a stack is there, then the saver next to a raw write of the same bytes without one,
+as it is used; see `benchmarks.cases`. At last its CPU time for a save of next to no bytes, and what
+it costs a node at rest. ``QUICK=1`` takes a small state only.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+import torch
+
+from benchmarks.measure import Samples, records_of
+from benchmarks.plan import make_case
+from benchmarks.resources import cpu_seconds
+from benchmarks.run import Run, measure
+from benchmarks.systems.trinity_drivers import list_savers
+from benchmarks.targets import ORCHESTRATED, SAVED, SAVER_ALONE
+from benchmarks.training import Size
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.settings import Settings
+
+OF_SAVER = (SAVED, f"{SAVED}, recycled files")
+TURNS = 11
+WARM_UP = 3
+SAVES = 10
+"""Saves over which a CPU time, which the kernel counts in hundredths of a second, is the mean."""
+REST_S = 30.0
+
+
+def full(run: Run) -> Iterator[str]:
+    """Measure 1 GiB, then the saver alone."""
+    yield from drivers(run, Size(1 << 30, 300), TURNS)
+
+
+def quick(run: Run) -> Iterator[str]:
+    """Measure a small state, then the saver alone."""
+    yield from drivers(run, Size(1 << 27, 300), turns=3)
+
+
+def drivers(run: Run, size: Size, turns: int) -> Iterator[str]:
+    """Measure both drivers, then the saver without a stack."""
+    systems = (*OF_SAVER, "trinity_sync + Prefect", ORCHESTRATED)
+    with run.stack():
+        case = make_case(size, systems, turns, what="both drivers")
+        yield case.name
+        run.case(case, held=5)
+    case = make_case(size, OF_SAVER, turns, what="with the saver")
+    yield case.name
+    run.case(case, held=3)
+    yield SAVER_ALONE
+    samples = run.on_ranks(1, "benchmarks.drivers:saver_alone", turns)
+    run.records += records_of(SAVER_ALONE, Size(0, 3), samples)
+
+
+def saver_alone(runs: int, folder: Path, shared: Path) -> Samples:
+    """Save one step after the other, three components and a folder each; then rest."""
+    metadata = folder / "metadata"
+    metadata.mkdir()
+    (metadata / "config.json").write_text("{}")
+    weight = torch.zeros(100)
+    states = {name: {"w": weight} for name in ("model", "optim", "extra_state")}
+    settings = Settings(spool=shared / "spool", home=shared / "home", saver="built-in")
+    cpu, committed = [], []
+    with CheckpointCoordinator(folder / "ckpts", settings=settings) as saves:
+        for step in range(1, WARM_UP + runs * SAVES + 1):
+            saves.save(step, states, metadata=metadata)
+            saves.wait_all(60)
+            committed += list(saves.commit_seconds.values())[-1:]
+            if step >= WARM_UP and (step - WARM_UP) % SAVES == 0:
+                cpu.append(cpu_seconds(list_savers(settings.spool)))
+        (saver,) = list_savers(settings.spool)
+        time.sleep(REST_S)
+        at_rest = (cpu_seconds([saver]) - cpu[-1]) / REST_S
+        memory = psutil.Process(saver).memory_full_info()
+    return {
+        (SAVED, "cpu a save"): [(b - a) / SAVES for a, b in pairwise(cpu)],
+        (SAVED, "committed"): committed[WARM_UP:],
+        (SAVED, "cores at rest"): [at_rest],
+        (SAVED, "RSS"): [memory.rss / 1e6],
+        (SAVED, "PSS"): [memory.pss / 1e6],
+    }
+
+
+if __name__ == "__main__":
+    measure("drivers-quick", quick) if os.environ.get("QUICK") else measure("drivers", full)

@@ -1,0 +1,77 @@
+"""A saver that is killed between any two changes of names loses nothing; the next one goes on."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.dying import in_a_process
+from tests.support.job import Job
+from trinity_sync import saver as saver_module
+from trinity_sync.client.journal import Journal
+from trinity_sync.client.saver_control import SERVED
+from trinity_sync.fs.atomic import TEMPORARY_SUFFIX
+from trinity_sync.pipeline.save import NodeWriting
+from trinity_sync.saver import Saver
+from trinity_sync.storage.discovery import find_newest, iter_committed_steps
+from trinity_sync.storage.job_settings import write_job_settings
+from trinity_sync.storage.restore import load_states
+
+KEEP = 2
+
+
+def live(spool: Path) -> None:
+    """Commit what waits, and end."""
+    saver = Saver(spool, NodeWriting())
+    saver._look()
+    for save in list(saver._saves.values()):
+        save.join()
+
+
+def require_newest(job: Job, step: int) -> None:
+    found = find_newest(job.root)
+    assert found
+    assert found.step == step
+    states = load_states(job.root, step, "actor")
+    assert states["model"]["w"].tolist() == [float(step)] * 9
+    assert states["optim"] == {"step": step}
+
+
+def test_a_saver_that_is_killed_at_any_instant_of_a_commit_is_replaced_without_loss(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver_module, "SETTLE_S", -60.0)  # the next saver comes much later
+    remote, notes = tmp_path / "remote", tmp_path / "notes"
+    notes.mkdir()
+    spool = job.spool.folder.parent
+    write_job_settings(job.root, {"remote": remote.as_uri(), "remote_required": True})
+    instants = itertools.count(1)
+    for step in itertools.count(1):
+        states = {"model": {"w": torch.full((9,), float(step))}, "optim": {"step": step}}
+        job.stage(step, states, keep=KEEP)
+        (job.spool.folder / SERVED).write_text("0")
+        instant = next(instants) if step > KEEP else None  # from then on a step is removed
+        reached = in_a_process(lambda: live(spool), notes, die_before=instant)
+        if found := find_newest(job.root):
+            require_newest(job, found.step)
+            assert found.step in (step - 1, step)
+        in_a_process(lambda: live(spool), notes)
+        require_newest(job, step)
+        request = job.request(step, keep=KEEP)
+        journal = Journal.of(request)
+        journal.read()
+        told = journal.find(request.key)
+        assert told, f"killed at instant {instant}, step {step} is not told"
+        assert told.state == "completed"
+        left = {each.step for each in iter_committed_steps(job.root)}
+        assert left >= {*range(max(1, step + 1 - KEEP), step + 1)}
+        assert len(left) <= KEEP + 1  # a temporary file may show a save of one in flight
+        assert (remote / f"global_step_{step}/manifest.json").exists()
+        assert not [*job.spool.folder.glob("*.ticket")]
+        assert not [*job.spool.folder.glob(f"*{saver_module.BEGUN}")]
+        assert not [*job.root.glob(f"global_step_*/actor/.*{TEMPORARY_SUFFIX}")]
+        if instant and reached != instant:
+            break
+    assert instant
+    assert instant > 20
