@@ -19,6 +19,7 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager 
 from tests.conftest import environment
 from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
 from trinity_sync import CheckpointCoordinator, ConfigError, SaveFailedError
+from trinity_sync.client.journal import append
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.integrations.verl.driver import wrap_find_latest_ckpt_path
 from trinity_sync.integrations.verl.fsdp.manager import TrainerCheckpointManager
@@ -41,7 +42,7 @@ class Handler(CheckpointHandler):
 
 class FailsToCommit(CommitsHere):
     def submit(self, request: SaveRequest) -> None:
-        self._errors[request.key] = "the disk is full"
+        append(request, "failed", "the disk is full")
 
 
 @wrap_destroy_global_process_group

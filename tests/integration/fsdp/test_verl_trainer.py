@@ -25,6 +25,7 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager 
 from tests.conftest import environment
 from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
 from trinity_sync import CheckpointCoordinator, ConfigError, SaveFailedError
+from trinity_sync.client.journal import append
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.integrations.verl.driver import (
     wrap_find_latest_ckpt_path,
@@ -369,7 +370,7 @@ def test_a_training_ends_with_the_failure_of_a_save(start: Start, spool_folder: 
 
     class Fails(CommitsHere):
         def submit(self, request: SaveRequest) -> None:
-            self._errors[request.key] = "the disk is full"
+            append(request, "failed", "the disk is full")
 
     with pytest.raises(SaveFailedError, match="the disk is full"):
         wrap_fit(train)(start(trigger=Fails()))

@@ -353,7 +353,7 @@ def fail_on_one_rank(root: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         if rank:
-            patch.setattr(saves._stager, "stage", break_down)
+            patch.setattr(saves._stager, "lay_out", break_down)
         staged = manager.save_checkpoint(actor(root, 2), global_step=2)
     assert bool(staged.failure) == bool(rank)
     assert manager.save_checkpoint(actor(root, 2), global_step=2) is None  # on all ranks
