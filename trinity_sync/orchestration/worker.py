@@ -172,7 +172,7 @@ class TrinitySyncWorker(
 
     async def _tell(self, flow_run: FlowRun, state: SaveState, message: str = "") -> None:
         """Write into the journal that this worker begins a save, or how it has ended."""
-        if request := read_request(flow_run.parameters):
+        if request := read_request(flow_run.parameters, of_any_release=True):
             url, start = self._api.get_page(flow_run.id), flow_run.run_count + 1
             await try_tell(request, state, message, url=url, start=start)
 

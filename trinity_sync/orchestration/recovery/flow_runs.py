@@ -36,6 +36,7 @@ from trinity_sync.client.prefect_api import FINAL, UNDER_WAY, FlowRun, PrefectAp
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import FormatError, TrinitySyncError
 from trinity_sync.fs.process import is_process_alive
+from trinity_sync.layout import SPOOL_FORMAT
 from trinity_sync.orchestration.job_registry import ANSWER_S
 from trinity_sync.orchestration.root_threads import RootVisits, run_in_thread
 from trinity_sync.pipeline.pending import GRACE_S, find_pending_saves
@@ -195,14 +196,20 @@ def allow_eviction(spool: Path, parameters: Mapping[str, Any], reason: str) -> N
         logger.warning("cannot mark the images of %s for eviction: %s", request.save, error)
 
 
-def read_request(parameters: Mapping[str, Any]) -> SaveRequest | None:
-    """Return the save of a flow run by its parameters.
+def read_request(
+    parameters: Mapping[str, Any], *, of_any_release: bool = False
+) -> SaveRequest | None:
+    """Return the save of a flow run by its parameters; None for a run of another flow.
 
-    None for a run of another flow, or of a trainer of another release.
+    None also for a trainer of another release, whose images are not touched; with
+    ``of_any_release``, its save is returned if it can be read, to tell how it ended.
     """
     try:
-        return SaveRequest.model_validate(parameters["request"])
-    except (KeyError, ValidationError, FormatError):
+        values = parameters["request"]
+        if of_any_release:
+            values = {**values, "format": SPOOL_FORMAT}
+        return SaveRequest.model_validate(values)
+    except (KeyError, TypeError, ValidationError, FormatError):
         return None
 
 
@@ -223,7 +230,7 @@ async def try_tell(
 
 async def try_tell_failure(run: FlowRun) -> None:
     """Write into the journal that the save of a run has failed, unless its worker has done so."""
-    request = read_request(run.parameters)
+    request = read_request(run.parameters, of_any_release=True)
     if request is None:
         return
     journal, known = Journal.of(request), None
