@@ -7,6 +7,7 @@ import torch
 
 from tests.integration.fsdp.commits import CommitsHere
 from trinity_sync import Settings
+from trinity_sync.client.journal import append
 from trinity_sync.client.save_request import SaveRequest
 
 TOKENS = torch.randint(64, (32, 8), generator=torch.Generator().manual_seed(1))
@@ -14,7 +15,7 @@ TOKENS = torch.randint(64, (32, 8), generator=torch.Generator().manual_seed(1))
 
 class Fails(CommitsHere):
     def submit(self, request: SaveRequest) -> None:
-        self._errors[request.key] = "the disk is full"
+        append(request, "failed", "the disk is full")
 
 
 class Taken(CommitsHere):

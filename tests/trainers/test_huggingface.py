@@ -26,6 +26,7 @@ from tests.integration.fsdp.commits import CommitsHere
 from tests.support.states import copied, differences
 from tests.trainers.local_saves import TOKENS, Fails, commit_here, replace_files
 from trinity_sync import CommitError, ConfigError, RootError, SaveFailedError, WeightReader
+from trinity_sync.client.journal import append
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.formats.hf_export import export_step
 from trinity_sync.integrations import huggingface_state, trainer_saves
@@ -540,7 +541,7 @@ class FailsAt(CommitsHere):
 
     def submit(self, request: SaveRequest) -> None:
         if request.step == self.step:
-            self._errors[request.key] = "the disk is full"
+            append(request, "failed", "the disk is full")
         else:
             super().submit(request)
 
