@@ -949,13 +949,14 @@ class PromisesOfSaver(Promises):
         return Node(self.spool, self.commit_waits)
 
     def wait_all(self, trainer: Trainer) -> None:
-        """Wait, if not for what a spool has taken with it: no saver tells of that."""
+        """Wait, if not for what a spool has taken with it: not all of that is told."""
         try:
             super().wait_all(trainer)
         except SaveTimeoutError as error:
-            if not any(each.excuse == "the spool has vanished" for each in self.model.saves):
+            lost = [each for each in self.model.saves if each.excuse == "the spool has vanished"]
+            if not lost:
                 raise
-            self.raised[trainer.key] += f"{error}\n"
+            self.raised[trainer.key] += f"{error}: {[f'step {each.step}' for each in lost]}\n"
 
 
 class Log(logging.Handler):

@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,11 @@ class VersionFile:
         pass
 
     def fetch_images(self, version: Version, ranks: Sequence[int], timeout_s: float) -> list[Any]:
-        images = [version.images[rank] for rank in ranks]
-        return [[tag, content.copy()] for tag, content in map(copy_image, images)]
+        found = []
+        for rank in ranks:
+            with closing(copy_image(version.images[rank])) as parts:  # holds the lock
+                found.append([next(parts), next(parts).copy()])
+        return found
 
 
 def upload(job: Job, step: int, *states: Any, run: int = 1, node: str = "here") -> Version:

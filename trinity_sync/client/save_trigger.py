@@ -32,6 +32,7 @@ from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.placement import is_on_several_nodes
+from trinity_sync.storage.save_functions import has_request
 
 logger = logging.getLogger(__name__)
 
@@ -189,11 +190,12 @@ class SaveTrigger:
         await self._api.close()
 
     def _find_lost(self, requests: Sequence[SaveRequest]) -> dict[str, str]:
-        """Return the failures of saves whose images on this node were evicted, by request key.
+        """Return the failures of saves of which this node's memory has nothing any more, by key.
 
         Images that are marked as failed tell why; no journal does if the root is gone. A save
-        without components has no images. Saves whose images or manifest cannot be read are left
-        out, and those of several nodes, whose flow run fails at once for all ranks.
+        without components has no images, but the saver needs its request. Saves whose images or
+        manifest cannot be read are left out, and those of several nodes, whose flow run fails at
+        once for all ranks.
         """
         jobs: dict[str, tuple[list[SealedImage], list[TicketError]]] = {}
         found = {}
@@ -208,13 +210,22 @@ class SaveTrigger:
                 if failed := [image for image in own if image.failed]:
                     found[request.key] = failure_path(failed[0].slot).read_text()
                     continue
-                if own or unreadable or not request.components or is_on_several_nodes(save):
+                if own or unreadable or is_on_several_nodes(save):
+                    continue
+                if not request.components and (self._after_s != 0 or has_request(spool, save)):
                     continue
                 # read after the spool: a commit frees its slots once the manifest is there
                 manifest = read_manifest(save.root, save.step, ranks=())
             except (OSError, TrinitySyncError):
                 continue
-            if manifest and manifest.run == save.run and manifest.has_kind(save.kind, save.roles):
+            roles = save.roles if request.components else ()  # save functions have none
+            if manifest and manifest.run == save.run and manifest.has_kind(save.kind, roles):
+                continue
+            if not request.components:
+                found[request.key] = (
+                    f"its request in {spool.folder} was removed before the saver had begun it. "
+                    "Look for what removes it: trinity-sync doctor"
+                )
                 continue
             found[request.key] = (
                 f"its images in {spool.folder} were evicted for later steps before a flow run or "

@@ -100,6 +100,11 @@ def write_request(spool: JobSpool, run: int, step: int, kind: Kind, request: str
     _replace(spool, _request_path(spool, run, step, kind), request)
 
 
+def has_request(spool: JobSpool, save: SaveId) -> bool:
+    """Return whether the request of a save of functions waits."""
+    return _request_path(spool, save.run, save.step, save.kind).exists()
+
+
 def list_requests(spool: JobSpool) -> list[Path]:
     """Return the files of `write_request`."""
     return sorted(spool.receipts.glob("*.request.json"))

@@ -39,7 +39,7 @@ assert not set(sys.argv[1:]) & set(sys.modules)
 EXTRAS = importlib.metadata.metadata("trinity-sync").get_all("Provides-Extra") or []
 FOR_DEVELOPERS = {"bench", "demo", "dev", "docs"}
 OF_FEW = {
-    *("LaidOut", "Outcome", "SaveRequest"),  # of adapters: `save_dcp` and `SaveTrigger`
+    *("LaidOut", "SaveRequest"),  # of adapters: `save_dcp` and `SaveTrigger`
     *("Source", "View"),  # protocols of what is public
     *("FullTensor", "ImageRef"),  # parts of a version
     *("Reader", "Status"),  # answers of the Synchronizer

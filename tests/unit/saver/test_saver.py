@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -241,6 +242,19 @@ def test_a_save_by_functions_is_begun_at_the_first_look(job: Job, settings: Sett
         assert saver._look()
         saves.wait_all(60)
     assert read_latest_pointer(job.root, "checkpoint") == 3
+
+
+def test_a_save_by_functions_whose_request_has_vanished_has_failed(
+    job: Job, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SaverControl, "wake", lambda _: None)  # a saver that has not looked yet
+    monkeypatch.setattr(SaverControl, "connect", lambda _: None)
+    with CheckpointCoordinator(job.root, settings=settings) as saves:
+        saves.save_async("other", lambda: None, 3)
+        asyncio.run(saves.register_and_monitor(3, checkpoint_thread_count=1))
+        shutil.rmtree(job.spool.folder)
+        with pytest.raises(SaveFailedError, match=r"step 3 .* was removed before the saver"):
+            saves.wait_all(60)
 
 
 def test_a_save_after_the_end_of_its_saver_outlives_the_trainer(
