@@ -25,6 +25,8 @@ def live(spool: Path) -> None:
     """Commit what waits, and end."""
     saver = Saver(spool, NodeWriting())
     saver._look()
+    for look in saver._looks.values():
+        look.join()
     for save in list(saver._saves.values()):
         save.join()
 
