@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -13,6 +14,7 @@ import psutil
 from tests.support.job import Job
 from trinity_sync import Settings
 from trinity_sync.fs.atomic import lengthen_pauses
+from trinity_sync.fs.locks import LockFile
 
 TRAINER = """
 import os, signal, sys
@@ -71,3 +73,12 @@ def train(root: Path, settings: Settings, folder: Path, *arguments: str) -> str:
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     return done.stdout
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the exclusive lock of a file, which is not created."""
+    try:
+        with closing(LockFile(path, os.O_RDONLY | os.O_NONBLOCK)) as lock:
+            return not lock.try_acquire(shared=True)
+    except FileNotFoundError:
+        return False

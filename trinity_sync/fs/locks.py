@@ -280,21 +280,6 @@ def try_acquire_file_lock(path: Path) -> Iterator[bool]:
         yield lock.try_acquire()
 
 
-def is_locked(path: Path) -> bool:
-    """Return whether a process on any node holds the exclusive lock of a file.
-
-    Unlike `try_acquire_file_lock`, it creates no file, and many processes may call it at a time.
-
-    Raises:
-        OSError: the file exists and cannot be read.
-    """
-    try:
-        with closing(LockFile(path, os.O_RDONLY | os.O_NONBLOCK)) as lock:  # it may be a pipe
-            return not lock.try_acquire(shared=True)
-    except FileNotFoundError:
-        return False
-
-
 def acquire_commit_lock(root: str | Path) -> AbstractContextManager[LockFile]:
     """Hold the commit lock of a root within the block; wait for commits and rewinds in flight.
 

@@ -15,13 +15,13 @@ import torch
 
 from tests.support.answers import server
 from tests.support.job import Job
-from tests.support.savers import await_that, is_announced, savers_of, train
+from tests.support.savers import await_that, is_announced, is_locked, savers_of, train
 from tests.unit.saver.conftest import Make
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync import saver as saver_module
 from trinity_sync.client.saver_control import LOCK, LOG, SERVED, WAKE, SaverControl
 from trinity_sync.errors import SaveError, SaveFailedError
-from trinity_sync.fs.locks import acquire_commit_lock, is_locked
+from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.pipeline.save import NodeWriting
 from trinity_sync.saver import Saver
 from trinity_sync.snapshot.job_identity import IDENTITY_FILE
