@@ -125,13 +125,16 @@ async def _is_remote_error(_task: Task[Any, Any], _run: TaskRun, state: State[An
     return False
 
 
-@task(
-    name="replicate",
-    retries=3,
-    retry_delay_seconds=[10, 60, 300],
-    retry_condition_fn=_is_remote_error,
-    persist_result=False,
-)
+_UPLOADS: dict[str, Any] = {
+    "retries": 3,
+    "retry_delay_seconds": [10, 60, 300],
+    "retry_condition_fn": _is_remote_error,
+    "persist_result": False,
+}
+"""Options of the tasks that upload a step: what fails at the remote is repeated."""
+
+
+@task(name="replicate", **_UPLOADS)
 async def replicate(root: str, step: int, url: str) -> None:
     """Upload a step to a remote, from any node, and show the steps in the remote."""
     done, plan = await run_on_node(None, root, on_node.replicate_step, root, step, url)
@@ -146,13 +149,7 @@ async def replicate(root: str, step: int, url: str) -> None:
     )
 
 
-@task(
-    name="upload-to-required-remote",
-    retries=3,
-    retry_delay_seconds=[10, 60, 300],
-    retry_condition_fn=_is_remote_error,
-    persist_result=False,
-)
+@task(name="upload-to-required-remote", **_UPLOADS)
 async def upload(root: str, step: int, url: str, node: str) -> None:
     """Upload a committed step to the required remote of its root."""
     await run_on_node(node, root, on_node.upload_to_required_remote, root, step, url)
