@@ -104,10 +104,12 @@ def commit(
         refuse_superseded(save.root, save.run, save.run_key, save.step)
         earlier = _earlier(save)
         roles = {file.record.role for file in written}
-        if not (earlier and earlier.run == save.run and earlier.has_kind(save.kind, roles)):
-            _check_complete(save, written, statuses)  # otherwise a retry, which was complete
-        ours = earlier.files if earlier and earlier.run == save.run else ()
-        committed = {record.path: record for record in ours}
+        ours = earlier if earlier and earlier.run == save.run else None
+        committed = {record.path: record for record in ours.files} if ours else {}
+        if ours and ours.has_kind(save.kind, roles):  # a retry, which was complete
+            _refuse_later_component(save, written, committed)
+        else:
+            _check_complete(save, written, statuses)
         _refuse_other_content(save, written, committed, earlier.checkpoint_run if earlier else 0)
         named = {file.record.path for file in written}
         own = list_callable_files(save, statuses, named, committed)
@@ -248,6 +250,24 @@ def list_served_kinds(
     """
     weights = statuses or any(record.is_weights for record in files)
     return SERVES_AS[kind] if weights else (kind,)
+
+
+def _refuse_later_component(
+    save: SaveId, written: Sequence[Written], committed: Mapping[str, FileRecord]
+) -> None:
+    """Refuse files beside those of a committed save; a checkpoint may serve as a role's sync.
+
+    Raises:
+        SaveError: a component was submitted after the commit.
+    """
+    of_sync = save.kind == "state_dict"
+    roles = {each.role for each in committed.values() if each.is_weights or not of_sync}
+    for record in (file.record for file in written):
+        if record.role in roles and record.path not in committed:
+            raise SaveError(
+                f"{save} is not committed again: run {save.run} has committed that step without "
+                f"{record.path}. Submit all components of a step in one call."
+            )
 
 
 def _refuse_other_content(

@@ -140,6 +140,30 @@ def test_what_is_submitted_again_with_other_values_is_refused(job: Job, kind: Ki
     assert [sealed.ticket.step for sealed in job.spool.tickets()[0]] == [3]  # it is not lost
 
 
+@pytest.mark.parametrize("kind", ["state_dict", "checkpoint"])
+def test_a_component_that_is_submitted_after_the_commit_is_refused(job: Job, kind: Kind) -> None:
+    job.stage(3, {"model": state(1)}, kind=kind)
+    committed = job.commit(3, kind=kind)
+    job.stagers.pop(0).close()
+    job.stage(3, {"model": state(1), "optim": state(1)}, kind=kind)
+    with pytest.raises(SaveError, match=r"without actor/optim\S+ Submit .* in one call"):
+        job.commit(3, "model", "optim", kind=kind)
+    assert require_committed(job.root, 3) == committed
+
+
+def test_weights_of_a_role_whose_checkpoint_has_none_are_its_sync(job: Job) -> None:
+    job.roles = ("actor", "critic")
+    job.stage(3, {"model": state(1)})
+    job.stage(3, {"optim": state(2)}, role="critic")
+    written = [*job.persist(3, "model"), *job.persist(3, "optim")]
+    commit(job.save(3), written)
+    job.roles = ("critic",)
+    job.stage(3, {"model": state(3)}, kind="state_dict", role="critic", roles=("critic",))
+    job.commit(3, kind="state_dict")
+    names = [record.path for record in require_committed(job.root, 3).files]
+    assert MODEL.replace("actor", "critic") in names
+
+
 def test_of_a_step_that_is_submitted_twice_before_its_commit_no_components_are_mixed(
     job: Job,
 ) -> None:
