@@ -505,6 +505,9 @@ class Promises(World, RuleBasedStateMachine):
                 except ConfigError:  # the step's states have failed, and are to be saved again
                     assert any(each.values and not each.committed for each in earlier)
                     saved.excuse = "the call has raised"
+                else:
+                    for steps in (trainer.saved, trainer.tried):
+                        steps[kind] = max(step, steps.get(kind, 0))
             self.model.see_what_is_committed(step)
         self.stack_side(flow)
 

@@ -13,7 +13,7 @@ thread that follows its saves, and its next save is an error.
 import logging
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from weakref import WeakSet, WeakValueDictionary
@@ -186,6 +186,11 @@ class RunContext:
                 "order of their saves; to repeat steps, load an earlier one in a new run"
             )
         self._saved[role, kind] = step
+
+    def note_saved(self, step: int, roles: Iterable[str], kind: Kind) -> None:
+        """Have a step count as saved, as `require_next_step` does, whose states others write."""
+        for role in roles:
+            self._saved[role, kind] = max(step, self._saved.get((role, kind), 0))
 
     def _require_not_committed(self, step: int) -> None:
         run = self.get()

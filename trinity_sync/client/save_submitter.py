@@ -197,6 +197,7 @@ class SaveSubmitter:
         write_request(self._spool, run.number, step, kind, request.model_dump_json())
         self._monitored = {k: v for k, v in self._monitored.items() if k[0] == step}
         self._monitored[step, kind] = request.key
+        self._run.note_saved(step, self._roles, kind)
         self._watcher.follow(request, submit=True)
 
     def _save_id(self, step: int, kind: Kind, roles: tuple[str, ...]) -> SaveId:

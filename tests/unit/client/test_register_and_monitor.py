@@ -261,6 +261,17 @@ def test_a_save_of_states_and_a_function_that_failed_is_committed_once_both_are_
     assert {file.path for file in found.files} == {"own.bin", f"actor/{Path(MODEL).name}"}
 
 
+def test_a_step_before_one_that_functions_have_saved_is_refused(
+    coordinator_of: Open, job: Job
+) -> None:
+    saves = coordinator_of(trigger=CommitsHere())
+    saves.save_sync(lambda: None, 4)
+    asyncio.run(saves.register_and_monitor(4, checkpoint_thread_count=1))
+    saves.wait_all(60)
+    with pytest.raises(ConfigError, match="after step 4: .* in the order of their saves"):
+        saves.save(3, {"model": {"w": torch.ones(3)}})
+
+
 def test_a_step_that_a_function_of_a_run_without_a_load_replaces_is_quarantined(
     coordinator_of: Open, job: Job
 ) -> None:
