@@ -12,12 +12,13 @@ import select
 import sys
 import threading
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from trinity_sync.client.journal import PATIENCE_S, append
+from trinity_sync.client.journal import PATIENCE_S, append, has_failed
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.saver_control import LOCK, WAKE, read_served
 from trinity_sync.errors import ConfigError, LockTimeoutError, TrinitySyncError
@@ -147,8 +148,9 @@ class Saver:
         if waiting and after_s:
             late = find_pending_saves(job, grace_s=after_s)
             due = [each for each in late if not _is_of_stack(job, each, after_s)]
-        keys = {each.key for each in waiting}
-        due = [*due, *(each for each in _list_unfinished(job) if each.key not in keys)]
+        with self._lock:
+            known = {*self._saves, *(each.key for each in waiting)}
+        due = [*due, *_list_unfinished(job, known)]
         with self._lock:
             self._waiting[job.folder] = any(each.key not in self._failed for each in waiting)
             for request in due:
@@ -205,14 +207,22 @@ def _write_begun(spool: Path, request: SaveRequest) -> None:
     replace_file(path, request.model_dump_json(), sync=False)
 
 
-def _list_unfinished(job: JobSpool) -> list[SaveRequest]:
-    """Return the committed saves of which a saver was killed before their export or upload."""
+def _list_unfinished(job: JobSpool, known: Collection[str]) -> list[SaveRequest]:
+    """Return the saves that a saver had begun when it was killed, but those with ``known`` keys.
+
+    Of the committed ones, the export or upload may be missing. Nobody was told of the others, which
+    are tried again: the images of one that has failed are marked before its journal says so.
+    """
     found = []
     for path in job.folder.glob(f"*{BEGUN}"):
         try:
             request = SaveRequest.model_validate_json(path.read_bytes())
-            if is_committed(request):
+            if request.key in known:
+                continue
+            if is_committed(request) or not has_failed(request):
                 found.append(request)
+            else:
+                path.unlink()
         except FileNotFoundError:
             continue  # it has just ended
         except (OSError, ValidationError, TrinitySyncError) as error:

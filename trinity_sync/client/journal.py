@@ -197,5 +197,17 @@ class Journal:
                 del self._entries[next(iter(self._entries))]
 
 
+def has_failed(request: SaveRequest) -> bool:
+    """Return whether the journal of its root says that a save has failed.
+
+    Raises:
+        OSError: as `Journal.read`.
+    """
+    journal = Journal.of(request)
+    journal.read()
+    entry = journal.find(request.key)
+    return bool(entry and entry.state == "failed")
+
+
 def _folder(root: str | Path) -> Path:
     return Path(root) / PRIVATE_FOLDER / "outcomes"

@@ -185,6 +185,8 @@ def read_parts(
 def remove_other_parts(folder: Path, parts: Sequence[ManifestPart]) -> None:
     """Remove the parts in a step's folder that are not among ``parts``, which its manifest names.
 
+    Also what writers of manifests that died have left. Call it under the commit lock.
+
     Raises:
         OSError: they cannot be removed, and take space until the step is removed.
     """
@@ -192,6 +194,8 @@ def remove_other_parts(folder: Path, parts: Sequence[ManifestPart]) -> None:
     for path in folder.glob("manifest-*.json"):
         if _NAME.fullmatch(path.name) and path.name not in named:
             path.unlink(missing_ok=True)
+    for path in folder.glob(f".manifest*{TEMPORARY_SUFFIX}"):
+        path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

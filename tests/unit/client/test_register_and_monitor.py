@@ -268,7 +268,7 @@ def test_a_step_before_one_that_functions_have_saved_is_refused(
     saves.save_sync(lambda: None, 4)
     asyncio.run(saves.register_and_monitor(4, checkpoint_thread_count=1))
     saves.wait_all(60)
-    with pytest.raises(ConfigError, match="after step 4: .* in the order of their saves"):
+    with pytest.raises(ConfigError, match=r"after step 4: .* in the order of their saves"):
         saves.save(3, {"model": {"w": torch.ones(3)}})
 
 
