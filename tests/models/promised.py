@@ -50,6 +50,8 @@ class Saved:
     excuse: str = ""
     """Why it need not be committed."""
     committed: bool = False
+    of_sync: frozenset[Key] = frozenset()
+    """What a sync of the step has submitted, and this save has not: it may fail with the sync."""
 
 
 @dataclass
@@ -123,6 +125,16 @@ class Model:
         by_functions = (saved.run, saved.step, saved.kind) in self.functions
         has_model = any(component == "model" for _, component, _ in saved.values)
         return {saved.kind} | ({"state_dict"} if has_model or by_functions else set())
+
+    def forget_failed_sync(self, saved: Saved, found: set[Key]) -> None:
+        """Have a checkpoint be without the parts of its step's sync that are not ``found``.
+
+        A sync that has failed before the checkpoint was submitted takes them with it.
+        """
+        syncs = self.of(saved.run, saved.step, "state_dict")
+        if not all(each.committed for each in syncs):
+            gone = saved.of_sync - found
+            saved.values = {key: each for key, each in saved.values.items() if key not in gone}
 
     def outcomes(self, saved: Saved) -> list[Step]:
         """What may be committed at a step, once this save is."""

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import precondition, rule
+from hypothesis.stateful import rule
 
 from tests.models.promised import Key, Model, Value
 from trinity_sync.client.checkpoints import Checkpoints
@@ -29,6 +30,24 @@ from trinity_sync.storage.leases import Lease
 from trinity_sync.weights.folder.reader import FolderReader
 from trinity_sync.weights.folder.writer import WeightFolder
 from trinity_sync.weights.reader import WeightReader
+
+
+def where(holds: Callable[[Any], object]) -> Callable[..., Callable[..., None]]:
+    """Have a rule do nothing where it does not apply.
+
+    Hypothesis' `precondition` has it draw another rule instead. What threads of the product have
+    done by then may decide that, and a life that is drawn again would differ.
+    """
+
+    def decorate(do: Callable[..., None]) -> Callable[..., None]:
+        @wraps(do)
+        def do_where_it_applies(self: Any, *drawn: Any, **named: Any) -> None:
+            if holds(self):
+                do(self, *drawn, **named)
+
+        return do_where_it_applies
+
+    return decorate
 
 
 def state_of(key: Key, value: Value) -> dict[str, Any]:
@@ -144,12 +163,12 @@ class World:
         self.images = {name: image for name, image in self.images.items() if image[0] != self.job}
         self.jobs.remove(self.job)
 
-    @precondition(lambda self: self.model.saves)
     @rule(
         what=st.sampled_from(["removed", "moved", "copied"]),
         works=st.booleans(),
         saves=st.integers(0, 2),
     )
+    @where(lambda self: self.model.saves)
     def root_changes(self, what: str, works: bool, saves: int) -> None:
         """A user removes, moves or copies the root, and the training starts again."""
         root, elsewhere = self.root, self.folder / f"ckpts{next(self.numbers)}"
@@ -206,8 +225,8 @@ class World:
         newest = self.model.newest_start()
         return any(0 < each.run == newest for each in self.trainers.values())
 
-    @precondition(lambda self: self.root not in self.readers)
     @rule()
+    @where(lambda self: self.root not in self.readers)
     def make_readers(self) -> None:
         """Rollout workers read the newest weights, some from a folder that one of them publishes.
 
@@ -249,8 +268,8 @@ class World:
         assert far in expected
         assert (readers.far.version.run, readers.far.version.step) == age
 
-    @precondition(lambda self: self.a_remote)
     @rule()
+    @where(lambda self: self.a_remote)
     def name_the_remote(self) -> None:
         """All jobs of the node are told to copy their checkpoints to one remote."""
         for job in self.jobs:

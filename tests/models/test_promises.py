@@ -37,7 +37,6 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
-    precondition,
     rule,
     run_state_machine_as_test,
 )
@@ -45,7 +44,7 @@ from hypothesis.stateful import (
 import trinity_sync.client.commit_watcher as watcher_module
 from tests.conftest import environment
 from tests.models.promised import Key, Run, Saved, Step, Value
-from tests.models.promised_world import Job, Readers, Trainer, World, comparable, state_of
+from tests.models.promised_world import Job, Readers, Trainer, World, comparable, state_of, where
 from tests.support.driven_saver import Node
 from tests.support.leases import acquire_lease
 from tests.support.prefect_stand_in import (
@@ -244,8 +243,8 @@ class Promises(World, RuleBasedStateMachine):
         # a run that loads step 0 counts as one that began there without loading
         self.open_run(trainer, trainer.step, loaded=trainer.step > 0)
 
-    @precondition(lambda self: self.trainers)
     @rule(name=NAME, how=st.sampled_from(["last line", "exception", "SIGKILL"]))
+    @where(lambda self: self.trainers)
     def stop(self, name: str, how: str) -> None:
         """A training ends: at the last line of its ``with`` block, or otherwise."""
         if name not in self.trainers or (how == "last line" and self.server.away):
@@ -288,8 +287,8 @@ class Promises(World, RuleBasedStateMachine):
 
     # ------------------------------------------------------------ what a trainer submits
 
-    @precondition(lambda self: self.trainers)
     @rule(saves=st.integers(1, 3), kind=KIND, keep=KEEP, flow=WORKS)
+    @where(lambda self: self.trainers)
     def train(self, saves: int, kind: str, keep: int, flow: str) -> None:
         """What nearly all jobs do nearly all the time; of two trainers, both go on."""
         for _ in range(saves):
@@ -297,7 +296,6 @@ class Promises(World, RuleBasedStateMachine):
                 self.submit(trainer, trainer.step + 1, kind, ("model", "optim"), keep=keep)
                 self.stack_side(flow)
 
-    @precondition(lambda self: self.trainers)
     @rule(
         which=WHICH,
         ahead=st.sampled_from([1, 1, 0, 0, -1, 2, -3]),
@@ -310,6 +308,7 @@ class Promises(World, RuleBasedStateMachine):
         rank_is_lost=RARELY,
         flow=FLOW,
     )
+    @where(lambda self: self.trainers)
     def save(self, which: int, ahead: int, rank_is_lost: bool, flow: str, **how: Any) -> None:
         """Any save that a trainer may think of; a rank may be lost before it submits its part."""
         trainer = self.living(which)
@@ -320,8 +319,8 @@ class Promises(World, RuleBasedStateMachine):
             self.stop(name, "SIGKILL")
         self.stack_side(flow)
 
-    @precondition(lambda self: self.trainers and not self.server.away)
     @rule(which=WHICH, kind=KIND, parts=PARTS, other=st.booleans())
+    @where(lambda self: self.trainers and not self.server.away)
     def save_again(self, which: int, kind: str, parts: tuple[str, ...], other: bool) -> None:
         """The last step once more, perhaps with another content, when the first is committed."""
         self.stack_side("works")
@@ -396,9 +395,10 @@ class Promises(World, RuleBasedStateMachine):
         groups = [self.roles] if kind == "checkpoint" else [(role,) for role in self.roles]
         for roles in groups:
             its = {key: value for role in roles for key, value in values[role].items()}
-            if kind == "checkpoint":  # what was submitted for the step's sync is part of it
-                its = trainer.staged[1] | its
             saved = Saved(trainer.key, trainer.run, step, kind, roles, its, excuse)
+            if kind == "checkpoint":  # what was submitted for the step's sync is part of it
+                saved.values = trainer.staged[1] | its
+                saved.of_sync = frozenset(trainer.staged[1].keys() - its)
             self.model.saves.append(saved)
             self.note_images(saved)
         for key in (key for role in self.roles for key in values[role]):
@@ -406,8 +406,8 @@ class Promises(World, RuleBasedStateMachine):
         self.model.see_what_is_committed(step)
         self.no_image_goes_before_it_is_committed()
 
-    @precondition(lambda self: self.trainers)
     @rule(which=WHICH, ahead=st.integers(0, 2))
+    @where(lambda self: self.trainers)
     def upload(self, which: int, ahead: int) -> None:
         """Weights for the readers of this node; they are not saved."""
         trainer = self.living(which)
@@ -426,7 +426,6 @@ class Promises(World, RuleBasedStateMachine):
                 with suppress(*refused), self.superseded_perhaps(trainer, step):
                     rank.upload(step, lambda key=key: state_of(key, value), role=role)
 
-    @precondition(lambda self: self.trainers)
     @rule(
         which=WHICH,
         ahead=st.integers(0, 1),
@@ -436,6 +435,7 @@ class Promises(World, RuleBasedStateMachine):
         pauses=st.booleans(),
         flow=FLOW,
     )
+    @where(lambda self: self.trainers)
     def save_by_a_function(
         self, which: int, ahead: int, kind: str, fails: bool, asks: bool, pauses: bool, flow: str
     ) -> None:
@@ -568,16 +568,16 @@ class Promises(World, RuleBasedStateMachine):
                     for attempt in list(run.attempts):
                         self.do_task(run, attempt)
 
-    @precondition(lambda self: self.server.runs and not self.server.away)
     @rule(which=WHICH, tasks=st.integers(1, 4))
+    @where(lambda self: self.server.runs and not self.server.away)
     def begin_attempt(self, which: int, tasks: int) -> None:
         """A run is begun, or begun once more while it is under way, or retried."""
         runs = list(self.server.runs.values())
         run = runs[-1 - which % len(runs)]
         self.do_tasks(run, self.server.begin(run), tasks)
 
-    @precondition(lambda self: self.under_way())
     @rule(which=WHICH, tasks=st.integers(0, 4), then=st.sampled_from([*5 * [""], "dies", "fails"]))
+    @where(lambda self: self.under_way())
     def go_on(self, which: int, tasks: int, then: str) -> None:
         """An attempt gets some tasks further; then its worker is killed, or the disk is full."""
         attempts = self.under_way()
@@ -596,8 +596,8 @@ class Promises(World, RuleBasedStateMachine):
                 saved.excuse = saved.excuse or "the disk was full"
         self.do_task(run, attempt, OSError(errno.ENOSPC, "No space left on device"))
 
-    @precondition(lambda self: self.trainers and not self.server.away)
     @rule(which=WHICH, kind=KIND, other=RARELY, attach=st.booleans())
+    @where(lambda self: self.trainers and not self.server.away)
     def save_after_a_failure(self, which: int, kind: str, other: bool, attach: bool) -> None:
         """A save fails, the training is told, and submits the step again."""
         self.stack_side("works")
@@ -671,13 +671,18 @@ class Promises(World, RuleBasedStateMachine):
         done = state == "completed" or any(each.committed for each in saves)
         files = model.functions.get((run, step, kind), {})
         if there and there.run == run and kind in there.kinds and done:
-            # an attempt after the commit: what functions wrote may join it, other images do not
+            # an attempt after the commit: what functions wrote may join it, other images do not,
+            # unless functions alone have committed it, which are of no role
             if files:
                 there.kinds |= {kind, "state_dict"}
                 there.files.update(files)
-            return
+            if any(role in request.roles for role, *_ in there.values):
+                return
         assert not model.superseded(run, step), f"{what} was superseded, and came back"
         assert not there or there.run <= run, f"{what} replaces that of a later run"
+        found = self.loaded(step, {key for each in saves for key in each.values})
+        for each in saves:
+            model.forget_failed_sync(each, {*found})
         outcomes = [outcome for each in saves for outcome in model.outcomes(each)]
         found = self.loaded(step, {key for each in outcomes for key in each.values})
         fitting = [each for each in outcomes if self.expected(each) == found]
@@ -688,8 +693,8 @@ class Promises(World, RuleBasedStateMachine):
 
     # ------------------------------------------------------------ steps that stay, and go
 
-    @precondition(lambda self: self.model.steps)
     @rule(which=WHICH, how=st.sampled_from(["pin", "tag", "lease", "no claim"]))
+    @where(lambda self: self.model.steps)
     def claim(self, which: int, how: str) -> None:
         """A user claims a step, or no step."""
         step = sorted(self.model.steps)[which % len(self.model.steps)]
@@ -710,8 +715,8 @@ class Promises(World, RuleBasedStateMachine):
             for claims in (self.model.pinned, self.model.tags, self.model.leased, self.leases):
                 claims.clear()
 
-    @precondition(lambda self: self.model.steps)
     @rule(last=st.integers(1, 3), last_syncs=st.integers(1, 2))
+    @where(lambda self: self.model.steps)
     def prune(self, last: int, last_syncs: int) -> None:
         """``trinity-sync prune --keep last=... --keep-weights last=...``"""
         rules = Rules(parse_policy(f"last={last}"), parse_policy(f"last={last_syncs}"))
@@ -724,8 +729,8 @@ class Promises(World, RuleBasedStateMachine):
         steps = self.model.steps
         self.model.steps = {step: steps[step] for step in steps if step in left}
 
-    @precondition(lambda self: self.model.steps)
     @rule(which=WHICH)
+    @where(lambda self: self.model.steps)
     def go_back(self, which: int) -> None:
         """``trinity-sync rewind --force``"""
         step = sorted(self.model.steps)[which % len(self.model.steps)]
@@ -743,8 +748,8 @@ class Promises(World, RuleBasedStateMachine):
     def job_spool(self) -> Path:
         return self.observer.spool.folder
 
-    @precondition(lambda self: self.job_spool.exists())
     @rule(what=st.sampled_from(["spool vanishes", "spool is copied", "older spool", "fork"]))
+    @where(lambda self: self.job_spool.exists())
     def mishap(self, what: str) -> None:
         """/dev/shm is emptied or copied, an older client is there, a process is forked."""
         if what == "spool vanishes":
