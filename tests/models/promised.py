@@ -161,6 +161,10 @@ class Model:
             return excuses[0]
         if any(each.values != saves[0].values for each in saves):
             return "it was submitted again, with another content"
+        syncs = self.of(run, step, "state_dict")
+        for key in {key for each in saves for key in each.of_sync}:
+            if len({each.values[key] for each in syncs if key in each.values}) > 1:
+                return "a sync that it shares parts with was, with another content"
         if not there and saves and all(each.committed for each in saves):
             return "another save had committed it, and the step was removed"
         if there and there.run > run:

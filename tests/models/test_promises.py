@@ -1009,11 +1009,7 @@ HOW = settings(
 
 
 @pytest.mark.timeout(900 + 60 * MINUTES)
-@pytest.mark.parametrize(
-    "jobs",
-    # the model does not yet know all that a saver commits earlier than a stack: for `make models`
-    [Promises, pytest.param(PromisesOfSaver, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("jobs", [Promises, pytest.param(PromisesOfSaver, marks=pytest.mark.slow)])
 def test_the_promises_hold_whatever_happens_to_a_job(
     jobs: type[Promises], monkeypatch: pytest.MonkeyPatch
 ) -> None:

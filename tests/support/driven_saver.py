@@ -10,6 +10,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,14 +149,10 @@ class Node(Server):
 
         def persist_share(request: SaveRequest, share: Any, *others: Any) -> Any:
             what = f"{share.what} is written"
-            return self._do(request, what, lambda: persist(request, share, *others))
+            return self._do(request, what, partial(persist, request, share, *others))
 
         def commit_images(request: SaveRequest, *others: Any, **options: Any) -> Any:
-            def work() -> Any:
-                self.before_commit(request)
-                return commit(request, *others, **options)
-
-            return self._do(request, "committed", work)
+            return self._do(request, "committed", partial(commit, request, *others, **options))
 
         def upload_to_required_remote(*arguments: Any) -> Any:
             request = self._of_threads[threading.get_ident()]
@@ -173,7 +170,11 @@ class Node(Server):
         return self._run(request, *others, **options, delays_s=())
 
     def _do(self, request: SaveRequest, what: str, work: Callable[[], Any]) -> Any:
-        return self._attempts[request.key].do(what, work)
+        def do() -> Any:
+            self.before_commit(request)  # any part may wait for save functions
+            return work()
+
+        return self._attempts[request.key].do(what, do)
 
     def begin_due(self) -> list[tuple[FlowRun, Iterator[str]]]:
         """Have the saver look, and begin what is due."""
