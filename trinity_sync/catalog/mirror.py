@@ -1,8 +1,8 @@
 """Mirror the files of a job in the catalog: some steps, or the whole job.
 
 A writer reads the files before its transaction, because a root that hangs must not keep the lock of
-SQLite from other jobs. It reads them again if another has written the job's rows meanwhile. So the
-last of several writers has read the newest files.
+SQLite from other jobs. It reads them again, in the transaction, if another has written the job's
+rows meanwhile. So the last of several writers has read the newest files.
 """
 
 import logging
@@ -37,9 +37,6 @@ from trinity_sync.storage.runs import list_runs
 
 logger = logging.getLogger(__name__)
 
-TRIES = 5
-"""Times that the files are read again because another writer was faster, before they are read in
-the transaction."""
 CLAIM_VERBS = {"pin": "pinned", "tag": "tagged"}
 
 
@@ -141,19 +138,15 @@ def _replace_rows(
         state = {"runs": _read_runs(root), "claims": _read_claims(root), "mirrored_at": time.time()}
         return rows, state
 
-    for is_last in (*[False] * TRIES, True):
-        with read_consistently(engine) as connection:
-            before = _read_version(connection, job)
-        rows, state = read()
-        with engine.begin() as connection:
-            _lock_job(connection, job, real)
-            if _read_version(connection, job) != before:
-                if not is_last:
-                    continue
-                rows, state = read()
-            _insert_rows(connection, job, rows, replaced)
-            connection.execute(sa.update(Job).where(Job.id == job).values(state))
-            break
+    with read_consistently(engine) as connection:
+        before = _read_version(connection, job)
+    rows, state = read()
+    with engine.begin() as connection:
+        _lock_job(connection, job, real)
+        if _read_version(connection, job) != before:
+            rows, state = read()
+        _insert_rows(connection, job, rows, replaced)
+        connection.execute(sa.update(Job).where(Job.id == job).values(state))
     return len(rows)
 
 
