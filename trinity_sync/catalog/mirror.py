@@ -21,7 +21,6 @@ from trinity_sync.catalog.database import (
     get_catalog_url,
     open_catalog,
     read_consistently,
-    read_rows,
 )
 from trinity_sync.errors import FormatError, ManifestError
 from trinity_sync.fs.direct_io import OnProgress, no_progress
@@ -106,14 +105,14 @@ def is_current(engine: sa.Engine, root: str | Path) -> bool:
     """Return whether the catalog says of a job's steps and runs what their files say.
 
     Raises:
-        CatalogError: A row cannot be read.
+        ValueError: A column is not JSON.
     """
     job = job_id(root)
     columns = [column for column in Step.__table__.columns if column.name != "flow_run"]
     with read_consistently(engine) as connection:
         wanted = sa.select(*columns).where(Step.job == job).order_by(Step.step)
-        steps = [row._asdict() for row in read_rows(connection, wanted)]
-        runs = [row.runs for row in read_rows(connection, sa.select(Job.runs).where(Job.id == job))]
+        steps = [row._asdict() for row in connection.execute(wanted)]
+        runs = connection.scalars(sa.select(Job.runs).where(Job.id == job)).all()
     on_disk = _make_step_rows(job, root, sorted(steps_on_disk(root)), None)
     for row in on_disk:
         del row["flow_run"]

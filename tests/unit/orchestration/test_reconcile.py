@@ -13,7 +13,7 @@ from tests.conftest import environment
 from tests.support.answers import server
 from tests.support.job import Job
 from tests.support.steps import MODEL
-from trinity_sync.catalog.database import get_catalog_url, open_catalog
+from trinity_sync.catalog.database import get_catalog_url, list_jobs, open_catalog
 from trinity_sync.catalog.mirror import is_current
 from trinity_sync.client.prefect_api import FlowRun, State
 from trinity_sync.errors import CatalogError
@@ -326,7 +326,7 @@ def test_a_corrupted_row_of_the_catalog_is_written_again(job: Job, settings: Set
         with engine.begin() as connection:
             connection.exec_driver_sql("UPDATE steps_1 SET metrics = 'abc'")
         with pytest.raises(CatalogError, match=r"corrupted: .* jobs reindex ROOT"):
-            is_current(engine, job.root)
+            list_jobs(engine)
         (found,) = reconcile(settings, [job.root], None)
         assert (found.what, found.state) == ("catalog", "repaired")
         assert is_current(engine, job.root)

