@@ -376,7 +376,7 @@ def prefect_server() -> Iterator[int]:
             "the Prefect server",
             state.server,
             lambda: services.is_server_ready(state),
-            daemon.StartupDeadline(180),
+            time.monotonic() + 180,
         )
         os.environ["PREFECT_API_URL"] = state.api_url
         from prefect.context import refresh_global_settings_context

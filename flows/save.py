@@ -246,13 +246,7 @@ async def save_step(request: SaveRequest) -> State[Any] | None:
             raise
         get_run_logger().error("%s", error)
         return Failed(name=outcome.capitalize(), message=str(error))
-    metrics.METRICS.count_committed_save(
-        request,
-        persisted,
-        started_at=started_at,
-        persisted_at=persisted_at,
-        committed_at=committed_at,
-    )
+    metrics.METRICS.count_committed_save(request, done)
     report_step("committed", request, seconds=committed_at - started_at)
     try:
         if done.has_exports:

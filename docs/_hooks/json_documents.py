@@ -6,16 +6,18 @@ noun. Its keys are the fields of a dataclass, by the names of `output.KEYS`.
 
 from typing import Any
 
-from trinity_sync.cli.documents import JobDetails, PushedStep, StepDetails
 from trinity_sync.cli.rows import (
     DeploymentRow,
     ForgottenJob,
+    JobDetails,
     JobRow,
     MetricRow,
     PruneReport,
+    PushedStep,
     ReindexedJob,
     SaveRow,
     SettingRow,
+    StepDetails,
     StoppedStack,
     UiReport,
     Unpinned,

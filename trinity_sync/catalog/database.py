@@ -11,13 +11,15 @@ Values that no query selects by are JSON columns.
 import re
 import sqlite3
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import sqlalchemy as sa
 from sqlalchemy import JSON, BigInteger, Double, ForeignKey, Text
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
@@ -71,7 +73,7 @@ def open_catalog(url: str) -> Iterator[sa.Engine]:
     try:
         _create_tables(engine)
         yield engine
-    except (DBAPIError, UnicodeDecodeError) as error:  # the latter for a corrupted file
+    except (DBAPIError, UnicodeDecodeError, JSONDecodeError) as error:  # corrupted text or JSON
         why = " ".join(str(getattr(error, "orig", error)).split())
         raise CatalogError(
             f"the catalog {where} does not answer or fails: {why}. Saves continue without "
@@ -119,41 +121,6 @@ def read_consistently(engine: sa.Engine) -> Iterator[sa.Connection]:
         yield connection
 
 
-def read_rows(connection: sa.Connection, wanted: sa.Select[Any]) -> Iterator[sa.Row[Any]]:
-    """Yield rows, and check that their values have the types of their columns.
-
-    Raises:
-        CatalogError: A value has another type, or is missing, as in a corrupted file.
-    """
-    columns = [
-        (each, each.type.python_type, each.info.get(VALUES))
-        for each in wanted.selected_columns.values()
-    ]
-    try:
-        rows = connection.execute(wanted).all()
-    except ValueError as error:  # not text, or not JSON
-        raise make_corruption_error(connection, str(error)) from error
-    for row in rows:
-        for (column, kind, values), value in zip(columns, row, strict=True):
-            if value is None and column.nullable:
-                continue
-            of_kind = isinstance(value, kind)
-            if of_kind and values:
-                of_kind = all(isinstance(each, values) for each in value.values())
-            if not of_kind:
-                raise make_corruption_error(connection, f"{column} is {value!r} in a row")
-        yield row
-
-
-def make_corruption_error(connection: sa.Connection, why: str) -> CatalogError:
-    """Return the error for a database with values that this package has not written."""
-    where = connection.engine.url.render_as_string(hide_password=True)
-    return CatalogError(
-        f"the catalog {where} is corrupted: {why}. Saves continue without it; run: trinity-sync "
-        "jobs reindex ROOT. If that does not help, remove it, and then rebuild every root."
-    )
-
-
 def _create_tables(engine: sa.Engine) -> None:
     with read_consistently(engine) as connection:
         if sa.inspect(connection).has_table(Step.__tablename__):
@@ -170,10 +137,6 @@ def _create_tables(engine: sa.Engine) -> None:
         Base.metadata.create_all(connection)
 
 
-VALUES = "values"
-"""Key of a JSON column's ``info``: the type of the values of the object, see `read_rows`."""
-
-
 class Base(DeclarativeBase):
     """Base class of all tables."""
 
@@ -188,9 +151,9 @@ class Job(Base):
     root: Mapped[str] = mapped_column(Text)
     mirrored_at: Mapped[float] = mapped_column(Double)
     """When its files were last read, in seconds since the epoch."""
-    runs: Mapped[dict[str, int]] = mapped_column(JSON, info={VALUES: int})
+    runs: Mapped[dict[str, int]] = mapped_column(JSON)
     """The step that each run resumed from, by the run's number."""
-    claims: Mapped[dict[str, str]] = mapped_column(JSON, info={VALUES: str})
+    claims: Mapped[dict[str, str]] = mapped_column(JSON)
     """Pins, tags and leases at that time, such as ``leased by explorer``, by ``step/file name``."""
 
 
@@ -210,9 +173,9 @@ class Step(Base):
     """Why the step is corrupted; empty for a valid step."""
     flow_run: Mapped[str | None] = mapped_column(Text)
     """Prefect's id of the flow run that committed the step, if it is known."""
-    metrics: Mapped[dict[str, float]] = mapped_column(JSON, info={VALUES: (float, int)})
+    metrics: Mapped[dict[str, float]] = mapped_column(JSON)
     """Metrics of the step, by name."""
-    files: Mapped[dict[str, str]] = mapped_column(JSON, info={VALUES: str})
+    files: Mapped[dict[str, str]] = mapped_column(JSON)
     """Digest of each file of its manifest, by path."""
 
 
@@ -250,28 +213,28 @@ def list_jobs(engine: sa.Engine) -> list[JobSteps]:
     """
     steps: dict[str, list[sa.Row[Any]]] = defaultdict(list)
     with read_consistently(engine) as connection:
-        wanted = sa.select(*STEP_COLUMNS).order_by(Step.run, Step.step)
-        for row in read_rows(connection, wanted):
-            steps[row.job].append(row)
-        found = []
-        for row in read_rows(connection, sa.select(Job.__table__).order_by(Job.root)):
-            try:
-                held = _group_claims(row.claims)
-                runs = [Run(int(number), "", step) for number, step in row.runs.items()]
-            except ValueError as error:
-                raise make_corruption_error(
-                    connection, f"{error} in the row of {row.root}"
-                ) from error
-            found.append(
-                JobSteps(
-                    row.id,
-                    row.root,
-                    row.mirrored_at,
-                    tuple(_mark_superseded([_read_step(s, held) for s in steps[row.id]], runs)),
-                    {each.step: each.flow_run for each in steps[row.id] if each.flow_run},
-                )
-            )
-        return found
+        try:
+            for row in connection.execute(sa.select(*STEP_COLUMNS).order_by(Step.run, Step.step)):
+                steps[row.job].append(row)
+            jobs = connection.execute(sa.select(Job.__table__).order_by(Job.root))
+            return [_read_job(job, steps[job.id]) for job in jobs]
+        except (ValueError, TypeError, AttributeError) as error:  # values that we have not written
+            where = engine.url.render_as_string(hide_password=True)
+            raise CatalogError(
+                f"the catalog {where} is corrupted: {error}. Saves continue without it; run: "
+                "trinity-sync jobs reindex ROOT. If that does not help, remove it, and then "
+                "rebuild every root."
+            ) from error
+
+
+def _read_job(job: sa.Row[Any], rows: Sequence[sa.Row[Any]]) -> JobSteps:
+    """Return a job of the database, whose values are checked."""
+    held = _group_claims(job.claims)
+    runs = [Run(int(number), "", step) for number, step in job.runs.items()]
+    steps = _mark_superseded([_read_step(row, held) for row in rows], runs)
+    flow_runs = {row.step: row.flow_run for row in rows if row.flow_run}
+    found = JobSteps(job.id, job.root, job.mirrored_at, tuple(steps), flow_runs)
+    return msgspec.convert(asdict(found), JobSteps)
 
 
 def _group_claims(claims: Mapping[str, str]) -> dict[int, list[str]]:

@@ -1,8 +1,8 @@
 """Mirror the files of a job in the catalog: some steps, or the whole job.
 
 A writer reads the files before its transaction, because a root that hangs must not keep the lock of
-SQLite from other jobs. It reads them again if another has written the job's rows meanwhile. So the
-last of several writers has read the newest files.
+SQLite from other jobs. It reads them again, in the transaction, if another has written the job's
+rows meanwhile. So the last of several writers has read the newest files.
 """
 
 import logging
@@ -21,7 +21,6 @@ from trinity_sync.catalog.database import (
     get_catalog_url,
     open_catalog,
     read_consistently,
-    read_rows,
 )
 from trinity_sync.errors import FormatError, ManifestError
 from trinity_sync.fs.direct_io import OnProgress, no_progress
@@ -37,9 +36,6 @@ from trinity_sync.storage.runs import list_runs
 
 logger = logging.getLogger(__name__)
 
-TRIES = 5
-"""Times that the files are read again because another writer was faster, before they are read in
-the transaction."""
 CLAIM_VERBS = {"pin": "pinned", "tag": "tagged"}
 
 
@@ -109,14 +105,14 @@ def is_current(engine: sa.Engine, root: str | Path) -> bool:
     """Return whether the catalog says of a job's steps and runs what their files say.
 
     Raises:
-        CatalogError: A row cannot be read.
+        ValueError: A column is not JSON.
     """
     job = job_id(root)
     columns = [column for column in Step.__table__.columns if column.name != "flow_run"]
     with read_consistently(engine) as connection:
         wanted = sa.select(*columns).where(Step.job == job).order_by(Step.step)
-        steps = [row._asdict() for row in read_rows(connection, wanted)]
-        runs = [row.runs for row in read_rows(connection, sa.select(Job.runs).where(Job.id == job))]
+        steps = [row._asdict() for row in connection.execute(wanted)]
+        runs = connection.scalars(sa.select(Job.runs).where(Job.id == job)).all()
     on_disk = _make_step_rows(job, root, sorted(steps_on_disk(root)), None)
     for row in on_disk:
         del row["flow_run"]
@@ -141,19 +137,15 @@ def _replace_rows(
         state = {"runs": _read_runs(root), "claims": _read_claims(root), "mirrored_at": time.time()}
         return rows, state
 
-    for is_last in (*[False] * TRIES, True):
-        with read_consistently(engine) as connection:
-            before = _read_version(connection, job)
-        rows, state = read()
-        with engine.begin() as connection:
-            _lock_job(connection, job, real)
-            if _read_version(connection, job) != before:
-                if not is_last:
-                    continue
-                rows, state = read()
-            _insert_rows(connection, job, rows, replaced)
-            connection.execute(sa.update(Job).where(Job.id == job).values(state))
-            break
+    with read_consistently(engine) as connection:
+        before = _read_version(connection, job)
+    rows, state = read()
+    with engine.begin() as connection:
+        _lock_job(connection, job, real)
+        if _read_version(connection, job) != before:
+            rows, state = read()
+        _insert_rows(connection, job, rows, replaced)
+        connection.execute(sa.update(Job).where(Job.id == job).values(state))
     return len(rows)
 
 

@@ -20,6 +20,7 @@ from trinity_sync.cli.app import (
 )
 from trinity_sync.cli.output import Output, print_object, print_table, progress_bar
 from trinity_sync.cli.retention import list_pruned
+from trinity_sync.cli.rows import PushedStep
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import parse_number
 from trinity_sync.orchestration.quantities import format_bytes, format_duration, parse_size
@@ -60,7 +61,6 @@ def push(
     output: Output = "table",
 ) -> None:
     """Copy a committed step to a remote, its manifest last. Safe to run again."""
-    from trinity_sync.cli.documents import PushedStep
     from trinity_sync.remote.prune import prune_remote
     from trinity_sync.remote.upload import replicate
     from trinity_sync.retention.planner import Rules

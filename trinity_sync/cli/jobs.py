@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -28,15 +28,13 @@ from trinity_sync.cli.output import (
 )
 from trinity_sync.cli.rows import (
     ForgottenJob,
+    JobDetails,
     JobRow,
     ReindexedJob,
     SettingRow,
 )
 from trinity_sync.errors import ConfigError, PrefectApiError
 from trinity_sync.orchestration.quantities import format_bytes
-
-if TYPE_CHECKING:
-    from trinity_sync.cli.documents import JobDetails
 
 jobs = App(
     no_args_is_help=True,
@@ -79,7 +77,6 @@ def list_jobs(output: Output = "table") -> None:
 def show_job(root: Root, output: Output = "table") -> None:
     """Show a job in the catalog: its steps, and the settings that were changed."""
     from trinity_sync.catalog.database import get_catalog_url, list_jobs_at, open_catalog
-    from trinity_sync.cli.documents import JobDetails
 
     with open_catalog(get_catalog_url(read_settings())) as engine:
         found = list_jobs_at(engine, root)
@@ -102,7 +99,7 @@ def show_job(root: Root, output: Output = "table") -> None:
         typer.echo(warning, err=True)
 
 
-def _print_details(details: "JobDetails") -> None:
+def _print_details(details: JobDetails) -> None:
     typer.echo(f"job {details.job} at {details.root}")
     typer.echo(
         f"{len(details.steps)} steps, {format_bytes(details.bytes)}; "

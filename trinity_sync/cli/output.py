@@ -8,7 +8,6 @@ with full values and no headings. What a value is, a size or a time, its key tel
 import json
 import math
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,9 +61,6 @@ STYLES = {
     "dim": ("superseded", "evicted", "absent", "not committed", "removed", "replaced", "same"),
 }
 """Colour of each status word; other words have none."""
-
-LAST_WIDTH, LEAST_WIDTH = 20, 12
-"""Characters of the last column, and of another text, that are shown however narrow a terminal."""
 
 color: Color = "auto"
 """Value of ``--color``, set by the command before it prints."""
@@ -150,50 +146,38 @@ def print_document(noun: str, value: Any) -> None:
 
 
 def print_table(rows: Sequence[Any], columns: str) -> None:
-    """Print rows as a table, whose lines fit into the width of a terminal.
-
-    The last column is cut first, down to `LAST_WIDTH`, then the longest other texts in the middle.
-    """
+    """Print rows as a table; on a terminal, it wraps texts, and cuts those of the last column."""
     keys = columns.split()
     names = {KEYS.get(each.name, each.name): each.name for each in fields(rows[0])}
-    values = [[getattr(row, names.get(key, key)) for key in keys] for row in rows]
     on_terminal = sys.stdout.isatty()
-    cells = [
-        [write_cell(key, value, on_terminal) for key, value in zip(keys, line, strict=True)]
-        for line in values
-    ]
-    states = [at for at, key in enumerate(keys) if key == "status"]
+    shown = {}
+    for key in keys:
+        values = [getattr(row, names.get(key, key)) for row in rows]
+        cells = [write_cell(key, value, on_terminal) for value in values]
+        shown[key] = values, [*map(paint, cells)] if key == "status" else cells
     if not on_terminal:
-        for line in cells:
-            for at in states:
-                line[at] = paint(line[at])
+        for line in zip(*(cells for _, cells in shown.values()), strict=True):
             typer.echo("\t".join(line), color=True)
         return
-    numbers = {
-        at for line in values for at, value in enumerate(line) if isinstance(value, (int, float))
-    } - {at for line in values for at, value in enumerate(line) if isinstance(value, (str, bool))}
-    for line in cells:
-        line[-1] = "" if line[-1] == "-" else line[-1]
-    lines = [[HEADINGS.get(key, key.upper().replace("_", " ")) for key in keys], *cells]
-    widths = [max(len(line[at]) for line in lines) for at in range(len(keys))]
-    room = shutil.get_terminal_size().columns - 2 * (len(widths) - 1)
-    texts = [at for at in range(len(keys) - 1) if at not in numbers and at not in states]
-    _narrow(widths, texts, room - min(widths[-1], LAST_WIDTH))
-    room = max(room - sum(widths[:-1]), LAST_WIDTH)
-    widths[-1] = min(widths[-1], room)
-    for index, line in enumerate(lines):
-        line[:-1] = [
-            _cut_middle(cell, width) for cell, width in zip(line[:-1], widths[:-1], strict=True)
-        ]
-        if len(line[-1]) > room:
-            line[-1] = line[-1][: room - 1] + "…"
-        padded = [
-            cell.rjust(width) if at in numbers else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        for at in states if index else ():
-            padded[at] = padded[at].replace(line[at], paint(line[at]), 1)
-        typer.echo("  ".join(padded).rstrip(), color=True)
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+    for key, (values, _) in shown.items():
+        is_number = {*map(type, values)} <= {int, float, type(None)}
+        table.add_column(
+            HEADINGS.get(key, key.upper().replace("_", " ")),
+            justify="right" if is_number else "left",
+            no_wrap=is_number or key == "status",
+            overflow="fold",
+        )
+    for line in zip(*(cells for _, cells in shown.values()), strict=True):
+        last = "" if line[-1] == "-" else line[-1]
+        table.add_row(
+            *map(Text.from_ansi, line[:-1]), Text(last, no_wrap=True, overflow="ellipsis")
+        )
+    Console(color_system="standard" if use_color() else None).print(table)
 
 
 def write_cell(key: str, value: Any, on_terminal: bool) -> str:
@@ -219,26 +203,6 @@ def write_cell(key: str, value: Any, on_terminal: bool) -> str:
     if key.endswith("_percent"):
         return f"{value:.2f}"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def _narrow(widths: list[int], texts: Sequence[int], room: int) -> None:
-    """Reduce the widest columns of text until all columns but the last fit, if they can.
-
-    ``texts`` are the columns that may be cut, and ``room`` is for all columns but the last.
-    """
-    for _ in range(sum(widths[:-1]) - room):
-        widest = max(texts, key=lambda at: widths[at], default=None)
-        if widest is None or widths[widest] <= LEAST_WIDTH:
-            return
-        widths[widest] -= 1
-
-
-def _cut_middle(text: str, width: int) -> str:
-    """Return a text with … in the place of what does not fit, so that both its ends are seen."""
-    if len(text) <= width:
-        return text
-    tail = width // 2
-    return f"{text[: width - tail - 1]}…{text[-tail:]}"
 
 
 def paint(word: str) -> str:

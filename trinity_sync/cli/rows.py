@@ -5,6 +5,9 @@ Times are seconds since the epoch. A value that is unknown or does not apply is 
 
 from dataclasses import dataclass
 
+from trinity_sync.orchestration.report.facts import StepRow
+from trinity_sync.retention.policies import StepInfo
+
 # Steps
 
 
@@ -20,6 +23,14 @@ class FileRow:
     """``valid``, ``corrupted``, ``missing`` or ``truncated``; only ``verify`` reads the file."""
     digest: str
     """Digest that the manifest names."""
+
+
+@dataclass(frozen=True)
+class StepDetails(StepRow):
+    """A committed step."""
+
+    files: tuple[FileRow, ...] = ()
+    """Its files."""
 
 
 # Saves
@@ -69,6 +80,25 @@ class JobRow:
 
 
 @dataclass(frozen=True)
+class JobDetails:
+    """A job in the catalog, with its steps."""
+
+    root: str
+    job: str
+    """Identifier of the job, which tags its flow runs."""
+    bytes: int
+    """Size of all steps."""
+    updated_at: float
+    """Time of the last update of the catalog."""
+    settings: "list[SettingRow]"
+    """Its settings; empty if its root does not exist here."""
+    steps: tuple[StepInfo, ...]
+    """Its committed steps, newest first."""
+    flow_runs: dict[int, str]
+    """Id of the flow run that committed a step, as far as it is known."""
+
+
+@dataclass(frozen=True)
 class ReindexedJob:
     """A job whose rows were read again from its files."""
 
@@ -112,6 +142,23 @@ class PruneReport:
     """All steps, newest first."""
     quarantine: list[str]
     """Folders in quarantine that were or would be removed."""
+
+
+@dataclass(frozen=True)
+class PushedStep:
+    """A step that was copied to a remote."""
+
+    url: str
+    """URL of the job in the remote."""
+    step: int
+    run: int
+    uploaded: int
+    """Number of files that were uploaded; the others were there."""
+    nbytes: int
+    """Bytes of those files."""
+    seconds: float
+    remote: list[PrunedStep]
+    """With ``--keep-last``, all steps in the remote, newest first."""
 
 
 @dataclass(frozen=True)

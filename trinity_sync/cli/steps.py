@@ -30,16 +30,15 @@ from trinity_sync.cli.output import (
     print_table,
     progress_bar,
 )
-from trinity_sync.cli.rows import FileRow
+from trinity_sync.cli.rows import FileRow, StepDetails
 from trinity_sync.errors import ConfigError
 from trinity_sync.orchestration.quantities import format_bytes
+from trinity_sync.orchestration.report.facts import StepRow
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trinity_sync.cli.documents import StepDetails
     from trinity_sync.client.prefect_api import FlowRun
-    from trinity_sync.orchestration.report.facts import StepRow
     from trinity_sync.storage.runs import Run
 
 T = TypeVar("T")
@@ -111,7 +110,6 @@ def show(
     output: Output = "table",
 ) -> None:
     """Show a committed step: its files with sizes and digests, and its save functions."""
-    from trinity_sync.cli.documents import StepDetails
     from trinity_sync.layout import step_folder
     from trinity_sync.orchestration.report.steps import read_step
     from trinity_sync.storage.discovery import read_corruption, read_step_state
@@ -134,7 +132,7 @@ def show(
     print_object("step", details, output, lambda: _print_details(details))
 
 
-def _print_details(details: "StepDetails") -> None:
+def _print_details(details: StepDetails) -> None:
     typer.echo(
         f"step {details.step} of run {details.run}: {paint(details.status)}, "
         f"{', '.join(details.kinds)}, committed {format_time(details.committed_at or 0.0)}, "
@@ -174,7 +172,7 @@ def _read_saves(root: Path) -> dict[int, "FlowRun"]:
     return {step: save for step, save in newest.items() if describe_status(save, runs) in shown}
 
 
-def _read_rows(root: Path, steps: list[int], saves: dict[int, "FlowRun"]) -> "list[StepRow]":
+def _read_rows(root: Path, steps: list[int], saves: dict[int, "FlowRun"]) -> list[StepRow]:
     from trinity_sync.layout import step_folder
     from trinity_sync.orchestration.report.steps import read_steps
     from trinity_sync.storage.discovery import list_known_runs
@@ -188,11 +186,10 @@ def _read_rows(root: Path, steps: list[int], saves: dict[int, "FlowRun"]) -> "li
     ]
 
 
-def _add_save(row: "StepRow", save: "FlowRun | None", runs: "Sequence[Run]") -> "StepRow":
+def _add_save(row: StepRow, save: "FlowRun | None", runs: "Sequence[Run]") -> StepRow:
     """Return the row of a newer save of the step, if there is one."""
     from trinity_sync.cli.saves import describe_status
     from trinity_sync.layout import KINDS
-    from trinity_sync.orchestration.report.facts import StepRow
 
     if save is None or save.run <= (row.run or 0):
         return row
@@ -209,8 +206,7 @@ def _add_save(row: "StepRow", save: "FlowRun | None", runs: "Sequence[Run]") -> 
     )
 
 
-def _list_remote(url: str) -> "list[StepRow]":
-    from trinity_sync.orchestration.report.facts import StepRow
+def _list_remote(url: str) -> list[StepRow]:
     from trinity_sync.orchestration.report.steps import add_manifest
     from trinity_sync.remote.remote_root import Remote
 

@@ -8,13 +8,13 @@ read them every `OBSERVE_S` seconds, and a scrape shows what they have read last
 """
 
 import logging
-import math
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 from prometheus_client.core import GaugeMetricFamily
@@ -22,15 +22,7 @@ from prometheus_client.registry import Collector
 
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import EvictedError, StackError, SupersededError, TrinitySyncError
-from trinity_sync.layout import (
-    CORRUPTION_MARK,
-    KINDS,
-    MANIFEST,
-    SERVES_AS,
-    Kind,
-    step_folder,
-    steps_on_disk,
-)
+from trinity_sync.layout import CORRUPTION_MARK, KINDS, Kind, step_folder, steps_on_disk
 from trinity_sync.orchestration.job_registry import ANSWER_S, is_allowed, list_registered_roots
 from trinity_sync.orchestration.root_threads import RootVisits
 from trinity_sync.orchestration.run_page import StepOutcome
@@ -39,8 +31,10 @@ from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.snapshot.spool import list_job_spools
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import Manifest, read_manifest
-from trinity_sync.storage.save import Persisted, find_stalls, find_submission
 from trinity_sync.weights.state_files import read_sync_report
+
+if TYPE_CHECKING:
+    from trinity_sync.orchestration.on_node import Committed
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +53,6 @@ class WorkerMetrics:
     """The metrics of one worker process."""
 
     def __init__(self) -> None:
-        self._newest_steps: dict[tuple[str, Kind], tuple[str | None, int, float]] = {}
-        self._lock = threading.Lock()
         self.registry = CollectorRegistry()
         self._saves = Counter(
             "trinity_sync_saves",
@@ -101,35 +93,17 @@ class WorkerMetrics:
             registry=self.registry,
         )
 
-    def count_committed_save(
-        self,
-        request: SaveRequest,
-        persisted: Iterable[Persisted],
-        *,
-        started_at: float,
-        persisted_at: float,
-        committed_at: float,
-    ) -> None:
-        """Count a committed save, its bytes and its durations.
-
-        Times are in seconds since the epoch: the flow run's start, all files durable, and the end
-        of the commit task.
-        """
-        labels = (request.job, request.kind)
-        written = [file for result in persisted for file in result.written]
-        for stall in find_stalls(written):
-            self._stalls.labels(*labels, stall.role).observe(stall.seconds)
-        if submitted_at := find_submission(written):
-            self._phases.labels(*labels, "queue").observe(max(started_at - submitted_at, 0.0))
+    def count_committed_save(self, request: SaveRequest, done: "Committed") -> None:
+        """Count a committed save, its bytes and its durations."""
+        labels, timing = (request.job, request.kind), done.timing
         self._saves.labels(*labels, "committed").inc()
-        self._phases.labels(*labels, "write").observe(max(persisted_at - started_at, 0.0))
-        self._phases.labels(*labels, "commit").observe(max(committed_at - persisted_at, 0.0))
-        self._bytes.labels(*labels).inc(
-            sum(file.record.nbytes for file in written if file.temporary)
-        )
-        weights = not written or any(file.record.is_weights for file in written)
-        for kind in SERVES_AS[request.kind] if weights else (request.kind,):
-            self._update_newest(request.job, kind, request.run_key, request.step, time.time())
+        self._bytes.labels(*labels).inc(timing.nbytes)
+        for stall in timing.stalls:
+            self._stalls.labels(*labels, stall.role).observe(stall.seconds)
+        for phase in ("queue", "write", "commit"):
+            self._phases.labels(*labels, phase).observe(getattr(timing, f"{phase}_s"))
+        for kind in done.newest_of:
+            self.update_newest(request.job, kind, request.step, done.committed_at)
 
     def count_failed_save(self, request: SaveRequest, outcome: StepOutcome) -> None:
         """Count a save that was not committed: ``failed``, ``evicted`` or ``superseded``."""
@@ -153,31 +127,13 @@ class WorkerMetrics:
                 "port, one for each worker of a node."
             ) from error
         self.registry.register(SpoolCollector(settings.spool))
-        RootObserver(settings, stack, self.read_newest).start(self.registry)
+        RootObserver(settings, stack, self.update_newest).start(self.registry)
         return int(server.server_port)
 
-    def read_newest(self, job: str, kind: Kind, newest: Manifest) -> None:
-        """Update the newest step of a job from its root, see `RootObserver`."""
-        self._update_newest(job, kind, None, newest.step, newest.committed_at)
-
-    def _update_newest(
-        self, job: str, kind: Kind, run_key: str | None, step: int, committed_at: float
-    ) -> None:
-        """Update the newest step of a job, unless a later step of the same run is known.
-
-        Saves of a run may end out of order. Run numbers are not compared, because they start again
-        in a root that was removed and recreated. A step read from the root (``run_key`` is None)
-        yields to every commit of this worker, unless it was committed later: by another worker.
-        """
-        with self._lock:
-            known = self._newest_steps.get((job, kind))
-            if known and known[0] is not None and run_key is None and committed_at <= known[2]:
-                return
-            if known and run_key is not None and run_key == known[0] and step < known[1]:
-                return
-            self._newest_steps[job, kind] = run_key, step, committed_at
-            self._newest.labels(job, kind).set(step)
-            self._age.labels(job, kind).set_function(lambda: max(0.0, time.time() - committed_at))
+    def update_newest(self, job: str, kind: Kind, step: int, committed_at: float) -> None:
+        """Update the newest step of a job: after a commit, and by the `RootObserver`."""
+        self._newest.labels(job, kind).set(step)
+        self._age.labels(job, kind).set_function(lambda: max(0.0, time.time() - committed_at))
 
 
 METRICS = WorkerMetrics()
@@ -186,7 +142,7 @@ METRICS = WorkerMetrics()
 OBSERVE_S = 60.0
 """Seconds between two looks at the roots."""
 RECHECK_S = 600.0
-"""Seconds after which corruption marks are looked up again of all steps, not of new ones only."""
+"""Seconds after which corruption marks are looked up again: each is a request."""
 
 
 class SpoolCollector(Collector):
@@ -231,25 +187,16 @@ class SpoolCollector(Collector):
         return 0
 
 
-@dataclass
-class _Root:
-    """What earlier rounds have read of a root, so that a round reads only what has changed."""
-
-    newest: dict[Kind, tuple[int, ...]] = field(default_factory=dict)
-    """Newest step of each kind, with inode and time of change of its manifest."""
-    checked: set[int] = field(default_factory=set)
-    """Steps whose corruption marks were looked up."""
-    corrupted: set[int] = field(default_factory=set)
-    checked_at: float = -math.inf
-    """When the marks of all steps were looked up, by ``time.monotonic``."""
-
-
 @dataclass(frozen=True)
 class _Observed:
     """A job as its root showed it."""
 
     job: str
+    newest: dict[Kind, Manifest]
+    """Commits that the latest pointers name."""
     corrupted: int
+    counted_at: float
+    """When the corrupted steps were counted, by ``time.monotonic``."""
     free_bytes: int
     lags: dict[str, int]
     """Steps that each reader is behind the newest version, by its name."""
@@ -259,20 +206,19 @@ class RootObserver(Collector):
     """Corrupted steps, free disk space and the lag of readers, of the jobs that this node knows.
 
     A root that cannot be read, or hangs, is logged once, and its metrics are left out until it can
-    be read. ``on_newest`` is called with a job, a kind and the newest commit that is found.
+    be read. ``on_newest`` is called with a job, a kind, and the step and time of its newest commit.
     """
 
     def __init__(
         self,
         settings: Settings,
         stack: StackSettings,
-        on_newest: Callable[[str, Kind, Manifest], None],
+        on_newest: Callable[[str, Kind, int, float], None],
     ) -> None:
         self._settings = settings
         self._stack = stack
         self._on_newest = on_newest
-        self._observed: Sequence[_Observed] = ()
-        self._roots: dict[Path, _Root] = {}
+        self._observed: dict[Path, _Observed] = {}
         self._errors: dict[Path, str] = {}
         self._visits = RootVisits("metrics")
 
@@ -288,7 +234,7 @@ class RootObserver(Collector):
             pause.wait(OBSERVE_S)
 
     def observe(self) -> None:
-        """Read what has changed in the roots of all known jobs; never raises."""
+        """Read the roots of all known jobs; never raises."""
         errors: dict[Path, str] = {}
         try:
             registered = list_registered_roots(self._settings)
@@ -299,41 +245,20 @@ class RootObserver(Collector):
         for path, why in errors.items():
             if self._errors.get(path) != why:
                 logger.warning("cannot read %s for metrics: %s", path, why)
-        self._observed = [each for each in found.values() if isinstance(each, _Observed)]
+        self._observed = {root: each for root, each in found.items() if isinstance(each, _Observed)}
         self._errors = errors
+        for each in self._observed.values():
+            for kind, newest in each.newest.items():
+                self._on_newest(each.job, kind, newest.step, newest.committed_at)
 
     def _observe(self, root: Path) -> _Observed | str | None:
         """Return a job as its root shows it, None if there is none, or why it cannot be read."""
-        known = self._roots.pop(root, _Root())
         try:
             if not (_exists(root) and is_allowed(self._stack, root)):
                 return None
-            self._report_newest(root, known)
-            observed = _observe(root, known)
+            return _observe(root, self._observed.get(root))
         except Exception as error:  # the others are unaffected, and the thread goes on
             return str(error)
-        self._roots[root] = known
-        return observed
-
-    def _report_newest(self, root: Path, known: _Root) -> None:
-        """Report the steps that the latest pointers name, if they have changed."""
-        read: dict[int, Manifest | None] = {}
-        for kind in KINDS:
-            step = read_latest_pointer(root, kind)
-            if step is None:
-                continue
-            try:
-                file = (step_folder(root, step) / MANIFEST).stat()
-            except FileNotFoundError:  # a step of another system
-                continue
-            newest = (step, file.st_ino, file.st_mtime_ns)  # a later run may commit it again
-            if known.newest.get(kind) == newest:
-                continue
-            if step not in read:
-                read[step] = read_manifest(root, step)
-            if manifest := read[step]:
-                self._on_newest(job_id(root), kind, manifest)
-                known.newest[kind] = newest
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Return what was observed last."""
@@ -348,7 +273,7 @@ class RootObserver(Collector):
             "Steps that a reader is behind the newest version of the weights",
             labels=["job", "reader"],
         )
-        for each in self._observed:
+        for each in self._observed.values():
             corrupted.add_metric([each.job], each.corrupted)
             free.add_metric([each.job], each.free_bytes)
             for reader, behind in each.lags.items():
@@ -365,26 +290,25 @@ def _exists(root: Path) -> bool:
     return True
 
 
-def _observe(root: Path, known: _Root) -> _Observed:
-    report = read_sync_report(root, time.time())
+def _observe(root: Path, before: _Observed | None) -> _Observed:
+    report, now = read_sync_report(root, time.time()), time.monotonic()
     readers = report.readers if report and report.running is not False else ()
+    newest = {}
+    for kind in KINDS:
+        step = read_latest_pointer(root, kind)
+        # its head alone: with thousands of ranks, the files are in parts
+        if step is not None and (manifest := read_manifest(root, step, ranks=())):
+            newest[kind] = manifest
+    if before and now - before.counted_at < RECHECK_S:
+        corrupted, counted_at = before.corrupted, before.counted_at
+    else:
+        marks = (step_folder(root, step) / CORRUPTION_MARK for step in steps_on_disk(root))
+        corrupted, counted_at = sum(mark.exists() for mark in marks), now
     return _Observed(
         job=job_id(root),
-        corrupted=_count_corrupted(root, known),
+        newest=newest,
+        corrupted=corrupted,
+        counted_at=counted_at,
         free_bytes=shutil.disk_usage(root).free,
         lags={reader.name: reader.behind for reader in readers},
     )
-
-
-def _count_corrupted(root: Path, known: _Root) -> int:
-    """Return the number of steps with a corruption mark; looks up few, as each is a request."""
-    steps, now = set(steps_on_disk(root)), time.monotonic()
-    if now - known.checked_at >= RECHECK_S:
-        known.checked, known.corrupted, known.checked_at = set(), set(), now
-    new = {
-        step
-        for step in steps - known.checked
-        if (step_folder(root, step) / CORRUPTION_MARK).exists()
-    }
-    known.checked, known.corrupted = steps, (known.corrupted & steps) | new
-    return len(known.corrupted)

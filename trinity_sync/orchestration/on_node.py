@@ -21,6 +21,7 @@ from trinity_sync.catalog.mirror import try_mirror
 from trinity_sync.client.prefect_api import ask_server
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import PrefectApiError, TrinitySyncError
+from trinity_sync.layout import KINDS, Kind
 from trinity_sync.orchestration.job_registry import (
     register_job,
     require_allowed,
@@ -38,9 +39,11 @@ from trinity_sync.retention.prune import prune as prune_root
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.storage.gc import Finding
 from trinity_sync.storage.job_settings import read_job_settings
+from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import read_manifest, read_run_manifest
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted
+from trinity_sync.storage.save_timing import SaveTiming
 from trinity_sync.storage.verify import (
     VerifiedStep,
     check_files,
@@ -251,6 +254,10 @@ class Committed:
     """Whether models of the step are to be exported."""
     by_saver: bool
     """Whether the saver of the node had committed it before."""
+    timing: SaveTiming
+    committed_at: float
+    newest_of: Sequence[Kind]
+    """Kinds whose latest pointer names the step."""
 
 
 def persist_share(request: SaveRequest, share: Share, shards: NodeShards) -> Persisted:
@@ -297,8 +304,19 @@ def commit_step(
     mine = [each for each in timings if (each.kind, each.roles) == (request.kind, request.roles)]
     by_saver = any(each.by_saver for each in mine)
     has_exports = bool(found and found.exports)
-    page = describe_commit(request, manifest, written)
-    return Committed(page, summarize_commit(request, manifest), has_exports, by_saver)
+    newest_of: list[Kind] = []
+    with suppress(OSError):  # the step is committed nevertheless
+        pointers = {kind: read_latest_pointer(request.root, kind) for kind in KINDS}
+        newest_of = [kind for kind, step in pointers.items() if step == request.step]
+    return Committed(
+        describe_commit(request, manifest, written),
+        summarize_commit(request, manifest),
+        has_exports,
+        by_saver,
+        manifest.timings[0],
+        manifest.committed_at,
+        newest_of,
+    )
 
 
 def prune_after_commit(request: SaveRequest) -> None:

@@ -74,7 +74,7 @@ def describe_commit(
             _make_table(*_split_header(rows)),
             "Next: " + " · ".join(f"`{command}`" for command in commands),
             "#### By component and node",
-            _make_table(("component", "node", "files", "bytes", "speed"), _sum_up(own), right=2),
+            _make_table(("component", "node", "files", "bytes", "speed"), _sum_up(own)),
         ]
     )
 
@@ -212,14 +212,9 @@ def _format_speed(nbytes: int, seconds: float) -> str:
     return format_rate(nbytes, seconds) if nbytes >= 1_000_000 else ""
 
 
-def _make_table(
-    columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: int | None = None
-) -> str:
-    """Return a markdown table; columns from ``right`` on are aligned right."""
-    aligned = [
-        "---:" if right is not None and number >= right else "---" for number in range(len(columns))
-    ]
-    lines = [columns, aligned, *rows]
+def _make_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a markdown table."""
+    lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join(f"| {' | '.join(map(_escape, line))} |" for line in lines)
 
 

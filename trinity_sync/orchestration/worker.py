@@ -14,7 +14,6 @@ import logging
 import math
 import os
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -66,7 +65,6 @@ from trinity_sync.orchestration.recovery.flow_runs import (
     try_tell,
 )
 from trinity_sync.orchestration.recovery.node import NodeRecovery
-from trinity_sync.orchestration.recovery.reconcile import repair_known_roots
 from trinity_sync.pipeline.pending import warn_once
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.spool import try_run_lock
@@ -340,14 +338,6 @@ class TrinitySyncWorker(
         self.start_service(partial(self._serve, self._listen))
         for work in polled:
             self.start_service(partial(self._serve, partial(self._poll, work)))
-        # a file system that hangs must delay neither saves nor the end of the worker
-        threading.Thread(target=self._repair_roots, name="repair-roots", daemon=True).start()
-
-    def _repair_roots(self) -> None:
-        try:
-            repair_known_roots(self._trinity)
-        except Exception as error:
-            logger.warning("cannot repair the roots of known jobs: %s", error)
 
     async def teardown(self, *exc_info: Any) -> None:
         """Close the connections."""

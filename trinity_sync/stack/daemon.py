@@ -11,7 +11,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,70 +106,29 @@ def lower_priority(daemon: Daemon, nice: int) -> None:
         break
 
 
-class StartupDeadline:
-    """A deadline that several services share, and the time that each of them took."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._start = time.monotonic()
-        self._durations: list[tuple[str, float]] = []
-        self.time = self._start + timeout_s
-        """The deadline, by `time.monotonic`."""
-
-    @property
-    def remaining_s(self) -> float:
-        """Seconds until the deadline, at least 0."""
-        return max(self.time - time.monotonic(), 0.0)
-
-    @contextmanager
-    def measure(self, service: str) -> Iterator[None]:
-        """Measure the time that a block waits for a service."""
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            self._durations.append((service, time.monotonic() - start))
-
-    def describe(self) -> str:
-        """Return, e.g., ``181 s since the start: the Prefect server 95 s, the Ray node 86 s``."""
-        durations = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self._durations)
-        return f"{time.monotonic() - self._start:.0f} s since the start: {durations}"
-
-
 def await_ready(
-    service: str,
-    daemon: Daemon,
-    is_ready: Callable[[], bool],
-    deadline: StartupDeadline,
-    *,
-    at_least_s: float = 0.0,
+    service: str, daemon: Daemon, is_ready: Callable[[], bool], deadline: float
 ) -> None:
-    """Poll a daemon until it is ready.
-
-    ``at_least_s`` is the minimum time for this daemon, even past the deadline. The deadline records
-    the time of the wait.
+    """Poll a daemon until it is ready; ``deadline`` is by `time.monotonic`.
 
     Raises:
         StackError: The daemon ended, or was not ready in time.
     """
-    end = max(deadline.time, time.monotonic() + at_least_s)
-    late = False
-    with deadline.measure(service):
-        while not late and not is_ready():
-            if not daemon.lives:
-                line = find_error_line(daemon)
-                raise StackError(
-                    f"{service} ended while it started"
-                    + (f": {line}. " if line else ". ")
-                    + f"Its log {daemon.log} has the rest. Correct that, and start it again."
-                )
-            late = time.monotonic() > end
-            with suppress(psutil.NoSuchProcess):
-                psutil.wait_procs([psutil.Process(daemon.pid)], POLL_S)
-    if late:
-        raise StackError(
-            f"{service} was not ready in time ({deadline.describe()}). Look into its log "
-            f"{daemon.log}, or try again with a longer time-out."
-        )
+    while not is_ready():
+        if not daemon.lives:
+            line = find_error_line(daemon)
+            raise StackError(
+                f"{service} ended while it started"
+                + (f": {line}. " if line else ". ")
+                + f"Its log {daemon.log} has the rest. Correct that, and start it again."
+            )
+        if time.monotonic() > deadline:
+            raise StackError(
+                f"{service} was not ready in time. Look into its log {daemon.log}, or try again "
+                "with a longer time-out."
+            )
+        with suppress(psutil.NoSuchProcess):
+            psutil.wait_procs([psutil.Process(daemon.pid)], POLL_S)
 
 
 def find_error_line(daemon: Daemon) -> str:

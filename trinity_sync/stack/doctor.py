@@ -40,9 +40,7 @@ REMOVES_IPC = [
 """Command that prints the setting of the running systemd-logind."""
 
 
-def run_checks(
-    settings: Settings, root: Path | None = None, *, clock: Callable[[], float] = time.time
-) -> Iterator[Check]:
+def run_checks(settings: Settings, root: Path | None = None) -> Iterator[Check]:
     """Run all checks, also those of a job if its root is given; yield each result once known."""
     state = embedded.find(settings)
     yield from _guard("settings", lambda: [_check_settings(state)])
@@ -55,7 +53,7 @@ def run_checks(
     else:
         found = f"not installed in {sys.prefix}; server, worker and Ray are not checked"
         yield Check("stack", "ok", found, 'for one: uv tool install "trinity-sync[stack]"')
-    yield from _guard("spool", lambda: _check_spool(settings.spool, clock))
+    yield from _guard("spool", lambda: _check_spool(settings.spool))
     if root is not None:
         yield from _guard("root", lambda: check_root(root, settings))
 
@@ -214,7 +212,7 @@ def _check_access(stack: StackSettings, state: StackState | None) -> Iterator[Ch
 # -------------------------------------------------------------------- shared memory
 
 
-def _check_spool(spool: Path, clock: Callable[[], float]) -> Iterator[Check]:
+def _check_spool(spool: Path) -> Iterator[Check]:
     if not spool.exists():
         good = os.access(spool.parent, os.W_OK | os.X_OK)
         todo = "" if good else "set TRINITY_SYNC_SPOOL to a writable folder in memory"
@@ -243,7 +241,7 @@ def _check_spool(spool: Path, clock: Callable[[], float]) -> Iterator[Check]:
     if check := check_logout(spool, os.getuid()):
         yield check
     jobs, refused = sort_job_spools(spool)
-    yield from (_check_tickets(job, clock) for job in jobs)
+    yield from map(_check_tickets, jobs)
     for error in refused:
         todo = "the images stay in memory until then"
         yield Check("images of another release", "fail", str(error), todo)
@@ -274,10 +272,10 @@ def check_logout(spool: Path, uid: int, lingering: Path = LINGERING) -> Check | 
     )
 
 
-def _check_tickets(job: JobSpool, clock: Callable[[], float]) -> Check:
+def _check_tickets(job: JobSpool) -> Check:
     sealed, bad = job.tickets()
     name = f"images of {job.folder.name}"
-    stale = [s.ticket for s in sealed if clock() - s.ticket.sealed_at > STALE_S]
+    stale = [s.ticket for s in sealed if time.time() - s.ticket.sealed_at > STALE_S]
     if bad:
         return Check(name, "fail", str(bad[0]), "remove that ticket")
     if sealed and (job.root is None or not job.root.is_dir()):

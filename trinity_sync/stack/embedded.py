@@ -9,6 +9,7 @@ A server or Ray cluster that is configured (``PREFECT_API_URL``,
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from trinity_sync.client.prefect_connection import hide_password
 from trinity_sync.errors import ConfigError, PrefectApiError, StackError
 from trinity_sync.settings import CONFIG, LOCAL_HOST, Settings, StackSettings, use_config_file
 from trinity_sync.stack import daemon, services
-from trinity_sync.stack.daemon import Daemon, StartupDeadline, is_own_address
+from trinity_sync.stack.daemon import Daemon, is_own_address
 from trinity_sync.stack.services import StackState, require_refusals
 from trinity_sync.stack.state_file import (
     INVITATION,
@@ -104,7 +105,7 @@ def up(
     named = "" if stack else os.environ.get(CONFIG, "")
     config = str(Path(named).absolute()) if named else ""
     stack = stack or StackSettings()
-    deadline = StartupDeadline(timeout_s)
+    deadline = time.monotonic() + timeout_s
     with lock_home(settings.home):
         before = read_state(settings.home) or StackState()
         if joining:
@@ -302,14 +303,14 @@ def _start_server_and_ray(
     return now
 
 
-def _await_server(state: StackState, deadline: StartupDeadline) -> None:
+def _await_server(state: StackState, deadline: float) -> None:
     if state.server:
         daemon.await_ready(
             "the Prefect server", state.server, lambda: services.is_server_ready(state), deadline
         )
 
 
-def _await_ray(state: StackState, deadline: StartupDeadline) -> StackState:
+def _await_ray(state: StackState, deadline: float) -> StackState:
     """Wait until the Ray node is ready, and return the stack with its address."""
     ray = state.ray
     if ray is None:
@@ -323,9 +324,7 @@ def _await_ray(state: StackState, deadline: StartupDeadline) -> StackState:
     return replace(state, ray_address=services.find_ray_address(state) or "")
 
 
-def _deploy(
-    settings: Settings, stack: StackSettings, state: StackState, deadline: StartupDeadline
-) -> None:
+def _deploy(settings: Settings, stack: StackSettings, state: StackState, deadline: float) -> None:
     """Apply the deployments in a separate process.
 
     The caller may be a user's script with other packages ``flows`` and ``tasks``, and must not
@@ -334,28 +333,26 @@ def _deploy(
     command = [sys.executable, "-m", "trinity_sync.cli", "deploy"]
     env = services.build_environment(settings, stack, state)
     try:
-        with deadline.measure("the deployments"):
-            done = subprocess.run(
-                command,
-                env=env,
-                cwd=settings.home,
-                capture_output=True,
-                text=True,
-                errors="replace",  # the output may have any bytes
-                timeout=deadline.remaining_s,
-            )
+        done = subprocess.run(
+            command,
+            env=env,
+            cwd=settings.home,
+            capture_output=True,
+            text=True,
+            errors="replace",  # the output may have any bytes
+            timeout=deadline - time.monotonic(),
+        )
     except subprocess.TimeoutExpired:
         raise StackError(
-            f"the deployments were not registered at {state.api_url} in time "
-            f"({deadline.describe()}). Look into the server's log, or try again with a longer "
-            "time-out."
+            f"the deployments were not registered at {state.api_url} in time. Look into the "
+            "server's log, or try again with a longer time-out."
         ) from None
     if done.returncode:
         raise StackError(done.stderr.strip().removeprefix("error: "))
 
 
 def _start_worker(
-    settings: Settings, stack: StackSettings, state: StackState, deadline: StartupDeadline
+    settings: Settings, stack: StackSettings, state: StackState, deadline: float
 ) -> StackState:
     def read_online() -> set[str]:
         return ask_server(settings, lambda api: api.read_workers(stack.worker.pool), state.api_url)
@@ -367,8 +364,7 @@ def _start_worker(
         "the flow worker",
         now.worker,
         lambda: bool(read_online() - before),  # each start has a new name
-        deadline,
-        at_least_s=WORKER_S,
+        max(deadline, time.monotonic() + WORKER_S),
     )
     return now
 

@@ -14,9 +14,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-import urllib.request
 from dataclasses import dataclass, replace
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -171,10 +169,10 @@ def start_server(settings: Settings, stack: StackSettings, state: StackState) ->
 def is_server_ready(state: StackState) -> bool:
     """Return whether the server is ready for requests."""
     try:
-        with urllib.request.urlopen(f"{state.api_url}/health", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except (OSError, HTTPException):  # the latter if another server uses its port
+        answer = httpx.get(f"{state.api_url}/health", timeout=5, trust_env=False)
+    except httpx.HTTPError:  # also if another server uses its port
         return False
+    return answer.status_code == 200
 
 
 def start_ray(settings: Settings, stack: StackSettings, state: StackState) -> StackState:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from errno import EPERM
 from pathlib import Path
 
 from trinity_sync.client.prefect_connection import STACK_FILE
@@ -53,11 +54,7 @@ def read_state(home: Path) -> StackState | None:
     try:
         with path.open("rb") as file:
             if not is_own(file.fileno()):
-                raise StackError(
-                    f"state file {path} is another user's, or others may write it, so it is "
-                    "not trusted. Use the stack as the user that started it, or set "
-                    "TRINITY_SYNC_HOME to a folder of your own."
-                )
+                raise PermissionError(EPERM, "it is another user's, or others may write it")
             os.fchmod(file.fileno(), 0o600)
             body = json.loads(file.read())
         for name in ("server", "ray", "worker"):
@@ -67,7 +64,7 @@ def read_state(home: Path) -> StackState | None:
         return None
     except PermissionError as error:
         raise StackError(
-            f"state file {path} cannot be read: {error.strerror}. Use the stack as the user that "
+            f"state file {path} cannot be used: {error.strerror}. Use the stack as the user that "
             "started it, or set TRINITY_SYNC_HOME to a folder of your own."
         ) from error
     except (ValueError, TypeError, KeyError) as error:

@@ -33,7 +33,6 @@ from trinity_sync.orchestration.recovery import flow_runs, node
 from trinity_sync.orchestration.recovery import reconcile as recovery
 from trinity_sync.orchestration.recovery.flow_runs import find_orphaned_saves, try_allow_eviction
 from trinity_sync.orchestration.recovery.node import NodeRecovery
-from trinity_sync.orchestration.recovery.reconcile import repair_known_roots
 from trinity_sync.orchestration.root_threads import RootVisits, run_in_thread
 from trinity_sync.orchestration.step_events import emit_step_event
 from trinity_sync.settings import Settings, StackSettings
@@ -111,28 +110,9 @@ def test_a_root_that_hangs_is_left_out_although_another_fails(job: Job, other: J
         assert calls.count(job.root) == 1
 
 
-def test_the_latest_pointer_of_another_job_is_repaired(
-    job: Job, other: Job, settings: Settings
-) -> None:
-    (other.root / POINTER).unlink()
+def test_the_other_jobs_are_known(job: Job, other: Job, settings: Settings) -> None:
     with hanging(job.root):
         assert list_known_roots(settings) == [other.root]
-        assert len(repair_known_roots(settings)) == 1
-        assert read_latest_pointer(other.root, "checkpoint") == 1
-
-
-def test_the_latest_pointer_is_repaired_if_a_root_hangs_in_mid_repair(
-    job: Job, other: Job, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "trinity_sync.orchestration.recovery.reconcile.list_known_roots",
-        lambda _: [job.root, other.root],
-    )
-    (other.root / POINTER).unlink()
-    with hanging(job.root):
-        threading.Thread(target=repair_known_roots, args=(settings,), daemon=True).start()
-        while read_latest_pointer(other.root, "checkpoint") != 1:
-            time.sleep(0.01)
 
 
 @pytest.mark.parametrize("flow", ["retention", "reconcile"])

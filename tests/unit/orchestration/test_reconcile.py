@@ -13,14 +13,13 @@ from tests.conftest import environment
 from tests.support.answers import server
 from tests.support.job import Job
 from tests.support.steps import MODEL
-from trinity_sync.catalog.database import get_catalog_url, open_catalog
+from trinity_sync.catalog.database import get_catalog_url, list_jobs, open_catalog
 from trinity_sync.catalog.mirror import is_current
 from trinity_sync.client.prefect_api import FlowRun, State
 from trinity_sync.errors import CatalogError
 from trinity_sync.layout import step_folder
 from trinity_sync.orchestration import on_node
-from trinity_sync.orchestration.job_registry import register_job
-from trinity_sync.orchestration.recovery.reconcile import GRACE_S, reconcile, repair_known_roots
+from trinity_sync.orchestration.recovery.reconcile import GRACE_S, reconcile
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import open_job_spool
@@ -141,14 +140,6 @@ def test_a_pointer_that_cannot_be_made_good_is_reported(job: Job, settings: Sett
     found = run(job, settings)
     assert {finding.state for finding in found} == {"left"}
     assert "is missing" in found[0].why
-
-
-def test_a_workers_start_moves_the_pointers_of_known_roots(job: Job, settings: Settings) -> None:
-    save(job, 1)
-    register_job(settings, job.root)
-    (job.root / "latest_checkpointed_iteration.txt").unlink()
-    assert len(repair_known_roots(settings)) == 1
-    assert read_latest_pointer(job.root, "checkpoint") == 1
 
 
 def test_temporary_files_are_removed_once_they_are_not_needed(job: Job, settings: Settings) -> None:
@@ -335,7 +326,7 @@ def test_a_corrupted_row_of_the_catalog_is_written_again(job: Job, settings: Set
         with engine.begin() as connection:
             connection.exec_driver_sql("UPDATE steps_1 SET metrics = 'abc'")
         with pytest.raises(CatalogError, match=r"corrupted: .* jobs reindex ROOT"):
-            is_current(engine, job.root)
+            list_jobs(engine)
         (found,) = reconcile(settings, [job.root], None)
         assert (found.what, found.state) == ("catalog", "repaired")
         assert is_current(engine, job.root)

@@ -1,7 +1,6 @@
 """What holds a worker up, and what it says of its trouble, without a Prefect server."""
 
 import asyncio
-import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,17 +8,13 @@ from uuid import UUID, uuid4
 
 import anyio
 import pytest
-import torch
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.responses import WorkerFlowRunResponse
 
 from tests.conftest import environment
 from tests.support.job import Job
-from trinity_sync.fs.locks import acquire_commit_lock
-from trinity_sync.orchestration.job_registry import register_job
 from trinity_sync.orchestration.worker import TrinitySyncWorker
 from trinity_sync.settings import Settings
-from trinity_sync.storage.latest_pointer import read_latest_pointer
 
 
 @pytest.fixture(autouse=True)
@@ -37,25 +32,6 @@ def settings(job: Job, tmp_path: Path) -> Iterator[Settings]:
         refresh_global_settings_context()
         yield Settings()
     refresh_global_settings_context()
-
-
-def test_a_root_that_hangs_does_not_hold_up_a_workers_start(job: Job, settings: Settings) -> None:
-    job.stage(4, {"model": {"w": torch.zeros(3)}})
-    job.commit(4)
-    pointer = job.root / "latest_checkpointed_iteration.txt"
-    pointer.unlink()
-    register_job(settings, job.root)
-
-    async def start_and_stop() -> None:
-        async with TrinitySyncWorker(work_pool_name="any"):
-            pass
-
-    with acquire_commit_lock(job.root):  # so long a commit, or a file system that is gone
-        asyncio.run(asyncio.wait_for(start_and_stop(), 60))
-    for thread in threading.enumerate():
-        if thread.name == "repair-roots":
-            thread.join()
-    assert read_latest_pointer(job.root, "checkpoint") == 4
 
 
 def test_a_spool_that_cannot_be_used_is_said_and_a_server_that_is_away_is_none(

@@ -38,7 +38,6 @@ from trinity_sync.orchestration.recovery.flow_runs import allow_eviction, find_o
 from trinity_sync.orchestration.recovery.reconcile import (
     find_busy_steps,
     reconcile,
-    repair_known_roots,
 )
 from trinity_sync.orchestration.report.collect import collect_report
 from trinity_sync.remote.download import fetch
@@ -301,13 +300,10 @@ def test_nothing_is_repaired_in_a_root_of_another_release(scene: Scene, change: 
     of_another_release(scene.identity, change)
     register_job(scene.settings, scene.job.root)
     before = content(scene.job.root)
-    for found in (
-        repair_known_roots(scene.settings),
-        reconcile(scene.settings, [scene.job.root], None),
-    ):
-        (said,) = [each for each in found if each.where == str(scene.job.root)]
-        assert said.state == "left"
-        assert re.search(upgrade(change), said.why)
+    found = reconcile(scene.settings, [scene.job.root], None)
+    (said,) = [each for each in found if each.where == str(scene.job.root)]
+    assert said.state == "left"
+    assert re.search(upgrade(change), said.why)
     assert content(scene.job.root) == before
 
 
@@ -372,7 +368,8 @@ def test_a_sweep_names_a_step_of_another_release_once_and_repairs_nothing(
     (said,) = [each.message for each in caplog.records if "cannot read the images" in each.message]
     assert re.search(upgrade(change), said)
     assert not failure_path(slot_of(scene.job, 2)).exists()
-    pointers = [each for each in repair_known_roots(scene.settings) if "pointers" in each.what]
+    found = reconcile(scene.settings, [scene.job.root], None)
+    pointers = [each for each in found if "pointers" in each.what]
     assert [each.state for each in pointers] == ["left"]
     assert re.search(upgrade(change), pointers[0].why)
     after = content(scene.job.root)

@@ -5,7 +5,6 @@ import os
 import pwd
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -22,6 +21,7 @@ from trinity_sync.cli.app import PROBLEM_FOUND
 from trinity_sync.client.prefect_connection import compute_clock_skew
 from trinity_sync.orchestration.quantities import format_bytes
 from trinity_sync.settings import Settings
+from trinity_sync.stack import doctor
 from trinity_sync.stack.doctor import Check, check_logout, check_packages, run_checks
 from trinity_sync.stack.doctor_job import check_root
 
@@ -107,14 +107,16 @@ def test_a_step_that_is_cut_is_a_warning(committed: Job) -> None:
     assert (found["steps"].state, "[9]" in found["steps"].found) == ("warn", True)
 
 
-def test_images_that_wait_for_long_and_torn_tickets_are_named(committed: Job) -> None:
+def test_images_that_wait_for_long_and_torn_tickets_are_named(
+    committed: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     committed.stage(5, {"model": {"w": torch.zeros(3)}})
     name = f"images of {committed.spool.folder.name}"
     used = format_bytes(committed.spool.bytes_used)
     found = checks(committed)[name]
     assert (found.state, found.found) == ("ok", f"{used} in memory, 1 wait to be persisted")
-    settings = Settings(home=committed.root / "none", spool=committed.spool.folder.parent)
-    later = {c.name: c for c in run_checks(settings, clock=lambda: time.time() + 3600)}
+    monkeypatch.setattr(doctor, "STALE_S", 0.0)
+    later = checks(committed)
     assert (later[name].state, "steps [5]" in later[name].found) == ("warn", True)
     (ticket,) = committed.spool.folder.glob("*.ticket")
     ticket.write_text("{")

@@ -6,7 +6,6 @@ restarted. It repairs what it can prove to be unused or incomplete, and reports 
 rest.
 """
 
-import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,11 +17,9 @@ from trinity_sync.catalog.mirror import is_current, rebuild
 from trinity_sync.client.prefect_api import UNDER_WAY, FlowRun, PrefectApi
 from trinity_sync.client.save_request import SAVE_DEPLOYMENT
 from trinity_sync.errors import (
-    CatalogError,
     TrinitySyncError,
 )
 from trinity_sync.fs.mounts import read_file_system_time
-from trinity_sync.orchestration.job_registry import list_known_roots
 from trinity_sync.orchestration.recovery.flow_runs import find_orphaned_saves
 from trinity_sync.orchestration.root_threads import OTHERS_WAIT_S, RootVisits
 from trinity_sync.settings import Settings, StackSettings
@@ -37,8 +34,6 @@ from trinity_sync.storage.gc import (
     remove_exports,
     remove_temporaries,
 )
-
-logger = logging.getLogger(__name__)
 
 GRACE_S = 3600.0
 """Minimum age in seconds of a file or slot that is removed as unused."""
@@ -64,22 +59,6 @@ def reconcile(
     root's file server.
     """
     return list(_repair_files(settings, roots, runs, grace_s))
-
-
-def repair_known_roots(settings: Settings) -> list[Finding]:
-    """Repair the latest pointers and interrupted replacements of steps, without a server.
-
-    What was repaired and what was left is also logged.
-    """
-    found = RootVisits("repair at start").visit(list_known_roots(settings), _repair_and_log)
-    return [finding for findings in found.values() for finding in findings]
-
-
-def _repair_and_log(root: Path) -> list[Finding]:
-    found = list(_repair_pointers(root))
-    for finding in found:
-        logger.warning("%s: %s %s: %s", finding.where, finding.state, finding.what, finding.why)
-    return found
 
 
 def _repair_files(
@@ -126,9 +105,16 @@ def _repair_root(
     images: set[str],
     grace_s: float,
 ) -> Iterator[Finding]:
-    yield from _repair_pointers(root)
-    if _find_refusal(root):
+    try:
+        read_identity(root)
+    except (OSError, TrinitySyncError) as error:  # of another release, or unreadable
+        yield Finding(str(root), "root", "left", str(error))
         return
+    for repair in FILE_REPAIRS:
+        try:
+            yield from repair(root)
+        except (OSError, TrinitySyncError) as error:
+            yield Finding(str(root), repair.__name__.replace("_", " "), "left", str(error))
     yield from _repair_catalog(settings, root)
     try:
         if busy is not None:
@@ -151,35 +137,14 @@ def _list_missing_exports(root: Path, busy: set[int]) -> Iterator[Finding]:
             yield Finding(str(root), f"export of {role} of step {manifest.step}", "left", why)
 
 
-def _find_refusal(root: Path) -> str:
-    """Return why a root is of another release or unreadable, so that nothing is repaired there."""
-    try:
-        read_identity(root)
-    except (OSError, TrinitySyncError) as error:
-        return str(error)
-    return ""
-
-
-def _repair_pointers(root: Path) -> Iterator[Finding]:
-    if why := _find_refusal(root):
-        yield Finding(str(root), "root", "left", why)
-        return
-    for repair in FILE_REPAIRS:
-        try:
-            yield from repair(root)
-        except (OSError, TrinitySyncError) as error:
-            yield Finding(str(root), repair.__name__.replace("_", " "), "left", str(error))
-
-
 def _repair_catalog(settings: Settings, root: Path) -> Iterator[Finding]:
     """Write the rows that a commit or a removal could not write."""
     try:
         with open_catalog(get_catalog_url(settings)) as engine:
-            with suppress(CatalogError):  # of a row that cannot be read
+            with suppress(ValueError):  # of a row that cannot be read
                 if is_current(engine, root):
                     return
             rebuild(engine, root)
-            is_current(engine, root)  # raises what was not repaired
             yield Finding(str(root), "catalog", "repaired", "it differed from the files")
     except (OSError, TrinitySyncError) as error:
         yield Finding(str(root), "catalog", "left", str(error))
