@@ -56,11 +56,6 @@ class Policy:
     terms: tuple[Term, ...] = field(compare=False)
     """What each word keeps."""
 
-    @property
-    def keeps_all(self) -> bool:
-        """Whether it keeps every step."""
-        return self == ALL
-
     def keeps(self, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
         """Return the steps to keep, each with the reasons.
 
