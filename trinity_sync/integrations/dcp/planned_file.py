@@ -47,7 +47,30 @@ ALIGNMENT = 64
 _Form = tuple[torch.dtype, torch.Size, tuple[int, ...]]
 
 
-class PlannedFile(StorageWriter):
+class NoStorage(StorageWriter):
+    """A storage of DCP that writes nothing."""
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """There is nothing to reset."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """There is nothing to set up."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Return the plans as they are."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Return False: DCP cannot choose it by a checkpoint id."""
+        return False
+
+
+class PlannedFile(NoStorage):
     """A rank's file of a folder, laid out again for each save.
 
     It is the storage for which DCP's ``save`` plans, and which lays out the file and writes
@@ -192,20 +215,10 @@ class PlannedFile(StorageWriter):
 
     # ------------------------------------------------------------ storage writer
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """There is nothing to reset."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """There is nothing to set up."""
-
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Keep this rank's plan."""
         self._local_plan = plan
         return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans as they are."""
-        return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Lay out this rank's file."""
@@ -219,11 +232,6 @@ class PlannedFile(StorageWriter):
         metadata.storage_data = {item.index: item.storage_data for of in results for item in of}
         metadata.storage_meta = StorageMeta()  # the place is that of the index
         self.metadata, self.index = metadata, pickle.dumps(metadata)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Return False: DCP cannot choose it by a checkpoint id."""
-        return False
 
 
 def reduce_flags(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[bool]:
