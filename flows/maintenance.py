@@ -28,7 +28,7 @@ from trinity_sync.orchestration.quantities import (
 from trinity_sync.orchestration.recovery.reconcile import GRACE_S
 from trinity_sync.orchestration.root_threads import run_in_thread
 from trinity_sync.orchestration.step_events import emit_step_event
-from trinity_sync.retention.planner import RemovalPlan
+from trinity_sync.retention.removal import RemovalPlan
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.storage.gc import Finding

@@ -23,9 +23,9 @@ from tests.support.job import Job
 from tests.support.leases import HeldLease, acquire_lease
 from trinity_sync.errors import SaveError, StepInUseError, SupersededError
 from trinity_sync.layout import KINDS, SERVES_AS, Kind
-from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import parse_policy
-from trinity_sync.retention.prune import list_step_infos, prune
+from trinity_sync.retention.prune import plan_prune, prune
+from trinity_sync.retention.removal import Rules
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.discovery import find_newest, iter_committed_steps, require_committed
 from trinity_sync.storage.gc import FILE_REPAIRS
@@ -188,7 +188,7 @@ class Histories(RuleBasedStateMachine):
 
     def _retain(self, last: int, every: int, syncs: int) -> None:
         rules = Rules(parse_policy(f"last={last},every={every}"), parse_policy(f"last={syncs}"))
-        made = plan_removals(list_step_infos(self.job.root), rules, now=0)
+        made = plan_prune(self.job.root, rules, now=0)
         prune(self.job.root, made, spool=self.folder / "spool")
 
     def _by_age(self, sort: Kind) -> list[int]:

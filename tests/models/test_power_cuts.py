@@ -35,10 +35,10 @@ from trinity_sync.remote import download, remote_root
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.prune import prune_remote
 from trinity_sync.remote.upload import replicate
-from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import ALL, parse_policy
-from trinity_sync.retention.prune import list_step_infos
+from trinity_sync.retention.prune import plan_prune
 from trinity_sync.retention.prune import prune as prune_root
+from trinity_sync.retention.removal import Rules
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage import block_reuse, pins, replace
 from trinity_sync.storage import manifest as manifest_files
@@ -111,7 +111,7 @@ def save(job: Job, step: int, value: float, *, kind: Kind = "checkpoint", run: i
 
 def prune(job: Job) -> None:
     rules = Rules(parse_policy("last=1"), parse_policy("last=1"))
-    prune_root(job.root, plan_removals(list_step_infos(job.root), rules, now=0))
+    prune_root(job.root, plan_prune(job.root, rules, now=0))
 
 
 def a_whole_life(job: Job) -> Iterator[str]:

@@ -67,9 +67,9 @@ from trinity_sync.errors import (
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX
 from trinity_sync.fs.records import encode_body
 from trinity_sync.layout import SPOOL_FORMAT
-from trinity_sync.retention.planner import Rules
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import plan_prune, prune
+from trinity_sync.retention.removal import Rules
 from trinity_sync.settings import Settings
 from trinity_sync.storage import manifest
 from trinity_sync.storage import runs as living_run

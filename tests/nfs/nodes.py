@@ -33,9 +33,9 @@ from trinity_sync.fs.locks import acquire_commit_lock, acquire_file_lock
 from trinity_sync.integrations.verl.fsdp.state_dict import check_loadable
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.upload import replicate
-from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import parse_policy
-from trinity_sync.retention.prune import list_step_infos, prune
+from trinity_sync.retention.prune import plan_prune, prune
+from trinity_sync.retention.removal import Rules
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import open_job_spool
@@ -96,7 +96,7 @@ def keep_last(number: int) -> Rules:
 
 
 def removed_by(root: Path, rules: Rules) -> list[int]:
-    done = prune(root, plan_removals(list_step_infos(root), rules, time.time()))
+    done = prune(root, plan_prune(root, rules, time.time()))
     return [each.step for each in done.removed]
 
 
@@ -266,7 +266,7 @@ def test_the_first_claim_of_a_job_is_seen_by_a_node_that_had_found_none(
         commit_files(root, step)
     with acquire_commit_lock(root), acquire_removal_lock(root):
         pass  # their files are known here
-    planned = plan_removals(list_step_infos(root), keep_last(1), time.time())
+    planned = plan_prune(root, keep_last(1), time.time())
     other.call(claim, root, 1)
     assert [each.step for each in prune(root, planned).removed] == [2]
 
@@ -435,7 +435,7 @@ def test_a_step_that_the_other_node_has_committed_again_is_not_removed_by_an_old
     open_run(root, "old", 0)
     for step in (1, 2, 3):
         commit_files(root, step)
-    old = plan_removals(list_step_infos(root), keep_last(1), time.time())
+    old = plan_prune(root, keep_last(1), time.time())
     look_at(root)
     run = other.call(open_run, root, "new", 0).number
     theirs = other.call(partial(write_shard, run=run), root, spool_folder, 2, 2.0)
@@ -578,7 +578,7 @@ def test_a_node_that_was_cut_off_in_a_removal_leaves_a_step_that_was_leased_sinc
     receipt = gate.read_text()
     gate.unlink()
     os.mkfifo(gate)
-    planned = plan_removals(list_step_infos(root), keep_last(1), time.time())
+    planned = plan_prune(root, keep_last(1), time.time())
     cut_off.begin(partial(prune, spool=spool_folder), root, planned)
     with gate.open("w") as file:
         cut_off.network("down")

@@ -15,7 +15,7 @@ from trinity_sync.errors import TrinitySyncError
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.save_id import Origin, SaveId
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.snapshot.stager import Staged, StagePlan, Stager, pack_folder
+from trinity_sync.snapshot.stager import Staged, StagePlan, Stager, pack, read_folder
 from trinity_sync.storage.commit import commit, free_committed_slots
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.persist import WriteOptions, persist
@@ -92,7 +92,7 @@ class Job:
         also: tuple[str, ...] = (),
         **other: Any,
     ) -> Staged:
-        packed = pack_folder(metadata) if metadata else None
+        packed = pack(read_folder(metadata)) if metadata else None
         origin = self.origin(step, rank=rank, **other)
         places = group_by_node([(socket.gethostname(), str(self.spool.folder))] * self.world_size)
         write_placement(self.root, origin.run, origin.run_key, origin.role, places)

@@ -39,8 +39,8 @@ from trinity_sync.integrations.huggingface_state import (
 )
 from trinity_sync.integrations.trainer_saves import BEST
 from trinity_sync.layout import steps_on_disk
-from trinity_sync.retention.planner import Rules
 from trinity_sync.retention.prune import plan_prune, prune
+from trinity_sync.retention.removal import Rules
 from trinity_sync.storage.discovery import list_known_runs
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.manifest import read_manifest, read_run_number

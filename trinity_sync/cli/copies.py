@@ -63,8 +63,8 @@ def push(
     """Copy a committed step to a remote, its manifest last. Safe to run again."""
     from trinity_sync.remote.prune import prune_remote
     from trinity_sync.remote.upload import replicate
-    from trinity_sync.retention.planner import Rules
     from trinity_sync.retention.policies import parse_policy
+    from trinity_sync.retention.removal import Rules
 
     number = resolve_step_argument(root, step)
     url = url or _find_remote(root)

@@ -31,7 +31,7 @@ from trinity_sync.layout import parse_number
 from trinity_sync.orchestration.quantities import format_bytes
 
 if TYPE_CHECKING:
-    from trinity_sync.retention.planner import RemovalPlan
+    from trinity_sync.retention.removal import RemovalPlan
 
 
 @app.command(
@@ -62,9 +62,9 @@ def prune(
     output: Output = "table",
 ) -> None:
     """Remove steps that no policy, pin, tag, lease or latest pointer keeps."""
-    from trinity_sync.retention.planner import Rules
     from trinity_sync.retention.prune import plan_prune
     from trinity_sync.retention.prune import prune as prune_root
+    from trinity_sync.retention.removal import Rules
     from trinity_sync.settings import StackSettings
     from trinity_sync.storage.job_settings import read_job_settings
 

@@ -1,7 +1,8 @@
 """Run work that succeeds on all ranks of the default process group, or raises on all of them.
 
 If only the rank that reads a corrupted file raised, the others would hang in the next collective.
-So the ranks exchange their errors, and all of them raise or none does.
+So the ranks exchange their errors, and all of them raise or none does. Without a process group
+there is one rank.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,8 @@ def run_on_all_ranks(what: Path, work: Callable[[], T]) -> T:
         TrinitySyncError: on all ranks: the error of the first rank on which it failed.
         CommitError: likewise, if that error is not a `TrinitySyncError`.
     """
+    if not _has_group():
+        return work()
     mine: TrinitySyncError | None = None
     cause: Exception | None = None
     try:
@@ -64,6 +67,8 @@ def broadcast_from_rank_0(what: Path, work: Callable[[], T]) -> T:
     Raises:
         TrinitySyncError: as in `run_on_all_ranks`.
     """
+    if not _has_group():
+        return work()
     found = run_on_all_ranks(what, lambda: work() if dist.get_rank() == 0 else None)
     result = [found]
     dist.broadcast_object_list(result, src=0)
@@ -75,11 +80,12 @@ def lease_on_rank_0(root: Path, step: int) -> Iterator[Manifest]:
     """Lease a committed step for all ranks within the block, and yield its manifest.
 
     Rank 0 alone acquires the lease and looks at all files of the step, and tells the others. A
-    rank looks at the files that it reads, and nothing else. The beginning of the block is a
-    collective call; let its end be one as well, so that rank 0 leaves it when all ranks have read.
+    rank looks at the files that it reads, and nothing else. Beginning and end of the block are
+    collective calls: rank 0 leaves it when all ranks have read.
 
     Raises:
         TrinitySyncError: on all ranks: the step is not committed, or corrupted.
+        CommitError: at the end of the block, on all ranks: another run has replaced the step.
     """
     folder = step_folder(root, step)
     with ExitStack() as leased:
@@ -89,6 +95,7 @@ def lease_on_rank_0(root: Path, step: int) -> Iterator[Manifest]:
         revalidate_folder(root)  # another node may have committed the step just now
         revalidate_folder(folder)
         yield manifest
+        broadcast_from_rank_0(folder, lambda: require_unreplaced(root, manifest))
 
 
 def open_on_all_ranks(
@@ -103,22 +110,21 @@ def open_on_all_ranks(
         CommitError: on all ranks: a file is corrupted, cannot be read, or may be another user's and
             would be unpickled; or the step was replaced.
     """
-    grouped = dist.is_available() and dist.is_initialized()
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if _has_group() else (0, 1)
     folder, files = step_folder(root, manifest.step), OpenFiles(root, manifest)
 
     def check() -> None:
         files.open(records, unpickled=unpickled)
         files.compare(sorted(records, key=lambda record: record.nbytes)[rank::world_size])
 
-    def check_step() -> None:
-        if rank == 0:
-            require_unreplaced(root, manifest)
-
     try:
-        for work in (check, check_step):
-            run_on_all_ranks(folder, work) if grouped else work()
+        run_on_all_ranks(folder, check)
+        broadcast_from_rank_0(folder, lambda: require_unreplaced(root, manifest))
     except BaseException:
         files.close()
         raise
     return files
+
+
+def _has_group() -> bool:
+    return dist.is_available() and dist.is_initialized()

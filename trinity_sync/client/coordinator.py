@@ -409,7 +409,7 @@ class CheckpointCoordinator:
         *,
         role: str = "actor",
         kind: Kind = "checkpoint",
-        metadata: str | Path | None = None,
+        metadata: str | Path | Mapping[str, bytes] | None = None,
         overlap: bool = False,
         keep: int = 0,
         export: Export = "",
@@ -429,8 +429,9 @@ class CheckpointCoordinator:
                 and DTensors.
             role: role of the states; they become files in ``global_step_{step}/{role}/``.
             kind: ``checkpoint`` for all components, ``state_dict`` for the weights of a sync.
-            metadata: folder of small files to commit with the shards; only rank 0's is used. It is
-                read once: pass a new folder when its content has changed.
+            metadata: small files to commit with the shards, by path below the role's folder, or a
+                folder of them; only rank 0's are used. A folder is read once: pass a new one when
+                its content has changed.
             overlap: return before large tensors are copied; a thread copies them during the next
                 forward and backward pass. They must not change before `wait_staged`, which
                 `wait_staged_before` calls, and the save is not submitted until then. A detected

@@ -31,7 +31,7 @@ from trinity_sync.snapshot.stager import (
     StagePlan,
     Stager,
     pack,
-    pack_folder,
+    read_folder,
 )
 from trinity_sync.snapshot.ticket import VersionTag
 from trinity_sync.storage.manifest import is_own_file
@@ -74,7 +74,8 @@ class StateSaver:
         self._submitted: dict[tuple[str, int, Kind], Origin] = {}
         self._uploaded: dict[str, int] = {}
         """Newest step that was published, by role."""
-        self._packed: dict[Path, bytes] = {}
+        self._packed: tuple[Path | Mapping[str, bytes] | None, bytes | None] = None, None
+        """Metadata of the save before, and the same packed."""
         self._failures: list[str] = []
         self._background: ThreadPoolExecutor | None = None
         self._overlapping: Future[Staged] | None = None
@@ -267,10 +268,12 @@ class StateSaver:
             self._stager.close()
 
     def _pack(self, metadata: str | Path | Mapping[str, bytes]) -> bytes | None:
-        if isinstance(metadata, Mapping):
-            return pack(metadata)
-        packed = self._packed.get(Path(metadata)) or pack_folder(Path(metadata))
-        self._packed = {Path(metadata): packed} if packed else {}
+        given = dict(metadata) if isinstance(metadata, Mapping) else Path(metadata)
+        before, packed = self._packed
+        if packed is None or before != given:
+            files = read_folder(given) if isinstance(given, Path) else given
+            packed = pack(files) if files else None
+            self._packed = given, packed
         return packed
 
     def _publish(self, origin: Origin) -> VersionTag | None:

@@ -47,6 +47,7 @@ from trinity_sync.fs.direct_io import OnProgress, digest_cached_file, no_progres
 from trinity_sync.layout import check_name, shard_file, step_folder
 from trinity_sync.snapshot.job_identity import open_identity
 from trinity_sync.snapshot.save_id import SaveId
+from trinity_sync.snapshot.stager import read_folder
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.discovery import list_shards, require_unreplaced
 from trinity_sync.storage.leases import lease_to_read
@@ -342,8 +343,7 @@ def _write(save: SaveId, record: FileRecord, content: Any, components: tuple[str
 def _read_metadata_files(folder: Path) -> dict[str, bytes]:
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder with fsdp_config.json and huggingface/")
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(files)}
+    return read_folder(folder)
 
 
 def _remove_uncommitted(save: SaveId, written: Sequence[Written]) -> None:

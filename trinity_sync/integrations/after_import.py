@@ -1,11 +1,12 @@
-"""Patch names of a library's modules right after each module is imported.
+"""Patch a library: names of its modules once they are imported, attributes within a block.
 
 A switch names the patch for each module. It imports none of them: a module that is imported already
 is patched at once, others when they are imported.
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -36,6 +37,22 @@ def rebind(module: ModuleType, name: str, new: Any, *, within: Sequence[str]) ->
     for other in [each for key, each in list(sys.modules.items()) if key.startswith(packages)]:
         if getattr(other, "__dict__", {}).get(name) is old:
             setattr(other, name, new)
+
+
+@contextmanager
+def replace_attributes(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Replace attributes of an object or a class within the block."""
+    own = {name: value for name, value in vars(owner).items() if name in attributes}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            if name in own:
+                setattr(owner, name, own[name])
+            else:  # of its class
+                delattr(owner, name)
 
 
 def _apply(patch: Patch, module: ModuleType) -> None:

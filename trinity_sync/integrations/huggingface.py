@@ -15,20 +15,19 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from trinity_sync.adapter import PRIVATE_FOLDER, OpenFiles, make_run_key
+from trinity_sync.adapter import PRIVATE_FOLDER, make_run_key
 from trinity_sync.errors import CommitError, ConfigError, TrinitySyncError, from_extra
 from trinity_sync.integrations.huggingface_state import (
     FSDP,
     collect_files,
-    collect_replicated,
-    collect_sharded,
+    collect_states,
     has_own_embeddings,
     is_adapted,
     list_lost_methods,
@@ -75,14 +74,14 @@ class TrinitySyncCallback(TrainerCallback):
         """Whether embeddings are saved with an adapter; None until a training has begun."""
         self._loaded: int | None = None
         """Step that `Trainer` has loaded for the training that begins next."""
-        self._opened: tuple[OpenFiles, Path] | None = None
-        """The files in the folder that was made last, and that folder."""
-        self._linked: Path | None = None
-        """Link to that folder where callbacks look for what `Trainer` has saved, on rank 0."""
+        self._opened = ExitStack()
+        """Removes the folder that was made last, and the link to it, and closes its files."""
+        self._made: Path | None = None
+        """That folder, until it is removed."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without that of a training, for `pickle` and `copy`."""
-        return {**vars(self), "_saves": None, "_opened": None, "_linked": None}
+        return {**vars(self), "_saves": None, "_opened": ExitStack(), "_made": None}
 
     def latest(self, *, settle_s: float = 60.0) -> str | None:
         """Return a folder to resume from the newest committed step; None if there is none.
@@ -147,10 +146,11 @@ class TrinitySyncCallback(TrainerCallback):
             best = self.find_own_step(state.best_model_checkpoint)
             if best is not None:
                 saves.keep_best(best, is_next=best == step)
-        collect = collect_sharded if saves.is_sharded else collect_replicated
         keep = max(trainer.args.save_total_limit or 0, 0)  # a negative limit is none
-        embeddings = self._decide_embeddings(trainer.model)
-        saves.save(step, lambda: (collect(trainer, embeddings), collect_files(trainer)), keep=keep)
+        how = {"sharded": saves.is_sharded, "embeddings": self._decide_embeddings(trainer.model)}
+        saves.save(
+            step, lambda: (collect_states(trainer, **how), collect_files(trainer)), keep=keep
+        )
         logged_at, logged = self._logged
         saves.record_metrics(logged_at, logged)
         if any(map(reads_checkpoints, trainer.callback_handler.callbacks)):
@@ -176,7 +176,7 @@ class TrinitySyncCallback(TrainerCallback):
 
         The path is absolute.
         """
-        own = {self._folder_of(0).parent, *([self._opened[1].parent] if self._opened else [])}
+        own = {self._folder_of(0).parent, *([self._made.parent] if self._made else [])}
         return _step_of(folder) if folder and Path(folder).parent in own else None
 
     def load_best(self, trainer: Any) -> bool:
@@ -300,9 +300,9 @@ class TrinitySyncCallback(TrainerCallback):
             names = name_files(manifest, {*attached}) | attached
             files = saves.open_files(manifest, names.values())
         self._close_files()
-        folder = files.make_folder(str(self._folder_of(step).relative_to(self.root)), names)
-        self._opened = files, folder
-        return folder
+        self._opened.enter_context(files)
+        self._made = files.make_folder(str(self._folder_of(step).relative_to(self.root)), names)
+        return self._made
 
     def _link(self, output: Path, folder: Path) -> None:
         """Link a folder as ``checkpoint-N``, until the end of the next step."""
@@ -311,15 +311,11 @@ class TrinitySyncCallback(TrainerCallback):
         if link.is_symlink():  # of a training that was killed
             link.unlink()
         link.symlink_to(folder)
-        self._linked = link
+        self._opened.callback(link.unlink, missing_ok=True)
 
     def _close_files(self) -> None:
-        if self._linked:
-            self._linked.unlink(missing_ok=True)
-            self._linked = None
-        if self._opened:
-            self._opened[0].close()
-            self._opened = None
+        self._opened.close()
+        self._made = None
 
     def _folder_of(self, step: int) -> Path:
         return self.root / PRIVATE_FOLDER / _FOLDER / f"checkpoint-{step}"

@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from trinity_sync.adapter import Manifest, shard_file
 from trinity_sync.errors import ConfigError, from_extra
+from trinity_sync.integrations.after_import import replace_attributes
+from trinity_sync.integrations.trainer_saves import MEMORY
 
 with from_extra("hf"):
     from transformers import Trainer
@@ -25,7 +27,7 @@ with from_extra("hf"):
         SCHEDULER_NAME,
         TRAINER_STATE_NAME,
     )
-    from transformers.trainer_callback import ExportableState
+    from transformers.trainer_callback import ExportableState, TrainerState
     from transformers.trainer_utils import HubStrategy
     from transformers.utils import (
         ADAPTER_CONFIG_NAME,
@@ -45,8 +47,6 @@ logger = logging.getLogger(__name__)
 
 FSDP = DistributedType.FSDP
 
-_WRITERS = ("save_model", "_save", "_save_optimizer_and_scheduler")
-"""Methods of `Trainer` whose overrides may add small files."""
 _LARGE = frozenset(
     (
         OPTIMIZER_NAME,
@@ -59,9 +59,6 @@ _LARGE = frozenset(
     )
 )
 """Names of files that hold what is staged, or an index of them."""
-
-MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
-"""Where `Trainer` writes its small files in the training thread, which must not wait for a disk."""
 
 
 def list_unsupported(args: Any, model: torch.nn.Module) -> list[str]:
@@ -104,21 +101,19 @@ def reads_checkpoints(callback: Any) -> bool:
     return models or bool(getattr(callback, "_log_checkpoints", None))
 
 
-def collect_replicated(trainer: Any, embeddings: bool = False) -> dict[str, Any]:
-    """Return model and optimizer of a trainer, of which each rank has all; of PEFT the adapter."""
-    model = trainer.model
-    weights = get_adapter_state(model, embeddings) if is_adapted(model) else model.state_dict()
-    return {"model": weights, "optim": trainer.optimizer.state_dict()}
+def collect_states(trainer: Any, *, sharded: bool, embeddings: bool) -> dict[str, Any]:
+    """Return model and optimizer of a trainer, of which each rank has all; of PEFT the adapter.
 
-
-def collect_sharded(trainer: Any, embeddings: bool = False) -> dict[str, Any]:
-    """Return this rank's shards of model and optimizer under FSDP2, with Accelerate's names."""
-    model = trainer.model
+    Under FSDP2 they are this rank's shards, with Accelerate's names.
+    """
+    model, optimizer = trainer.model, trainer.optimizer
     if is_adapted(model):
         weights = get_adapter_state(model, embeddings)
     else:
-        weights = get_model_state_dict(model)
-    return {"model": weights, "optimizer": get_optimizer_state_dict(model, trainer.optimizer)}
+        weights = get_model_state_dict(model) if sharded else model.state_dict()
+    if sharded:
+        return {"model": weights, "optimizer": get_optimizer_state_dict(model, optimizer)}
+    return {"model": weights, "optim": optimizer.state_dict()}
 
 
 def collect_files(trainer: Any) -> dict[str, bytes]:
@@ -131,7 +126,7 @@ def collect_files(trainer: Any) -> dict[str, bytes]:
         ConfigError: a subclass writes a folder, or a file that holds weights or the optimizer.
     """
     with TemporaryDirectory(dir=MEMORY) as folder:
-        with _small_files_only():
+        with replace_attributes(Trainer, **_WRITERS):
             if list_overridden(trainer, "save_model", "_save"):
                 trainer.save_model(folder, _internal_call=True)
             trainer._save_optimizer_and_scheduler(folder)
@@ -145,7 +140,10 @@ def collect_files(trainer: Any) -> dict[str, bytes]:
         trainer._save_rng_state(folder)
         trainer._save_scaler(folder)
         if trainer.args.process_index == 0:
-            trainer.state.stateful_callbacks.update(export_callbacks(trainer))
+            callbacks = [*trainer.callback_handler.callbacks, trainer.control]
+            exported = [each for each in callbacks if isinstance(each, ExportableState)]
+            states: Any = TrainerState(stateful_callbacks=exported).stateful_callbacks
+            trainer.state.stateful_callbacks.update(states)
             trainer.state.save_to_json(str(Path(folder) / TRAINER_STATE_NAME))
             if is_adapted(trainer.model):
                 trainer.model.peft_config[trainer.model.active_adapter].save_pretrained(folder)
@@ -158,48 +156,27 @@ def list_overridden(trainer: Any, *names: str) -> list[str]:
     return [n for n in names if n in own or getattr(type(trainer), n) is not getattr(Trainer, n)]
 
 
-@contextmanager
-def _small_files_only() -> Iterator[None]:
-    """Have `Trainer`'s own methods write no weights and no optimizer within the block.
-
-    These are staged. The methods of a subclass that call them write what they add.
-    """
-
-    def save_model(
-        trainer: Any, output_dir: str | None = None, _internal_call: bool = False
-    ) -> None:
-        if trainer.args.should_save:
-            trainer._save(output_dir)
-
-    def save(trainer: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Write nothing."""
-
-    def save_optimizer_and_scheduler(trainer: Any, output_dir: str) -> None:
-        if trainer.args.should_save:
-            torch.save(trainer.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
-
-    replaced = {
-        "save_model": save_model,
-        "_save": save,
-        "_save_optimizer_and_scheduler": save_optimizer_and_scheduler,
-    }
-    before = {name: getattr(Trainer, name) for name in replaced}
-    for name, method in replaced.items():
-        setattr(Trainer, name, method)
-    try:
-        yield
-    finally:
-        for name, method in before.items():
-            setattr(Trainer, name, method)
+def _save_model(trainer: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    if trainer.args.should_save:
+        trainer._save(output_dir)
 
 
-def export_callbacks(trainer: Any) -> dict[str, Any]:
-    """Return the states of a trainer's callbacks by class, several of a class as a list."""
-    states: dict[str, list[Any]] = {}
-    for each in [*trainer.callback_handler.callbacks, trainer.control]:
-        if isinstance(each, ExportableState):
-            states.setdefault(type(each).__name__, []).append(each.state())
-    return {name: of if len(of) > 1 else of[0] for name, of in states.items()}
+def _save(trainer: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
+    """Write nothing."""
+
+
+def _save_optimizer_and_scheduler(trainer: Any, output_dir: str) -> None:
+    if trainer.args.should_save:
+        torch.save(trainer.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+
+_WRITERS: dict[str, Any] = {
+    "save_model": _save_model,
+    "_save": _save,
+    "_save_optimizer_and_scheduler": _save_optimizer_and_scheduler,
+}
+"""In the place of `Trainer`'s methods, which write no weights and no optimizer then: these are
+staged. The methods of a subclass that call them write what they add."""
 
 
 def name_files(manifest: Manifest, attached: set[str]) -> dict[str, str]:
@@ -297,13 +274,10 @@ def has_own_embeddings(model: torch.nn.Module) -> bool:
 def load_shards(trainer: Any) -> Iterator[None]:
     """Have `Trainer` load shards under FSDP within the block, whatever it would save itself."""
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    names = ("state_dict_type", "state_dict_config", "optim_state_dict_config")
-    before = {name: getattr(plugin, name) for name in names} if plugin else {}
-    if plugin:
-        plugin.state_dict_config = plugin.optim_state_dict_config = None
-        plugin.set_state_dict_type("SHARDED_STATE_DICT")
-    try:
+    if plugin is None:
         yield
-    finally:
-        for name, value in before.items():
-            setattr(plugin, name, value)
+        return
+    names = ("state_dict_type", "state_dict_config", "optim_state_dict_config")
+    with replace_attributes(plugin, **dict.fromkeys(names)):
+        plugin.set_state_dict_type("SHARDED_STATE_DICT")
+        yield

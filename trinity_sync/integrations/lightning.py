@@ -11,15 +11,16 @@ in which Lightning's weight averaging replaces the weights.
 """
 
 import io
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trinity_sync.adapter import MANIFEST, Manifest, require_unreplaced, step_folder, step_of_folder
+from trinity_sync.adapter import MANIFEST, Manifest, step_folder, step_of_folder
 from trinity_sync.errors import ConfigError, from_extra
+from trinity_sync.integrations.after_import import replace_attributes
 from trinity_sync.integrations.trainer_saves import (
     TrainerSaves,
     get_rng_state,
@@ -29,8 +30,7 @@ from trinity_sync.integrations.trainer_saves import (
 
 with from_extra("lightning"):
     import lightning
-    from lightning.fabric.utilities.cloud_io import get_filesystem
-    from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+    from lightning.pytorch.callbacks import Callback, ModelCheckpoint
     from lightning.pytorch.strategies import (
         DDPStrategy,
         ModelParallelStrategy,
@@ -157,11 +157,10 @@ class TrinitySyncCallback(ModelCheckpoint):
             SaveFailedError: a save failed, on all ranks.
         """
         if self._saves is not None:
-            saves, self._saves = self._saves, None
             try:
-                saves.wait_all()
+                self._saves.wait_all()
             finally:
-                saves.close()
+                self._close()
             self.best_model_path = str(step_folder(self._root, self._saved))
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -303,10 +302,10 @@ class TrinitySyncCallback(ModelCheckpoint):
             return {**states["extra_state"], **loaded}
         shards = [record.path for record in manifest.files if record.path.startswith("actor/")]
         names = {Path(path).name: path for path in shards} | list_attachments(manifest)
-        with saves.open_files(manifest, names.values()) as files, _on_own_path(trainer.strategy):
-            loaded = read(files.make_folder("checkpoint", names))
-            saves.run_on_rank_0(lambda: require_unreplaced(saves.root, manifest))
-            return loaded
+        # the strategy would have all ranks load from the path of rank 0
+        own_path = replace_attributes(trainer.strategy, broadcast=lambda value, src=0: value)
+        with saves.open_files(manifest, names.values()) as files, own_path:
+            return read(files.make_folder("checkpoint", names))
 
     def _get_saves(self, strategy: Any) -> TrainerSaves:
         if self._saves is None:
@@ -358,29 +357,16 @@ def _ends_within_epoch(trainer: Any) -> bool:
     return (stops or reached) and not loop.epoch_loop.batch_progress.is_last_batch
 
 
-def _find_other(trainer: Any) -> str | None:
-    """Return the checkpoint that Lightning takes for the last one without this callback."""
-    found: set[str] = set()
-    for callback in trainer.callbacks:
-        if isinstance(callback, OnExceptionCheckpoint):
-            found.add(callback.ckpt_path)
-        elif isinstance(callback, ModelCheckpoint) and not isinstance(
-            callback, TrinitySyncCallback
-        ):
-            found |= callback._find_last_checkpoints(trainer)
-    files = {path: get_filesystem(path) for path in found}
-    times = {path: files[path].modified(path) for path in found if files[path].exists(path)}
-    return max(times, key=lambda path: times[path], default=None)
+def _find_other(trainer: Any) -> Any:
+    """Return the checkpoint that Lightning takes for the last one without this callback, or None.
 
-
-@contextmanager
-def _on_own_path(strategy: Any) -> Iterator[None]:
-    """Let each rank load from a path of its own: the strategy would load from that of rank 0."""
-    strategy.broadcast = lambda value, src=0: value
-    try:
-        yield
-    finally:
-        del strategy.broadcast
+    It would warn that there is none.
+    """
+    select = trainer._checkpoint_connector._parse_ckpt_path
+    hidden = replace_attributes(TrinitySyncCallback, _find_last_checkpoints=lambda *_: set())
+    with hidden, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return select(trainer.state.fn, "last", model_provided=True, model_connected=True)
 
 
 class _NothingToLoad(dict[str, Any]):

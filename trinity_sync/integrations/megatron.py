@@ -25,11 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trinity_sync.client.collective import (
-    broadcast_from_rank_0,
-    lease_on_rank_0,
-    open_on_all_ranks,
-)
+from trinity_sync.client.collective import lease_on_rank_0, open_on_all_ranks
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.save_handle import SaveHandle
 from trinity_sync.client.savers import DcpFolders
@@ -39,9 +35,8 @@ from trinity_sync.integrations.dcp.planned_file import (
     make_planning_group,
     reduce_flags,
 )
-from trinity_sync.layout import check_name, step_folder
+from trinity_sync.layout import check_name
 from trinity_sync.snapshot.image import LaidOut
-from trinity_sync.storage.discovery import require_unreplaced
 
 with from_extra("megatron"):
     from megatron.core.dist_checkpointing.core import (
@@ -329,4 +324,3 @@ def open_checked(root: Path, step: int, role: str) -> Iterator[Path]:
             yield files.make_folder(
                 role, {record.path.removeprefix(f"{role}/"): record.path for record in records}
             )
-        broadcast_from_rank_0(step_folder(root, step), lambda: require_unreplaced(root, manifest))

@@ -29,7 +29,6 @@ from trinity_sync.adapter import (
     OpenFiles,
     broadcast_from_rank_0,
     lease_on_rank_0,
-    lease_to_read,
     load_states,
     open_on_all_ranks,
     read_manifest,
@@ -45,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
+"""Where a library writes small files: neither a slow nor a full disk concerns a training."""
 WAIT_S = 20.0
 """Seconds for which ranks wait for commits between two collective calls, which have a timeout."""
 
@@ -232,14 +233,10 @@ class TrainerSaves:
         """Lease a step within the block, and yield its manifest.
 
         Raises:
-            CommitError: the step is not committed, or corrupted.
+            CommitError: the step is not committed, is corrupted or replaced meanwhile.
             ConfigError: its state is sharded and this trainer's is not, or the other way round.
         """
-        if self.world_size > 1:
-            leased = lease_on_rank_0(self.root, step)
-        else:
-            leased = lease_to_read(self.root, step, "a trainer")
-        with leased as manifest:
+        with lease_on_rank_0(self.root, step) as manifest:
             sharded = any(record.component == "dcp" for record in manifest.files)
             if sharded != self.is_sharded:
                 kinds = {True: "a sharded state (FSDP)", False: "a replicated state"}

@@ -5,11 +5,10 @@ mixin replaces the two calls that need NCCL: nothing joins a communicator, and a
 weights by `TrinitySyncCallback`, then makes the server load them. Generation stays TRL's.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from trinity_sync.errors import ConfigError, from_extra
+from trinity_sync.integrations.after_import import replace_attributes
 from trinity_sync.integrations.huggingface import TrinitySyncCallback
 from trinity_sync.integrations.huggingface_state import is_adapted
 from trinity_sync.integrations.vllm import VLLMUpdater
@@ -42,7 +41,7 @@ class VLLMSyncMixin:
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with _no_communicator():
+        with replace_attributes(VLLMClient, init_communicator=_require_backend):
             super().__init__(*args, **kwargs)
         trainer: Any = self
         if not trainer.use_vllm or trainer.vllm_mode != "server":
@@ -67,18 +66,8 @@ class VLLMSyncMixin:
         generation.sync_weights = sync_weights
 
 
-@contextmanager
-def _no_communicator() -> Iterator[None]:
-    """Make TRL's client look at the server's back end, where it would join NCCL's communicator."""
-    before = VLLMClient.init_communicator
-    VLLMClient.init_communicator = _require_backend
-    try:
-        yield
-    finally:
-        VLLMClient.init_communicator = before
-
-
 def _require_backend(client: Any, device: Any = None) -> None:
+    """Look at the server's back end, where TRL's client would join NCCL's communicator."""
     config = client.get_server_info()["weight_transfer_config"] or {}
     if (found := config.get("backend")) != BACKEND:
         raise ConfigError(

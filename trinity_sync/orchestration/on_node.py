@@ -33,9 +33,9 @@ from trinity_sync.orchestration.root_threads import OTHERS_WAIT_S, RootVisits
 from trinity_sync.orchestration.run_page import describe_commit, summarize_commit
 from trinity_sync.pipeline import save as pipeline
 from trinity_sync.pipeline.save import NodeWriting, Share
-from trinity_sync.retention.planner import RemovalPlan, Rules
 from trinity_sync.retention.prune import plan_prune
 from trinity_sync.retention.prune import prune as prune_root
+from trinity_sync.retention.removal import RemovalPlan, Rules
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.storage.gc import Finding
 from trinity_sync.storage.job_settings import read_job_settings

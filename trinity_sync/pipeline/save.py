@@ -24,8 +24,8 @@ from trinity_sync.pipeline.several_nodes import (
     remove_node_records,
     write_node_record,
 )
-from trinity_sync.retention.planner import RemovalPlan, Rules
 from trinity_sync.retention.prune import plan_prune, prune
+from trinity_sync.retention.removal import RemovalPlan, Rules
 from trinity_sync.settings import StackSettings
 from trinity_sync.snapshot.spool import get_job_spool
 from trinity_sync.storage.block_reuse import can_reuse_blocks

@@ -5,9 +5,15 @@ from pathlib import Path
 
 from trinity_sync.remote.remote_root import Remote, RemoteStep
 from trinity_sync.remote.upload import claim_remote
-from trinity_sync.retention.planner import RemovalPlan, Rules, make_step_info, plan_removals
-from trinity_sync.retention.policies import StepInfo
-from trinity_sync.retention.removal import carry_out, describe_steps
+from trinity_sync.retention.policies import ALL, StepInfo
+from trinity_sync.retention.removal import (
+    RemovalPlan,
+    Rules,
+    carry_out,
+    describe_steps,
+    make_step_info,
+    plan_removals,
+)
 from trinity_sync.storage.job_settings import is_replicated
 
 NOT_OURS = "this root has neither sent nor fetched it"
@@ -26,7 +32,7 @@ def prune_remote(
         ConfigError: another job's steps are there.
         RemoteError: the remote cannot be read or written; earlier steps of the plan are removed.
     """
-    if rules.checkpoints.keeps_all:
+    if rules.checkpoints == ALL:
         return RemovalPlan((), (), {})  # without a request
     remote = Remote(url)
     claim_remote(Path(root), remote)

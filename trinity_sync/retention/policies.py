@@ -56,11 +56,6 @@ class Policy:
     terms: tuple[Term, ...] = field(compare=False)
     """What each word keeps."""
 
-    @property
-    def keeps_all(self) -> bool:
-        """Whether it keeps every step."""
-        return self == ALL
-
     def keeps(self, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
         """Return the steps to keep, each with the reasons.
 
@@ -142,6 +137,7 @@ ALL = Policy(("all",), (_keep_all,))
 """The policy that keeps every step."""
 _COUNT = "([0-9]*[1-9][0-9]*)"
 _WORDS: tuple[tuple[str, Callable[..., Term]], ...] = (
+    ("all", lambda: _keep_all),
     (f"last={_COUNT}", lambda count: partial(_keep_last, int(count))),
     (f"every={_COUNT}", lambda interval: partial(_keep_every, int(interval))),
     (f"({'|'.join(PERIODS)})={_COUNT}", lambda word, n: partial(_keep_one_per, word, int(n))),
@@ -171,8 +167,6 @@ def parse_policy(text: str) -> Policy:
 
 
 def _parse_word(word: str, text: str) -> Term:
-    if word == "all":
-        return _keep_all
     for pattern, make in _WORDS:
         if found := re.fullmatch(pattern, word):
             return make(*found.groups())

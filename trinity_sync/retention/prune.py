@@ -1,7 +1,7 @@
 """Prune: remove the steps of a root that no policy keeps, each of them completely.
 
-First the steps to remove are planned (`planner`), from policies and from what is on disk. Then each
-step is checked again, under the commit lock and the removal lock (`removal`). It is renamed to
+First the steps to remove are planned, from policies and from what is on disk. Then each step is
+checked again, under the commit lock and the removal lock (`removal`). It is renamed to
 ``.trinity_sync/trash``, and its files are removed afterwards, without a lock. So a crash leaves a
 step as it was committed, or no step. The next prune removes what a crash left in the trash.
 
@@ -25,9 +25,15 @@ from trinity_sync.errors import SpoolError, SupersededError
 from trinity_sync.fs.atomic import make_folder, sync_folder
 from trinity_sync.fs.locks import LONG_S, TRASH_LOCK, acquire_commit_lock, acquire_file_lock
 from trinity_sync.layout import KINDS, PRIVATE_FOLDER, step_folder
-from trinity_sync.retention.planner import RemovalPlan, Rules, make_step_info, plan_removals
 from trinity_sync.retention.policies import Policy, StepInfo
-from trinity_sync.retention.removal import carry_out, describe_steps
+from trinity_sync.retention.removal import (
+    RemovalPlan,
+    Rules,
+    carry_out,
+    describe_steps,
+    make_step_info,
+    plan_removals,
+)
 from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.block_reuse import can_reuse_blocks, remove_folder
@@ -93,11 +99,6 @@ def prune(
         remove_metrics(root, each.step)
         remove_export_files(root, each.step)
     return replace(done, quarantine=tuple(quarantine))
-
-
-def list_step_infos(root: str | Path) -> list[StepInfo]:
-    """Return all steps with a readable manifest, oldest first; prune removes no others."""
-    return describe_steps(RootSteps(root))
 
 
 class RootSteps:

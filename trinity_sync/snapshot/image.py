@@ -205,24 +205,10 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _can_be_pickled(value: Any) -> bool:
     try:
-        _Trying(_Nowhere(), 2).dump(value)
+        with _save(value):
+            return True
     except Exception:
         return False
-    return True
-
-
-class _Trying(pickle.Pickler):
-    def reducer_override(self, obj: Any) -> Any:
-        require_data(obj)
-        return NotImplemented
-
-    def persistent_id(self, obj: Any) -> str | None:
-        return "" if isinstance(obj, torch.TypedStorage) or torch.is_storage(obj) else None
-
-
-class _Nowhere(io.RawIOBase):
-    def write(self, content: Any) -> int:
-        return len(content)
 
 
 ALIGNMENT = 4096
@@ -325,12 +311,10 @@ def lay_out(
         if known.places:
             return _with_floats(known, known.places, read.floats), read.storages
     saved = state.detached() if type(state) is UndetachedStateDict else state
-    with _aligned(alignment), ExitStack() as writing:
-        sink = _Sink()
-        recorder = RecordingPickle(lambda: writing.enter_context(torch.serialization.skip_data()))
+    with _aligned(alignment):
         try:
-            torch.save(saved, sink, pickle_module=recorder)  # type: ignore[arg-type]
-            return _make_layout(sink, recorder, read)
+            with _save(saved) as (sink, recorder):
+                return _make_layout(sink, recorder, read)
         except ImageError:
             raise
         except Exception as error:  # any error of a user's objects
@@ -338,8 +322,17 @@ def lay_out(
                 f"{find_unpicklable(saved) or 'it'} cannot be pickled, {type(error).__name__}: "
                 f"{error}. Leave it out of the state, or save its state_dict instead."
             ) from error
-        finally:
-            recorder.clear()
+
+
+@contextmanager
+def _save(state: Any) -> Iterator[tuple["_Sink", RecordingPickle]]:
+    """Save a state without its tensor data; yield what was written, and what was recorded."""
+    with ExitStack() as writing:
+        sink = _Sink()
+        recorder = RecordingPickle(lambda: writing.enter_context(torch.serialization.skip_data()))
+        writing.callback(recorder.clear)
+        torch.save(state, sink, pickle_module=recorder)  # type: ignore[arg-type]
+        yield sink, recorder
 
 
 def _make_layout(

@@ -22,7 +22,6 @@ from trinity_sync.snapshot.save_id import Origin
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import (
-    Ticket,
     failure_path,
     free_slot,
     read_ticket,
@@ -116,8 +115,9 @@ class SlotPool:
         None if there is none, or if another trainer has overwritten the image.
         """
         for slot in self._slots.get((origin.role, component, origin.rank), ()):
-            if _is_of(slot.holds, origin) and slot.try_lock(shared=True):
-                if _is_of(slot.holds, origin):  # otherwise another trainer has filled the slot
+            if slot.holds and origin.is_of_step(slot.holds) and slot.try_lock(shared=True):
+                # another trainer may have filled the slot
+                if slot.holds and origin.is_of_step(slot.holds):
                     return slot
                 slot.unlock()
         return None
@@ -125,7 +125,7 @@ class SlotPool:
     def find_image(self, origin: Origin, component: str) -> str | None:
         """Return the random name of the image that `hold_image` finds; the slot is not locked."""
         slots = self._slots.get((origin.role, component, origin.rank), ())
-        return next((s.holds.image for s in slots if s.holds and _is_of(s.holds, origin)), None)
+        return next((s.holds.image for s in slots if s.holds and origin.is_of_step(s.holds)), None)
 
     def free_others(self, origin: Origin, images: Collection[str]) -> None:
         """Free the other images of a save that is submitted again: the first ones would count.
@@ -228,9 +228,9 @@ class SlotPool:
             return _Image(False, math.inf)
         age = ticket.age_s(self._clock()) if ticket else 0.0
         if ticket and ticket.kind != "checkpoint":
-            again = _is_of(ticket, origin) and ticket.kind == origin.kind
+            again = origin.is_of_step(ticket) and ticket.kind == origin.kind
             return _Image(False, age - min(self._wait_s, WEIGHTS_WAIT_S), again)
-        again = _is_of(ticket, origin) and origin.kind == "checkpoint"
+        again = ticket is not None and origin.is_of_step(ticket) and origin.kind == "checkpoint"
         return _Image(age < math.inf, age - self._wait_s, again)
 
     def _evict(self, slot: Slot, origin: Origin) -> None:
@@ -261,9 +261,3 @@ def _published_last(slot: Slot) -> tuple[int, int]:
     """Return a sort key of free slots: the one with the newest published version comes last."""
     published = read_version_tag(slot.path) if slot.published else None
     return (published.run, published.step) if published else (0, 0)
-
-
-def _is_of(image: Ticket | None, origin: Origin) -> bool:
-    """Return whether an image is of this run and step."""
-    wanted = (origin.run, origin.run_key, origin.step)
-    return image is not None and (image.run, image.run_key, image.step) == wanted

@@ -223,8 +223,6 @@ class JobSpool:
                 if path == self.receipts:
                     with contextlib.suppress(OSError):  # a status has just been written
                         path.rmdir()
-                elif path.is_dir():
-                    shutil.rmtree(path, ignore_errors=True)
                 elif SLOT_SUFFIX not in path.name:
                     path.unlink(missing_ok=True)
             try:

@@ -82,17 +82,17 @@ class StagePlan:
     components: tuple[str, ...]
     shared: Mapping[str, str]
     """Images of components that were submitted earlier, by component."""
-    parts: Sequence[_Part]
-    computed: ComputedEvents
     began: float
-    laid_out_s: float
-    """Seconds from the beginning until the plan was complete, which is all that an overlapped save
-    stalls the call for."""
     overlap: bool
     seals: bool
     again: bool
     locks: ExitStack
     """Releases the slots that already hold an image."""
+    parts: Sequence[_Part] = ()
+    computed: ComputedEvents = field(default_factory=dict)
+    laid_out_s: float = 0.0
+    """Seconds from the beginning until the plan was complete, which is all that an overlapped save
+    stalls the call for."""
 
     @property
     def nbytes(self) -> int:
@@ -149,89 +149,73 @@ class Stager:
 
         Each of ``states``, by component, becomes one ``.pt`` file of this rank, and a `LaidOut` the
         file that it names. ``also`` names components of this save that were submitted earlier, at
-        the same step. ``metadata`` is packed by `pack_folder`, ``attachments`` by `pack`. ``check``
-        is that of `MutationGuard`. Without ``seals``, images are only published and not saved. With
-        ``again``, the save has failed before: its images that are equal are sealed again. The stall
-        counts from ``began``, a value of `time.perf_counter`, by default from now.
+        the same step. ``metadata`` and ``attachments`` are packed by `pack`. ``check`` is that of
+        `MutationGuard`. Without ``seals``, images are only published and not saved. With ``again``,
+        the save has failed before: its images that are equal are sealed again. The stall counts
+        from ``began``, a value of `time.perf_counter`, by default from now.
 
         Raises:
             ImageError: a state cannot be pickled; the message names the key.
         """
         began = time.perf_counter() if began is None else began
+        own = f"{ATTACHMENTS}/rank_{origin.rank}" if origin.rank else ATTACHMENTS
+        folders = ((METADATA, origin.role, metadata), (ATTACHMENTS, own, attachments))
+        small = [(name, path, packed) for name, path, packed in folders if packed is not None]
+        images = {name: self._slots.find_image(origin, name) for name in also}
+        self.waiting_since = None
         with ExitStack() as locks:  # released here if a state cannot be laid out
-            parts = [
-                self._lay_out(origin, component, state, overlap, check, again, locks)
-                for component, state in states.items()
-            ]
-            own = f"{ATTACHMENTS}/rank_{origin.rank}" if origin.rank else ATTACHMENTS
-            folders = {METADATA: (origin.role, metadata), ATTACHMENTS: (own, attachments)}
-            for folder, (path, packed) in folders.items():
-                if packed is not None:
-                    layout, staged = Layout(len(packed), [(0, packed)], []), None
-                    if again:
-                        staged = self._hold_equal(origin, folder, layout, [], False, again, locks)
-                    parts.append(_Part(folder, path, "folder", layout, [], None, staged))
-            named = (*states, *also, *(part.component for part in parts))
-            images = {name: self._slots.find_image(origin, name) for name in also}
-            self.waiting_since = None
-            return StagePlan(
-                origin=origin,
-                components=(*dict.fromkeys(named),),
+            plan = StagePlan(
+                origin,
+                components=(*dict.fromkeys((*states, *also, *(name for name, *_ in small))),),
                 shared={name: image for name, image in images.items() if image},
-                parts=parts,
-                computed=record_computed(storage for part in parts for storage in part.storages),
                 began=began,
-                laid_out_s=time.perf_counter() - began,
                 overlap=overlap,
                 seals=seals,
                 again=again,
+                locks=locks,
+            )
+            parts = [self._lay_out(plan, name, state, check) for name, state in states.items()]
+            for name, path, packed in small:
+                layout = Layout(len(packed), [(0, packed)], [])
+                staged = self._hold_equal(plan, name, layout, []) if again else None
+                parts.append(_Part(name, path, "folder", layout, [], None, staged))
+            return replace(
+                plan,
+                parts=parts,
+                computed=record_computed(storage for part in parts for storage in part.storages),
+                laid_out_s=time.perf_counter() - began,
                 locks=locks.pop_all(),
             )
 
-    def _lay_out(
-        self,
-        origin: Origin,
-        component: str,
-        state: Any,
-        overlap: bool,
-        check: bool,
-        again: bool,
-        locks: ExitStack,
-    ) -> _Part:
+    def _lay_out(self, plan: StagePlan, component: str, state: Any, check: bool) -> _Part:
+        origin = plan.origin
         key = (origin.role, component, origin.rank)
         with _name_in_errors(origin, component):
             layout, storages = lay_out(state, self._layouts.get(key))
         self._layouts[key] = layout
         shard = shard_file(component, origin.world_size, origin.rank)
         path = f"{origin.role}/{state.name if isinstance(state, LaidOut) else shard}"
-        if staged := self._hold_equal(origin, component, layout, storages, overlap, again, locks):
+        if staged := self._hold_equal(plan, component, layout, storages):
             return _Part(component, path, "file", layout, [], None, staged)
         with _name_in_errors(origin, component):
-            watch = MutationGuard(state, storages, layout, check=check) if overlap else None
+            watch = MutationGuard(state, storages, layout, check=check) if plan.overlap else None
         storages = watch.storages if watch else storages
         return _Part(component, path, "file", layout, storages, watch)
 
     def _hold_equal(
-        self,
-        origin: Origin,
-        component: str,
-        layout: Layout,
-        storages: Storages,
-        overlap: bool,
-        again: bool,
-        locks: ExitStack,
+        self, plan: StagePlan, component: str, layout: Layout, storages: Storages
     ) -> Slot | None:
         """Return the slot with an equal image of the step that this save can seal, or None.
 
-        That is an unsealed one, and, ``again``, one that the same save has sealed: another save may
-        share it. It is locked until ``locks`` are closed.
+        That is an unsealed one, and, if the save is submitted again, one that it has sealed:
+        another save may share it. It is locked until the plan's locks are closed.
         """
-        slot = self._slots.hold_image(origin, component)
+        slot = self._slots.hold_image(plan.origin, component)
         if slot is None:
             return None
-        own = again and slot.holds is not None and slot.holds.kind == origin.kind
-        if (slot.free or own) and _has(slot, layout, storages, overlap):
-            locks.callback(slot.unlock)
+        own = plan.again and slot.holds is not None and slot.holds.kind == plan.origin.kind
+        if (slot.free or own) and _has(slot, layout, storages, plan.overlap):
+            plan.locks.callback(slot.unlock)
             return slot
         slot.unlock()
         return None
@@ -455,16 +439,14 @@ def _name_unwritable(origin: Origin) -> Iterator[None]:
         ) from error
 
 
-def pack_folder(folder: Path) -> bytes | None:
-    """Pack the files below a folder as `pack` does; return None if there are none."""
+def read_folder(folder: Path) -> dict[str, bytes]:
+    """Return the files below a folder by path."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    if not files:
-        return None
-    return pack({path.relative_to(folder).as_posix(): path.read_bytes() for path in files})
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def pack(files: Mapping[str, bytes]) -> bytes:
-    """Return files, by name, as one tar in the given order, without owners and times."""
+    """Return files, by path, as one tar in the given order, without owners and times."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
         for name, content in files.items():

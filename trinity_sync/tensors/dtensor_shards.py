@@ -101,14 +101,10 @@ def _are_tiles(shape: tuple[int, ...], boxes: Collection[ShardBox]) -> bool:
     """Return whether boxes, a product of intervals of each dimension, are the whole tensor."""
     if sum(prod(box.sizes) for box in boxes) != prod(shape):
         return False
+    filled = [box for box in boxes if 0 not in box.sizes]
     for dim, length in enumerate(shape):
-        filled = [box for box in boxes if 0 not in box.sizes]
-        intervals = {(box.offsets[dim], box.sizes[dim]) for box in filled}
-        end = 0
-        for start, size in sorted(intervals):
-            if start != end:
-                return False
-            end += size
-        if filled and end != length:
+        intervals = sorted({(box.offsets[dim], box.sizes[dim]) for box in filled})
+        ends = [0, *itertools.accumulate(size for _, size in intervals)]
+        if filled and [*(start for start, _ in intervals), length] != ends:
             return False
     return True

@@ -22,7 +22,7 @@ from tests.support.weights import VersionFile
 from trinity_sync import CheckpointCoordinator, ConfigError, Settings, WeightReader
 from trinity_sync.formats.hf_export import export_step
 from trinity_sync.integrations.verl import FSDPCheckpointManager, fsdp_save_state_dict
-from trinity_sync.integrations.verl.fsdp.state_dict import write_metadata
+from trinity_sync.integrations.verl.fsdp.state_dict import make_metadata
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.weights.versions import ImageRef, Version
@@ -157,9 +157,9 @@ def test_a_head_that_is_not_tied_is_in_the_step_with_a_config_that_says_so(
             else torch.nn.Parameter(model.lm_head.weight.detach() * 2)
         )
         model.lm_head.weight = head
-        (folder := tmp_path / str(is_tied)).mkdir()
-        write_metadata(folder, model, None, world_size=1)
-        config = AutoConfig.from_pretrained(folder / "huggingface")
+        path = tmp_path / f"{is_tied}.json"
+        path.write_bytes(make_metadata(model, None)["huggingface/config.json"])
+        config = AutoConfig.from_pretrained(path)
         assert config.tie_word_embeddings == is_tied
         assert model.config.tie_word_embeddings
 

@@ -14,9 +14,9 @@ from tests.support.job import Job
 from tests.support.weights import first, upload
 from trinity_sync.integrations.trinity.synchronizer import TrinitySynchronizer
 from trinity_sync.layout import steps_on_disk
-from trinity_sync.retention.planner import Rules
 from trinity_sync.retention.policies import ALL, parse_policy
 from trinity_sync.retention.prune import plan_prune, prune
+from trinity_sync.retention.removal import Rules
 
 ASK_S = 60.0
 

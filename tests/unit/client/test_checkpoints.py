@@ -14,9 +14,9 @@ from tests.unit.conftest import Open
 from trinity_sync import CheckpointCoordinator, Checkpoints
 from trinity_sync.cli.commands import app
 from trinity_sync.errors import CommitError, ConfigError, WeightSyncError
-from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import parse_policy
-from trinity_sync.retention.prune import list_step_infos
+from trinity_sync.retention.prune import plan_prune
+from trinity_sync.retention.removal import Rules
 from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.runs import list_runs
 
@@ -146,7 +146,7 @@ def test_the_command_records_and_shows_metrics_which_retention_heeds(
         {"step": 30, "name": "reward", "value": 0.9},
     ]
     rules = Rules(parse_policy("best=1:reward:max"), parse_policy("last=1"))
-    plan = plan_removals(list_step_infos(job.root), rules, 0)
+    plan = plan_prune(job.root, rules, 0)
     assert [each.step for each in plan.removed] == [60]
     assert len(list_runs(job.root)) == 1
 

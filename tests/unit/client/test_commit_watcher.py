@@ -37,9 +37,9 @@ from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import PrefectApiError, SaveFailedError, SaveTimeoutError
 from trinity_sync.fs.records import encode_body
 from trinity_sync.layout import MANIFEST, MANIFEST_FORMAT, step_folder
-from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import ALL, parse_policy
-from trinity_sync.retention.prune import list_step_infos, prune
+from trinity_sync.retention.prune import plan_prune, prune
+from trinity_sync.retention.removal import Rules
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.spool import JobSpool
@@ -351,7 +351,7 @@ def test_a_step_that_is_submitted_again_after_it_was_removed_is_not_taken_for_co
     for step in (4, 5):
         job.stage(step, {"model": {"w": torch.full((3,), step)}})
         job.commit(step)
-    prune(job.root, plan_removals(list_step_infos(job.root), Rules(parse_policy("last=1"), ALL), 0))
+    prune(job.root, plan_prune(job.root, Rules(parse_policy("last=1"), ALL), 0))
     job.stage(4, {"model": {"w": torch.full((3,), 4)}})
     ((again,), _) = job.spool.tickets()
     (request,) = requests_in(job.root, [4], components=("model",))
@@ -367,7 +367,7 @@ def test_functions_that_run_again_after_their_step_was_removed_are_not_taken_for
     for step in (4, 5):
         job.stage(step, {"model": {"w": torch.full((3,), step)}})
         job.commit(step)
-    prune(job.root, plan_removals(list_step_infos(job.root), Rules(parse_policy("last=1"), ALL), 0))
+    prune(job.root, plan_prune(job.root, Rules(parse_policy("last=1"), ALL), 0))
     write_status(job.spool, CallableStatus("own", 1, 4, "checkpoint", 0, "1/1", "finished"))
     (request,) = requests_in(job.root, [4], components=())
     with completed(job, request) as watcher:
@@ -384,7 +384,7 @@ def test_a_save_that_was_committed_and_is_gone_has_not_failed(job: Job, how: str
         job.commit(step)
     if how == "removed":
         rules = Rules(parse_policy("last=1"), ALL)
-        prune(job.root, plan_removals(list_step_infos(job.root), rules, 0))
+        prune(job.root, plan_prune(job.root, rules, 0))
         gone = 4
     elif how == "replaced":
         open_run(job.root, "second", 4)

@@ -5,9 +5,9 @@ import torch
 
 from tests.support.job import Job
 from trinity_sync.client.run_context import RunContext
-from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import parse_policy
-from trinity_sync.retention.prune import list_step_infos, prune
+from trinity_sync.retention.prune import RootSteps, plan_prune, prune
+from trinity_sync.retention.removal import Rules, describe_steps
 
 
 def test_a_run_that_loads_nothing_where_steps_are_is_told_once(
@@ -42,8 +42,9 @@ def test_a_run_that_a_process_with_nothing_to_load_began_first_supersedes_no_ste
             job.commit(step, run=number)
         prune(
             job.root,
-            plan_removals(
-                list_step_infos(job.root), Rules(parse_policy("last=2"), parse_policy("last=1")), 0
-            ),
+            plan_prune(job.root, Rules(parse_policy("last=2"), parse_policy("last=1")), 0),
         )
-    assert [(each.step, each.run) for each in list_step_infos(job.root)] == [(8, 3), (9, 3)]
+    assert [(each.step, each.run) for each in describe_steps(RootSteps(job.root))] == [
+        (8, 3),
+        (9, 3),
+    ]

@@ -29,9 +29,9 @@ from trinity_sync.fs.locks import (
     try_acquire_file_lock,
 )
 from trinity_sync.layout import step_folder
-from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import ALL, parse_policy
-from trinity_sync.retention.prune import list_step_infos, prune
+from trinity_sync.retention.prune import plan_prune, prune
+from trinity_sync.retention.removal import Rules
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.storage import leases, metrics, restore
 from trinity_sync.storage.leases import acquire_removal_lock, list_leases
@@ -361,7 +361,7 @@ def test_a_prune_that_waits_for_its_lock_does_not_block_commits(
     monkeypatch.setattr(leases, "ACQUIRE_S", 0.05)
     for step in (1, 2):
         commit_files(job.root, step)
-    made = plan_removals(list_step_infos(job.root), Rules(parse_policy("last=1"), ALL), now=0)
+    made = plan_prune(job.root, Rules(parse_policy("last=1"), ALL), now=0)
     assert [each.step for each in made.removed] == [1]
     with running(HOLD, job.root / ".trinity_sync/removal.lock", "shared") as hangs:
         with pytest.raises(LockTimeoutError, match=f"removal.lock .* process {hangs.pid} "):
@@ -487,7 +487,7 @@ def test_readers_of_a_root_cannot_block_its_locks(
     metrics.write_metrics(job.root, 1, 1, {"loss": 1.0})
     prune(
         job.root,
-        plan_removals(list_step_infos(job.root), Rules(parse_policy("last=1"), ALL), now=0),
+        plan_prune(job.root, Rules(parse_policy("last=1"), ALL), now=0),
     )
     locks = [path for path in (job.root / ".trinity_sync").rglob("*lock") if path.is_file()]
     assert {"commit.lock", "removal.lock", "writing.lock", "lock"} <= {path.name for path in locks}

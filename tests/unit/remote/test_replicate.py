@@ -23,9 +23,8 @@ from trinity_sync.remote.download import fetch
 from trinity_sync.remote.prune import RemoteSteps, prune_remote
 from trinity_sync.remote.remote_root import UPLOADED, Remote
 from trinity_sync.remote.upload import replicate
-from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import ALL, parse_policy
-from trinity_sync.retention.removal import carry_out, describe_steps
+from trinity_sync.retention.removal import Rules, carry_out, describe_steps, plan_removals
 from trinity_sync.snapshot.job_identity import open_identity, read_identity
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.discovery import find_newest
@@ -96,7 +95,7 @@ import os, signal, sys
 from trinity_sync.remote.prune import prune_remote
 from trinity_sync.remote.remote_root import Remote
 from trinity_sync.remote.upload import replicate
-from trinity_sync.retention.planner import Rules
+from trinity_sync.retention.removal import Rules
 from trinity_sync.retention.policies import ALL, parse_policy
 note = Remote.record_upload
 def note_and_die(self, step, record):

@@ -31,9 +31,9 @@ from trinity_sync.layout import step_folder
 from trinity_sync.remote.prune import NOT_OURS, prune_remote
 from trinity_sync.remote.remote_root import Remote
 from trinity_sync.remote.required import replicate_missing, replicate_required
-from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import ALL, parse_policy
-from trinity_sync.retention.prune import NOT_REPLICATED, list_step_infos, prune
+from trinity_sync.retention.prune import NOT_REPLICATED, plan_prune, prune
+from trinity_sync.retention.removal import Rules
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.spool import open_job_spool
@@ -336,13 +336,13 @@ def test_a_step_that_was_not_replicated_is_kept_and_sent_after_the_next_save(
         one.commit(saves, step, sent=False)
     one.commit(saves, 3)
     rules = Rules(parse_policy("last=1"), ALL)
-    made = plan_removals(list_step_infos(saves.root), rules, time.time())
+    made = plan_prune(saves.root, rules, time.time())
     assert [(kept.step, why) for kept, why in made.kept][:2] == [
         (1, NOT_REPLICATED),
         (2, NOT_REPLICATED),
     ]
     assert replicate_missing(saves.root, one.url) == [1, 2]
-    made = plan_removals(list_step_infos(saves.root), rules, time.time())
+    made = plan_prune(saves.root, rules, time.time())
     assert [step.step for step in prune(saves.root, made).removed] == [1, 2]
     assert [step.state for step in Remote(one.url).list_steps()] == ["valid"] * 3
 

@@ -20,10 +20,10 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.orchestration.on_node import prune_after_commit
-from trinity_sync.retention.planner import RemovalPlan, Rules, plan_removals
 from trinity_sync.retention.policies import ALL, StepInfo, parse_policy
-from trinity_sync.retention.prune import list_step_infos, plan_prune
+from trinity_sync.retention.prune import RootSteps, plan_prune
 from trinity_sync.retention.prune import prune as drive
+from trinity_sync.retention.removal import RemovalPlan, Rules, describe_steps, plan_removals
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.ticket import ticket_path
 from trinity_sync.storage.block_reuse import WORTHWHILE, acquire_spare
@@ -53,7 +53,7 @@ def rules(checkpoints: str = "last=1", syncs: str = "last=2") -> Rules:
 
 
 def planned(root: Path, checkpoints: str = "last=1", syncs: str = "last=2") -> RemovalPlan:
-    return plan_removals(list_step_infos(root), rules(checkpoints, syncs), now=2e9)
+    return plan_prune(root, rules(checkpoints, syncs), now=2e9)
 
 
 def prune(
@@ -171,7 +171,7 @@ def test_a_training_that_loaded_nothing_removes_no_step_of_the_one_before(root: 
 def test_superseded_steps_are_removed_by_the_policy_of_quarantine(root: Path) -> None:
     begun_again(root)
     policies = Rules(parse_policy("last=3"), parse_policy("last=1"), parse_policy("last=1"))
-    drive(root, plan_removals(list_step_infos(root), policies, now=2e9))
+    drive(root, plan_prune(root, policies, now=2e9))
     assert steps_on_disk(root) == [20, 30, 40, 10001]
 
 
@@ -473,7 +473,7 @@ def test_a_training_records_metrics_before_and_after_the_commit(job: Job) -> Non
     with pytest.raises(ConfigError, match="is not a number"):
         saves.record_metrics(4, {"reward": "high"})
     saves.close()
-    (step,) = list_step_infos(job.root)
+    (step,) = describe_steps(RootSteps(job.root))
     assert step.metrics == {"reward": 0.25, "loss": 2.0}
 
 

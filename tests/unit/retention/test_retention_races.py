@@ -19,9 +19,9 @@ from tests.support.steps import MODEL, commit_files
 from trinity_sync.errors import CommitError
 from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.retention.policies import parse_policy
-from trinity_sync.retention.planner import Rules, plan_removals
+from trinity_sync.retention.removal import Rules, plan_removals
 from trinity_sync.retention.prune import prune
-from trinity_sync.retention.prune import list_step_infos
+from trinity_sync.retention.prune import plan_prune
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.leases import lease_to_read
 root = Path(sys.argv[1])
@@ -32,7 +32,7 @@ RETAIN = """
 removed = []
 while not (root / "stop").exists():
     rules = Rules(parse_policy(sys.argv[2]), parse_policy("last=1"))
-    made = plan_removals(list_step_infos(root), rules, 0)
+    made = plan_prune(root, rules, 0)
     removed += [each.step for each in prune(root, made).removed]
 print(json.dumps(removed))
 """

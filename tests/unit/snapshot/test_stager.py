@@ -416,7 +416,7 @@ def test_closing_removes_free_slots_and_keeps_sealed_slots(job: Job) -> None:
 def test_a_job_that_has_ended_leaves_nothing_in_shared_memory(job: Job) -> None:
     job.stage(1, {"model": {"w": torch.zeros(3)}})
     job.commit(1)
-    (job.spool.folder / "metadata").mkdir()
+    job.spool.receipts.mkdir()
     job.stagers.pop(0).close()
     job.spool.remove_if_unused()
     assert not job.spool.folder.exists()

@@ -32,7 +32,8 @@ from trinity_sync.errors import (
 from trinity_sync.fs.direct_io import digest_cached_file
 from trinity_sync.layout import KINDS, Kind
 from trinity_sync.orchestration.on_node import commit_step
-from trinity_sync.retention.prune import list_step_infos
+from trinity_sync.retention.prune import RootSteps
+from trinity_sync.retention.removal import describe_steps
 from trinity_sync.snapshot.job_identity import open_identity
 from trinity_sync.snapshot.ticket import ticket_path
 from trinity_sync.storage.commit import commit, free_committed_slots
@@ -658,13 +659,13 @@ def test_a_checkpoint_that_is_taken_over_keeps_its_metrics(job: Job) -> None:
     open_run(job.root, "second", 40)
     job.stage(40, {"model": state(40)}, run=2, kind="state_dict")
     job.commit(40, run=2, kind="state_dict")
-    assert {each.step: each.metrics for each in list_step_infos(job.root)} == {
+    assert {each.step: each.metrics for each in describe_steps(RootSteps(job.root))} == {
         30: {},
         40: {"reward": 3.0},
     }
     job.stage(40, {"model": state(41), "optim": state(41)}, run=3)
     job.commit(40, "model", "optim", run=3)
-    assert {each.step: each.metrics for each in list_step_infos(job.root)} == {
+    assert {each.step: each.metrics for each in describe_steps(RootSteps(job.root))} == {
         30: {},
         40: {},
     }  # replaced

@@ -10,10 +10,10 @@ from tests.support.job import Job
 from tests.support.leases import acquire_lease
 from tests.support.steps import MODEL, commit_files
 from trinity_sync.layout import step_folder, steps_on_disk
-from trinity_sync.retention.planner import RemovalPlan, Rules, plan_removals
 from trinity_sync.retention.policies import parse_policy
-from trinity_sync.retention.prune import LINKED, list_step_infos
+from trinity_sync.retention.prune import LINKED, plan_prune
 from trinity_sync.retention.prune import prune as prune_root
+from trinity_sync.retention.removal import RemovalPlan, Rules
 from trinity_sync.storage.block_reuse import WORTHWHILE
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.gc import FILE_REPAIRS, remove_temporaries
@@ -42,7 +42,7 @@ def move_away(folder: Path, elsewhere: Path) -> Path:
 
 def prune(root: Path) -> RemovalPlan:
     last = parse_policy("last=1")
-    return prune_root(root, plan_removals(list_step_infos(root), Rules(last, last), now=2e9))
+    return prune_root(root, plan_prune(root, Rules(last, last), now=2e9))
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -54,7 +54,7 @@ def test_retention_leaves_the_link_and_removes_the_others(tmp_path: Path, elsewh
         commit_files(tmp_path, step, nbytes=WORTHWHILE)
     there = move_away(step_folder(tmp_path, 2), elsewhere)
     before = content(there)
-    made = plan_removals(list_step_infos(tmp_path), Rules(*[parse_policy("last=1")] * 2), now=2e9)
+    made = plan_prune(tmp_path, Rules(*[parse_policy("last=1")] * 2), now=2e9)
     assert {each.step: why for each, why in made.kept}[2] == LINKED
     assert [each.step for each in prune(tmp_path).removed] == [1, 3]
     assert steps_on_disk(tmp_path) == [2, 4]
@@ -65,7 +65,7 @@ def test_retention_leaves_the_link_and_removes_the_others(tmp_path: Path, elsewh
 def test_a_step_that_is_linked_after_the_plan_is_spared(tmp_path: Path, elsewhere: Path) -> None:
     for step in (1, 2):
         commit_files(tmp_path, step)
-    made = plan_removals(list_step_infos(tmp_path), Rules(*[parse_policy("last=1")] * 2), now=2e9)
+    made = plan_prune(tmp_path, Rules(*[parse_policy("last=1")] * 2), now=2e9)
     move_away(step_folder(tmp_path, 1), elsewhere)
     done = prune_root(tmp_path, made)
     assert [why for _, why in done.spared] == [LINKED]

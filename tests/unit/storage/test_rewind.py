@@ -12,14 +12,14 @@ from tests.support.job import Job
 from tests.support.leases import acquire_lease
 from trinity_sync.errors import CommitError, StepInUseError, SupersededError
 from trinity_sync.layout import Kind
-from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import ALL, parse_policy
 from trinity_sync.retention.prune import (
     list_prunable_quarantine,
-    list_step_infos,
+    plan_prune,
     prune,
     remove_quarantined,
 )
+from trinity_sync.retention.removal import Rules
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.latest_pointer import read_latest_pointer, repair_latest_pointer
 from trinity_sync.storage.pins import list_pins, list_tags, pin, tag
@@ -184,7 +184,7 @@ def test_steps_stay_in_quarantine_until_a_policy_removes_them(trained: Job) -> N
     assert plan("newer=2d", 4 * day) == [first]
     assert left() == [first, second, "my notes"]
     assert remove_quarantined(trained.root, [first]) == [first]
-    prune(trained.root, plan_removals(list_step_infos(trained.root), Rules(ALL, ALL), now=0))
+    prune(trained.root, plan_prune(trained.root, Rules(ALL, ALL), now=0))
     assert left() == [second, "my notes"]
     assert list((trained.root / ".trinity_sync/trash").iterdir()) == []
     assert plan("last=1", 99 * day) == []

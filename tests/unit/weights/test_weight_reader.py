@@ -25,10 +25,10 @@ from tests.support.meanwhile import when_opened
 from tests.support.weights import VersionFile, upload
 from trinity_sync.errors import ImageError, WeightSyncError
 from trinity_sync.fs.direct_io import digest_bytes
-from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import parse_policy
-from trinity_sync.retention.prune import list_step_infos
+from trinity_sync.retention.prune import plan_prune
 from trinity_sync.retention.prune import prune as prune_root
+from trinity_sync.retention.removal import Rules
 from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.manifest import read_manifest, write_manifest
 from trinity_sync.storage.runs import open_run
@@ -295,9 +295,7 @@ def test_an_open_version_outlasts_retention(
     job: Job, versions: VersionFile, reader: WeightReader
 ) -> None:
     def prune() -> list[int]:
-        made = plan_removals(
-            list_step_infos(job.root), Rules(parse_policy("last=1"), parse_policy("last=1")), 0
-        )
+        made = plan_prune(job.root, Rules(parse_policy("last=1"), parse_policy("last=1")), 0)
         return [each.step for each in prune_root(job.root, made).removed]
 
     for step in (1, 2):

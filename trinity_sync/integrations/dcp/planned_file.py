@@ -42,12 +42,40 @@ from trinity_sync.tensors.torch_private import (
     make_dcp_place,
 )
 
+ALIGNMENT = 64
 
-class PlannedFile:
+_Form = tuple[torch.dtype, torch.Size, tuple[int, ...]]
+
+
+class NoStorage(StorageWriter):
+    """A storage of DCP that writes nothing."""
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """There is nothing to reset."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """There is nothing to set up."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Return the plans as they are."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Return False: DCP cannot choose it by a checkpoint id."""
+        return False
+
+
+class PlannedFile(NoStorage):
     """A rank's file of a folder, laid out again for each save.
 
-    The ranks plan in ``group``; None for one process. The folder is below that of the role; empty
-    for the role's.
+    It is the storage for which DCP's ``save`` plans, and which lays out the file and writes
+    nothing. The ranks plan in ``group``; None for one process. The folder is below that of the
+    role; empty for the role's.
     """
 
     def __init__(
@@ -61,8 +89,16 @@ class PlannedFile:
         self._rank = rank
         self._group = group
         self._planner = make_planner
-        self._layouter = DistcpLayouter(f"__{rank}_0.distcp", folder)
-        self._planned: LayoutStorage | None = None
+        self._name = f"__{rank}_0.distcp"
+        self._path = f"{folder}/{self._name}" if folder else self._name
+        self._archives: dict[_Form, Layout] = {}
+        self._is_planned = False
+        self._local_plan = self._plan = SavePlan([])
+        """This rank's plan, before and after the ranks have agreed who writes replicas."""
+        self._structure: list[Any] | None = None
+        """What this rank's plan follows from; see `describe_structure`."""
+        self._results: list[WriteResult] = []
+        self._file: LaidOut | None = None
         self.metadata = Metadata({})
         """Index of the newest save; complete on rank 0 only."""
         self.index = b""
@@ -74,50 +110,128 @@ class PlannedFile:
         Raises:
             ImageError: on all ranks: a rank cannot plan its part, or pickle a value.
         """
-        self._planned = None  # after an error all ranks plan again
-        planned, planner = LayoutStorage(self._layouter), self._make_planner()
+        self._is_planned = False  # after an error all ranks plan again
+        planner = self._make_planner()
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 save(
                     state,
-                    storage_writer=planned,
+                    storage_writer=self,
                     planner=planner,
                     process_group=self._group,
                     no_dist=self._group is None,
                 )
+            file = self._file
         except CheckpointException as error:
             rank, (first, _) = next(iter(error.failures.items()))
             raise ImageError(
                 f"{what}: nothing was submitted, because rank {rank} cannot plan its part: {first}"
             ) from first
-        planned.structure = describe_structure(planner)
-        self._planned, self.metadata, self.index = planned, planned.metadata, planned.index
-        return planned.take_file()
+        finally:
+            self._file = None  # it refers to the tensors of the state
+        assert file, "DCP has written nothing"
+        self._structure = describe_structure(planner)
+        self._is_planned = True
+        return file
 
     def lay_out_again(self, state: dict[str, Any]) -> LaidOut | None:
         """Return this rank's file by the plan of the save before; None if that no longer fits."""
-        known = self._planned
-        if known is None:
+        if not self._is_planned:
             return None
         try:
             planner = self._make_planner()
-            planner.set_up_planner(state, known.storage_meta(), self._rank == 0)
+            planner.set_up_planner(state, self.storage_meta(), self._rank == 0)
             structure = describe_structure(planner)
-            if structure is None or structure != known.structure:
-                if planner.create_local_plan() != known.local_plan:
+            if structure is None or structure != self._structure:
+                if planner.create_local_plan() != self._local_plan:
                     return None
-                known.structure = structure
-            file, results = self._layouter.lay_out(known.plan.items, planner)
+                self._structure = structure
+            file, results = self._lay_out(self._plan.items, planner)
         except Exception:  # which planning again raises on all ranks
             return None
-        return file if results == known.results else None
+        return file if results == self._results else None
 
     def _make_planner(self) -> SavePlanner:
         """Return a planner without DCP's cache of plans, which all savers of a process share."""
         planner = self._planner()
         disable_plan_cache(planner)
         return planner
+
+    def _lay_out(
+        self, items: Sequence[WriteItem], planner: SavePlanner
+    ) -> tuple[LaidOut, list[WriteResult]]:
+        """Return the file of the items of a plan, and where each of them is in it.
+
+        Raises:
+            ImageError: a value cannot be pickled.
+        """
+        extents: list[tuple[int, bytes]] = []
+        holes: list[tuple[int, int]] = []
+        storages: list[torch.UntypedStorage] = []
+        results: list[WriteResult] = []
+        start = 0
+        for item in sorted(items, key=lambda item: item.type == WriteItemType.BYTE_IO):
+            try:
+                archive, own = self._lay_out_value(planner.resolve_data(item))
+            except Exception as error:  # any error of a user's objects
+                raise ImageError(
+                    f"{item.index.fqn} cannot be pickled, {type(error).__name__}: {error}. Leave "
+                    "it out of the state, or save its state_dict instead."
+                ) from error
+            extents += [(start + at, content) for at, content in archive.extents]
+            holes += [(start + at, length) for at, length in archive.holes]
+            storages += own
+            place = make_dcp_place(self._name, start, archive.nbytes)
+            results.append(WriteResult(item.index, archive.nbytes, place))
+            end = start + archive.nbytes
+            start = -(-end // ALIGNMENT) * ALIGNMENT
+            extents.append((end, bytes(start - end)))  # a slot has old bytes there
+        return LaidOut(self._path, Layout(start, extents, holes), storages), results
+
+    def _lay_out_value(self, value: torch.Tensor | io.BytesIO) -> tuple[Layout, Storages]:
+        """Return the archive of a tensor as one on the CPU, or what the planner made of a value."""
+        if isinstance(value, io.BytesIO):
+            content = value.getvalue()
+            return Layout(len(content), [(0, content)], []), []
+        require_data(value)
+        tensor = value.detach()
+        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+        if not plain or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+            return lay_out(tensor.to("cpu", copy=True), alignment=ALIGNMENT)
+        if _count_spanned(tensor) != tensor.numel():  # a view with gaps or overlaps
+            tensor = tensor.contiguous()
+        storage = tensor.untyped_storage()
+        if storage.nbytes() != tensor.nbytes:  # a view of a part
+            first = tensor.storage_offset() * tensor.element_size()
+            storage = storage[first : first + tensor.nbytes]
+        form = (tensor.dtype, tensor.shape, tensor.stride())
+        if form not in self._archives:
+            like = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+            )
+            self._archives[form] = lay_out(like, alignment=ALIGNMENT)[0]
+        return self._archives[form], [storage] if tensor.nbytes else []
+
+    # ------------------------------------------------------------ storage writer
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Keep this rank's plan."""
+        self._local_plan = plan
+        return plan
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Lay out this rank's file."""
+        self._plan = plan
+        self._file, self._results = self._lay_out(plan.items, planner)
+        return make_done(self._results)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Complete the index, as ``FileSystemWriter`` does."""
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_data = {item.index: item.storage_data for of in results for item in of}
+        metadata.storage_meta = StorageMeta()  # the place is that of the index
+        self.metadata, self.index = metadata, pickle.dumps(metadata)
 
 
 def reduce_flags(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[bool]:
@@ -176,130 +290,6 @@ def describe_structure(planner: SavePlanner) -> list[Any] | None:
         else:
             found.append(name)
     return found
-
-
-ALIGNMENT = 64
-
-_Form = tuple[torch.dtype, torch.Size, tuple[int, ...]]
-
-
-class DistcpLayouter:
-    """Lays out the files of a rank; an empty folder is the role's."""
-
-    def __init__(self, name: str, folder: str = "") -> None:
-        self._name = name
-        self._path = f"{folder}/{name}" if folder else name
-        self._archives: dict[_Form, Layout] = {}
-
-    def lay_out(
-        self, items: Sequence[WriteItem], planner: SavePlanner
-    ) -> tuple[LaidOut, list[WriteResult]]:
-        """Return the file of the items of a plan, and where each of them is in it.
-
-        Raises:
-            ImageError: a value cannot be pickled.
-        """
-        extents: list[tuple[int, bytes]] = []
-        holes: list[tuple[int, int]] = []
-        storages: list[torch.UntypedStorage] = []
-        results: list[WriteResult] = []
-        start = 0
-        for item in sorted(items, key=lambda item: item.type == WriteItemType.BYTE_IO):
-            try:
-                archive, own = self._lay_out(planner.resolve_data(item))
-            except Exception as error:  # any error of a user's objects
-                raise ImageError(
-                    f"{item.index.fqn} cannot be pickled, {type(error).__name__}: {error}. Leave "
-                    "it out of the state, or save its state_dict instead."
-                ) from error
-            extents += [(start + at, content) for at, content in archive.extents]
-            holes += [(start + at, length) for at, length in archive.holes]
-            storages += own
-            place = make_dcp_place(self._name, start, archive.nbytes)
-            results.append(WriteResult(item.index, archive.nbytes, place))
-            end = start + archive.nbytes
-            start = -(-end // ALIGNMENT) * ALIGNMENT
-            extents.append((end, bytes(start - end)))  # a slot has old bytes there
-        return LaidOut(self._path, Layout(start, extents, holes), storages), results
-
-    def _lay_out(self, value: torch.Tensor | io.BytesIO) -> tuple[Layout, Storages]:
-        """Return the archive of a tensor as one on the CPU, or what the planner made of a value."""
-        if isinstance(value, io.BytesIO):
-            content = value.getvalue()
-            return Layout(len(content), [(0, content)], []), []
-        require_data(value)
-        tensor = value.detach()
-        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
-        if not plain or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-            return lay_out(tensor.to("cpu", copy=True), alignment=ALIGNMENT)
-        if _count_spanned(tensor) != tensor.numel():  # a view with gaps or overlaps
-            tensor = tensor.contiguous()
-        storage = tensor.untyped_storage()
-        if storage.nbytes() != tensor.nbytes:  # a view of a part
-            first = tensor.storage_offset() * tensor.element_size()
-            storage = storage[first : first + tensor.nbytes]
-        form = (tensor.dtype, tensor.shape, tensor.stride())
-        if form not in self._archives:
-            like = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
-            )
-            self._archives[form] = lay_out(like, alignment=ALIGNMENT)[0]
-        return self._archives[form], [storage] if tensor.nbytes else []
-
-
-class LayoutStorage(StorageWriter):
-    """A storage for which DCP's ``save`` plans, and which lays out a file and writes nothing."""
-
-    def __init__(self, layouter: DistcpLayouter) -> None:
-        self._layouter = layouter
-        self.local_plan = self.plan = SavePlan([])
-        """This rank's plan, before and after the ranks have agreed who writes replicas."""
-        self.structure: list[Any] | None = None
-        """What this rank's plan follows from; see `describe_structure`."""
-        self._file: LaidOut | None = None
-        self.results: list[WriteResult] = []
-        self.metadata = Metadata({})
-        self.index = b""
-        """Content of ``.metadata``, on the coordinator."""
-
-    def take_file(self) -> LaidOut:
-        """Return the file, and drop it: it refers to the tensors of the state."""
-        file, self._file = self._file, None
-        assert file, "DCP has written nothing"
-        return file
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """There is nothing to reset."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """There is nothing to set up."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Keep this rank's plan."""
-        self.local_plan = plan
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans as they are."""
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Lay out this rank's file."""
-        self.plan = plan
-        self._file, self.results = self._layouter.lay_out(plan.items, planner)
-        return make_done(self.results)
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Complete the index, as ``FileSystemWriter`` does."""
-        metadata.version = CURRENT_DCP_VERSION
-        metadata.storage_data = {item.index: item.storage_data for of in results for item in of}
-        metadata.storage_meta = StorageMeta()  # the place is that of the index
-        self.metadata, self.index = metadata, pickle.dumps(metadata)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Return False: DCP cannot choose it by a checkpoint id."""
-        return False
 
 
 def make_done(results: list[WriteResult]) -> Future[list[WriteResult]]:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from trinity_sync import SaveHandle
@@ -26,6 +26,7 @@ from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.savers import DcpFolders
 from trinity_sync.errors import ConfigError, SaveFailedError
 from trinity_sync.integrations.dcp.planned_file import (
+    NoStorage,
     PlannedFile,
     make_done,
     make_planning_group,
@@ -103,7 +104,7 @@ class DcpSaver:
         return self.saves.save_dcp(step, lay_out, role=self.role, keep=keep)
 
 
-class StepWriter(StorageWriter, AsyncStager):
+class StepWriter(NoStorage, AsyncStager):
     """DCP's storage writer and stager of one save, which `DcpSaver.writer` makes.
 
     Pass it to ``dcp.async_save`` as ``storage_writer`` and as ``async_stager``. The future that it
@@ -189,14 +190,6 @@ class StepWriter(StorageWriter, AsyncStager):
         if self._staged.failure:
             raise SaveFailedError(self._staged.failure)
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan, of an empty state, as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans, of an empty state, as they are."""
-        return plans
-
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Wait until the step is committed.
 
@@ -218,11 +211,6 @@ class StepWriter(StorageWriter, AsyncStager):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Complete the index that the future returns; the flow run has committed it."""
         vars(metadata).update(vars(self._metadata))
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Return False: DCP cannot choose this writer by a checkpoint id."""
-        return False
 
     def __reduce__(self) -> Any:
         raise ConfigError(

@@ -26,7 +26,7 @@ from verl.utils.device import get_device_id
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.run_context import find_run_key, make_run_key
 from trinity_sync.client.save_trigger import SaveTrigger
-from trinity_sync.errors import ConfigError, SaveFailedError, SaveTimeoutError, WeightSyncError
+from trinity_sync.errors import ConfigError, WeightSyncError
 from trinity_sync.layout import refuse_url
 from trinity_sync.settings import Settings
 from trinity_sync.weights.committed import find_committed_version
@@ -323,15 +323,9 @@ class _Sender:
             ConfigError: as in `TrinitySyncCheckpointEngine.send_weights`.
             SpoolFullError, WeightSyncError: it cannot be published.
         """
-        published, _ = self._coordinator.upload(step, lambda: self._kept, role=ROLE)
+        published, staged = self._coordinator.upload(step, lambda: self._kept, role=ROLE)
         if published is None:
-            problem = "the log says why"
-            try:
-                self._coordinator.wait_all(0.0)
-            except SaveFailedError as error:
-                problem = str(error)
-            except SaveTimeoutError:  # earlier versions are still being committed
-                pass
+            problem = staged.failure or "the log says why"
             raise WeightSyncError(f"step {step} of {self._coordinator.root}: {problem}")
         self._newest = step
         if self._commit:

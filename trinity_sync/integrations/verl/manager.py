@@ -7,7 +7,10 @@ rank.
 
 import logging
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from trinity_sync import CheckpointCoordinator, SaveHandle
@@ -22,10 +25,11 @@ from trinity_sync.adapter import (
 )
 from trinity_sync.errors import ConfigError
 from trinity_sync.fs.atomic import replace_file
+from trinity_sync.integrations.trainer_saves import MEMORY
 from trinity_sync.integrations.verl.driver import ROOT
 from trinity_sync.layout import is_step_folder, split_role_path
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.stager import ATTACHMENTS
+from trinity_sync.snapshot.stager import ATTACHMENTS, read_folder
 from trinity_sync.storage.discovery import require_committed
 
 logger = logging.getLogger(__name__)
@@ -65,6 +69,29 @@ class ManagerOfPaths:
             )
         return self._coordinator
 
+    def wait_on_save_thread(self) -> None:
+        """Wait until every save of this process is committed.
+
+        Raises:
+            SaveFailedError: saves failed; the message names them.
+        """
+        if self._coordinator is not None:
+            self._coordinator.wait_all()
+
+    @contextmanager
+    def _resuming_from(self, role_folder: Path) -> Iterator[None]:
+        """Begin the run at a step that is loaded within the block; a collective call.
+
+        After a failed load another step can be loaded.
+        """
+        resumed = self._find_resumed_job(role_folder)
+        if resumed:
+            coordinator, step = resumed
+            run_on_all_ranks(role_folder, lambda: coordinator.check_resume(step))
+        yield
+        if resumed:
+            coordinator.resumed_from(step)
+
     def _find_resumed_job(self, role_folder: Path) -> tuple[CheckpointCoordinator, int] | None:
         """Return coordinator and step to resume; None if the folder belongs to another job."""
         try:
@@ -74,6 +101,13 @@ class ManagerOfPaths:
         if self._coordinator is not None and self._coordinator.root != root:
             return None  # another job, loaded as initial state
         return self._get_coordinator(root), step
+
+
+def collect_files(write: Callable[[Path], object]) -> dict[str, bytes]:
+    """Return the small files that a function writes into a folder, by path."""
+    with TemporaryDirectory(dir=MEMORY) as folder:
+        write(Path(folder))
+        return read_folder(Path(folder))
 
 
 DATA = "data.pt"

@@ -14,9 +14,7 @@ default it gathers them for a Hugging Face model while training waits.
 """
 
 import json
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +26,9 @@ from verl.utils.checkpoint.megatron_checkpoint_manager import (
 from trinity_sync import CheckpointCoordinator, SaveHandle
 from trinity_sync.adapter import MANIFEST, broadcast_from_rank_0, run_on_all_ranks, split_role_path
 from trinity_sync.errors import ConfigError
+from trinity_sync.integrations.after_import import replace_attributes
 from trinity_sync.integrations.megatron import DistCheckpointSaver, open_checked
-from trinity_sync.integrations.verl.manager import CommitsPositions, ManagerOfPaths
+from trinity_sync.integrations.verl.manager import CommitsPositions, ManagerOfPaths, collect_files
 
 CONTENTS = "ckpt_contents.json"
 FOLDERS = {
@@ -110,7 +109,7 @@ class MegatronCheckpointManager(ManagerOfPaths, VerlMegatronCheckpointManager):
         if self._saver is None:
             # an error of one rank would leave the others in the first collective of the save
             self._files = run_on_all_ranks(
-                coordinator.root, lambda: self._make_small_files(coordinator, role)
+                coordinator.root, lambda: {} if self.rank else self._make_small_files(role)
             )
             self._saver = DistCheckpointSaver(
                 coordinator,
@@ -170,26 +169,12 @@ class MegatronCheckpointManager(ManagerOfPaths, VerlMegatronCheckpointManager):
             return
         folder = Path(local_path).resolve()
         committed = broadcast_from_rank_0(folder, lambda: (folder.parent / MANIFEST).exists())
-        resumed = self._find_resumed_job(folder)
-        if resumed:
-            coordinator, step = resumed
-            run_on_all_ranks(folder, lambda: coordinator.check_resume(step))
-        if committed:
-            with open_checked(*split_role_path(folder)) as opened, self._saving_shards():
-                super().load_checkpoint(str(opened), None, False)
-        else:
-            super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
-        if resumed:  # only now: after a failed load, another step can be loaded
-            coordinator.resumed_from(step)
-
-    def wait_on_save_thread(self) -> None:
-        """Wait until every save of this process is committed.
-
-        Raises:
-            SaveFailedError: saves failed; the message names them.
-        """
-        if self._coordinator is not None:
-            self._coordinator.wait_all()
+        with self._resuming_from(folder):
+            if committed:
+                with open_checked(*split_role_path(folder)) as opened, self._saving_shards():
+                    super().load_checkpoint(str(opened), None, False)
+            else:
+                super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
 
     def _build_optimizer_state_dict(
         self, model_sharded_state_dict: Any, metadata: Any, is_loading: bool = False
@@ -203,45 +188,33 @@ class MegatronCheckpointManager(ManagerOfPaths, VerlMegatronCheckpointManager):
             model_sharded_state_dict = self._build_model_sharded_state_dict(metadata)
         return super()._build_optimizer_state_dict(model_sharded_state_dict, metadata, is_loading)
 
-    @contextmanager
-    def _saving_shards(self) -> Iterator[None]:
+    def _saving_shards(self) -> AbstractContextManager[None]:
         """Have veRL's manager treat the weights as Megatron's shards within the block."""
-        configured, self.use_dist_checkpointing = self.use_dist_checkpointing, True
-        try:
-            yield
-        finally:
-            self.use_dist_checkpointing = configured
+        return replace_attributes(self, use_dist_checkpointing=True)
 
-    def _make_small_files(self, coordinator: CheckpointCoordinator, role: str) -> dict[str, bytes]:
-        """Return rank 0's small files, as veRL writes them, by path; empty on other ranks.
+    def _make_small_files(self, role: str) -> dict[str, bytes]:
+        """Return rank 0's small files, as veRL writes them, by path.
 
         `_list_small_files` adds the one that differs from step to step, by its number only.
 
         Raises:
             ConfigError: the configuration or the tokenizer cannot be written.
         """
-        if self.rank:
-            return {}
-        folder = coordinator.spool.folder / "metadata" / role
-        shutil.rmtree(folder, ignore_errors=True)
-        coordinator.spool.make()
-        folder.mkdir(parents=True)
-        try:
+
+        def write(folder: Path) -> None:
             if self.should_save_extra:
                 self._save_transformer_config(str(folder))
             if self.should_save_model:
                 self._save_hf_config_and_tokenizer(str(folder))
             with self._saving_shards():
                 self._contents = self._build_checkpoint_manifest(str(folder), 0, True)
+
+        try:
+            return collect_files(write)
         except Exception as error:  # any error of the tokenizer
             raise ConfigError(
                 f"the configuration or the tokenizer of role {role} cannot be saved: {error!r}"
             ) from error
-        return {
-            path.relative_to(folder).as_posix(): path.read_bytes()
-            for path in sorted(folder.rglob("*"))
-            if path.is_file()
-        }
 
     def _list_small_files(self, step: int) -> dict[str, bytes]:
         contents = {**self._contents, "global_step": step}

@@ -17,7 +17,10 @@ from trinity_sync import SaveHandle, Staged
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.verl.fsdp.manager import FSDPCheckpointManager
-from trinity_sync.integrations.verl.fsdp.state_dict import get_model_state_to_stage, metadata_folder
+from trinity_sync.integrations.verl.fsdp.state_dict import (
+    collect_metadata,
+    get_model_state_to_stage,
+)
 from trinity_sync.layout import split_role_path
 from trinity_sync.tensors.torch_private import get_shard
 
@@ -104,8 +107,7 @@ def fsdp_save_state_dict(
         return manager.get_model_state() if ours else get_model_state_to_stage(engine.module)
 
     states = {"model": _on_device(engine, collect)}
-    processing_class = getattr(manager, "processing_class", None)
-    metadata = metadata_folder(coordinator, role, engine.module, processing_class)
+    metadata = collect_metadata(engine.module, getattr(manager, "processing_class", None))
     staged = coordinator.save(step, states, role=role, kind="state_dict", metadata=metadata)
     if staged.components:
         _log_staged(logger, step, "submitted", staged)

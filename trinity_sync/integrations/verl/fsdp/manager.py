@@ -27,20 +27,18 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.verl.fsdp.reshard import is_on_this_mesh, load_resharded
 from trinity_sync.integrations.verl.fsdp.state_dict import (
     check_loadable,
+    collect_metadata,
     get_model_state_to_stage,
     has_only_adapters,
-    metadata_folder,
     require_placed,
     require_trained,
     require_whole_parameters,
     select_adapters,
-    try_metadata,
     use_sharded_state_dicts,
 )
 from trinity_sync.integrations.verl.manager import CommitsPositions, ManagerOfPaths
 from trinity_sync.layout import MANIFEST, Kind, shard_file, split_role_path
 from trinity_sync.snapshot.save_id import Export
-from trinity_sync.storage.discovery import require_unreplaced
 from trinity_sync.storage.restore import RestoredShard, load_shards
 from trinity_sync.weights.publisher import Publisher
 from trinity_sync.weights.ray_cluster import in_ray_cluster
@@ -92,8 +90,7 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
             checkpoint_config,
             trust_remote_code=trust_remote_code,
         )
-        if self.rank == 0:
-            try_metadata(model, processing_class)
+        collect_metadata(model, processing_class, again=True)  # errors come before the first save
         self.ray_namespace = ray_namespace
         self.max_ckpt_to_keep: int | None = None
         self.initial_version: int | None = None
@@ -325,28 +322,23 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
                 (folder.parent / MANIFEST).exists(),
             ),
         )
-        resumed = self._find_resumed_job(folder)
-        if resumed:
-            coordinator, step = resumed
-            run_on_all_ranks(folder, lambda: coordinator.check_resume(step))
-        if saved_by != self.world_size or not is_on_this_mesh(folder, self.model):
-            states = load_resharded(
-                folder,
-                saved_by,
-                components,
-                committed=committed,
-                model=self.model,
-                optimizer=self.optimizer,
-            )
-            with closing(states), use_sharded_state_dicts(self.model):
-                for component, state in states:
-                    run_on_all_ranks(folder, partial(self._restore_state, component, state))
-        elif committed:
-            self._load_committed(folder, components)
-        else:
-            super().load_checkpoint(str(local_path), hdfs_path, del_local_after_load)
-        if resumed:  # only now: after a failed load, another step can be loaded
-            coordinator.resumed_from(step)
+        with self._resuming_from(folder):
+            if saved_by != self.world_size or not is_on_this_mesh(folder, self.model):
+                states = load_resharded(
+                    folder,
+                    saved_by,
+                    components,
+                    committed=committed,
+                    model=self.model,
+                    optimizer=self.optimizer,
+                )
+                with closing(states), use_sharded_state_dicts(self.model):
+                    for component, state in states:
+                        run_on_all_ranks(folder, partial(self._restore_state, component, state))
+            elif committed:
+                self._load_committed(folder, components)
+            else:
+                super().load_checkpoint(str(local_path), hdfs_path, del_local_after_load)
 
     def _load_committed(self, folder: Path, components: Sequence[str]) -> None:
         """Load this rank's own shards; all ranks raise the error of any rank."""
@@ -361,7 +353,6 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
             with closing(shards), use_sharded_state_dicts(self.model):
                 for component in components:
                     self._load_next(folder, component, shards)
-            broadcast_from_rank_0(folder, lambda: require_unreplaced(root, manifest))
 
     def _load_next(self, folder: Path, component: str, shards: Iterator[RestoredShard]) -> None:
         state = run_on_all_ranks(folder, lambda: next(shards).state)
@@ -392,8 +383,7 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
             SaveFailedError: saves failed; the message names them.
             WeightSyncError: versions could not be published.
         """
-        if self._coordinator is not None:
-            self._coordinator.wait_all()
+        super().wait_on_save_thread()
         if self._publisher is not None:
             self._publisher.wait()
 
@@ -418,7 +408,7 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
     ) -> SaveHandle | None:
         if not states:
             return None
-        metadata = metadata_folder(coordinator, role, self.model, self.processing_class)
+        metadata = collect_metadata(self.model, self.processing_class)
         overlap = bool(coordinator.settings.overlap) and self.optimizer is not None
         if overlap and not self._waits_before_steps:
             coordinator.wait_staged_before(self.optimizer)

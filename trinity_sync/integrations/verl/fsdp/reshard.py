@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from trinity_sync.client.collective import (
-    broadcast_from_rank_0,
     gather_from_ranks,
     lease_on_rank_0,
     run_on_all_ranks,
@@ -41,7 +40,6 @@ from trinity_sync.integrations.verl.fsdp.state_dict import (
     require_placed,
 )
 from trinity_sync.layout import shard_file, split_role_path
-from trinity_sync.storage.discovery import require_unreplaced
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.restore import require_digest
 from trinity_sync.tensors.dtensor_shards import (
@@ -128,9 +126,6 @@ def load_resharded(
             else:
                 extra = partial(_load_extra_state, role_folder, saved_by, rank)
                 yield component, run_on_all_ranks(role_folder, extra)
-        if committed:
-            broadcast_from_rank_0(role_folder, lambda: require_unreplaced(root, manifest))
-        dist.barrier()
 
 
 def _verify_files(

@@ -4,35 +4,33 @@ State dicts are those that veRL's loader and merger read. Nothing is copied: the
 tensors, so the caller has to stage them before the next optimizer step.
 
 The small files are configs and tokenizer, for exports and veRL's merger. They do not change during
-training, so they are written to the spool once, and every save packs the same folder. No file that
-a step can do without stops a save, and what would stop the first save is tried when training
-starts.
+training, so they are collected once, when training starts. No file that a step can do without stops
+it.
 """
 
 import json
 import logging
 import re
-import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import lru_cache, partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import ShardedStateDictConfig, StateDictType
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 from transformers.dynamic_module_utils import custom_object_save
 from verl.utils.fsdp_utils import fsdp_version, get_fsdp_state_ctx
 
-from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.fs.atomic import revalidate_folder
+from trinity_sync.integrations.verl.manager import collect_files
 from trinity_sync.layout import (
     FULL_CHECKPOINT_MARK,
     MANIFEST,
@@ -143,46 +141,31 @@ def _is_adapter(name: str) -> bool:
     return "lora_" in name or ".adapter_" in name
 
 
-_written: WeakKeyDictionary[Any, set[Path]] = WeakKeyDictionary()
+_collected: WeakKeyDictionary[Any, dict[str, bytes]] = WeakKeyDictionary()
 
 
-def metadata_folder(
-    coordinator: CheckpointCoordinator, role: str, model: Any, processing_class: Any
-) -> Path | None:
-    """Return the spool folder with the small files of ``model``, written at the first call.
+def collect_metadata(model: Any, processing_class: Any, *, again: bool = False) -> dict[str, bytes]:
+    """Return the small files of a model on rank 0, and nothing on other ranks.
 
-    None on ranks other than 0, which submit no metadata. The tokenizer or processor may be None.
-    """
-    if coordinator.rank:
-        return None
-    folder = coordinator.spool.folder / "metadata" / role
-    done = _written.setdefault(model, set())
-    if folder not in done or not folder.is_dir():
-        shutil.rmtree(folder, ignore_errors=True)
-        coordinator.spool.make()
-        folder.mkdir(parents=True)
-        write_metadata(folder, model, processing_class, world_size=coordinator.world_size)
-        done.add(folder)
-    return folder
-
-
-def try_metadata(model: Any, processing_class: Any) -> None:
-    """Write the small files once and discard them, so that errors come before the first save.
+    They are made at the first call for the model, and ``again``.
 
     Raises:
-        ConfigError: as `write_metadata`.
+        ConfigError: as `make_metadata`.
     """
-    with suppress(OSError), TemporaryDirectory() as folder:  # a full disk here says nothing
-        write_metadata(Path(folder), model, processing_class, world_size=1)
+    if dist.get_rank():
+        return {}
+    if again or model not in _collected:
+        _collected[model] = make_metadata(model, processing_class)
+    return _collected[model]
 
 
-def write_metadata(folder: Path, model: Any, processing_class: Any, *, world_size: int) -> None:
-    """Write ``fsdp_config.json``, ``huggingface/`` and, with adapters, what describes them.
+def make_metadata(model: Any, processing_class: Any) -> dict[str, bytes]:
+    """Return ``fsdp_config.json``, ``huggingface/`` and, with adapters, what describes them.
 
-    The contents of ``folder`` go to the role's folder. ``huggingface/`` holds the model's config,
-    its generation config, the tokenizer or processor (may be None), and the source files of a
-    custom model. ``lora_adapter/`` holds PEFT's own config of the adapter, for exports; veRL's
-    merger reads ``lora_train_meta.json``.
+    The paths are below the role's folder. ``huggingface/`` holds the model's config, its generation
+    config, the tokenizer or processor (may be None), and the source files of a custom model.
+    ``lora_adapter/`` holds PEFT's own config of the adapter, for exports; veRL's merger reads
+    ``lora_train_meta.json``.
 
     Raises:
         ConfigError: transformers refuses to save the model's config. All other files of
@@ -190,35 +173,33 @@ def write_metadata(folder: Path, model: Any, processing_class: Any, *, world_siz
     """
     inner = unwrap_model(model)
     config = inner.config
-    huggingface = folder / "huggingface"
-    huggingface.mkdir(exist_ok=True)
     if getattr(config, "auto_map", None) and None in config.auto_map:
         config.auto_map = {key: value for key, value in config.auto_map.items() if key is not None}
     if getattr(config, "tie_word_embeddings", False) and _is_untied(inner):
         config = deepcopy(config)
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     try:
-        config.save_pretrained(huggingface)
+        files = _collect_into("huggingface", config.save_pretrained)
     except (ValueError, TypeError) as error:
         raise ConfigError(
             f"the config of the model cannot be saved, and a Hugging Face model needs it: {error}. "
             "Correct config.json of the model before training"
         ) from error
     save_generation = partial(_save_generation_config, inner)
-    _write_optional(huggingface, "generation_config.json", save_generation)
+    files |= _try_collect("huggingface", "generation_config.json", save_generation)
     if processing_class is not None:
         what = f"the files of the {type(processing_class).__name__}"
-        _write_optional(huggingface, what, processing_class.save_pretrained)
+        files |= _try_collect("huggingface", what, processing_class.save_pretrained)
     if hasattr(config, "auto_map"):
         base = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
         save_code = partial(custom_object_save, base, config=config)
-        _write_optional(huggingface, "the source files of the model", save_code)
-    versions = {"FSDP_version": fsdp_version(model), "world_size": world_size}
-    (folder / "fsdp_config.json").write_text(json.dumps(versions, indent=4))
+        files |= _try_collect("huggingface", "the source files of the model", save_code)
+    versions = {"FSDP_version": fsdp_version(model), "world_size": dist.get_world_size()}
+    files["fsdp_config.json"] = json.dumps(versions, indent=4).encode()
     adapters = getattr(inner, "peft_config", None) or {}
     if adapter := adapters.get("default") or next(iter(adapters.values()), None):
-        write_adapter = adapter.save_pretrained
-        _write_optional(folder / "lora_adapter", "the config of the adapter", write_adapter)
+        save_adapter = adapter.save_pretrained
+        files |= _try_collect("lora_adapter", "the config of the adapter", save_adapter)
     if (rank := int(getattr(adapter, "r", 0) or 0)) > 0:
         task = getattr(adapter, "task_type", None) or "CAUSAL_LM"
         lora = {
@@ -226,18 +207,21 @@ def write_metadata(folder: Path, model: Any, processing_class: Any, *, world_siz
             "lora_alpha": int(getattr(adapter, "lora_alpha", None) or rank),
             "task_type": str(getattr(task, "value", task)),
         }
-        (folder / "lora_train_meta.json").write_text(json.dumps(lora, indent=4))
+        files["lora_train_meta.json"] = json.dumps(lora, indent=4).encode()
+    return files
 
 
-def _write_optional(folder: Path, what: str, write: Callable[[str], Any]) -> None:
-    """Write files that a step can do without, all of them or none; log why they are left out."""
-    with TemporaryDirectory(dir=folder.parent) as scratch:
-        try:
-            write(scratch)
-        except Exception as error:  # of transformers, or of a user's tokenizer
-            _warn_once(f"checkpoints are saved without {what}, which cannot be saved: {error}")
-        else:
-            shutil.copytree(scratch, folder, dirs_exist_ok=True)
+def _collect_into(folder: str, write: Callable[[Path], object]) -> dict[str, bytes]:
+    return {f"{folder}/{path}": content for path, content in collect_files(write).items()}
+
+
+def _try_collect(folder: str, what: str, write: Callable[[Path], object]) -> dict[str, bytes]:
+    """Return files that a step can do without, all of them or none; log why they are left out."""
+    try:
+        return _collect_into(folder, write)
+    except Exception as error:  # of transformers, or of a user's tokenizer
+        _warn_once(f"checkpoints are saved without {what}, which cannot be saved: {error}")
+        return {}
 
 
 @lru_cache(maxsize=100)
@@ -245,7 +229,7 @@ def _warn_once(message: str) -> None:
     logger.warning("%s", message)
 
 
-def _save_generation_config(inner: Any, folder: str) -> None:
+def _save_generation_config(inner: Any, folder: Path) -> None:
     """Save the generation config of the pretrained model, if it has one."""
     origin = getattr(inner.config, "name_or_path", None)
     if not origin or not inner.can_generate():
@@ -301,11 +285,7 @@ def check_loadable(role_folder: Path, world_size: int, components: Sequence[str]
                 "checkpoint.load_contents"
             )
     common = set.intersection(*sizes.values()) if sizes else {world_size}
-    if not common:
-        raise CommitError(
-            f"{role_folder} holds components of different numbers of ranks; load another step"
-        )
-    saved_by = world_size if world_size in common else max(common)
+    saved_by = world_size if world_size in common else max(common, default=world_size)
     missing = {shard_file(name, saved_by, rank) for name in components for rank in range(saved_by)}
     missing.difference_update(names)
     if missing:
