@@ -107,7 +107,8 @@ def commit(
         ours = earlier if earlier and earlier.run == save.run else None
         committed = {record.path: record for record in ours.files} if ours else {}
         if ours and ours.has_kind(save.kind, roles):  # a retry, which was complete
-            _refuse_later_component(save, written, committed)
+            if save.kind == "checkpoint" or "checkpoint" not in ours.kinds:
+                _refuse_later_component(save, written, committed)
         else:
             _check_complete(save, written, statuses)
         _refuse_other_content(save, written, committed, earlier.checkpoint_run if earlier else 0)
@@ -255,7 +256,7 @@ def list_served_kinds(
 def _refuse_later_component(
     save: SaveId, written: Sequence[Written], committed: Mapping[str, FileRecord]
 ) -> None:
-    """Refuse files beside those of a committed save; a checkpoint may serve as a role's sync.
+    """Refuse files beside those of a committed save, except for roles that have no weights in it.
 
     Raises:
         SaveError: a component was submitted after the commit.
