@@ -16,7 +16,7 @@ import mmap
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -245,9 +245,7 @@ class VersionOpener:
             yield VersionView(version, plan, memories)
 
     def close(self) -> None:
-        """Unmap the slots."""
-        for slot in self._slots.values():
-            slot.close()
+        """Unmap the slots, each with the last view of it."""
         self._slots.clear()
 
     def _plan(
@@ -283,64 +281,39 @@ class SlotReader:
         self.path = path
         self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         """The slot's bytes, ``uint8`` and read-only; those of a version under the lock only."""
-        self._file: LockFile | None = None
+        self._mapped: os.stat_result | None = None
+        """The file that is mapped."""
         self._readings: list[LockFile] = []
-        """The file of each read in progress; reads may nest."""
+        """The file and the lock of each read in progress; reads may nest."""
 
     def try_lock(self, image: str) -> VersionTag | None:
-        """Acquire the shared lock if the slot holds ``image``; return its version tag, or None.
+        """Acquire a shared lock if the slot holds ``image``; return its version tag, or None.
 
         Raises:
             FormatError: the trainer is of another release.
         """
-        try:
-            file = self._open()
-            if not file.try_acquire(shared=True):
-                return None
-        except FileNotFoundError:
-            return None
-        self._readings.append(file)
-        published = None
-        try:
-            published = read_version_tag(self.path)
-            if published and (published.image != image or not self._map(file, published.nbytes)):
-                published = None
-        finally:
-            if published is None:
-                self.unlock()
-        return published
+        with suppress(FileNotFoundError), ExitStack() as opened:
+            JobSpool(self.path.parent).require_own_format()
+            file = opened.enter_context(closing(LockFile(self.path, os.O_RDONLY)))
+            tag = read_version_tag(self.path) if file.try_acquire(shared=True) else None
+            if tag and tag.image == image and self._map(file, tag.nbytes):
+                opened.pop_all()
+                self._readings.append(file)
+                return tag
+        return None
 
     def unlock(self) -> None:
-        """Release the lock of one read; the last one unlocks the file."""
-        file = self._readings.pop()
-        if file not in self._readings:  # a parent process has its own
-            file.release()
-
-    def close(self) -> None:
-        """Close the file and release its lock; the memory is unmapped with its last view."""
-        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-        if self._file:
-            self._file.close()
-            self._file = None
-
-    def _open(self) -> LockFile:
-        """Open the file that has the slot's name now: a trainer may have replaced it."""
-        found = self.path.lstat()
-        known = self._file
-        if known and known.fd >= 0 and os.path.samestat(found, os.fstat(known.fd)):
-            return known  # otherwise it is the parent's, or was replaced
-        self.close()
-        JobSpool(self.path.parent).require_own_format()
-        self._file = LockFile(self.path, os.O_RDONLY)
-        return self._file
+        """Release the lock of one read; in a forked child, leave the parent's to it."""
+        self._readings.pop().close()
 
     def _map(self, file: LockFile, nbytes: int) -> bool:
-        """Return whether the file has ``nbytes`` bytes, and map it again if it has grown."""
-        size = os.fstat(file.fd).st_size
-        if size < nbytes:  # truncated: reading a mapping beyond the end is a bus error
+        """Return whether the file has ``nbytes`` bytes; map it if it is new, or has grown."""
+        found, known = os.fstat(file.fd), self._mapped
+        if found.st_size < nbytes:  # truncated: reading a mapping beyond the end is a bus error
             return False
-        if len(self.memory) < nbytes:
-            self.memory = view_read_only(memoryview(file.map(size, populate=True)))
+        if not known or not os.path.samestat(found, known) or len(self.memory) < nbytes:
+            self.memory = view_read_only(memoryview(file.map(found.st_size, populate=True)))
+            self._mapped = found
         return True
 
 

@@ -116,7 +116,6 @@ def require_published(trainer: Trainer, published: VersionTag) -> None:
     assert reader.try_lock(published.image)
     assert weight.numpy().tobytes() in reader.memory.numpy().tobytes()
     reader.unlock()
-    reader.close()
 
 
 def test_an_upload_that_another_trainer_has_overwritten_is_saved_from_the_state(
