@@ -44,9 +44,6 @@ from trinity_sync.tensors.unshard import (
 )
 from trinity_sync.weights.versions import ImageCopy, Version, VersionUnavailableError
 
-MAX_PLANS = 4
-"""Layouts of which a reader keeps the plan."""
-
 Target = nn.Module | Mapping[str, torch.Tensor]
 FetchImages = Callable[[Sequence[int]], Sequence[ImageCopy]]
 """Returns the images of these ranks, which are on other nodes."""
@@ -144,7 +141,8 @@ class VersionOpener:
         self._node = node
         self._verify = verify
         self._slots: dict[str, SlotReader] = {}
-        self._plans: dict[tuple[str, ...], tuple[FullTensor, ...]] = {}
+        self._planned: tuple[Sequence[str], tuple[FullTensor, ...]] = ((), ())
+        """The layouts of the images that were read last, and their plan."""
 
     @contextmanager
     def open_images(
@@ -251,14 +249,10 @@ class VersionOpener:
     def _plan(
         self, memories: Sequence[torch.Tensor], layouts: Sequence[str] = ()
     ) -> tuple[FullTensor, ...]:
-        """Return the plan of images; it is cached if their layouts are known."""
-        key = tuple(layouts)
-        plan = self._plans.pop(key, ()) or plan_unshard([each.numpy().data for each in memories])
-        if key:
-            self._plans[key] = plan  # the one used last goes last
-            if len(self._plans) > MAX_PLANS:
-                del self._plans[next(iter(self._plans))]
-        return plan
+        """Return the plan of images; that of the last ``layouts`` is cached."""
+        if not layouts or layouts != self._planned[0]:
+            self._planned = layouts, plan_unshard([each.numpy().data for each in memories])
+        return self._planned[1]
 
 
 def _map_file(path: Path, record: FileRecord) -> memoryview:
