@@ -52,38 +52,25 @@ def select_version(reader: WeightReader, root: str, role: str, wanted: Wanted) -
     Raises:
         WeightSyncError: there is none in time, or the step is gone or of another run.
     """
-    if wanted.step is not None and wanted.run is not None and wanted.images:
+    step, run = wanted.step, wanted.run
+    found: Version | None
+    if step is not None and run is not None and wanted.images:
         images = tuple(ImageRef(**image) for image in wanted.images)
         if _are_here(images, root):
-            step, run, identity = wanted.step, wanted.run, wanted.identity
-            return Version(step, run, "memory", root, role, images, identity=identity)
-        committed = find_committed_version(root, role, wanted.step)
-        if committed is None or wanted.identity not in ("", committed.identity):
-            raise WeightSyncError(
-                f"version {wanted.step} is in shared memory of another node or another spool, and "
-                "not committed; run the updater on the engine's node, with its TRINITY_SYNC_SPOOL"
-            )
-        return committed
-    least = wanted.min_step if wanted.step is None else wanted.step
-    found = wait_for(reader, least, wanted.timeout_s)
-    if wanted.step is not None and found.step != wanted.step:
-        committed = find_committed_version(root, role, wanted.step)
-        if committed is None:
-            raise WeightSyncError(
-                f"version {wanted.step} is gone: the newest is {found.step}, and step "
-                f"{wanted.step} is not committed; load the newest"
-            )
-        found = committed
-    if wanted.identity not in ("", found.identity):
-        raise WeightSyncError(
-            f"the root {root} has the steps of another job than that of version {wanted.step}; "
-            "load the newest"
-        )
-    if wanted.run is not None and found.run != wanted.run:
-        raise WeightSyncError(
-            f"version {found.step} was made by run {found.run}, not {wanted.run}; load the newest"
-        )
-    return found
+            return Version(step, run, "memory", root, role, images, identity=wanted.identity)
+        found = find_committed_version(root, role, step)
+        remedy = "run the updater on the engine's node, with its TRINITY_SYNC_SPOOL"
+    else:
+        found = wait_for(reader, wanted.min_step if step is None else step, wanted.timeout_s)
+        remedy = f"load the newest, {found.step} of run {found.run}"
+        if step not in (None, found.step):
+            found = find_committed_version(root, role, step)
+    if found and run in (None, found.run) and wanted.identity in ("", found.identity):
+        return found
+    raise WeightSyncError(
+        f"no version with {step=}, {run=} is in the shared memory of this node, or committed in "
+        f"{root}; {remedy}"
+    )
 
 
 def wait_for(reader: WeightReader, least: int, timeout_s: float) -> Version:
