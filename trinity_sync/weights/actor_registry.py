@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from trinity_sync.errors import WeightSyncError
-from trinity_sync.weights.state_files import read_address
+from trinity_sync.weights.ray_cluster import find_synchronizer
 from trinity_sync.weights.versions import (
     ImageCopy,
     Registry,
@@ -97,12 +97,11 @@ class ActorRegistry(Registry):
         Raises:
             WeightSyncError: there is no other one.
         """
-        with suppress(ValueError, OSError):  # it is dead, or the root is not visible here
-            if self._root and (address := read_address(self._root)):
-                actor = ray.get_actor(address.name, address.namespace)
-                if actor != self._actor:
-                    self._actor = actor
-                    return
+        with suppress(OSError):  # the root is not visible here
+            actor = find_synchronizer(self._root) if self._root else None
+            if actor not in (None, self._actor):
+                self._actor = actor
+                return
         raise WeightSyncError(
             f"the Synchronizer does not answer ({type(error).__name__}); was it stopped, or its "
             "node lost?"

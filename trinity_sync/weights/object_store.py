@@ -7,7 +7,7 @@ asks, and keeps them until there is a newer version; the bytes never enter its p
 The module does not import torch, which saves the tasks' processes seconds of import.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,36 +15,11 @@ from typing import Any
 import numpy as np
 
 from trinity_sync.snapshot.ticket import lock_slot, read_version_tag
-from trinity_sync.weights.versions import ImageRef, Version, VersionUnavailableError
+from trinity_sync.weights.versions import ImageRef, VersionUnavailableError
 
 
-class ObjectRefs:
-    """Object references to the images of one version, created on demand."""
-
-    def __init__(self) -> None:
-        self._version: Version | None = None
-        self._refs: dict[int, list[Any]] = {}
-
-    def get_refs(self, version: Version, ranks: Sequence[int]) -> list[list[Any]]:
-        """Return those of an `ImageCopy` for each rank, the same for all callers.
-
-        ``version`` is the newest in memory.
-        """
-        self.keep_only(version)
-        images = {ref.rank: ref for ref in version.images}
-        for rank in ranks:
-            if rank not in self._refs:
-                self._refs[rank] = _start_copy(images[rank])
-        return [self._refs[rank] for rank in ranks]
-
-    def keep_only(self, version: Version | None) -> None:
-        """Drop the references of other versions; Ray keeps the objects that are still read."""
-        if version != self._version:
-            self._version, self._refs = version, {}
-
-
-def _start_copy(image: ImageRef) -> list[Any]:
-    """Start `copy_image` on the image's node; return its object references."""
+def start_copy(image: ImageRef) -> list[Any]:
+    """Start a copy of an image on its node; return the references of an `ImageCopy`."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = NodeAffinitySchedulingStrategy(image.node, soft=False)

@@ -17,7 +17,7 @@ from typing import Any
 
 from trinity_sync.errors import ConfigError, StackError
 from trinity_sync.layout import job_id_of
-from trinity_sync.weights.object_store import ObjectRefs
+from trinity_sync.weights.object_store import start_copy
 from trinity_sync.weights.ray_cluster import (
     NAMESPACE,
     get_only_actor,
@@ -115,7 +115,8 @@ class Synchronizer(TrinityMethods):
         self._root, self._name, self._namespace = root, name, namespace
         write_address(root, name, namespace)
         super().__init__(root, namespace, settings)
-        self._object_refs = ObjectRefs()
+        self._copies: dict[str, list[Any]] = {}
+        """References of the copies of images of the newest version in memory, by image name."""
         self._registry.run_in_background(self._registry.follow_commits())
 
     async def restore_address(self) -> None:
@@ -145,7 +146,9 @@ class Synchronizer(TrinityMethods):
         self._require_role(version)
         await self._registry.refresh()
         is_newest = await self._registry.record(version)
-        self._object_refs.keep_only(self._registry.versions.newest("memory"))
+        newest = self._registry.versions.newest("memory")
+        names = {image.image for image in newest.images} if newest else set()
+        self._copies = {name: refs for name, refs in self._copies.items() if name in names}
         return is_newest
 
     async def add_images(self, version: Version, world_size: int, timeout_s: float) -> None:
@@ -201,7 +204,11 @@ class Synchronizer(TrinityMethods):
             raise VersionUnavailableError(
                 f"version {step} (run {run}) is no longer the newest in memory"
             )
-        return self._object_refs.get_refs(newest, ranks)
+        images = {image.rank: image for image in newest.images}
+        for rank in ranks:
+            if images[rank].image not in self._copies:
+                self._copies[images[rank].image] = start_copy(images[rank])
+        return [self._copies[images[rank].image] for rank in ranks]
 
     def _require_role(self, version: Version) -> None:
         if version.role != self._settings.role:

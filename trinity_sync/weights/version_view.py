@@ -180,16 +180,12 @@ class VersionOpener:
                     tags[rank], memories[rank] = tag, view_read_only(memoryview(content))
             for rank, ref in enumerate(refs):
                 tag = tags[ref.rank]
-                found = (tag.run, tag.step, tag.role, tag.rank)
-                if found != (version.run, version.step, version.role, rank):
+                found = (tag.run, tag.step, tag.role, tag.rank, tag.world_size)
+                if found != (version.run, version.step, version.role, rank, len(refs)):
                     raise WeightSyncError(
-                        f"{_describe(version)}: {ref.slot} holds rank {tag.rank} of {tag.role} at "
-                        f"step {tag.step}; have the trainer upload the version again"
-                    )
-                if tag.world_size != len(refs):
-                    raise WeightSyncError(
-                        f"{_describe(version)} names images of {len(refs)} of {tag.world_size} "
-                        "ranks; have all ranks of the trainer upload it"
+                        f"{_describe(version)} names images of {len(refs)} ranks, and {ref.slot} "
+                        f"holds that of rank {tag.rank} of {tag.world_size} of {tag.role} at step "
+                        f"{tag.step}; have all ranks of the trainer upload the version again"
                     )
             images = [memories[rank] for rank in range(len(refs))]
             layouts = [tags[rank].layout for rank in range(len(refs))]
@@ -214,13 +210,11 @@ class VersionOpener:
                 )
             except CommitError as error:
                 raise VersionUnavailableError(f"{_describe(version)}: {error}") from error
-            if version.identity and read_identity(root) != version.identity:
+            identity = version.identity and read_identity(root)
+            if (manifest.run, identity) != (version.run, version.identity):
                 raise VersionUnavailableError(
-                    f"{_describe(version)}: the root was removed, and has the steps of another job"
-                )
-            if manifest.run != version.run:
-                raise VersionUnavailableError(
-                    f"{_describe(version)}: run {manifest.run} has replaced the step"
+                    f"{_describe(version)}: run {manifest.run}, or another job in the root, has "
+                    "replaced the step"
                 )
             try:
                 records = list_shards(root, manifest, version.role, "model")
