@@ -11,7 +11,7 @@ from benchmarks.restarts import commit_step
 from trinity_sync.layout import Kind, shard_file, step_folder
 from trinity_sync.storage.manifest import FileRecord, Manifest, write_manifest
 from trinity_sync.storage.runs import open_run
-from trinity_sync.weights.committed import find_model_path, find_committed_version
+from trinity_sync.weights.committed import find_committed_version, find_model_path
 from trinity_sync.weights.version_view import VersionOpener
 from trinity_sync.weights.versions import Version, VersionUnavailableError
 
