@@ -15,7 +15,6 @@ import xxhash
 
 from tests.support.job import Job
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.weights.object_store import copy_image
 from trinity_sync.weights.versions import ImageRef, Version
 
 NUMEL = 300_000
@@ -61,6 +60,8 @@ class VersionFile:
         pass
 
     def fetch_images(self, version: Version, ranks: Sequence[int], timeout_s: float) -> list[Any]:
+        from trinity_sync.weights.actor_registry import copy_image  # imports Ray
+
         found = []
         for rank in ranks:
             with closing(copy_image(version.images[rank])) as parts:  # holds the lock

@@ -186,12 +186,6 @@ class CommitNotification:
         self._cached = state, found
         return found
 
-    async def poll(self) -> CommitSignature:
-        """Return the signature; a file server, which may be slow, is asked in a thread."""
-        if self._is_shared:
-            return await asyncio.to_thread(self.read_signature)
-        return self.read_signature()
-
     async def wait_for_change(
         self,
         since: Signature | None,
@@ -204,7 +198,7 @@ class CommitNotification:
         twentieth of the time that has passed.
         """
         began = polled = now = time.monotonic()
-        commits = await self.poll()
+        commits = await asyncio.to_thread(self.read_signature)
         while True:
             signature = read_images() if read_images else None, commits
             if signature != since or now - began >= within_s:
@@ -214,7 +208,7 @@ class CommitNotification:
             await asyncio.sleep(pause_s)
             now = time.monotonic()
             if now - polled >= self.poll_s:
-                polled, commits = now, await self.poll()
+                polled, commits = now, await asyncio.to_thread(self.read_signature)
 
     def _read_file_signature(self, path: Path) -> FileSignature:
         if self._is_shared:

@@ -17,7 +17,6 @@ from typing import Any
 
 from trinity_sync.errors import ConfigError, StackError
 from trinity_sync.layout import job_id_of
-from trinity_sync.weights.object_store import start_copy
 from trinity_sync.weights.ray_cluster import (
     NAMESPACE,
     get_only_actor,
@@ -184,7 +183,7 @@ class Synchronizer(TrinityMethods):
         return self._registry.versions.newest(source, readable=readable)
 
     async def get_image_refs(self, run: int, step: int, ranks: Sequence[int]) -> list[list[Any]]:
-        """Return object references of images; see ``object_store``.
+        """Return object references of images.
 
         They are created for the first caller, and the same for all.
 
@@ -199,6 +198,8 @@ class Synchronizer(TrinityMethods):
         Raises:
             VersionUnavailableError: the version is not the newest in memory.
         """
+        from trinity_sync.weights.actor_registry import start_copy  # imports Ray
+
         newest = self._registry.versions.newest("memory")
         if newest is None or (newest.run, newest.step) != (run, step):
             raise VersionUnavailableError(

@@ -127,16 +127,12 @@ def apply_delta(tensors: Tensors, folder: Path) -> dict[str, torch.Tensor]:
             with safe_open(path, framework="np") as file:
                 checksums = file.metadata() or {}
                 for name in file.keys():  # noqa: SIM118
-                    if name not in found:
-                        raise DeltaError(
-                            f"{path} changes {name}, which the weights do not have; read in full"
-                        )
                     found[name] = found[name].contiguous().clone()
                     content = file.get_tensor(name).tobytes()
                     change = Change(content, checksums.get(name, ""))
                     apply_change(view_bytes(found[name]), change, f"{name} in {path}")
-        except SafetensorError as error:
+        except (SafetensorError, KeyError) as error:  # also a tensor that the weights do not have
             raise DeltaError(
-                f"{path} is torn or altered ({error}); publish a complete version"
+                f"{path} is torn or altered ({error!r}); publish a complete version"
             ) from error
     return found
