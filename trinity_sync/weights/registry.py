@@ -194,8 +194,3 @@ class AsyncVersionRegistry:
     def _record_committed(self, version: Version | None) -> None:
         if version:
             self.versions.record(version, self.now())
-
-
-def resolve_root(root: str | Path) -> str:
-    """Return the absolute path of a root, without symbolic links."""
-    return str(Path(root).resolve())

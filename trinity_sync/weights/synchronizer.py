@@ -23,7 +23,6 @@ from trinity_sync.weights.ray_cluster import (
     require_ray,
     resolve_actor_name,
 )
-from trinity_sync.weights.registry import resolve_root
 from trinity_sync.weights.state_files import address_path, read_address, write_address
 from trinity_sync.weights.sync_barrier import Status, SyncSettings
 from trinity_sync.weights.trinity_methods import TrinityMethods
@@ -83,7 +82,7 @@ class Synchronizer(TrinityMethods):
         root = root or getattr(config, "checkpoint_job_dir", None)
         if root is None:
             return get_only_actor(namespace or NAMESPACE)
-        root = resolve_root(root)
+        root = str(Path(root).resolve())
         name, namespace = resolve_actor_name(root, namespace, cls.name_for(root))
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -280,7 +280,7 @@ def test_an_updater_on_another_host_is_waited_for_until_its_calls_have_timed_out
 ) -> None:
     publish(saves, 1)
     engine.is_updating = True
-    engine.claim = {**make_claim(60), "namespace": "elsewhere"}
+    engine.claim = {**make_claim("first", 60), "namespace": "elsewhere"}
     with VLLMUpdater(url, root) as updater:
         with pytest.raises(WeightSyncError, match="use one updater"):
             updater.update()

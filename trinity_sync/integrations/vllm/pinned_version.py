@@ -11,11 +11,10 @@ updater has to end.
 import asyncio
 import os
 import time
-import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -133,44 +132,34 @@ def _are_here(images: tuple[ImageRef, ...], root: str) -> bool:
     return all(slot.parent == spool and slot.is_file() for slot in slots)
 
 
-@dataclass(frozen=True)
-class Claim:
-    """One updater, as it tells the workers of the engine in ``init_info``."""
+def make_claim(name: str, calls_s: float) -> dict[str, Any]:
+    """Return what the updater ``name``, in this process, tells the workers in ``init_info``.
 
-    name: str
-    process: str
-    """Its pid and start time."""
-    namespace: str
-    """Host and pid namespace of the process."""
-    until: float
-    """When all its calls have timed out, in seconds since the epoch."""
-
-    @property
-    def lives(self) -> bool:
-        """Whether the updater may still be in its update."""
-        if self.namespace == read_process_namespace():
-            return is_process_alive(self.process)
-        return time.time() < self.until
-
-
-def make_claim(calls_s: float, name: str = "") -> dict[str, Any]:
-    """Return the fields of a claim of this process.
-
-    All calls of an update have timed out after ``calls_s``. Without a name, it gets a new one.
+    All calls of its update have timed out after ``calls_s``.
     """
-    process, namespace = read_process_identity(os.getpid()), read_process_namespace()
-    return asdict(Claim(name or uuid.uuid4().hex, process, namespace, time.time() + calls_s))
+    return {
+        "name": name,
+        "process": read_process_identity(os.getpid()),
+        "namespace": read_process_namespace(),
+        "until": time.time() + calls_s,
+    }
 
 
 def require_free(held: dict[str, Any], wanted: dict[str, Any]) -> None:
     """Require that no other updater is in an update.
 
-    Both are the fields of claims: of the update in progress, empty without one, and of the next.
+    Both are claims: of the update in progress, empty without one, and of the next.
 
     Raises:
-        WeightSyncError: another one is.
+        WeightSyncError: another one is, or may be on another host.
     """
-    if held and held["name"] != wanted.get("name") and Claim(**held).lives:
+    if not held or held["name"] == wanted.get("name"):
+        return
+    if held["namespace"] == read_process_namespace():
+        lives = is_process_alive(held["process"])
+    else:
+        lives = time.time() < held["until"]
+    if lives:
         raise WeightSyncError(
             f"process {held['process']} of {held['namespace']} updates this engine; use one "
             "updater for an engine, or try again once it has ended"
