@@ -131,7 +131,7 @@ def measure(root: Path, spool: Path) -> Samples:
     from trinity_sync.tensors.memcpy import copy_pieces
     from trinity_sync.weights.publisher import Publisher
     from trinity_sync.weights.synchronizer import Synchronizer
-    from trinity_sync.weights.versions import ImageRef, Version
+    from trinity_sync.weights.versions import make_shard
 
     class AsksNobody(SaveTrigger):
         """A trigger that requests no flow run: saves are staged only."""
@@ -178,9 +178,8 @@ def measure(root: Path, spool: Path) -> Samples:
         if told is publisher:
             publisher.publish(published)
             return
-        for slot, said in saves.spool.published("actor", said_run := published.run, step).items():
-            image = ImageRef("here", str(slot), said.image, said.rank, said.nbytes)
-            version = Version(step, said_run, "memory", str(root), "actor", (image,))
+        slot = next(slot for slot, tag in saves.spool.list_versions("actor") if tag == published)
+        version = make_shard(published, slot, root, "", "here")
         for pipe in told:
             pipe.send(version)
 

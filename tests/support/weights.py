@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from tests.support.job import Job
-from trinity_sync.weights.object_store import copy_image
+from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.weights.versions import ImageRef, Version
 
 NUMEL = 300_000
@@ -60,6 +60,8 @@ class VersionFile:
         pass
 
     def fetch_images(self, version: Version, ranks: Sequence[int], timeout_s: float) -> list[Any]:
+        from trinity_sync.weights.actor_registry import copy_image  # imports Ray
+
         found = []
         for rank in ranks:
             with closing(copy_image(version.images[rank])) as parts:  # holds the lock
@@ -69,16 +71,26 @@ class VersionFile:
 
 def upload(job: Job, step: int, *states: Any, run: int = 1, node: str = "here") -> Version:
     """Stage a state a rank, without saving it, and give the version."""
-    images = []
     for rank, state in enumerate(states):
         stager, origin = job.stager(rank), job.origin(step, rank=rank, run=run)
         if stager.publish(origin, "model") is None:
             stager.stage(origin, {"model": state}, seals=False)
             assert stager.publish(origin, "model")
-    for slot, said in job.spool.published("actor", run, step).items():
-        images.append(ImageRef(node, str(slot), said.image, said.rank, said.nbytes))
-    assert len(images) == len(states)
-    return Version(step, run, "memory", str(job.root), "actor", tuple(images))
+    version = version_in(job.spool, job.root, run, step, node)
+    assert len(version.images) == len(states)
+    return version
+
+
+def version_in(spool: JobSpool, root: Path, run: int, step: int, node: str = "here") -> Version:
+    """Return the version of a step with its images in a spool."""
+    found = [
+        each for each in spool.list_versions("actor") if (each[1].run, each[1].step) == (run, step)
+    ]
+    images = [
+        ImageRef(node, str(slot), tag.image, tag.rank, tag.nbytes)
+        for slot, tag in sorted(found, key=lambda each: each[1].rank)
+    ]
+    return Version(step, run, "memory", str(root), "actor", tuple(images))
 
 
 def first(rank: int = 0) -> State:

@@ -184,19 +184,6 @@ class JobSpool:
             if kept and kept.file_digest == digest:
                 yield slot
 
-    def published(self, role: str, run: int, step: int) -> dict[Path, VersionTag]:
-        """Return the slots that hold a version of the weights with their tags, in order of ranks.
-
-        Raises:
-            FormatError: as `root`.
-        """
-        found = {
-            slot: tag
-            for slot, tag in self.list_versions(role)
-            if (tag.run, tag.step) == (run, step)
-        }
-        return dict(sorted(found.items(), key=lambda item: item[1].rank))
-
     def list_versions(self, role: str) -> Iterator[tuple[Path, VersionTag]]:
         """Yield all slots that hold a version of a role's weights, with their tags.
 

@@ -11,7 +11,7 @@ from a copy.
 """
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -121,13 +121,15 @@ def list_known_runs(root: str | Path) -> list[Run]:
         return []
 
 
-def iter_committed_steps(root: str | Path) -> Iterator[Manifest]:
-    """Yield the manifests of the committed steps by step; log those that are torn.
+def iter_committed_steps(
+    root: str | Path, steps: Iterable[int] | None = None
+) -> Iterator[Manifest]:
+    """Yield the manifests of the committed steps, by default all; log those that are torn.
 
     Raises:
         FormatError: another release has committed a step, so nothing of the root is known.
     """
-    for step in steps_on_disk(root):
+    for step in steps_on_disk(root) if steps is None else steps:
         try:
             manifest = read_manifest(root, step)
         except ManifestError as error:

@@ -1,17 +1,29 @@
-"""The version registry of a reader that has a Synchronizer: calls to the Ray actor."""
+"""The version registry of a reader that has a Synchronizer: calls to the Ray actor.
+
+Images of other nodes come through Ray's object store. A task on the node of an image reads it from
+its slot. Ray transfers the result to another node once, and all readers there map it. The
+Synchronizer starts the tasks when the first reader asks, and keeps the references until there is a
+newer version; the bytes never enter its process.
+
+The module does not import torch, which saves the tasks' processes seconds of import.
+"""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trinity_sync.errors import WeightSyncError
-from trinity_sync.weights.state_files import read_address
+from trinity_sync.snapshot.ticket import lock_slot, read_version_tag
+from trinity_sync.weights.ray_cluster import find_synchronizer
 from trinity_sync.weights.versions import (
     ImageCopy,
+    ImageRef,
     Registry,
     Version,
     VersionUnavailableError,
@@ -97,13 +109,38 @@ class ActorRegistry(Registry):
         Raises:
             WeightSyncError: there is no other one.
         """
-        with suppress(ValueError, OSError):  # it is dead, or the root is not visible here
-            if self._root and (address := read_address(self._root)):
-                actor = ray.get_actor(address.name, address.namespace)
-                if actor != self._actor:
-                    self._actor = actor
-                    return
+        with suppress(OSError):  # the root is not visible here
+            actor = find_synchronizer(self._root) if self._root else None
+            if actor not in (None, self._actor):
+                self._actor = actor
+                return
         raise WeightSyncError(
             f"the Synchronizer does not answer ({type(error).__name__}); was it stopped, or its "
             "node lost?"
         ) from error
+
+
+def copy_image(ref: ImageRef) -> Iterator[Any]:
+    """Yield version tag and bytes; Ray has stored both before the generator releases the lock."""
+    try:
+        with lock_slot(Path(ref.slot)) as content:
+            tag = read_version_tag(Path(ref.slot))
+            if tag is None or tag.image != ref.image:
+                raise VersionUnavailableError(f"the image in {ref.slot} was overwritten")
+            yield tag
+            yield np.frombuffer(content, np.uint8, ref.nbytes)
+    except FileNotFoundError as error:
+        raise VersionUnavailableError(
+            f"the image in {ref.slot} was removed with its trainer"
+        ) from error
+
+
+_copy_image = ray.remote(copy_image)
+
+
+def start_copy(image: ImageRef) -> list[Any]:
+    """Start a copy of an image on its node; return the references of an `ImageCopy`."""
+    here = NodeAffinitySchedulingStrategy(image.node, soft=False)
+    options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": here, "num_returns": 2}
+    refs: list[Any] = _copy_image.options(**options).remote(image)
+    return refs

@@ -1,7 +1,7 @@
 """Broadcast of a trainer's full weights to all members of a process group, over gloo or NCCL.
 
-A broadcast consists of a first header (version), buckets, a last header (numbers of tensors and
-bytes), and a barrier. Before each bucket a header has the names, dtypes and shapes of its tensors:
+A broadcast consists of a first header (version), buckets, a last header (without tensors), and a
+barrier. Before each bucket a header has the names, dtypes and shapes of its tensors:
 the trainer gathers one tensor at a time, and can give up before each bucket.
 
 A bucket is a buffer into which many tensors are copied, or a larger tensor itself; two buffers
@@ -67,10 +67,8 @@ def iter_received(group: WeightGroup, checksum: bool) -> Iterator[Named]:
     A bucket is yielded once the receive of the next one is posted, in the other of two buffers.
 
     Raises:
-        WeightSyncError: a member died, failed or did not send in time, a checksum differs, or not
-            all that was sent has arrived.
+        WeightSyncError: a member died, failed or did not send in time, or a checksum differs.
     """
-    count = total = 0
     expected: torch.Tensor | int = 0
     previous: Iterable[Named] = ()
     for buffer in cycle((0, 1)):
@@ -85,13 +83,6 @@ def iter_received(group: WeightGroup, checksum: bool) -> Iterator[Named]:
         group.wait(works)
         expected = compute_checksum(payload) if checksum else 0
         previous = _iter_tensors(header["tensors"], payload)
-        count += len(header["tensors"])
-        total += sum(size for *_, size in header["tensors"])
-    if (count, total) != (header["count"], header["total"]):
-        raise group.fail(
-            f"received {(count, total)} tensors and bytes of {(header['count'], header['total'])} "
-            "that were sent"
-        )
     yield from previous
 
 
@@ -170,7 +161,7 @@ def send_weights(
             count += len(records)
             total += sum(size for *_, size in records)
         group.wait(in_flight)
-        group.send_header(count=count, total=total, sum=int(previous))
+        group.send_header(sum=int(previous))
         group.barrier()
     except BaseException as error:
         group.fail(f"the trainer gave up after {count} tensors of version {version}: {error!r}")

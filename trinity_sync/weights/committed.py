@@ -19,11 +19,7 @@ from trinity_sync.fs.atomic import FileSignature, read_signature, revalidate_fol
 from trinity_sync.fs.mounts import find_mount
 from trinity_sync.layout import ITERATION_FILES, MANIFEST, step_folder
 from trinity_sync.snapshot.job_identity import IDENTITY_FILE, read_identity
-from trinity_sync.storage.discovery import (
-    iter_committed_steps,
-    read_manifest_state,
-    require_committed,
-)
+from trinity_sync.storage.discovery import iter_committed_steps, read_manifest_state
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.runs import Run, refuse_superseded
@@ -35,51 +31,39 @@ WEIGHT_FILES = ("model*.safetensors", "pytorch_model*.bin")
 """Files that Hugging Face's and Trinity's loaders prefer to shards."""
 
 
-def iter_committed_weights(root: str | Path, role: str) -> Iterator[Manifest]:
+def iter_committed_weights(
+    root: str | Path, role: str, step: int | None = None
+) -> Iterator[Manifest]:
     """Yield the valid commits with the weights of a role, newest first, without superseded ones.
 
-    Manifests decide; latest pointers are not read, so an empty pointer does no harm.
+    With ``step``, only that one is looked at. Manifests decide; latest pointers are not read, so an
+    empty pointer does no harm.
+
+    Raises:
+        FormatError: another release has committed a step, or begun a run.
     """
-    found = [manifest for manifest in iter_committed_steps(root) if _has_weights(manifest, role)]
+    steps = iter_committed_steps(root, None if step is None else [step])
+    found = [manifest for manifest in steps if _has_weights(manifest, role)]
     for manifest in sorted(found, key=lambda m: (m.run, m.step), reverse=True):
         try:
             refuse_superseded(root, manifest.run, "", manifest.step)
-            yield _require_weights(root, manifest.step, role)
+            yield _require_weights(root, manifest, role)
         except SupersededError:
             continue
         except CommitError as error:
             logger.warning("%s", error)
 
 
-def find_newest_version(root: str | Path, role: str) -> Version | None:
+def find_committed_version(root: str | Path, role: str, step: int | None = None) -> Version | None:
     """Return the first of `iter_committed_weights` as a version; None if there is none."""
     identity = read_identity(root)  # first: the root may be recreated meanwhile
     return next(
         (
             Version(manifest.step, manifest.run, "checkpoint", str(root), role, identity=identity)
-            for manifest in iter_committed_weights(root, role)
+            for manifest in iter_committed_weights(root, role, step)
         ),
         None,
     )
-
-
-def find_committed_version(root: str | Path, role: str, step: int) -> Version | None:
-    """Return a committed step as a version.
-
-    None if it is not committed, corrupted, superseded or without weights of the role.
-
-    Raises:
-        FormatError: another release has committed it, or begun a run.
-    """
-    identity = read_identity(root)
-    try:
-        manifest = _require_weights(root, step, role)
-        refuse_superseded(root, manifest.run, "", step)
-    except (SupersededError, CommitError):
-        return None
-    if not _has_weights(manifest, role):
-        return None
-    return Version(step, manifest.run, "checkpoint", str(root), role, identity=identity)
 
 
 def find_model_path(root: str | Path, role: str, *, use_huggingface: bool = False) -> Path | None:
@@ -110,12 +94,11 @@ def find_model_path(root: str | Path, role: str, *, use_huggingface: bool = Fals
     return None
 
 
-def _require_weights(root: str | Path, step: int, role: str) -> Manifest:
-    """Return the manifest of a step whose files of a role's weights are not corrupted.
+def _require_weights(root: str | Path, manifest: Manifest, role: str) -> Manifest:
+    """Return the manifest of a step if its files of a role's weights are not corrupted.
 
     Optimizer states and the like, which no reader of weights opens, are not looked at.
     """
-    manifest = require_committed(root, step, paths=())
     paths = {
         file.path
         for file in manifest.files
@@ -199,15 +182,9 @@ class CommitNotification:
         if cached and not scan and step is not None:
             found = find_committed_version(self._root, self._role, step)
         if found is None:
-            found = find_newest_version(self._root, self._role)
+            found = find_committed_version(self._root, self._role)
         self._cached = state, found
         return found
-
-    async def poll(self) -> CommitSignature:
-        """Return the signature; a file server, which may be slow, is asked in a thread."""
-        if self._is_shared:
-            return await asyncio.to_thread(self.read_signature)
-        return self.read_signature()
 
     async def wait_for_change(
         self,
@@ -221,7 +198,7 @@ class CommitNotification:
         twentieth of the time that has passed.
         """
         began = polled = now = time.monotonic()
-        commits = await self.poll()
+        commits = await asyncio.to_thread(self.read_signature)
         while True:
             signature = read_images() if read_images else None, commits
             if signature != since or now - began >= within_s:
@@ -231,7 +208,7 @@ class CommitNotification:
             await asyncio.sleep(pause_s)
             now = time.monotonic()
             if now - polled >= self.poll_s:
-                polled, commits = now, await self.poll()
+                polled, commits = now, await asyncio.to_thread(self.read_signature)
 
     def _read_file_signature(self, path: Path) -> FileSignature:
         if self._is_shared:

@@ -11,7 +11,7 @@ its commit. No record is kept of the versions that readers serve.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,9 +20,9 @@ from trinity_sync.layout import job_id_of
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.spool import JobSpool, require_own_folder
-from trinity_sync.storage.runs import Run, list_runs
+from trinity_sync.storage.runs import list_runs
 from trinity_sync.weights.committed import SCAN_S, CommitNotification, Signature
-from trinity_sync.weights.versions import ImageRef, Registry, Version, VersionRegistry
+from trinity_sync.weights.versions import Registry, Version, VersionRegistry, make_shard
 
 logger = logging.getLogger(__name__)
 
@@ -99,28 +99,19 @@ class FileRegistry(Registry):
     def _read_versions(self, scan: bool = False) -> VersionRegistry:
         identity = read_identity(self._root)
         self._spool = self._make_spool(identity)  # another one once the root was recreated
+        with suppress(FileNotFoundError):
+            for folder in (self._spool.folder.parent, self._spool.folder):
+                require_own_folder(folder)
         runs, versions = list_runs(self._root), VersionRegistry()
         versions.add_runs(runs)
-        for shard, world_size in self._iter_images(runs, identity):
-            if version := versions.add_image(shard, world_size):
-                versions.record(version, 0.0)
+        for slot, tag in self._spool.list_versions(self._role):
+            if tag.run in versions.runs:
+                shard = make_shard(tag, slot, self._root, identity)
+                if version := versions.add_image(shard, tag.world_size):
+                    versions.record(version, 0.0)
         if committed := self._commits.find_newest(runs, scan=scan):
             versions.record(committed, 0.0)
         return versions
 
     def _make_spool(self, identity: str) -> JobSpool:
         return JobSpool(self._settings.spool / job_id_of(self._root, identity))
-
-    def _iter_images(self, runs: Sequence[Run], identity: str) -> Iterator[tuple[Version, int]]:
-        """Yield the images of this node, each as a version, and the number of ranks of each."""
-        with suppress(FileNotFoundError):
-            for folder in (self._spool.folder.parent, self._spool.folder):
-                require_own_folder(folder)
-        known, root = {run.number for run in runs}, str(self._root)
-        for slot, tag in self._spool.list_versions(self._role):
-            if tag.run in known:
-                images = (ImageRef("", str(slot), tag.image, tag.rank, tag.nbytes),)
-                version = Version(
-                    tag.step, tag.run, "memory", root, self._role, images, identity=identity
-                )
-                yield version, tag.world_size

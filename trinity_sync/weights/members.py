@@ -54,31 +54,34 @@ class Members:
         """
         from ray.exceptions import RayError
 
-        trainer, group = await self._find(self._settings.trainer), self._settings.group
-        if trainer is None:
+        names = [self._settings.trainer, *self._explorer_names]
+        actors = [await self._find(name) for name in names]
+        if missing := [name for name, actor in zip(names, actors, strict=True) if actor is None]:
             raise WeightSyncError(
-                f"trainer {self._settings.trainer!r} is no Ray actor of namespace "
-                f"{self._namespace!r}; start it there, or name it in the settings"
+                f"{', '.join(missing)} are no Ray actors of namespace {self._namespace!r}; start "
+                "them there, name the trainer in the settings, or set an explorer's status to "
+                "stopped"
             )
-        explorers, workers = await self._find_explorers(), self._settings.explorer_world_size
+        (trainer, *explorers), group = actors, self._settings.group
+        workers = self._settings.explorer_world_size
         try:
             info = trainer.get_weight_sync_info.remote()
             address, port, meta = await asyncio.wait_for(info, timeout_s)
             join = (address, port, 1 + workers * len(explorers), group, timeout_s)
             calls = []
-            for index, explorer in enumerate(explorers.values()):
+            for index, explorer in enumerate(explorers):
                 own = {"rank_offset": 1 + index * workers} if len(explorers) > 1 else {}
                 calls.append(explorer.setup_weight_sync_group.remote(*join, **own))
             calls.append(trainer.setup_weight_sync_group.remote(*join))
             await asyncio.wait_for(asyncio.gather(*calls), timeout_s)
-            calls = [each.set_state_dict_meta.remote(meta) for each in explorers.values()]
+            calls = [each.set_state_dict_meta.remote(meta) for each in explorers]
             await asyncio.wait_for(asyncio.gather(*calls), timeout_s)
         except (RayError, asyncio.TimeoutError) as error:
             await self.leave_group(min(timeout_s, 10.0))
             reason = str(error) or f"no answer within {timeout_s:g} s"
             raise WeightSyncError(
-                f"the group {group!r} of trainer and {', '.join(explorers)} was not formed: "
-                f"{reason}. See the logs of these actors, and set it up again."
+                f"the group {group!r} of {', '.join(names)} was not formed: {reason}. See the logs "
+                "of these actors, and set it up again."
             ) from error
 
     async def leave_group(self, timeout_s: float) -> None:
@@ -111,20 +114,6 @@ class Members:
     @property
     def _explorer_names(self) -> list[str]:
         return sorted(self._registry.barrier.live_explorers or {self._settings.explorer})
-
-    async def _find_explorers(self) -> dict[str, Any]:
-        """Return the actors of the explorers that have not stopped, in the order of their names.
-
-        Raises:
-            WeightSyncError: an explorer is no Ray actor of this namespace.
-        """
-        found = {name: await self._find(name) for name in self._explorer_names}
-        if missing := [name for name, actor in found.items() if actor is None]:
-            raise WeightSyncError(
-                f"explorers {', '.join(missing)} are no Ray actors of namespace "
-                f"{self._namespace!r}; start them there, or set their status to stopped"
-            )
-        return found
 
     async def _record(self, name: str) -> Any:
         """Return a member's actor; a restart knows from the state file that it was one."""

@@ -15,7 +15,7 @@ from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import VersionTag
 from trinity_sync.weights.ray_cluster import require_ray
-from trinity_sync.weights.versions import ImageRef, Version
+from trinity_sync.weights.versions import make_shard
 
 logger = logging.getLogger(__name__)
 
@@ -43,21 +43,12 @@ class Publisher:
     def publish(self, tag: VersionTag) -> None:
         """Add the image with this version tag to the Synchronizer; returns at once."""
         description = f"version {tag.step} (run {tag.run}) of {self._root}"
-        found = self._spool.published(tag.role, tag.run, tag.step)
-        slot = next((str(slot) for slot, each in found.items() if each == tag), None)
+        found = self._spool.list_versions(tag.role)
+        slot = next((slot for slot, each in found if each == tag), None)
         if slot is None:
             logger.info("skipping %s: a newer version is in its slot", description)
             return
-        image = ImageRef(self._node, slot, tag.image, tag.rank, tag.nbytes)
-        version = Version(
-            tag.step,
-            tag.run,
-            "memory",
-            self._root,
-            tag.role,
-            (image,),
-            identity=self._identity,
-        )
+        version = make_shard(tag, slot, self._root, self._identity, self._node)
         call = self._synchronizer.add_images.remote(version, tag.world_size, self._gather_s)
         answer: Future[None] = call.future()
         answer.add_done_callback(lambda done: _log_failure(description, done))

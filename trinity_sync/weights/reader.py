@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from trinity_sync.errors import ConfigError, WeightSyncError
-from trinity_sync.weights.committed import find_newest_version
+from trinity_sync.weights.committed import find_committed_version
 from trinity_sync.weights.file_registry import FileRegistry
-from trinity_sync.weights.ray_cluster import in_ray_cluster
+from trinity_sync.weights.ray_cluster import find_synchronizer, in_ray_cluster
 from trinity_sync.weights.version_view import Target, VersionOpener, VersionView, list_targets
 from trinity_sync.weights.versions import (
     ImageCopy,
@@ -234,7 +234,7 @@ class WeightReader:
         if latest and latest != wanted and not any(map(latest.is_older_than, had)):
             yield latest
         if known := latest or wanted or last:
-            committed = find_newest_version(known.root, known.role)
+            committed = find_committed_version(known.root, known.role)
             if committed and not any(map(committed.is_older_than, had)):
                 yield committed
 
@@ -269,7 +269,6 @@ def make_reader_name(kind: str) -> str:
 
 def _make_registry(name: str, synchronizer: Any, root: str | Path | None, role: str) -> Registry:
     if synchronizer is None and in_ray_cluster():
-        from trinity_sync.weights.ray_cluster import find_synchronizer
         from trinity_sync.weights.synchronizer import Synchronizer
 
         synchronizer = find_synchronizer(root) if root else Synchronizer.get_actor()

@@ -192,11 +192,5 @@ class AsyncVersionRegistry:
             return []
 
     def _record_committed(self, version: Version | None) -> None:
-        newest = self.versions.newest("checkpoint")
-        if version and not (newest and (newest.run, newest.step) >= (version.run, version.step)):
+        if version:
             self.versions.record(version, self.now())
-
-
-def resolve_root(root: str | Path) -> str:
-    """Return the absolute path of a root, without symbolic links."""
-    return str(Path(root).resolve())

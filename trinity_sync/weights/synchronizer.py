@@ -17,14 +17,12 @@ from typing import Any
 
 from trinity_sync.errors import ConfigError, StackError
 from trinity_sync.layout import job_id_of
-from trinity_sync.weights.object_store import ObjectRefs
 from trinity_sync.weights.ray_cluster import (
     NAMESPACE,
     get_only_actor,
     require_ray,
     resolve_actor_name,
 )
-from trinity_sync.weights.registry import resolve_root
 from trinity_sync.weights.state_files import address_path, read_address, write_address
 from trinity_sync.weights.sync_barrier import Status, SyncSettings
 from trinity_sync.weights.trinity_methods import TrinityMethods
@@ -84,7 +82,7 @@ class Synchronizer(TrinityMethods):
         root = root or getattr(config, "checkpoint_job_dir", None)
         if root is None:
             return get_only_actor(namespace or NAMESPACE)
-        root = resolve_root(root)
+        root = str(Path(root).resolve())
         name, namespace = resolve_actor_name(root, namespace, cls.name_for(root))
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -115,7 +113,8 @@ class Synchronizer(TrinityMethods):
         self._root, self._name, self._namespace = root, name, namespace
         write_address(root, name, namespace)
         super().__init__(root, namespace, settings)
-        self._object_refs = ObjectRefs()
+        self._copies: dict[str, list[Any]] = {}
+        """References of the copies of images of the newest version in memory, by image name."""
         self._registry.run_in_background(self._registry.follow_commits())
 
     async def restore_address(self) -> None:
@@ -145,7 +144,9 @@ class Synchronizer(TrinityMethods):
         self._require_role(version)
         await self._registry.refresh()
         is_newest = await self._registry.record(version)
-        self._object_refs.keep_only(self._registry.versions.newest("memory"))
+        newest = self._registry.versions.newest("memory")
+        names = {image.image for image in newest.images} if newest else set()
+        self._copies = {name: refs for name, refs in self._copies.items() if name in names}
         return is_newest
 
     async def add_images(self, version: Version, world_size: int, timeout_s: float) -> None:
@@ -181,7 +182,7 @@ class Synchronizer(TrinityMethods):
         return self._registry.versions.newest(source, readable=readable)
 
     async def get_image_refs(self, run: int, step: int, ranks: Sequence[int]) -> list[list[Any]]:
-        """Return object references of images; see ``object_store``.
+        """Return object references of images.
 
         They are created for the first caller, and the same for all.
 
@@ -196,12 +197,18 @@ class Synchronizer(TrinityMethods):
         Raises:
             VersionUnavailableError: the version is not the newest in memory.
         """
+        from trinity_sync.weights.actor_registry import start_copy  # imports Ray
+
         newest = self._registry.versions.newest("memory")
         if newest is None or (newest.run, newest.step) != (run, step):
             raise VersionUnavailableError(
                 f"version {step} (run {run}) is no longer the newest in memory"
             )
-        return self._object_refs.get_refs(newest, ranks)
+        images = {image.rank: image for image in newest.images}
+        for rank in ranks:
+            if images[rank].image not in self._copies:
+                self._copies[images[rank].image] = start_copy(images[rank])
+        return [self._copies[images[rank].image] for rank in ranks]
 
     def _require_role(self, version: Version) -> None:
         if version.role != self._settings.role:

@@ -16,7 +16,7 @@ import mmap
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,9 +43,6 @@ from trinity_sync.tensors.unshard import (
     view_full_tensor,
 )
 from trinity_sync.weights.versions import ImageCopy, Version, VersionUnavailableError
-
-MAX_PLANS = 4
-"""Layouts of which a reader keeps the plan."""
 
 Target = nn.Module | Mapping[str, torch.Tensor]
 FetchImages = Callable[[Sequence[int]], Sequence[ImageCopy]]
@@ -144,7 +141,8 @@ class VersionOpener:
         self._node = node
         self._verify = verify
         self._slots: dict[str, SlotReader] = {}
-        self._plans: dict[tuple[str, ...], tuple[FullTensor, ...]] = {}
+        self._planned: tuple[Sequence[str], tuple[FullTensor, ...]] = ((), ())
+        """The layouts of the images that were read last, and their plan."""
 
     @contextmanager
     def open_images(
@@ -182,16 +180,12 @@ class VersionOpener:
                     tags[rank], memories[rank] = tag, view_read_only(memoryview(content))
             for rank, ref in enumerate(refs):
                 tag = tags[ref.rank]
-                found = (tag.run, tag.step, tag.role, tag.rank)
-                if found != (version.run, version.step, version.role, rank):
+                found = (tag.run, tag.step, tag.role, tag.rank, tag.world_size)
+                if found != (version.run, version.step, version.role, rank, len(refs)):
                     raise WeightSyncError(
-                        f"{_describe(version)}: {ref.slot} holds rank {tag.rank} of {tag.role} at "
-                        f"step {tag.step}; have the trainer upload the version again"
-                    )
-                if tag.world_size != len(refs):
-                    raise WeightSyncError(
-                        f"{_describe(version)} names images of {len(refs)} of {tag.world_size} "
-                        "ranks; have all ranks of the trainer upload it"
+                        f"{_describe(version)} names images of {len(refs)} ranks, and {ref.slot} "
+                        f"holds that of rank {tag.rank} of {tag.world_size} of {tag.role} at step "
+                        f"{tag.step}; have all ranks of the trainer upload the version again"
                     )
             images = [memories[rank] for rank in range(len(refs))]
             layouts = [tags[rank].layout for rank in range(len(refs))]
@@ -216,13 +210,11 @@ class VersionOpener:
                 )
             except CommitError as error:
                 raise VersionUnavailableError(f"{_describe(version)}: {error}") from error
-            if version.identity and read_identity(root) != version.identity:
+            identity = version.identity and read_identity(root)
+            if (manifest.run, identity) != (version.run, version.identity):
                 raise VersionUnavailableError(
-                    f"{_describe(version)}: the root was removed, and has the steps of another job"
-                )
-            if manifest.run != version.run:
-                raise VersionUnavailableError(
-                    f"{_describe(version)}: run {manifest.run} has replaced the step"
+                    f"{_describe(version)}: run {manifest.run}, or another job in the root, has "
+                    "replaced the step"
                 )
             try:
                 records = list_shards(root, manifest, version.role, "model")
@@ -245,22 +237,16 @@ class VersionOpener:
             yield VersionView(version, plan, memories)
 
     def close(self) -> None:
-        """Unmap the slots."""
-        for slot in self._slots.values():
-            slot.close()
+        """Unmap the slots, each with the last view of it."""
         self._slots.clear()
 
     def _plan(
         self, memories: Sequence[torch.Tensor], layouts: Sequence[str] = ()
     ) -> tuple[FullTensor, ...]:
-        """Return the plan of images; it is cached if their layouts are known."""
-        key = tuple(layouts)
-        plan = self._plans.pop(key, ()) or plan_unshard([each.numpy().data for each in memories])
-        if key:
-            self._plans[key] = plan  # the one used last goes last
-            if len(self._plans) > MAX_PLANS:
-                del self._plans[next(iter(self._plans))]
-        return plan
+        """Return the plan of images; that of the last ``layouts`` is cached."""
+        if not layouts or layouts != self._planned[0]:
+            self._planned = layouts, plan_unshard([each.numpy().data for each in memories])
+        return self._planned[1]
 
 
 def _map_file(path: Path, record: FileRecord) -> memoryview:
@@ -283,64 +269,39 @@ class SlotReader:
         self.path = path
         self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         """The slot's bytes, ``uint8`` and read-only; those of a version under the lock only."""
-        self._file: LockFile | None = None
+        self._mapped: os.stat_result | None = None
+        """The file that is mapped."""
         self._readings: list[LockFile] = []
-        """The file of each read in progress; reads may nest."""
+        """The file and the lock of each read in progress; reads may nest."""
 
     def try_lock(self, image: str) -> VersionTag | None:
-        """Acquire the shared lock if the slot holds ``image``; return its version tag, or None.
+        """Acquire a shared lock if the slot holds ``image``; return its version tag, or None.
 
         Raises:
             FormatError: the trainer is of another release.
         """
-        try:
-            file = self._open()
-            if not file.try_acquire(shared=True):
-                return None
-        except FileNotFoundError:
-            return None
-        self._readings.append(file)
-        published = None
-        try:
-            published = read_version_tag(self.path)
-            if published and (published.image != image or not self._map(file, published.nbytes)):
-                published = None
-        finally:
-            if published is None:
-                self.unlock()
-        return published
+        with suppress(FileNotFoundError), ExitStack() as opened:
+            JobSpool(self.path.parent).require_own_format()
+            file = opened.enter_context(closing(LockFile(self.path, os.O_RDONLY)))
+            tag = read_version_tag(self.path) if file.try_acquire(shared=True) else None
+            if tag and tag.image == image and self._map(file, tag.nbytes):
+                opened.pop_all()
+                self._readings.append(file)
+                return tag
+        return None
 
     def unlock(self) -> None:
-        """Release the lock of one read; the last one unlocks the file."""
-        file = self._readings.pop()
-        if file not in self._readings:  # a parent process has its own
-            file.release()
-
-    def close(self) -> None:
-        """Close the file and release its lock; the memory is unmapped with its last view."""
-        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-        if self._file:
-            self._file.close()
-            self._file = None
-
-    def _open(self) -> LockFile:
-        """Open the file that has the slot's name now: a trainer may have replaced it."""
-        found = self.path.lstat()
-        known = self._file
-        if known and known.fd >= 0 and os.path.samestat(found, os.fstat(known.fd)):
-            return known  # otherwise it is the parent's, or was replaced
-        self.close()
-        JobSpool(self.path.parent).require_own_format()
-        self._file = LockFile(self.path, os.O_RDONLY)
-        return self._file
+        """Release the lock of one read; in a forked child, leave the parent's to it."""
+        self._readings.pop().close()
 
     def _map(self, file: LockFile, nbytes: int) -> bool:
-        """Return whether the file has ``nbytes`` bytes, and map it again if it has grown."""
-        size = os.fstat(file.fd).st_size
-        if size < nbytes:  # truncated: reading a mapping beyond the end is a bus error
+        """Return whether the file has ``nbytes`` bytes; map it if it is new, or has grown."""
+        found, known = os.fstat(file.fd), self._mapped
+        if found.st_size < nbytes:  # truncated: reading a mapping beyond the end is a bus error
             return False
-        if len(self.memory) < nbytes:
-            self.memory = view_read_only(memoryview(file.map(size, populate=True)))
+        if not known or not os.path.samestat(found, known) or len(self.memory) < nbytes:
+            self.memory = view_read_only(memoryview(file.map(found.st_size, populate=True)))
+            self._mapped = found
         return True
 
 

@@ -11,6 +11,7 @@ every rule can be tested as a table. Two rules hold in any order of calls:
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -73,6 +74,14 @@ class Version:
         """Return whether another version of the same job is newer."""
         is_less = (self.run, self.step) < (other.run, other.step)
         return is_less and not self.is_of_other_job(other)
+
+
+def make_shard(
+    tag: VersionTag, slot: Path, root: str | Path, identity: str, node: str = ""
+) -> Version:
+    """Return a version with the image of one rank, for `VersionRegistry.add_image`."""
+    image = ImageRef(node, str(slot), tag.image, tag.rank, tag.nbytes)
+    return Version(tag.step, tag.run, "memory", str(root), tag.role, (image,), identity=identity)
 
 
 class Registry(ABC):

@@ -45,8 +45,8 @@ class WeightGroup:
     receive the same version. After an error the group is broken: each call raises, and all members
     have to join a new one.
 
-    A broadcast and the roll call after its failure take at most ``timeout_s``. A ``watched``
-    backend does not notice failed members, so the store is polled while waiting.
+    A broadcast and the roll call after its failure take at most ``timeout_s``. NCCL does not notice
+    failed members, so with it the store is polled while waiting.
     """
 
     def __init__(
@@ -58,12 +58,11 @@ class WeightGroup:
         world_size: int,
         device: torch.device,
         timeout_s: float,
-        watched: bool = False,
     ) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
         self.timeout_s = timeout_s
         self._backend, self._store = backend, cast(Any, store)
-        self._watched = watched
+        self._watched = device.type == "cuda"
         self._headers = 0
         """Number of headers that were sent and read."""
         self._unread: list[str] = []
@@ -397,13 +396,7 @@ def _join(store: Store, where: str, rank: int, world_size: int, timeout_s: float
             f"({first_line(error)}); see GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
         ) from error
     group = WeightGroup(
-        made,
-        store,
-        rank=rank,
-        world_size=world_size,
-        device=device,
-        timeout_s=timeout_s,
-        watched=backend == "nccl",
+        made, store, rank=rank, world_size=world_size, device=device, timeout_s=timeout_s
     )
     group.barrier()  # NCCL connects at the first call, without a time-out if a member is gone
     return group

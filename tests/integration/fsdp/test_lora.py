@@ -18,14 +18,13 @@ from verl.trainer.config import CheckpointConfig
 from verl.utils.fsdp_utils import apply_fsdp2
 
 from tests.integration.fsdp.commits import CommitsHere
-from tests.support.weights import VersionFile
+from tests.support.weights import VersionFile, version_in
 from trinity_sync import CheckpointCoordinator, ConfigError, Settings, WeightReader
 from trinity_sync.formats.hf_export import export_step
 from trinity_sync.integrations.verl import FSDPCheckpointManager, fsdp_save_state_dict
 from trinity_sync.integrations.verl.fsdp.state_dict import make_metadata
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.discovery import require_committed
-from trinity_sync.weights.versions import ImageRef, Version
 
 RANK, STEP = 4, 3
 
@@ -95,9 +94,7 @@ def test_a_version_of_the_adapter_is_loaded_into_another_one(tuned: Tuned, tmp_p
     coordinator = tuned.coordinator
     published, _ = coordinator.upload(STEP, tuned.manager.get_model_state)
     assert published
-    found = coordinator.spool.published("actor", published.run, STEP)
-    images = [ImageRef("here", str(p), s.image, s.rank, s.nbytes) for p, s in found.items()]
-    version = Version(STEP, published.run, "memory", str(coordinator.root), "actor", tuple(images))
+    version = version_in(coordinator.spool, coordinator.root, published.run, STEP)
     explorer = peft_model(tuned.tiny)
     own = {name: value for name, value in explorer.state_dict().items() if "lora_" in name}
     assert any(value.any() for name, value in tuned.adapter.items() if "lora_B" in name)

@@ -433,7 +433,7 @@ def _give_up_in_words(group: WeightGroup) -> str:
 
 def test_over_nccl_a_failed_member_is_noticed_through_the_store(members: Any) -> None:
     group, (reader,) = members(_give_up_in_words)
-    group._watched = True  # what join_weight_group does for NCCL
+    group._watched = True  # as over NCCL
     with pytest.raises(WeightSyncError, match="another member gave up; rank 1 gave up: its disk"):
         send_weights([("w", torch.zeros(3))], group, version=3)
     assert reader.answer() == "another member gave up"

@@ -399,7 +399,7 @@ def test_a_group_without_an_explorer_is_refused_with_a_remedy(
 ) -> None:
     trainer = Member.options(name="trainer", namespace=namespace).remote()
     ask(trainer.what_was_seen.remote())
-    with pytest.raises(WeightSyncError, match="explorers explorer are no Ray actors"):
+    with pytest.raises(WeightSyncError, match="explorer are no Ray actors"):
         ask(synchronizer.coordinate_weight_sync_setup.remote(5))
     ray.kill(trainer)
 

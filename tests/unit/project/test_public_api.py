@@ -40,7 +40,6 @@ EXTRAS = importlib.metadata.metadata("trinity-sync").get_all("Provides-Extra") o
 FOR_DEVELOPERS = {"bench", "demo", "dev", "docs"}
 OF_FEW = {
     *("LaidOut", "SaveRequest"),  # of adapters: `save_dcp` and `SaveTrigger`
-    *("Source", "View"),  # protocols of what is public
     *("FullTensor", "ImageRef"),  # parts of a version
     *("Reader", "Status"),  # answers of the Synchronizer
 }

@@ -200,7 +200,6 @@ SPOOL_USES: dict[str, Callable[[Scene], object]] = {
     "the flow opens it": lambda at: get_job_spool(at.job.spool.folder, at.job.save(4)),
     "the flow writes": lambda at: at.job.persist(4, rank_timeout_s=3600),
     "a save is marked": lambda at: mark_failed(at.job.spool, at.job.save(4), "it was cancelled"),
-    "weights are published": lambda at: at.job.spool.published("actor", 1, 3),
     "weights are found": lambda at: list(at.job.spool.list_versions("actor")),
     "weights are read": lambda at: SlotReader(Path(at.version.images[0].slot)).try_lock(
         at.version.images[0].image

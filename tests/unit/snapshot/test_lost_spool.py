@@ -103,7 +103,7 @@ def test_a_trainer_that_ends_leaves_the_slots_that_have_replaced_its_own(job: Jo
     ends.close()
     reader = SlotReader(Path(version.images[0].slot))
     assert reader.try_lock(version.images[0].image)
-    reader.close()
+    reader.unlock()
 
 
 def test_a_child_of_a_trainer_writes_into_the_file_that_has_the_slots_name(job: Job) -> None:
@@ -172,4 +172,4 @@ def test_a_version_in_a_slot_that_was_cut_short_or_removed_is_gone(job: Job) -> 
     assert Path(image.slot) == reader.path
     assert reader.try_lock(image.image)
     assert state(2)["model"]["w"].numpy().tobytes() in reader.memory.numpy().tobytes()
-    reader.close()
+    reader.unlock()

@@ -105,7 +105,6 @@ def test_a_child_does_not_give_back_what_its_parent_holds(job: Job) -> None:
     child = os.fork()
     if not child:
         held.unlock()
-        held.close()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     for step in range(2, 7):

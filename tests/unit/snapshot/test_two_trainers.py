@@ -10,12 +10,14 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.support.job import Job
+from tests.support.weights import version_in
 from trinity_sync.errors import ImageError
 from trinity_sync.snapshot.stager import Stager
 from trinity_sync.snapshot.ticket import VersionTag
@@ -111,12 +113,12 @@ def test_each_commit_holds_its_own_run_in_any_order_of_turns(
 def require_published(trainer: Trainer, published: VersionTag) -> None:
     """Require that the slot of a published image holds the weights of that step."""
     weight = trainer.state(published.step)["model"]["w"]
-    (slot,) = trainer.job.spool.published("actor", published.run, published.step)
-    reader = SlotReader(slot)
+    job = trainer.job
+    (image,) = version_in(job.spool, job.root, published.run, published.step).images
+    reader = SlotReader(Path(image.slot))
     assert reader.try_lock(published.image)
     assert weight.numpy().tobytes() in reader.memory.numpy().tobytes()
     reader.unlock()
-    reader.close()
 
 
 def test_an_upload_that_another_trainer_has_overwritten_is_saved_from_the_state(
@@ -137,7 +139,7 @@ def test_an_upload_that_another_trainer_has_overwritten_is_not_published(
     first.upload(5)
     second.upload(6)
     assert first.publish(5) is None
-    assert first.job.spool.published("actor", 1, 5) == {}
+    assert version_in(first.job.spool, first.job.root, 1, 5).images == ()
     published = second.publish(6)
     assert published
     require_published(second, published)

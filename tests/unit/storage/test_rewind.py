@@ -25,7 +25,7 @@ from trinity_sync.storage.latest_pointer import read_latest_pointer, repair_late
 from trinity_sync.storage.pins import list_pins, list_tags, pin, tag
 from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.runs import find_newest_run, open_run
-from trinity_sync.weights.committed import find_newest_version
+from trinity_sync.weights.committed import find_committed_version
 
 
 def commit(job: Job, *steps: int, run: int = 1, kind: Kind = "checkpoint") -> None:
@@ -93,9 +93,9 @@ def test_a_rewind_behind_a_run_annuls_what_it_superseded(
     commit(trained, 35, kind="state_dict")
     open_run(trained.root, "second", 20)
     commit(trained, 25, run=2, kind="state_dict")
-    assert find_newest_version(trained.root, "actor").step == 25
+    assert find_committed_version(trained.root, "actor").step == 25
     rewind(trained.root, 35)
-    assert find_newest_version(trained.root, "actor").step == 35
+    assert find_committed_version(trained.root, "actor").step == 35
     repair_latest_pointer(trained.root, "checkpoint")
     repair_latest_pointer(trained.root, "state_dict")
     assert read_latest_pointer(trained.root, "checkpoint") == 30

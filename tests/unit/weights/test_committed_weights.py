@@ -11,7 +11,7 @@ from benchmarks.restarts import commit_step
 from trinity_sync.layout import Kind, shard_file, step_folder
 from trinity_sync.storage.manifest import FileRecord, Manifest, write_manifest
 from trinity_sync.storage.runs import open_run
-from trinity_sync.weights.committed import find_model_path, find_newest_version
+from trinity_sync.weights.committed import find_committed_version, find_model_path
 from trinity_sync.weights.version_view import VersionOpener
 from trinity_sync.weights.versions import Version, VersionUnavailableError
 
@@ -45,13 +45,13 @@ def test_the_newest_commit_is_a_version_whatever_the_latest_pointer_says(
     tmp_path: Path, commit: Commit
 ) -> None:
     (tmp_path / "latest_state_dict_iteration.txt").write_text("")
-    assert find_newest_version(tmp_path, "actor") is None
+    assert find_committed_version(tmp_path, "actor") is None
     commit(3)
     newest = commit(12)
     commit(14, kind="checkpoint")
-    assert find_newest_version(tmp_path, "actor") == Version(12, 1, "checkpoint", str(tmp_path))
+    assert find_committed_version(tmp_path, "actor") == Version(12, 1, "checkpoint", str(tmp_path))
     assert find_model_path(tmp_path, "actor") == newest
-    assert find_newest_version(tmp_path, "critic") is None
+    assert find_committed_version(tmp_path, "critic") is None
 
 
 def test_a_folder_that_is_not_committed_is_not_loaded_from(tmp_path: Path, commit: Commit) -> None:
@@ -93,7 +93,7 @@ def test_weights_count_without_the_optimizer_next_to_them(tmp_path: Path) -> Non
     commit_step(tmp_path, 2)
     folder = step_folder(tmp_path, 1) / "actor"
     (folder / shard_file("optim", 2, 1)).unlink()
-    found = find_newest_version(tmp_path, "actor")
+    found = find_committed_version(tmp_path, "actor")
     assert found is not None
     asked: list[str] = []
     opener = VersionOpener("reader")
@@ -104,7 +104,7 @@ def test_weights_count_without_the_optimizer_next_to_them(tmp_path: Path) -> Non
         assert view.version == found
     assert not [path for path in asked if path.startswith(f"{folder}/optim")]
     (folder / shard_file("model", 2, 1)).write_bytes(b"")
-    assert find_newest_version(tmp_path, "actor") is None
+    assert find_committed_version(tmp_path, "actor") is None
     with (
         pytest.raises(VersionUnavailableError, match="has 0 bytes"),
         opener.open_checkpoint(found),

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from tests.support.job import Job
 from tests.support.meanwhile import when_opened
-from tests.support.weights import VersionFile, upload
+from tests.support.weights import VersionFile, upload, version_in
 from trinity_sync.errors import ImageError, WeightSyncError
 from trinity_sync.fs.direct_io import digest_bytes
 from trinity_sync.retention.policies import parse_policy
@@ -385,9 +385,7 @@ def test_readers_read_on_after_the_trainer_was_killed(
     )
     arguments = [sys.executable, "-c", script, str(job.spool.folder.parent), str(job.root)]
     assert subprocess.run(arguments, check=False).returncode == -signal.SIGKILL
-    ((slot, said),) = job.spool.published("actor", 1, 5).items()
-    ref = ImageRef("here", str(slot), said.image, 0, said.nbytes)
-    versions.tell(Version(5, 1, "memory", str(job.root), "actor", (ref,)))
+    versions.tell(version_in(job.spool, job.root, 1, 5))
     assert loaded(reader) == (5, 5)
 
 

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Generator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -17,7 +18,6 @@ from trinity_sync.errors import ConfigError, TrinitySyncError
 from trinity_sync.integrations.trinity.job import require_supported
 from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.weights.reader import WeightReader
-from trinity_sync.weights.registry import resolve_root
 from trinity_sync.weights.synchronizer import Synchronizer
 from trinity_sync.weights.versions import Version
 
@@ -49,7 +49,8 @@ class TrinitySynchronizer(Synchronizer):
         if config is None:
             return ray.get_actor(NAME, namespace=namespace)
         require_supported(config)
-        wanted, found = resolve_root(config.checkpoint_job_dir), _find_root_in(config.ray_namespace)
+        wanted = str(Path(config.checkpoint_job_dir).resolve())
+        found = _find_root_in(config.ray_namespace)
         if found not in (None, wanted):
             raise ConfigError(
                 f"Ray namespace {config.ray_namespace!r} has a Synchronizer already ({found}), and "

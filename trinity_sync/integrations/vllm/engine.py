@@ -78,7 +78,7 @@ class TrinitySyncInitInfo(WeightTransferInitInfo):
     timeout_s: float = 600.0
     """Seconds for a broadcast."""
     claim: dict[str, Any] = field(default_factory=dict)
-    """The updater that calls next, see `claim`; others are refused until the update has ended."""
+    """The updater that calls next; others are refused until the update ends, see `make_claim`."""
 
 
 @dataclass

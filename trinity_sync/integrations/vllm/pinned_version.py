@@ -11,11 +11,10 @@ updater has to end.
 import asyncio
 import os
 import time
-import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,38 +51,25 @@ def select_version(reader: WeightReader, root: str, role: str, wanted: Wanted) -
     Raises:
         WeightSyncError: there is none in time, or the step is gone or of another run.
     """
-    if wanted.step is not None and wanted.run is not None and wanted.images:
+    step, run = wanted.step, wanted.run
+    found: Version | None
+    if step is not None and run is not None and wanted.images:
         images = tuple(ImageRef(**image) for image in wanted.images)
         if _are_here(images, root):
-            step, run, identity = wanted.step, wanted.run, wanted.identity
-            return Version(step, run, "memory", root, role, images, identity=identity)
-        committed = find_committed_version(root, role, wanted.step)
-        if committed is None or wanted.identity not in ("", committed.identity):
-            raise WeightSyncError(
-                f"version {wanted.step} is in shared memory of another node or another spool, and "
-                "not committed; run the updater on the engine's node, with its TRINITY_SYNC_SPOOL"
-            )
-        return committed
-    least = wanted.min_step if wanted.step is None else wanted.step
-    found = wait_for(reader, least, wanted.timeout_s)
-    if wanted.step is not None and found.step != wanted.step:
-        committed = find_committed_version(root, role, wanted.step)
-        if committed is None:
-            raise WeightSyncError(
-                f"version {wanted.step} is gone: the newest is {found.step}, and step "
-                f"{wanted.step} is not committed; load the newest"
-            )
-        found = committed
-    if wanted.identity not in ("", found.identity):
-        raise WeightSyncError(
-            f"the root {root} has the steps of another job than that of version {wanted.step}; "
-            "load the newest"
-        )
-    if wanted.run is not None and found.run != wanted.run:
-        raise WeightSyncError(
-            f"version {found.step} was made by run {found.run}, not {wanted.run}; load the newest"
-        )
-    return found
+            return Version(step, run, "memory", root, role, images, identity=wanted.identity)
+        found = find_committed_version(root, role, step)
+        remedy = "run the updater on the engine's node, with its TRINITY_SYNC_SPOOL"
+    else:
+        found = wait_for(reader, wanted.min_step if step is None else step, wanted.timeout_s)
+        remedy = f"load the newest, {found.step} of run {found.run}"
+        if step not in (None, found.step):
+            found = find_committed_version(root, role, step)
+    if found and run in (None, found.run) and wanted.identity in ("", found.identity):
+        return found
+    raise WeightSyncError(
+        f"no version with {step=}, {run=} is in the shared memory of this node, or committed in "
+        f"{root}; {remedy}"
+    )
 
 
 def wait_for(reader: WeightReader, least: int, timeout_s: float) -> Version:
@@ -146,44 +132,34 @@ def _are_here(images: tuple[ImageRef, ...], root: str) -> bool:
     return all(slot.parent == spool and slot.is_file() for slot in slots)
 
 
-@dataclass(frozen=True)
-class Claim:
-    """One updater, as it tells the workers of the engine in ``init_info``."""
+def make_claim(name: str, calls_s: float) -> dict[str, Any]:
+    """Return what the updater ``name``, in this process, tells the workers in ``init_info``.
 
-    name: str
-    process: str
-    """Its pid and start time."""
-    namespace: str
-    """Host and pid namespace of the process."""
-    until: float
-    """When all its calls have timed out, in seconds since the epoch."""
-
-    @property
-    def lives(self) -> bool:
-        """Whether the updater may still be in its update."""
-        if self.namespace == read_process_namespace():
-            return is_process_alive(self.process)
-        return time.time() < self.until
-
-
-def make_claim(calls_s: float, name: str = "") -> dict[str, Any]:
-    """Return the fields of a claim of this process.
-
-    All calls of an update have timed out after ``calls_s``. Without a name, it gets a new one.
+    All calls of its update have timed out after ``calls_s``.
     """
-    process, namespace = read_process_identity(os.getpid()), read_process_namespace()
-    return asdict(Claim(name or uuid.uuid4().hex, process, namespace, time.time() + calls_s))
+    return {
+        "name": name,
+        "process": read_process_identity(os.getpid()),
+        "namespace": read_process_namespace(),
+        "until": time.time() + calls_s,
+    }
 
 
 def require_free(held: dict[str, Any], wanted: dict[str, Any]) -> None:
     """Require that no other updater is in an update.
 
-    Both are the fields of claims: of the update in progress, empty without one, and of the next.
+    Both are claims: of the update in progress, empty without one, and of the next.
 
     Raises:
-        WeightSyncError: another one is.
+        WeightSyncError: another one is, or may be on another host.
     """
-    if held and held["name"] != wanted.get("name") and Claim(**held).lives:
+    if not held or held["name"] == wanted.get("name"):
+        return
+    if held["namespace"] == read_process_namespace():
+        lives = is_process_alive(held["process"])
+    else:
+        lives = time.time() < held["until"]
+    if lives:
         raise WeightSyncError(
             f"process {held['process']} of {held['namespace']} updates this engine; use one "
             "updater for an engine, or try again once it has ended"

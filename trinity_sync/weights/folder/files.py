@@ -9,10 +9,9 @@ model, or with the adapter, before anything is written.
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 
@@ -24,6 +23,9 @@ from trinity_sync.fs.atomic import sync_folder
 from trinity_sync.tensors.dtensor_shards import have_equal_bits
 from trinity_sync.weights.folder.published import VERSION_FILE, describe_tensor
 from trinity_sync.weights.folder.reader import PublishedView
+from trinity_sync.weights.version_view import VersionView
+
+View = VersionView | PublishedView
 
 _SMALL_FILES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
 """Suffixes of the files of a model that are copied: its config, tokenizer and source files."""
@@ -113,23 +115,6 @@ def _name_files(count: int, *, whole: bool) -> list[str]:
     return [f"model-{part:05d}-of-{count:05d}.safetensors" for part in range(1, count + 1)]
 
 
-class View(Protocol):
-    """The tensors of one version, as `trinity_sync.weights.version_view.VersionView`."""
-
-    @property
-    def version(self) -> Any:
-        """What has ``step``, ``run``, ``root`` and ``identity``."""
-
-    def list_named(self) -> Sequence[tuple[tuple[str, ...], Sequence[int], torch.dtype]]:
-        """Return names, full shape and dtype of each tensor, in the order of `iter_tensors`."""
-
-    def read(self, name: str) -> torch.Tensor:
-        """Return one full tensor to read from."""
-
-    def iter_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield names and full tensors, in memory that does not change later."""
-
-
 class ViewNaming:
     """Names and forms of the tensors of all versions of the model or adapter that engines serve.
 
@@ -166,7 +151,7 @@ class ViewNaming:
             names = {saved: name for name, saved in split.adapter.items()}
             return ((names[name], tensor) for name, tensor in view.iter_tensors()), None
         architecture = self._architecture
-        rounded: set[str] = getattr(view, "rounded", set())
+        rounded = view.rounded if isinstance(view, VersionView) else set[str]()
         for dtype in {metas[name][1] for name in rounded}:
             if lost := find_kept(rounded, architecture.shell, dtype):
                 raise ConfigError(

@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -133,8 +132,8 @@ class FolderReader:
             tensors = _load_complete(chain[0].folder)
             path = chain[0].folder / "config.json"
             config = path.read_bytes() if path.exists() else b""
-        for base, version in pairwise(chain):
-            tensors = apply_delta(tensors, version.folder, base.version)
+        for version in chain[1:]:
+            tensors = apply_delta(tensors, version.folder)
         require_checksum(latest, tensors)
         self._tensors, self._config, self.version = tensors, config, latest
 

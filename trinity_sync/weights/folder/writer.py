@@ -9,10 +9,10 @@ import logging
 import shutil
 import uuid
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
@@ -42,19 +42,13 @@ from trinity_sync.weights.folder.published import (
     summarize,
     version_folder,
 )
+from trinity_sync.weights.folder.reader import FolderReader
+from trinity_sync.weights.reader import WeightReader
 
 logger = logging.getLogger(__name__)
 
 _LOCK = ".publisher.lock"
 Tensors = dict[str, torch.Tensor]
-
-
-@runtime_checkable
-class Source(Protocol):
-    """What opens the newest version: a `WeightReader` or a `FolderReader`."""
-
-    def open(self) -> AbstractContextManager[View]:
-        """Open the newest version."""
 
 
 class WeightFolder:
@@ -120,7 +114,7 @@ class WeightFolder:
         self._last: tuple[PublishedVersion, Tensors] | None = None
         """The version published last and its tensors, from which the next delta is made."""
 
-    def publish(self, source: Source | View) -> PublishedVersion:
+    def publish(self, source: WeightReader | FolderReader | View) -> PublishedVersion:
         """Publish the newest version of a reader, or an open view.
 
         Args:
@@ -139,12 +133,13 @@ class WeightFolder:
                 cannot build the model of the config.
             OSError: the disk is full or broken. The marker names a complete version.
         """
-        if not isinstance(source, Source):
+        with ExitStack() as opened:
+            if isinstance(source, WeightReader):
+                kept = self._naming.list_kept(source.dtype)
+                source = opened.enter_context(source.open(keep_float32=kept))
+            elif isinstance(source, FolderReader):
+                source = opened.enter_context(source.open())
             return self._publish(source)
-        rounded: Any = source
-        kept = self._naming.list_kept(getattr(source, "dtype", None))
-        with rounded.open(keep_float32=kept) if kept else source.open() as view:
-            return self._publish(view)
 
     def latest(self) -> PublishedVersion | None:
         """Return the version that the marker names; None if nothing was published."""
