@@ -29,7 +29,7 @@ from trinity_sync import CheckpointCoordinator, SaveHandle
 from trinity_sync.adapter import MANIFEST, broadcast_from_rank_0, run_on_all_ranks, split_role_path
 from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.megatron import DistCheckpointSaver, open_checked
-from trinity_sync.integrations.verl.manager import CommitsPositions, ManagerOfPaths
+from trinity_sync.integrations.verl.manager import CommitsDriverFiles, ManagerOfPaths
 
 CONTENTS = "ckpt_contents.json"
 FOLDERS = {
@@ -248,5 +248,5 @@ class MegatronCheckpointManager(ManagerOfPaths, VerlMegatronCheckpointManager):
         return {**self._files, CONTENTS: json.dumps(contents, indent=2, sort_keys=True).encode()}
 
 
-class TrainerMegatronManager(CommitsPositions, MegatronCheckpointManager):  # type: ignore[misc]
+class TrainerMegatronManager(CommitsDriverFiles, MegatronCheckpointManager):  # type: ignore[misc]
     """Manager of veRL's Megatron engine, which commits the dataloader's position with each step."""
