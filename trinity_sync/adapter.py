@@ -4,7 +4,8 @@ Next to `trinity_sync` itself, `errors` and `settings`, these are all names that
 ours as well as yours:
 
 - Names in a root: `step_folder`, `step_of_folder`, `split_role_path`, `shard_file`, `MANIFEST`,
-  which a committed step has, and `PRIVATE_FOLDER`, which no reader looks into; `refuse_url`.
+  which a committed step has, and `PRIVATE_FOLDER`, which no reader looks into; `attaching_folder`,
+  for files that the library writes for a step itself; `refuse_url`.
 - Work on all ranks, which succeeds on all of them or raises on all of them: `run_on_all_ranks`,
   `broadcast_from_rank_0`, `lease_on_rank_0`, `open_on_all_ranks`.
 - Reading a committed step: `read_manifest` finds it, `lease_to_read` keeps it meanwhile;
@@ -24,6 +25,7 @@ from trinity_sync.client.run_context import make_run_key
 from trinity_sync.layout import (
     MANIFEST,
     PRIVATE_FOLDER,
+    attaching_folder,
     refuse_url,
     shard_file,
     split_role_path,
@@ -41,6 +43,7 @@ __all__ = [
     "Manifest",
     "OpenFiles",
     "PRIVATE_FOLDER",
+    "attaching_folder",
     "broadcast_from_rank_0",
     "lease_on_rank_0",
     "lease_to_read",

@@ -19,6 +19,7 @@
         critic/...
         attachments/dataloader.json           what rank 0 attached
         attachments/rank_1/...                what other ranks attached
+        data.pt ...                             what veRL's own code writes for the step
       .trinity_sync/identity.json                 distinguishes the job from others at this path
       .trinity_sync/runs/3.json                   one small file for each run of the job
 """
@@ -103,6 +104,14 @@ def refuse_url(root: str | Path) -> None:
 def step_folder(root: str | Path, step: int) -> Path:
     """Return the path ``root/global_step_{step}``."""
     return Path(root) / f"global_step_{step}"
+
+
+def attaching_folder(root: str | Path) -> Path:
+    """Return the folder with a folder of a random name for each save that other code writes for.
+
+    Its files are passed to `CheckpointCoordinator.attach_folder`; the commit moves them.
+    """
+    return Path(root) / PRIVATE_FOLDER / "attaching"
 
 
 def is_step_folder(path: str | Path) -> bool:

@@ -127,7 +127,6 @@ def a_whole_life(job: Job) -> Iterator[str]:
     job.stage(2, {"optim": state(-2.0)}, also=("model",))
     job.commit(2, "model", "optim")
     yield "step 2 was saved"
-    (root / "global_step_2/data.pt").write_text("the dataloader's")
     open_run(root, "second", 1)
     yield "run 2 began at step 1"
     save(job, 2, 2.5, run=2)

@@ -133,7 +133,7 @@ def test_a_step_is_committed_with_both_roles_of_both_ranks_and_the_position_in_t
     }
     roles, components, ranks = ("actor", "critic"), ("model", "optim", "extra_state"), (0, 1)
     assert shards == {(o, c, r) for o in roles for c in components for r in ranks}
-    assert "attachments/data.pt" in {file.path for file in manifest.files}
+    assert "data.pt" in {file.path for file in manifest.files}
 
 
 def test_the_second_start_goes_on_where_the_killed_one_had_saved(story: Story) -> None:

@@ -1,14 +1,16 @@
-"""Small files that are committed with a step: the position of a dataloader, an explorer's state.
+"""Files that are committed with a step: the position of a dataloader, an explorer's state.
 
 They stay in memory until a later step is saved, and are staged with their step's states: they are
 committed with the step or not at all, also if the trainer dies. A save that failed and is called
-again takes them along.
+again takes them along. Large files that other code has written stay where they are until the commit
+moves them.
 """
 
 import re
 from pathlib import Path
 
 from trinity_sync.errors import ConfigError
+from trinity_sync.layout import attaching_folder, step_folder
 from trinity_sync.snapshot.stager import ATTACHMENTS, pack
 from trinity_sync.storage.restore import load_bytes
 
@@ -25,6 +27,8 @@ class Attachments:
         self._root = root
         self._rank = rank
         self._pending: dict[int, dict[str, bytes]] = {}
+        self._links: dict[int, dict[str, Path]] = {}
+        """Files on the disk, by step and by their names in the step's folder."""
         self._newest_taken = -1
         self._roles: dict[int, str] = {}
         """By step, the role that takes its attachments."""
@@ -37,11 +41,7 @@ class Attachments:
                 step was submitted already.
         """
         path = _path(name, self._rank)
-        if step <= self._newest_taken:
-            raise ConfigError(
-                f"step {step}: {name!r} can no longer be attached, since step "
-                f"{self._newest_taken} was submitted or is in flight; attach before the save"
-            )
+        self._require_before_save(step, name)
         try:
             whole = Path(content).read_bytes() if isinstance(content, str | Path) else content
         except OSError as error:
@@ -57,21 +57,39 @@ class Attachments:
             )
         self._pending.setdefault(step, {})[name] = bytes(whole)
 
+    def add_folder(self, step: int, folder: Path) -> None:
+        """Attach the files below a folder, which the commit moves to the step's folder.
+
+        Raises:
+            ConfigError: the folder is elsewhere, or the step was submitted already.
+        """
+        self._require_before_save(step, str(folder))
+        if folder.parent.parent != (attaching := attaching_folder(self._root)):
+            raise ConfigError(
+                f"step {step}: the files in {folder} cannot be attached, since a commit moves them "
+                f"from {attaching} only; write them to {attaching}/NAME/{step_folder('', step)}"
+            )
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        self._links[step] = {path.relative_to(folder).as_posix(): path for path in files}
+
     def take(self, step: int, role: str) -> bytes | None:
         """Return all attachments of a step, packed; afterwards the step accepts no more.
 
         None if the step has none, or if another role of the step has taken them before.
         """
         self._newest_taken = max(step, self._newest_taken)
-        mine = self._pending.get(step)
-        return pack(mine) if mine and self._roles.setdefault(step, role) == role else None
+        mine, links = self._pending.get(step, {}), self._links.get(step, {})
+        if not (mine or links) or self._roles.setdefault(step, role) != role:
+            return None
+        return pack(mine, links)
 
     def discard_before(self, step: int) -> None:
         """Delete the attachments of the steps before one that is submitted."""
-        for other in list(self._pending):  # in place: a trainer attaches while a thread stages
+        # in place: a trainer attaches while a thread stages
+        for other in {*self._pending, *self._links}:
             if other < step:
-                del self._pending[other]
-                self._roles.pop(other, None)
+                for by_step in (self._pending, self._links, self._roles):
+                    by_step.pop(other, None)
 
     def read(self, step: int, name: str, rank: int) -> bytes:
         """Return what a rank attached to a committed step.
@@ -81,6 +99,13 @@ class Attachments:
             ConfigError: the name is invalid.
         """
         return load_bytes(self._root, step, _path(name, rank))
+
+    def _require_before_save(self, step: int, name: str) -> None:
+        if step <= self._newest_taken:
+            raise ConfigError(
+                f"step {step}: {name!r} can no longer be attached, since step "
+                f"{self._newest_taken} was submitted or is in flight; attach before the save"
+            )
 
 
 def _path(name: str, rank: int) -> str:

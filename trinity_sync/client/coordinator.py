@@ -540,6 +540,22 @@ class CheckpointCoordinator:
         self._require_own_process()
         self._attachments.add(check_number("step", step), name, content)
 
+    def attach_folder(self, folder: Path, *, step: int) -> None:
+        """Attach files that other code has written for a step, on rank 0; otherwise as `attach`.
+
+        They may be large: nothing is copied, the commit moves them to the same names below the
+        step's folder.
+
+        Args:
+            folder: ``global_step_{step}`` in a folder of `adapter.attaching_folder`, complete.
+            step: training step.
+
+        Raises:
+            ConfigError: the folder is elsewhere, or this step or a later one has been submitted.
+        """
+        self._require_own_process()
+        self._attachments.add_folder(check_number("step", step), folder)
+
     def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record metrics of a step, for policies such as ``best=2:reward:max``.
 

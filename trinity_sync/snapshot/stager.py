@@ -445,12 +445,19 @@ def read_folder(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
-def pack(files: Mapping[str, bytes]) -> bytes:
-    """Return files, by path, as one tar in the given order, without owners and times."""
+def pack(files: Mapping[str, bytes], links: Mapping[str, Path] | None = None) -> bytes:
+    """Return files, by path, as one tar in the given order, without owners and times.
+
+    ``links`` are files that stay on the disk, by their names in the step's folder.
+    """
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
         for name, content in files.items():
             entry = tarfile.TarInfo(name)
             entry.size = len(content)
             tar.addfile(entry, io.BytesIO(content))
+        for name, path in (links or {}).items():
+            entry = tarfile.TarInfo(name)
+            entry.type, entry.linkname = tarfile.SYMTYPE, str(path)
+            tar.addfile(entry)
     return packed.getvalue()

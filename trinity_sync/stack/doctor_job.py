@@ -19,6 +19,7 @@ from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.discovery import (
     find_newest,
     iter_committed_steps,
+    list_unnamed_files,
     read_step_state,
 )
 from trinity_sync.storage.job_settings import (
@@ -158,14 +159,19 @@ def _check_shared_memory(spool: JobSpool, settings: Settings, step_bytes: int) -
 
 
 def _check_steps(root: Path) -> Check:
-    valid, wrong = 0, list[int]()
+    valid, wrong, others = 0, list[int](), list[int]()
     for step in steps_on_disk(root):
         found = read_step_state(root, step, runs=())
         if found.state == "valid":
             valid += 1
+            if found.manifest and list_unnamed_files(root, found.manifest):
+                others.append(step)
         else:
             wrong.append(step)
     if wrong:
         todo = f"see: trinity-sync ls {root}"
         return Check("steps", "warn", f"{valid} valid; not committed or corrupted: {wrong}", todo)
+    if others:
+        todo = f"move them away; see: trinity-sync verify {root} STEP"
+        return Check("steps", "warn", f"{valid} valid; files beside the commit: {others}", todo)
     return Check("steps", "ok", f"{valid} valid")

@@ -10,6 +10,7 @@ commit.
 
 import logging
 import os
+import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,13 +20,13 @@ from pathlib import Path
 
 from trinity_sync.errors import ManifestError, MissingShardsError, SaveError, SupersededError
 from trinity_sync.fs.atomic import make_folder, sync_folder
-from trinity_sync.fs.direct_io import digest_bytes
 from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.layout import (
     FOLDERS,
     FULL_CHECKPOINT_MARK,
     SERVES_AS,
     Kind,
+    attaching_folder,
     step_folder,
 )
 from trinity_sync.snapshot.job_identity import read_identity
@@ -44,7 +45,7 @@ from trinity_sync.storage.manifest import (
     write_manifest,
     write_manifest_into,
 )
-from trinity_sync.storage.persist import parse_image_name, unpack_image
+from trinity_sync.storage.persist import digest_content, parse_image_name, unpack_image
 from trinity_sync.storage.placement import describe_ranks
 from trinity_sync.storage.quarantine import clear_displaced_step
 from trinity_sync.storage.replace import (
@@ -294,12 +295,15 @@ def _refuse_other_content(
 
 
 def _remove_other_attempts(save: SaveId, written: Sequence[Written]) -> None:
-    """Remove the temporary files of other attempts to save the same images."""
+    """Remove the temporary files of other attempts to save the same images, and attached files."""
     images = {image for file in written for image in file.record.images}
     for name in {file.record.path.rpartition("/")[0] for file in written}:
         folder = save.folder / name
         names = (entry.name for entry in os.scandir(folder))
         remove_files(folder / name for name in names if parse_image_name(name) in images)
+    attaching = attaching_folder(save.root)
+    for name in {Path(f.attached).relative_to(attaching).parts[0] for f in written if f.attached}:
+        shutil.rmtree(attaching / name, ignore_errors=True)
 
 
 def _earlier(save: SaveId) -> Manifest | None:
@@ -366,7 +370,7 @@ def resolve_late_image(save: SaveId, sealed: SealedImage) -> None:
             if now is None or now.image != ticket.image:
                 return
             files = unpack_image(ticket, content[: ticket.nbytes])
-            digests = {path: digest_bytes(each) for path, each in files}
+            digests = {path: digest_content(each) for path, each in files}
     except FileNotFoundError:
         return
     with acquire_commit_lock(save.root) as lock:

@@ -22,7 +22,7 @@ from trinity_sync.errors import CommitError, ManifestError, SupersededError, Tri
 from trinity_sync.fs.atomic import replace_file, sync_folder
 from trinity_sync.fs.records import Record, Seconds, decode_record, encode_record
 from trinity_sync.layout import CORRUPTION_MARK, MANIFEST, Kind, step_folder, steps_on_disk
-from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest
+from trinity_sync.storage.manifest import FileRecord, Manifest, is_own_file, read_manifest
 from trinity_sync.storage.runs import Run, find_superseding_run, list_runs
 
 logger = logging.getLogger(__name__)
@@ -221,6 +221,17 @@ def require_unreplaced(root: str | Path, manifest: Manifest) -> None:
             f"step {manifest.step} in {root} changed while it was read: it was that of run "
             f"{manifest.run}, and {found}. Discard what was read, and read it again."
         )
+
+
+def list_unnamed_files(root: str | Path, manifest: Manifest) -> list[str]:
+    """Return the files in a step's folder that its commit does not contain.
+
+    Other code wrote them, before or after the commit: nothing verifies, copies or keeps them.
+    """
+    folder, named = step_folder(root, manifest.step), {record.path for record in manifest.files}
+    files = (path for path in folder.rglob("*") if not path.is_dir())
+    found = {path.relative_to(folder).as_posix() for path in files} - named
+    return sorted(name for name in found if not is_own_file(name))
 
 
 def list_shards(

@@ -26,7 +26,9 @@ from trinity_sync.fs.locks import (
 from trinity_sync.layout import (
     ITERATION_FILES,
     KINDS,
+    MANIFEST,
     PRIVATE_FOLDER,
+    attaching_folder,
     step_folder,
     step_of_folder,
     steps_on_disk,
@@ -34,7 +36,7 @@ from trinity_sync.layout import (
 from trinity_sync.snapshot.spool import SLOT_SUFFIX, JobSpool
 from trinity_sync.snapshot.ticket import hold_slot, ticket_path
 from trinity_sync.storage.block_reuse import remove_tree
-from trinity_sync.storage.discovery import is_foreign, require_committed
+from trinity_sync.storage.discovery import find_newest, is_foreign, require_committed
 from trinity_sync.storage.export_requests import (
     list_export_files,
     list_steps_with_export_files,
@@ -182,6 +184,27 @@ def remove_temporaries(
                     name = path.relative_to(root).as_posix()
                     why = "written by a process that died; removed"
                     yield Finding(str(root), name, "repaired", why)
+
+
+def remove_attached(
+    root: Path, *, waiting: Container[int] | None, before: float
+) -> Iterator[Finding]:
+    """Remove files that other code wrote for saves that were not submitted, or have failed.
+
+    Those of ``waiting`` steps, which have a pending flow run or an image on this node, are kept;
+    None if they are unknown, which keeps all. So are those that changed after ``before``, in
+    seconds since the epoch, or after the newest commit.
+    """
+    found = sorted(attaching_folder(root).glob("*/global_step_*"))
+    newest = find_newest(root) if found else None
+    if waiting is None or newest is None:
+        return
+    with suppress(FileNotFoundError):  # a commit removes them meanwhile
+        before = min(before, (step_folder(root, newest.step) / MANIFEST).stat().st_mtime)
+        for folder in found:
+            if folder.stat().st_mtime < before and step_of_folder(folder.name) not in waiting:
+                why = "written for a save that was not committed"
+                yield from _remove_paths(root, [folder.parent], why)
 
 
 def remove_dead_spool(job: JobSpool, *, before: float) -> Iterator[Finding]:

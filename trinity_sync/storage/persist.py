@@ -33,8 +33,14 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 
 from trinity_sync.errors import EvictedError, ImageError, SaveError
-from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, sync_folder
-from trinity_sync.fs.direct_io import RateLimit, write_file
+from trinity_sync.fs.atomic import (
+    TEMPORARY_SUFFIX,
+    link_or_copy,
+    make_folder,
+    sync_file,
+    sync_folder,
+)
+from trinity_sync.fs.direct_io import RateLimit, digest_bytes, digest_cached_file, write_file
 from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.snapshot.save_id import SaveId
@@ -174,7 +180,7 @@ def _write_one(
     options: WriteOptions,
     attempt: str,
     path: str,
-    content: memoryview,
+    content: memoryview | Path,
 ) -> Written:
     ticket = sealed.ticket
     own = ticket.kind == save.kind
@@ -184,10 +190,15 @@ def _write_one(
     make_folder(final.parent)
     temporary = make_attempt_path(final, attempt, ticket.image)
     start = time.perf_counter()
-    acquire_spare(save.root, temporary, len(content))
     try:
-        digest = write_file(temporary, content, limit=options.limit)
-        sync_folder(final.parent)
+        if isinstance(content, Path):
+            link_or_copy(content, temporary)
+            sync_file(temporary)
+            digest = digest_cached_file(temporary)
+        else:
+            acquire_spare(save.root, temporary, len(content))
+            digest = write_file(temporary, content, limit=options.limit)
+            sync_folder(final.parent)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             # make room for a retry, also what attempts that died have taken
@@ -199,7 +210,7 @@ def _write_one(
     return Written(
         FileRecord(
             path=path,
-            nbytes=len(content),
+            nbytes=temporary.stat().st_size,
             digest=digest,
             role=ticket.role,
             component=ticket.component,
@@ -211,6 +222,7 @@ def _write_one(
         identity=read_file_identity(temporary),
         components=ticket.components,
         seconds=time.perf_counter() - start,
+        attached=str(content) if isinstance(content, Path) else "",
         export=ticket.export,
         node=node,
         sealed_s=ticket.monotonic_s if own else 0.0,
@@ -252,8 +264,17 @@ def read_file_identity(path: Path) -> tuple[int, int]:
     return found.st_ino, found.st_mtime_ns
 
 
-def unpack_image(ticket: Ticket, image: memoryview) -> Iterator[tuple[str, memoryview]]:
+def digest_content(content: memoryview | Path) -> str:
+    """Return the digest of a file of `unpack_image`; empty if other code has removed it."""
+    if isinstance(content, Path):
+        return digest_cached_file(content) if content.exists() else ""
+    return digest_bytes(content)
+
+
+def unpack_image(ticket: Ticket, image: memoryview) -> Iterator[tuple[str, memoryview | Path]]:
     """Yield the files that an image becomes: path below the step's folder, and content.
+
+    The content of a file in `attaching_folder` is its path.
 
     Raises:
         ImageError: it is the image of a folder and cannot be unpacked.
@@ -266,9 +287,13 @@ def unpack_image(ticket: Ticket, image: memoryview) -> Iterator[tuple[str, memor
             for entry in tar:
                 name = PurePosixPath(entry.name)
                 content = tar.extractfile(entry) if entry.isfile() else None
-                if content is None or name.is_absolute() or ".." in name.parts:
+                is_file = content is not None or entry.issym()
+                if not is_file or name.is_absolute() or ".." in name.parts:
                     raise ImageError(f"the image of {ticket.what} has {entry.name!r}, not a file")
-                yield f"{ticket.path}/{entry.name}", memoryview(content.read())
+                if content is None:
+                    yield entry.name, Path(entry.linkname)
+                else:
+                    yield f"{ticket.path}/{entry.name}", memoryview(content.read())
     except tarfile.TarError as error:
         raise ImageError(f"the image of {ticket.what} is no archive of files: {error}") from error
 

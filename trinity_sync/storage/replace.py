@@ -20,6 +20,7 @@ from trinity_sync.errors import (
     SupersededError,
 )
 from trinity_sync.fs.atomic import (
+    TEMPORARY_SUFFIX,
     exchange_names,
     link_or_copy,
     make_folder,
@@ -105,7 +106,6 @@ def replace_step(
 ) -> None:
     """Replace an earlier run's commit of the step by an exchange of folders, under the commit lock.
 
-    Files that the earlier manifest does not list, e.g. of a dataloader, move to the new folder.
     ``recycle`` keeps the files of the replaced step for block reuse.
     """
     fresh = step_folder(replacing_folder(save.root), save.step)
@@ -115,12 +115,8 @@ def replace_step(
     links = {file.record.path: Path(file.temporary) for file in written if file.temporary}
     # if the step is a symbolic link, the link is replaced, and its target stays
     elsewhere = [path.resolve() for path in links.values()] if save.folder.is_symlink() else []
-    official = {record.path for record in earlier.files}
-    official -= {name for each in manifest.callables for name in each.files}
-    for path in save.folder.rglob("*"):
-        name = path.relative_to(save.folder).as_posix()
-        if name not in official and not is_own_file(name) and path.is_file():
-            links.setdefault(name, path)
+    for record in manifest.files:  # what save functions wrote has its name already
+        links.setdefault(record.path, save.folder / record.path)
     for name, path in links.items():
         make_folder((fresh / name).parent)
         try:
@@ -245,11 +241,9 @@ def displace_step(save: SaveId) -> None:
         make_folder(folder)  # before that, a repair renames the step back
         if moved.is_symlink():
             return
-        official = {record.path for record in earlier.files}
-        for path in list(moved.rglob("*")):  # other files are this run's, as in `replace_step`
-            name = path.relative_to(moved).as_posix()
-            own = is_own_file(name) and not parse_image_name(path.name)
-            if name not in official and not own and path.is_file():
+        for path in list(moved.rglob(f".*{TEMPORARY_SUFFIX}")):
+            if parse_image_name(path.name):  # of this run's states, which are written meanwhile
+                name = path.relative_to(moved)
                 make_folder((folder / name).parent)
                 path.rename(folder / name)
 

@@ -28,6 +28,8 @@ class Written:
     components: tuple[str, ...]
     """All components that the rank submits in this save."""
     seconds: float
+    attached: str = ""
+    """Path of the file in `attaching_folder` that this file is a link to; empty for others."""
     export: Export = ""
     node: str = ""
     sealed_s: float = 0.0

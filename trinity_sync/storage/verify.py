@@ -28,6 +28,7 @@ from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.storage.discovery import (
     Corruption,
     iter_committed_steps,
+    list_unnamed_files,
     mark_corrupted,
     read_corruption,
     remove_mark,
@@ -77,6 +78,7 @@ class VerifiedStep:
     seconds: float
     """Seconds of reading, summed over its files."""
     wrong: str = ""
+    """Why it is corrupted; of a valid step, the files in its folder that its commit lacks."""
 
 
 def choose_files(
@@ -184,8 +186,9 @@ def _judge_step(root: str, step: int, checked: list[CheckedFile]) -> VerifiedSte
         nbytes=sum(each.file.record.nbytes for each in checked),
         seconds=sum(each.seconds for each in checked),
     )
-    before = read_corruption(root, step)
-    if before is None and not any(each.wrong for each in checked):
+    manifest, before = _manifest(root, step), read_corruption(root, step)
+    is_clean = manifest is not None and not list_unnamed_files(root, manifest)
+    if is_clean and before is None and not any(each.wrong for each in checked):
         return result(state="valid")
     with ExitStack() as held:
         try:
@@ -212,9 +215,11 @@ def _judge_step(root: str, step: int, checked: list[CheckedFile]) -> VerifiedSte
             remove_mark(step_folder(root, step))
         for kind in KINDS if is_writable else ():
             repair_latest_pointer(root, kind)
+        unnamed = list_unnamed_files(root, manifest)
     if wrong:
         return result(state="corrupted", wrong=str(corruption))
-    return result(state="restored" if is_writable else "valid")
+    what = f"the commit does not contain {', '.join(unnamed)}" if unnamed else ""
+    return result(state="restored" if before and is_writable else "valid", wrong=what)
 
 
 def _find_corruption(file: ChosenFile, on_read: Callable[[int], object]) -> str:

@@ -29,6 +29,7 @@ from trinity_sync.integrations.verl.sft import (
     wrap_save_checkpoint,
 )
 from trinity_sync.layout import step_folder
+from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.runs import list_runs
 
@@ -101,7 +102,7 @@ def test_the_iteration_file_is_left_to_the_commit_and_the_trainer_ends_after_it(
     trigger = CommitsWhenTold()
     with start(trigger=trigger) as handler:
         train_to(handler, 3)
-        assert (step_folder(root, 3) / "data_0.pt").exists()
+        assert not step_folder(root, 3).exists()
         assert read_latest_pointer(root, "checkpoint") is None
         trigger.go.set()
         end()
@@ -115,14 +116,14 @@ def test_the_trainer_ends_with_the_failure_of_a_save(start: Start) -> None:
             end()
 
 
-def test_a_step_from_a_copy_has_the_position_of_the_dataloader(
+def test_a_resumed_training_has_the_position_of_the_dataloader(
     start: Start, root: Path, policy: Policy
 ) -> None:
     with start() as handler:
         train_to(handler, 3)
         end()
     before = policy.fingerprint()
-    (step_folder(root, 3) / "data_0.pt").unlink()
+    assert require_committed(root, 3).find_file("data_0.pt")
     with start() as handler:
         assert handler.load_checkpoint() == 3
         assert policy.fingerprint() == before

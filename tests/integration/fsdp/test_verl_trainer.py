@@ -1,8 +1,10 @@
 """What veRL's own trainers do around a checkpoint, with ours in its place: their real methods."""
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
+import torch
 from grpo_copy.policy import Policy
 from omegaconf import DictConfig, OmegaConf
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -24,7 +28,7 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager 
 
 from tests.conftest import environment
 from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
-from trinity_sync import CheckpointCoordinator, ConfigError, SaveFailedError
+from trinity_sync import CheckpointCoordinator, CommitError, ConfigError, SaveFailedError
 from trinity_sync.client.journal import append
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.integrations.verl.driver import (
@@ -34,9 +38,13 @@ from trinity_sync.integrations.verl.driver import (
     wrap_save_checkpoint,
 )
 from trinity_sync.integrations.verl.fsdp.manager import TrainerCheckpointManager
-from trinity_sync.layout import step_folder, steps_on_disk
+from trinity_sync.layout import attaching_folder, step_folder, steps_on_disk
+from trinity_sync.remote.download import fetch
+from trinity_sync.remote.upload import replicate
+from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.runs import list_runs
+from trinity_sync.storage.verify import check_files, choose_files, judge_steps
 
 DEFAULTS = Path(verl_config.__file__).parent / "_generated_ppo_trainer.yaml"
 
@@ -65,7 +73,7 @@ class Seen(CheckpointCallback):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[int, bool, int]] = []
+        self.seen: list[tuple[int, str, bool, int]] = []
 
     def on_save(
         self,
@@ -76,7 +84,7 @@ class Seen(CheckpointCallback):
         **kwargs: Any,
     ) -> None:
         handed_over = trainer.actor_rollout_wg.engine.checkpoint_manager.previous_global_step
-        self.seen.append((global_step, async_save, handed_over))
+        self.seen.append((global_step, checkpoint_dir, async_save, handed_over))
 
 
 @pytest.fixture
@@ -99,6 +107,20 @@ def config(root: Path, defaults: DictConfig) -> DictConfig:
     config.trainer.default_local_dir = str(root)
     config.actor_rollout_ref.actor.strategy = "fsdp2"
     return config
+
+
+@pytest.fixture(scope="module")
+def queue() -> Iterator[Any]:
+    """A TransferQueue on a Ray node of its own."""
+    import transfer_queue
+
+    with tempfile.TemporaryDirectory(prefix="trinity_sync-ray-", dir="/tmp") as scratch:
+        node = {"num_cpus": 4, "object_store_memory": 100_000_000, "include_dashboard": False}
+        ray.init("local", _temp_dir=scratch, log_to_driver=False, **node)
+        transfer_queue.init()
+        yield transfer_queue
+        transfer_queue.close()
+        ray.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -189,11 +211,13 @@ def test_the_iteration_file_is_left_to_the_commit(
     trigger = CommitsWhenTold()
     trainer = start(kind, trigger)
     train_to(trainer, 1)
-    assert (step_folder(root, 1) / "data.pt").exists()
+    assert config.trainer.default_local_dir == str(root)
+    assert not step_folder(root, 1).exists()  # which the trainer would write its files to
     assert read_latest_pointer(root, "checkpoint") is None
     trigger.go.set()
     wait(trainer)
     assert read_latest_pointer(root, "checkpoint") == 1
+    assert require_committed(root, 1).find_file("data.pt")
 
 
 def test_a_resumed_run_has_the_newest_commit_and_its_dataloader(
@@ -203,15 +227,94 @@ def test_a_resumed_run_has_the_newest_commit_and_its_dataloader(
     train_to(trainer, 3)
     wait(trainer)
     before = policy.fingerprint()
-    (step_folder(root, 3) / "data.pt").unlink()  # as where it was fetched from a copy
-    step_folder(root, 4).mkdir()
-    (step_folder(root, 4) / "data.pt").touch()  # a run was killed before it handed step 4 over
-
     resumed = start()
     resumed._load_checkpoint()
     assert resumed.global_steps == 3
     assert policy.fingerprint() == before
     assert next(iter(resumed.train_dataloader)).item() == 3
+
+
+class Killed(BaseException):
+    """Ends a trainer where a SIGKILL might."""
+
+
+def test_the_files_of_a_killed_driver_are_in_no_step_and_those_of_a_commit_are_resumed_from(
+    start: Start, resuming: None, root: Path, config: DictConfig, queue: Any, tmp_path: Path
+) -> None:
+    def start_at(step: int) -> Any:
+        config.trainer.resume_mode = "resume_path" if step else "auto"
+        config.trainer.resume_from_path = str(step_folder(root, step))
+        trainer = start()
+        trainer.trainer_mode = "separate_async"
+        trainer._load_checkpoint()
+        return trainer
+
+    def put(key: str) -> None:
+        if before := prompts_in(queue):
+            queue.kv_clear(keys=[*before], partition_id="train")
+        tag = {"is_prompt": True, "status": "pending"}
+        queue.kv_put(key=key, partition_id="train", fields={"x": torch.ones(3)}, tag=tag)
+
+    first = start_at(0)
+    for step in (1, 2):
+        put(f"of step {step}")
+        train_to(first, step)
+        wait(first)
+    files = {path: path.read_bytes() for path in step_folder(root, 2).rglob("*") if path.is_file()}
+    named = {record.path for record in require_committed(root, 2).files}
+    assert {"data.pt", "transfer_queue/controller_state.pkl"} <= named
+
+    second = start_at(1)
+    assert prompts_in(queue) == {"of step 1"}
+
+    def die(*_: Any, **__: Any) -> None:
+        raise Killed
+
+    second.actor_rollout_wg.save_checkpoint = die
+    put("of the killed run")
+    with pytest.raises(Killed):
+        train_to(second, 2)
+    assert len([*attaching_folder(root).rglob("data.pt")]) == 1  # the driver had written its files
+    found = [path for path in step_folder(root, 2).rglob("*") if path.is_file()]
+    assert {path: path.read_bytes() for path in found} == files
+    (verified,) = judge_steps(check_files(choose_files(root, step=2)))
+    assert (verified.state, verified.wrong) == ("valid", "")
+
+    url = f"file://{tmp_path}/remote"
+    replicate(root, url, 2)
+    shutil.rmtree(step_folder(root, 2))
+    fetch(url, 2, root)
+    start_at(2)
+    assert prompts_in(queue) == {"of step 2"}
+
+    (storage,) = step_folder(root, 2).glob("transfer_queue/*/su_0_*.pkl")
+    storage.write_bytes(storage.read_bytes()[:-1] + b"!")
+    with pytest.raises(CommitError, match=f"{storage} is corrupted"):
+        start_at(2)
+
+
+class SavesItself:
+    """A worker group whose engine is not trinity_sync's."""
+
+    def save_checkpoint(self, local_path: str, *_: Any, **__: Any) -> None:
+        Path(local_path).mkdir(parents=True)
+        (Path(local_path) / "weights.pt").write_bytes(b"of the critic")
+
+
+def test_what_a_critic_saves_that_is_not_ours_is_part_of_the_commit(
+    start: Start, root: Path, config: DictConfig
+) -> None:
+    config.critic.strategy = "torchtitan"
+    trainer = start(RayPPOTrainer)
+    trainer.use_critic, trainer.critic_wg = True, SavesItself()
+    train_to(trainer, 1)
+    wait(trainer)
+    assert require_committed(root, 1).find_file("critic/weights.pt")
+    assert (step_folder(root, 1) / "critic/weights.pt").read_bytes() == b"of the critic"
+
+
+def prompts_in(queue: Any) -> set[str]:
+    return {*(queue.kv_list("train") or {}).get("train", {})}
 
 
 def test_a_step_of_another_job_is_an_initial_state_and_begins_no_run_there(
@@ -352,10 +455,10 @@ def test_a_save_because_the_machine_goes_soon_waits_for_its_commit(
     assert read_latest_pointer(root, "checkpoint") == 1
 
 
-def test_a_callback_of_the_user_comes_after_the_save_is_submitted(start: Start) -> None:
+def test_a_callback_of_the_user_comes_after_the_save_is_submitted(start: Start, root: Path) -> None:
     trainer = start()
     train_to(trainer, 1)
-    assert trainer.checkpoint_callback.seen == [(1, True, 1)]
+    assert trainer.checkpoint_callback.seen == [(1, str(step_folder(root, 1)), True, 1)]
     wait(trainer)
 
 

@@ -27,6 +27,7 @@ from trinity_sync import Settings
 from trinity_sync.errors import CommitError, ConfigError, SaveFailedError
 from trinity_sync.formats.dcp import to_dcp
 from trinity_sync.formats.hf_export import export_step
+from trinity_sync.layout import attaching_folder, step_folder
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.verify_load import load_newest
@@ -397,21 +398,20 @@ def save_by_the_switch(root: Path) -> None:
     trained = Trained(TENSOR_PARALLEL)
     manager = trained.make_manager(transformer_impl.MegatronCheckpointManager)
     manager._coordinator = saves = make_coordinator(root)
-    position = root / "global_step_1" / "data.pt"
+    attaching = attaching_folder(root) / "random"
     if dist.get_rank() == 0:
-        position.parent.mkdir(parents=True)
-        position.write_bytes(b"position of the dataloader")
+        step_folder(attaching, 1).mkdir(parents=True)
+        (step_folder(attaching, 1) / "data.pt").write_bytes(b"position of the dataloader")
     trained.step()
-    manager.save_checkpoint(actor(root, 1), global_step=1)
+    manager.save_checkpoint(actor(attaching, 1), global_step=1)
     get_manager(SimpleNamespace(checkpoint_mananager=manager)).wait_on_save_thread()
     saves.close()
-    if dist.get_rank() == 0:
-        position.write_bytes(b"that of a later run, which was killed")
-    dist.barrier()
     manager._coordinator = saves = make_coordinator(root)
     trained.load(manager, actor(root, 1))
     dist.barrier()
+    position = step_folder(root, 1) / "data.pt"
     assert position.read_bytes() == b"position of the dataloader"
+    assert read_manifest(root, 1).find_file(position.name)
     assert saves.run == 2
     saves.close()
 

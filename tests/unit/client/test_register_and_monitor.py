@@ -79,11 +79,11 @@ def commit_of(job: Job, step: int, status: CallableStatus) -> None:
 def test_a_function_of_a_resumed_run_leaves_the_files_of_the_step_that_it_replaces(
     coordinator_of: Open, job: Job, step: int
 ) -> None:
-    """Also those that a program has just opened, and files that are of no commit."""
+    """Also those that a program has just opened; files beside the commit go with it."""
     saves = resumed(coordinator_of, job.root)
     folder = job.root / f"global_step_{step}"
     before = (folder / MODEL).read_bytes()
-    (folder / "data.pt").write_text("the dataloader's, by the new run")
+    (folder / "data.pt").write_text("by other code, next to the first run's step")
     moved = job.root / f".trinity_sync/replacing/global_step_{step}.replaced"
     seen = []
 
@@ -102,7 +102,7 @@ def test_a_function_of_a_resumed_run_leaves_the_files_of_the_step_that_it_replac
     assert [each.state for each in remove_replaced(job.root)] == ["left"]
     commit_of(job, step, status)
     assert require_committed(job.root, step).run == 2
-    assert (folder / "data.pt").exists()
+    assert not (folder / "data.pt").exists()
     assert not moved.exists()
     assert (
         find_newest(job.root, "state_dict").run,
@@ -193,7 +193,6 @@ def test_a_function_killed_while_its_step_is_displaced_leaves_the_step_whole(
         commit_files(root, 40)
         folder = commit_files(root, 41, kind="state_dict")
         content = (folder / MODEL).read_bytes()
-        (folder / "data.pt").write_text("the dataloader's, by the new run")
         open_run(root, "second", 40)
         save = replace(job.save(41, run=2, kind="state_dict"), root=str(root))
         died = in_a_process(partial(displace_step, save), tmp_path, die_before=die_before)

@@ -1,5 +1,7 @@
 """What crashes leave on disk and in memory, and what reconcile makes of it."""
 
+import math
+import os
 import shutil
 import time
 from dataclasses import replace
@@ -17,7 +19,7 @@ from trinity_sync.catalog.database import get_catalog_url, list_jobs, open_catal
 from trinity_sync.catalog.mirror import is_current
 from trinity_sync.client.prefect_api import FlowRun, State
 from trinity_sync.errors import CatalogError
-from trinity_sync.layout import step_folder
+from trinity_sync.layout import attaching_folder, step_folder
 from trinity_sync.orchestration import on_node
 from trinity_sync.orchestration.recovery.reconcile import GRACE_S, reconcile
 from trinity_sync.settings import Settings
@@ -25,7 +27,7 @@ from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.ticket import seal
 from trinity_sync.storage.discovery import require_committed
-from trinity_sync.storage.gc import Finding, remove_temporaries
+from trinity_sync.storage.gc import Finding, remove_attached, remove_temporaries
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.save import mark_failed
@@ -157,6 +159,40 @@ def test_temporary_files_are_removed_once_they_are_not_needed(job: Job, settings
     assert temporary.exists()
     assert [finding.state for finding in remove(busy={4})] == ["repaired"]
     assert not temporary.exists()
+
+
+def test_files_for_saves_that_were_never_submitted_are_removed_after_a_newer_commit(
+    job: Job, settings: Settings
+) -> None:
+    folder = step_folder(attaching_folder(job.root) / "killed", 3)
+    folder.mkdir(parents=True)
+    (folder / "data.pt").write_text("of a run that was killed")
+
+    def remove(waiting: set[int] | None, *, before: float = math.inf) -> list[Finding]:
+        return list(remove_attached(job.root, waiting=waiting, before=before))
+
+    assert remove(set()) == []  # nothing newer was committed
+    save(job, 4)
+    assert remove(set(), before=folder.stat().st_mtime - 1) == []
+    assert remove({3}) == []
+    assert remove(None) == []
+    assert (folder / "data.pt").exists()
+    (finding,) = remove({4})
+    assert (finding.state, finding.what) == ("repaired", ".trinity_sync/attaching/killed")
+    assert not folder.parent.exists()
+
+
+def test_those_of_a_save_whose_image_waits_are_kept(job: Job, settings: Settings) -> None:
+    save(job, 4)
+    job.stage(5, {"model": {"w": torch.ones(10)}})
+    folder = step_folder(attaching_folder(job.root) / "waiting", 5)
+    folder.mkdir(parents=True)
+    os.utime(folder, (0, 0))
+    reconcile(settings, [job.root], [], grace_s=0)
+    assert folder.exists()
+    job.commit(5)
+    reconcile(settings, [job.root], [], grace_s=0)
+    assert not folder.exists()
 
 
 def test_temporary_files_are_left_while_no_server_can_be_asked(

@@ -19,6 +19,7 @@ from tests.support.job import Job
 from tests.support.restricted import restricted
 from trinity_sync.cli.app import PROBLEM_FOUND
 from trinity_sync.client.prefect_connection import compute_clock_skew
+from trinity_sync.layout import step_folder
 from trinity_sync.orchestration.quantities import format_bytes
 from trinity_sync.settings import Settings
 from trinity_sync.stack import doctor
@@ -105,6 +106,12 @@ def test_a_step_that_is_cut_is_a_warning(committed: Job) -> None:
     (committed.root / "global_step_9").mkdir()
     found = checks(committed)
     assert (found["steps"].state, "[9]" in found["steps"].found) == ("warn", True)
+
+
+def test_files_beside_a_commit_are_a_warning(committed: Job) -> None:
+    (step_folder(committed.root, 4) / "data.pt").touch()
+    found = checks(committed)["steps"]
+    assert (found.state, "files beside the commit: [4]" in found.found) == ("warn", True)
 
 
 def test_images_that_wait_for_long_and_torn_tickets_are_named(

@@ -769,7 +769,7 @@ def test_a_resumed_run_replaces_the_steps_that_it_reaches_again(job: Job) -> Non
     for step in (10, 11, 12):
         job.stage(step, {"model": state(step)})
         job.commit(step)
-    (folder(job, 11) / "data.pt").write_text("the dataloader's, by the new run")
+    (folder(job, 11) / "data.pt").write_text("by other code, next to the first run's step")
     (folder(job, 11) / ".nfs0000000000a1").write_text("removed, and still open on NFS")
     open_run(job.root, "second", 10)
     job.stage(11, {"model": state(-11)}, run=2)
@@ -780,7 +780,7 @@ def test_a_resumed_run_replaces_the_steps_that_it_reaches_again(job: Job) -> Non
     assert find_newest(job.root).step == 11
     again = torch.load(folder(job, 11) / "actor/model_world_size_1_rank_0.pt")
     assert torch.equal(again["w"], state(-11)["w"])
-    assert (folder(job, 11) / "data.pt").exists()
+    assert not (folder(job, 11) / "data.pt").exists()
     assert not list(folder(job, 11).glob(".nfs*"))
     require_committed(job.root, 11)
 

@@ -99,6 +99,23 @@ def test_whole_steps_stay_as_they_are(job: Job) -> None:
     assert not list(job.root.glob("*/corrupted.json"))
 
 
+def test_files_beside_the_commit_are_named_and_mark_nothing(job: Job) -> None:
+    save(job, 1)
+    folder = step_folder(job.root, 1)
+    (folder / "transfer_queue").mkdir()
+    (folder / "transfer_queue/unit.pkl").write_text("of a killed run")
+    (folder / "data.pt").symlink_to("elsewhere")
+    for own in (".nfs0000000000a1", "actor/.model.pt.0.0.tmp"):
+        (folder / own).touch()
+    (found,) = verify(job, newest=5)
+    assert (found.state, found.wrong) == (
+        "valid",
+        "the commit does not contain data.pt, transfer_queue/unit.pkl",
+    )
+    assert require_committed(job.root, 1)
+    assert pointers(job) == (1, 1)
+
+
 def test_an_error_of_the_reader_marks_no_file(job: Job) -> None:
     def too_many() -> None:
         raise OSError(errno.EMFILE, "Too many open files")

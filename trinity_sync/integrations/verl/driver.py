@@ -3,8 +3,9 @@
 veRL's driver makes the workers save, then writes ``data.pt`` (the dataloader's position) and the
 latest pointer itself. With a save that is committed later, that order is wrong twice: a killed
 driver would leave a committed step without its data, or a pointer to a step that is not committed.
-So the driver's own files are written first here, the save is submitted last, and the commit updates
-the pointer (veRL's ``async_save``).
+So the driver's own files are written first here, into a folder of the save's own, the save is
+submitted last, and its commit moves them to the step and updates the pointer (veRL's
+``async_save``).
 
 `switch` installs the wrappers while veRL's modules are imported, so this module imports nothing of
 veRL itself. `manager` has the workers' checkpoint manager.
@@ -21,7 +22,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from trinity_sync import CheckpointCoordinator
-from trinity_sync.adapter import refuse_url, step_folder
+from trinity_sync.adapter import attaching_folder, refuse_url, step_folder
 from trinity_sync.errors import ConfigError
 from trinity_sync.settings import CONFIG, STACK_PREFIX
 from trinity_sync.storage.discovery import is_foreign
@@ -60,6 +61,9 @@ def wrap_find_latest_ckpt_path(original: Callable[..., str | None]) -> Callable[
 def wrap_save_checkpoint(original: Callable[[Any], None]) -> Callable[[Any], None]:
     """Wrap a trainer's ``_save_checkpoint``: its own files first, then workers, then callbacks.
 
+    The workers' path names the folder of those files, in `attaching_folder`, and rank 0 attaches
+    it. A critic whose engine veRL saves itself writes its files there, too.
+
     If veRL saves because its instance expires soon (ESI), the wrapper waits for the commit.
     """
 
@@ -69,13 +73,18 @@ def wrap_save_checkpoint(original: Callable[[Any], None]) -> Callable[[Any], Non
             return original(trainer)
         async_save = "actor_rollout_ref.actor.checkpoint.async_save"
         OmegaConf.update(trainer.config, async_save, True, force_add=True)
-        groups = [trainer.actor_rollout_wg, *([trainer.critic_wg] if trainer.use_critic else [])]
+        groups = [trainer.actor_rollout_wg]
+        if trainer.use_critic and _saves_here(trainer.config.critic):
+            groups.append(trainer.critic_wg)
         deferred: list[Callable[[], Any]] = []
         with ExitStack() as meanwhile:
             for group in groups:
                 meanwhile.enter_context(_defer_calls(group, "save_checkpoint", deferred))
             if callback := getattr(trainer, "checkpoint_callback", None):
-                meanwhile.enter_context(_defer_calls(callback, "on_save", deferred))
+                folder = step_folder(trainer.config.trainer.default_local_dir, trainer.global_steps)
+                own = {"checkpoint_dir": str(folder)}
+                meanwhile.enter_context(_defer_calls(callback, "on_save", deferred, own))
+            meanwhile.enter_context(_redirect_files(trainer.config.trainer))
             original(trainer)
         for call in deferred:
             call()
@@ -196,10 +205,28 @@ def _expires_soon(trainer: Any) -> bool:
 
 
 @contextmanager
-def _defer_calls(owner: Any, name: str, calls: list[Callable[[], Any]]) -> Iterator[None]:
-    """Collect the calls of a method within the block instead of making them."""
+def _redirect_files(config: Any) -> Iterator[None]:
+    """Name a new folder in `attaching_folder` as the trainer's within the block."""
+    root = config.default_local_dir
+    refuse_url(root)
+    config.default_local_dir = str(attaching_folder(Path(root).resolve()) / uuid.uuid4().hex)
+    try:
+        yield
+    finally:
+        config.default_local_dir = root
+
+
+@contextmanager
+def _defer_calls(
+    owner: Any, name: str, calls: list[Callable[[], Any]], changed: dict[str, Any] | None = None
+) -> Iterator[None]:
+    """Collect the calls of a method within the block, with changed arguments, and make none."""
     method, own = getattr(owner, name), name in vars(owner)
-    setattr(owner, name, lambda *args, **kwargs: calls.append(lambda: method(*args, **kwargs)))
+
+    def defer(*args: Any, **kwargs: Any) -> None:
+        calls.append(lambda: method(*args, **kwargs | (changed or {})))
+
+    setattr(owner, name, defer)
     try:
         yield
     finally:

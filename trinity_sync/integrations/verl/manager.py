@@ -1,8 +1,8 @@
-"""What veRL's checkpoint managers share: the job that a path names, and dataloaders' positions.
+"""What veRL's checkpoint managers share: the job that a path names, and files of veRL's trainers.
 
-Positions of dataloaders are committed with each step, and restored before a resume. veRL's trainers
-write them into the step's folder: the PPO trainers one for all ranks, the SFT trainer one for each
-rank.
+The trainers write files for each step: ``data.pt`` and ``transfer_queue`` (PPO), or the position of
+each rank's dataloader (SFT). They are committed with the step, and compared with their digests
+before a resume, in which veRL reads them from the step's folder.
 """
 
 import logging
@@ -17,11 +17,13 @@ from trinity_sync import CheckpointCoordinator, SaveHandle
 from trinity_sync.adapter import (
     MANIFEST,
     Manifest,
+    attaching_folder,
     broadcast_from_rank_0,
     load_bytes,
     read_manifest,
     run_on_all_ranks,
     step_folder,
+    step_of_folder,
 )
 from trinity_sync.errors import ConfigError
 from trinity_sync.fs.atomic import replace_file
@@ -30,7 +32,8 @@ from trinity_sync.integrations.verl.driver import ROOT
 from trinity_sync.layout import is_step_folder, split_role_path
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.stager import ATTACHMENTS, read_folder
-from trinity_sync.storage.discovery import require_committed
+from trinity_sync.storage.discovery import list_unnamed_files, require_committed
+from trinity_sync.storage.restore import require_digests
 
 logger = logging.getLogger(__name__)
 
@@ -110,17 +113,8 @@ def collect_files(write: Callable[[Path], object]) -> dict[str, bytes]:
         return read_folder(Path(folder))
 
 
-DATA = "data.pt"
-"""File name of the dataloader's position in the PPO trainers, in the step's folder."""
-
-
-def position_file(rank: int) -> str:
-    """Return the SFT trainer's file name of the position of a rank's dataloader."""
-    return f"data_{rank}.pt"
-
-
-class CommitsPositions(ManagerOfPaths):
-    """Base of the managers of veRL's engines, which commits the positions with each step.
+class CommitsDriverFiles(ManagerOfPaths):
+    """Base of the managers of veRL's engines, which commits the trainer's files with each step.
 
     All ranks of the process group make its coordinator at the first save or load. The SFT trainer
     has no roles: its ``<root>/global_step_<N>`` means the folder of the first role.
@@ -135,14 +129,16 @@ class CommitsPositions(ManagerOfPaths):
     def save_checkpoint(
         self, local_path: str | None, *, global_step: int = 0, **named: Any
     ) -> SaveHandle | None:
-        """Submit a save as the engine's manager does, with the positions in the step's folder.
+        """Submit a save as the engine's manager does, with the trainer's files.
 
-        The path may be the step's folder.
+        The path may be the step's folder. In `attaching_folder`, it names the folder of the files.
         """
         if local_path is not None:
-            is_sft = is_step_folder(local_path)
-            local_path = str(_role_folder(Path(local_path)))
-            root, role = self._split_path(local_path, global_step)
+            root, role = self._split_path(str(_role_folder(Path(local_path))), global_step)
+            given = step_folder(root, global_step)
+            is_attached = root.parts[-3:-1] == attaching_folder("").parts
+            root = root.parents[2] if is_attached else root
+            local_path = str(step_folder(root, global_step) / role)
             coordinator = self._get_coordinator(root)
             if self.rank == 0 and not self._has_saved:
                 self._has_saved = True
@@ -153,10 +149,9 @@ class CommitsPositions(ManagerOfPaths):
                     role,
                     root,
                 )
-            data = step_folder(root, global_step) / (position_file(self.rank) if is_sft else DATA)
-            attaches = (self.rank == 0 or is_sft) and role == coordinator.roles[0]
-            if attaches and self._is_new("checkpoint", global_step) and data.exists():
-                coordinator.attach(data.name, data, step=global_step)
+            attaches = is_attached and self.rank == 0 and role == coordinator.roles[0]
+            if attaches and self._is_new("checkpoint", global_step):
+                coordinator.attach_folder(given, step=global_step)
         save = super().save_checkpoint  # type: ignore[misc] # of the engine's manager
         return save(local_path, global_step=global_step, **named)
 
@@ -166,7 +161,7 @@ class CommitsPositions(ManagerOfPaths):
         hdfs_path: str | None = None,
         del_local_after_load: bool = False,
     ) -> None:
-        """Load a step and restore the dataloaders' positions that were committed with it.
+        """Load a step, and check the trainer's files that were committed with it.
 
         The path may be the step's folder. Only files that were downloaded are removed after the
         load.
@@ -174,6 +169,7 @@ class CommitsPositions(ManagerOfPaths):
         Raises:
             ConfigError: as the engine's manager, or the SFT trainer has another number of ranks
                 than the step.
+            CommitError: as the engine's manager, or one of those files is corrupted.
         """
         if local_path is None:
             return
@@ -182,17 +178,14 @@ class CommitsPositions(ManagerOfPaths):
         if not is_step_folder(given):
             self._own_root = os.environ.get(ROOT)  # as the switch's launch has set it
             load(local_path, hdfs_path, del_local_after_load)
-            if self.rank == 0:
-                # it differs if the step came from a remote, or a run was killed after writing one
-                restore_attachment(given.parent, DATA, given.parent / DATA)
+            if self.rank == 0 and given.name == Settings().roles[0]:
+                _check_driver_files(given.parent, _read_manifest(given.parent))
             return
         manifest = broadcast_from_rank_0(given, lambda: _read_step(given, self.world_size))
         folder = _role_folder(given) if manifest else given
         load(str(folder), hdfs_path, del_local_after_load)
         if manifest:
-            name = position_file(self.rank)
-            committed = f"rank_{self.rank}/{name}" if self.rank else name
-            run_on_all_ranks(given, lambda: _restore(manifest, given, committed, given / name))
+            broadcast_from_rank_0(given, lambda: _check_driver_files(given, manifest))
 
     def _find_resumed_job(self, role_folder: Path) -> tuple[CheckpointCoordinator, int] | None:
         if self._own_root and not role_folder.is_relative_to(Path(self._own_root).resolve()):
@@ -231,16 +224,28 @@ def restore_attachment(folder: Path, name: str, to: Path) -> None:
     Raises:
         CommitError: the attachment is corrupted.
     """
-    if not (folder / MANIFEST).exists():
-        return
-    manifest = read_manifest(folder.parent, int(folder.name.removeprefix("global_step_")))
-    if manifest:
-        _restore(manifest, folder, name, to)
-
-
-def _restore(manifest: Manifest, folder: Path, name: str, to: Path) -> None:
-    path = f"{ATTACHMENTS}/{name}"
-    if manifest.find_file(path):
+    manifest, path = _read_manifest(folder), f"{ATTACHMENTS}/{name}"
+    if manifest and manifest.find_file(path):
         committed = load_bytes(folder.parent, manifest.step, path, manifest=manifest)
         if not to.exists() or to.read_bytes() != committed:
             replace_file(to, committed)
+
+
+def _read_manifest(folder: Path) -> Manifest | None:
+    """Return the manifest of a step's folder; None if it is none, or veRL saved it itself."""
+    step = step_of_folder(folder.name)
+    return None if step is None else read_manifest(folder.parent, step)
+
+
+def _check_driver_files(folder: Path, manifest: Manifest | None) -> None:
+    """Compare the trainer's files with their digests; warn of files that veRL might take for some.
+
+    Raises:
+        CommitError: a file is corrupted.
+    """
+    if manifest is None:
+        return
+    own = (each for each in manifest.files if each.component == ATTACHMENTS)
+    require_digests(folder, (each for each in own if not each.path.startswith(f"{ATTACHMENTS}/")))
+    if others := list_unnamed_files(folder.parent, manifest):
+        logger.warning("move away what no commit of %s contains: %s", folder, ", ".join(others))

@@ -28,7 +28,7 @@ from trinity_sync.adapter import MANIFEST, broadcast_from_rank_0, run_on_all_ran
 from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.after_import import replace_attributes
 from trinity_sync.integrations.megatron import DistCheckpointSaver, open_checked
-from trinity_sync.integrations.verl.manager import CommitsPositions, ManagerOfPaths, collect_files
+from trinity_sync.integrations.verl.manager import CommitsDriverFiles, ManagerOfPaths, collect_files
 
 CONTENTS = "ckpt_contents.json"
 FOLDERS = {
@@ -221,5 +221,5 @@ class MegatronCheckpointManager(ManagerOfPaths, VerlMegatronCheckpointManager):
         return {**self._files, CONTENTS: json.dumps(contents, indent=2, sort_keys=True).encode()}
 
 
-class TrainerMegatronManager(CommitsPositions, MegatronCheckpointManager):  # type: ignore[misc]
+class TrainerMegatronManager(CommitsDriverFiles, MegatronCheckpointManager):  # type: ignore[misc]
     """Manager of veRL's Megatron engine, which commits the dataloader's position with each step."""

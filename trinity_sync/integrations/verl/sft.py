@@ -1,8 +1,8 @@
 """Wrappers for the functions with which veRL's SFT trainer saves and resumes.
 
 Each of its ranks has a handler, which writes the dataloader's position after the engine's save, and
-on rank 0 the latest pointer after that. As in `driver`, the position is written first here, and the
-commit updates the pointer.
+on rank 0 the latest pointer after that. As in `driver`, the position is written first here, into a
+folder of the save's own, and the commit moves it to the step and updates the pointer.
 
 `switch` installs the wrappers while veRL's modules are imported. The trainer itself is not
 imported, since ``-m verl.trainer.sft_trainer`` runs it as the program. So the wrapper that waits
@@ -11,6 +11,7 @@ for commits is on the function with which it destroys the process group.
 
 import functools
 import logging
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trinity_sync.adapter import step_folder
+from trinity_sync.adapter import attaching_folder, broadcast_from_rank_0, step_folder
 from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.verl.driver import get_manager
 
@@ -33,8 +34,6 @@ def wrap_save_checkpoint(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def save_checkpoint(handler: Any, step: int) -> None:
-        from trinity_sync.integrations.verl.manager import position_file
-
         if not _uses_trinity_sync(handler):
             return original(handler, step)
         manager = get_manager(handler.engine)
@@ -46,15 +45,15 @@ def wrap_save_checkpoint(original: Callable[..., None]) -> Callable[..., None]:
                     "later; to copy committed steps, set the job's remote: trinity-sync jobs set",
                     handler.default_hdfs_dir,
                 )
-        folder = step_folder(handler.default_local_dir, step)
-        folder.mkdir(parents=True, exist_ok=True)
-        if handler.is_mp_src_rank_with_outputs:
-            position = folder / position_file(handler.dp_rank)
-            if step % len(handler.train_dataloader):
-                torch.save(handler.train_dataloader.state_dict(), position)
-            else:  # at the end of an epoch: resumed from there, veRL would skip the next one
-                position.unlink(missing_ok=True)
-        dist.barrier()  # with sequence parallelism, a rank attaches the file of another rank
+        attaching = attaching_folder(Path(handler.default_local_dir).resolve())
+        name = broadcast_from_rank_0(attaching, lambda: uuid.uuid4().hex)
+        folder = step_folder(attaching / name, step)
+        # at the end of an epoch none: resumed from there, veRL would skip the next one
+        if handler.is_mp_src_rank_with_outputs and step % len(handler.train_dataloader):
+            folder.mkdir(parents=True, exist_ok=True)
+            position = folder / f"data_{handler.dp_rank}.pt"
+            torch.save(handler.train_dataloader.state_dict(), position)
+        dist.barrier()  # rank 0 attaches the files of all ranks
         handler.engine.save_checkpoint(
             local_path=str(folder), global_step=step, max_ckpt_to_keep=handler.max_ckpt_to_keep
         )
@@ -71,8 +70,6 @@ def wrap_find_latest_checkpoint(original: Callable[..., str | None]) -> Callable
     @functools.wraps(original)
     def _find_latest_checkpoint(handler: Any) -> str | None:
         from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
-
-        from trinity_sync.adapter import broadcast_from_rank_0
 
         if not _uses_trinity_sync(handler):
             return original(handler)
@@ -103,7 +100,7 @@ def _uses_trinity_sync(handler: Any) -> bool:
     Raises:
         ConfigError: the handler is that of ``verl.trainer.sft_trainer_ray``.
     """
-    from trinity_sync.integrations.verl.manager import CommitsPositions
+    from trinity_sync.integrations.verl.manager import CommitsDriverFiles
 
     if handler.mode.name == "RAY":
         raise ConfigError(
@@ -111,4 +108,4 @@ def _uses_trinity_sync(handler: Any) -> bool:
             "verl.trainer.sft_trainer_ray does not work with trinity_sync; train with torchrun -m "
             "verl.trainer.sft_trainer, or unset VERL_USE_EXTERNAL_MODULES"
         )
-    return isinstance(get_manager(handler.engine), CommitsPositions)
+    return isinstance(get_manager(handler.engine), CommitsDriverFiles)

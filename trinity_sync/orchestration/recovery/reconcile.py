@@ -30,6 +30,7 @@ from trinity_sync.storage.export_requests import list_missing_exports
 from trinity_sync.storage.gc import (
     FILE_REPAIRS,
     Finding,
+    remove_attached,
     remove_dead_spool,
     remove_exports,
     remove_temporaries,
@@ -87,7 +88,9 @@ def _repair_files(
 
     def repair(root: Path) -> list[Finding]:
         steps = None if busy is None else busy.get(root, set())
-        return list(_repair_root(settings, root, steps, images, grace_s))
+        here = {image.ticket.step for image in sealed if Path(image.ticket.root) == root}
+        waiting = None if steps is None else steps | here
+        return list(_repair_root(settings, root, steps, images, waiting, grace_s))
 
     for findings in RootVisits("reconcile").visit(roots, repair, each_s=OTHERS_WAIT_S).values():
         yield from findings
@@ -103,6 +106,7 @@ def _repair_root(
     root: Path,
     busy: set[int] | None,
     images: set[str],
+    waiting: set[int] | None,
     grace_s: float,
 ) -> Iterator[Finding]:
     try:
@@ -122,6 +126,7 @@ def _repair_root(
         before = read_file_system_time(root) - grace_s
         yield from remove_exports(root, before=before)
         yield from remove_temporaries(root, images=images, busy=busy, before=before)
+        yield from remove_attached(root, waiting=waiting, before=before)
     except (OSError, TrinitySyncError) as error:
         yield Finding(str(root), "temporary files", "left", str(error))
 

@@ -36,7 +36,7 @@ from trinity_sync.integrations.verl.fsdp.state_dict import (
     select_adapters,
     use_sharded_state_dicts,
 )
-from trinity_sync.integrations.verl.manager import CommitsPositions, ManagerOfPaths
+from trinity_sync.integrations.verl.manager import CommitsDriverFiles, ManagerOfPaths
 from trinity_sync.layout import MANIFEST, Kind, shard_file, split_role_path
 from trinity_sync.snapshot.save_id import Export
 from trinity_sync.storage.restore import RestoredShard, load_shards
@@ -432,5 +432,5 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
         return staged
 
 
-class TrainerCheckpointManager(CommitsPositions, FSDPCheckpointManager):  # type: ignore[misc]
+class TrainerCheckpointManager(CommitsDriverFiles, FSDPCheckpointManager):  # type: ignore[misc]
     """Manager of veRL's FSDP engine, which commits the dataloaders' positions with each step."""

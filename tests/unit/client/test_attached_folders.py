@@ -1,0 +1,194 @@
+"""Files that other code writes for a step join it by its commit alone, and are part of it then."""
+
+import itertools
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.dying import in_a_process
+from tests.support.job import Job
+from tests.unit.conftest import Open
+from trinity_sync.errors import ConfigError, SaveError
+from trinity_sync.layout import attaching_folder, step_folder
+from trinity_sync.remote.download import fetch
+from trinity_sync.remote.upload import replicate
+from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.verify import VerifiedStep, check_files, choose_files, judge_steps
+
+MODEL = {"model": {"w": torch.ones(9)}}
+QUEUE = "transfer_queue/storage/unit.pkl"
+
+
+def written_by_other_code(root: Path, step: int, files: dict[str, bytes]) -> Path:
+    """The folder of a save's own, with files."""
+    folder = step_folder(attaching_folder(root) / uuid.uuid4().hex, step)
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def commit(job: Job, step: int, *, run: int = 1) -> None:
+    job.commit(step, "model", "attachments", run=run)
+
+
+def verify(job: Job, step: int) -> VerifiedStep:
+    (found,) = judge_steps(check_files(choose_files(job.root, step=step)))
+    return found
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def test_they_are_moved_to_the_step_and_not_copied(coordinator_of: Open, job: Job) -> None:
+    saves, folder = coordinator_of(), step_folder(job.root, 4)
+    written = written_by_other_code(job.root, 4, {"data.pt": b"17", QUEUE: b"queue"})
+    inode = (written / QUEUE).stat().st_ino
+    saves.attach("data.pt", b"an attachment of that name", step=4)
+    saves.attach_folder(written, step=4)
+    saves.save(4, MODEL)
+    assert not folder.exists()
+    commit(job, 4)
+    assert (folder / "data.pt").read_bytes() == b"17"
+    assert (folder / QUEUE).stat().st_ino == inode
+    assert saves.attachment(4, "data.pt") == b"an attachment of that name"
+    assert list(attaching_folder(job.root).iterdir()) == []
+    named = {record.path for record in read_manifest(job.root, 4).files}
+    assert {"data.pt", QUEUE, "attachments/data.pt"} <= named
+    assert (verify(job, 4).state, verify(job, 4).wrong) == ("valid", "")
+
+
+def test_a_trainer_that_is_killed_leaves_them_to_be_committed(
+    job: Job, spool_folder: Path, tmp_path: Path
+) -> None:
+    written = written_by_other_code(job.root, 4, {"data.pt": b"17"})
+    script = f"""
+import os, signal, torch
+from pathlib import Path
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.settings import Settings
+settings = Settings(spool=Path({str(spool_folder)!r}), home=Path({str(tmp_path)!r}))
+saves = CheckpointCoordinator({str(job.root)!r}, settings=settings)
+saves.attach_folder(Path({str(written)!r}), step=4)
+saves.save(4, {{"model": {{"w": torch.ones(9)}}}})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    subprocess.run([sys.executable, "-c", script], check=False)
+    commit(job, 4)
+    assert (step_folder(job.root, 4) / "data.pt").read_bytes() == b"17"
+
+
+def test_a_step_that_lacks_one_of_them_is_not_committed(coordinator_of: Open, job: Job) -> None:
+    saves = coordinator_of()
+    written = written_by_other_code(job.root, 4, {"data.pt": b"17", QUEUE: b"queue"})
+    saves.attach_folder(written, step=4)
+    saves.save(4, MODEL)
+    (written / QUEUE).unlink()
+    with pytest.raises(SaveError, match=rf"attachments of step 4.*{written / QUEUE}: No such file"):
+        commit(job, 4)
+    assert read_manifest(job.root, 4) is None
+
+
+def test_a_folder_that_is_no_saves_own_or_comes_too_late_is_refused(
+    coordinator_of: Open, job: Job, tmp_path: Path
+) -> None:
+    saves = coordinator_of()
+    with pytest.raises(ConfigError, match=r"attaching/NAME/global_step_4"):
+        saves.attach_folder(tmp_path / "own" / "global_step_4", step=4)
+    saves.save(4, MODEL)
+    with pytest.raises(ConfigError, match="attach before the save"):
+        saves.attach_folder(written_by_other_code(job.root, 4, {"data.pt": b"17"}), step=4)
+
+
+def test_those_of_a_killed_run_are_in_no_step_of_another(coordinator_of: Open, job: Job) -> None:
+    first, folder = coordinator_of(run_key="first"), step_folder(job.root, 4)
+    for step in (3, 4):
+        files = {"data.pt": b"%d" % step, QUEUE: b"of the first run"}
+        first.attach_folder(written_by_other_code(job.root, step, files), step=step)
+        first.save(step, MODEL)
+        commit(job, step)
+    before = files_below(folder)
+    first.close(timeout=0)
+
+    second = coordinator_of(run_key="second", take_over=True)
+    second.resumed_from(3)
+    written_by_other_code(job.root, 4, {"data.pt": b"of the killed run", "more.pt": b"more"})
+    assert files_below(folder) == before
+    assert verify(job, 4).wrong == ""
+    second.close(timeout=0)
+
+    third = coordinator_of(run_key="third", take_over=True)
+    third.resumed_from(3)
+    third.attach_folder(written_by_other_code(job.root, 4, {"data.pt": b"third"}), step=4)
+    third.save(4, {"model": {"w": torch.zeros(9)}})
+    commit(job, 4, run=3)
+    assert files_below(folder)["data.pt"] == b"third"
+    assert not {QUEUE, "more.pt"} & {*files_below(folder)}
+    assert verify(job, 4).wrong == ""
+
+
+def test_a_commit_that_dies_anywhere_and_is_retried_has_all_of_them(
+    coordinator_of: Open, job: Job, tmp_path: Path
+) -> None:
+    saves, died = coordinator_of(), True
+    for step in itertools.count(1):
+        files = {"data.pt": b"%d" % step, QUEUE: b"queue"}
+        saves.attach_folder(written_by_other_code(job.root, step, files), step=step)
+        saves.save(step, {"model": {"w": torch.full((9,), float(step))}})
+        died = in_a_process(lambda at=step: commit(job, at), tmp_path, die_before=step) == step
+        if read_manifest(job.root, step):
+            assert files.items() <= files_below(step_folder(job.root, step)).items()
+        commit(job, step)
+        assert files.items() <= files_below(step_folder(job.root, step)).items()
+        assert verify(job, step).wrong == ""
+        if not died:
+            break
+    assert step > 5
+
+
+def test_a_flipped_byte_in_one_corrupts_the_step(coordinator_of: Open, job: Job) -> None:
+    saves = coordinator_of()
+    saves.attach_folder(written_by_other_code(job.root, 4, {QUEUE: b"queue"}), step=4)
+    saves.save(4, MODEL)
+    commit(job, 4)
+    (step_folder(job.root, 4) / QUEUE).write_bytes(b"queuf")
+    found = verify(job, 4)
+    assert found.state == "corrupted"
+    assert found.wrong.startswith(f"{QUEUE} has digest")
+
+
+def test_a_remote_has_them_and_a_pull_brings_them_back(
+    coordinator_of: Open, job: Job, tmp_path: Path
+) -> None:
+    saves, url = coordinator_of(), f"file://{tmp_path}/remote"
+    saves.attach_folder(written_by_other_code(job.root, 4, {"data.pt": b"17"}), step=4)
+    saves.save(4, MODEL)
+    commit(job, 4)
+    (step_folder(job.root, 4) / "beside.pt").write_bytes(b"of no commit")
+    replicate(job.root, url, 4)
+    fetch(url, 4, tmp_path / "back")
+    back = step_folder(tmp_path / "back", 4)
+    assert (back / "data.pt").read_bytes() == b"17"
+    assert not (back / "beside.pt").exists()
+
+
+def test_a_file_system_without_links_has_copies(
+    coordinator_of: Open, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link(*_: object) -> None:
+        raise OSError(1, "Operation not permitted")
+
+    saves = coordinator_of()
+    saves.attach_folder(written_by_other_code(job.root, 4, {"data.pt": b"17"}), step=4)
+    saves.save(4, MODEL)
+    with monkeypatch.context() as without:
+        without.setattr(os, "link", link)
+        commit(job, 4)
+    assert (step_folder(job.root, 4) / "data.pt").read_bytes() == b"17"
