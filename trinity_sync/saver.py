@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from trinity_sync.client.journal import PATIENCE_S, append, has_failed
+from trinity_sync.client.journal import PATIENCE_S, append, read_entry
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.saver_control import LOCK, WAKE, read_served
 from trinity_sync.errors import ConfigError, LockTimeoutError, TrinitySyncError
@@ -219,10 +219,11 @@ def _list_unfinished(job: JobSpool, known: Collection[str]) -> list[SaveRequest]
             request = SaveRequest.model_validate_json(path.read_bytes())
             if request.key in known:
                 continue
-            if is_committed(request) or not has_failed(request):
-                found.append(request)
-            else:
+            told = None if is_committed(request) else read_entry(request)
+            if told and told.state == "failed":
                 path.unlink()
+            else:
+                found.append(request)
         except FileNotFoundError:
             continue  # it has just ended
         except (OSError, ValidationError, TrinitySyncError) as error:

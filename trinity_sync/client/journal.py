@@ -197,16 +197,15 @@ class Journal:
                 del self._entries[next(iter(self._entries))]
 
 
-def has_failed(request: SaveRequest) -> bool:
-    """Return whether the journal of its root says that a save has failed.
+def read_entry(request: SaveRequest) -> Entry | None:
+    """Return what the journal of its root says of a save; None if nothing has begun it.
 
     Raises:
         OSError: as `Journal.read`.
     """
     journal = Journal.of(request)
     journal.read()
-    entry = journal.find(request.key)
-    return bool(entry and entry.state == "failed")
+    return journal.find(request.key)
 
 
 def _folder(root: str | Path) -> Path:

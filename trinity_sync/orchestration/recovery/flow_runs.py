@@ -31,7 +31,7 @@ from uuid import UUID
 import anyio
 from pydantic import ValidationError
 
-from trinity_sync.client.journal import PATIENCE_S, Journal, SaveState, append
+from trinity_sync.client.journal import PATIENCE_S, SaveState, append, read_entry
 from trinity_sync.client.prefect_api import FINAL, UNDER_WAY, FlowRun, PrefectApi, State
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import FormatError, TrinitySyncError
@@ -233,10 +233,9 @@ async def try_tell_failure(run: FlowRun) -> None:
     request = read_request(run.parameters, of_any_release=True)
     if request is None:
         return
-    journal, known = Journal.of(request), None
+    known = None
     with anyio.move_on_after(MARK_S), suppress(OSError):
-        await run_in_thread(journal.read)
-        known = journal.find(request.key)
+        known = await run_in_thread(read_entry, request)
     if known is None or known.state == "pending" or known.start < run.attempts:
         # after a start that the server has not counted: its process died before it ran
         why, start = describe_end(run.state.name, run.state.message), run.attempts + 1
