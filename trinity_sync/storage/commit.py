@@ -107,12 +107,12 @@ def commit(
         roles = {file.record.role for file in written}
         ours = earlier if earlier and earlier.run == save.run else None
         committed = {record.path: record for record in ours.files} if ours else {}
-        if ours and ours.has_kind(save.kind, roles):  # a retry, which was complete
-            if save.kind == "checkpoint" or "checkpoint" not in ours.kinds:
-                _refuse_later_component(save, written, committed)
-        else:
+        if not (ours and ours.has_kind(save.kind, roles)):
             _check_complete(save, written, statuses)
-        _refuse_other_content(save, written, committed, earlier.checkpoint_run if earlier else 0)
+            whole = False
+        else:  # a retry, which was complete; a checkpoint is the sync of its step, too
+            whole = save.kind == "checkpoint" or "checkpoint" not in ours.kinds
+        _refuse_other_content(save, written, earlier, committed, whole)
         named = {file.record.path for file in written}
         own = list_callable_files(save, statuses, named, committed)
         files = (*(file.record for file in written), *own)
@@ -254,43 +254,33 @@ def list_served_kinds(
     return SERVES_AS[kind] if weights else (kind,)
 
 
-def _refuse_later_component(
-    save: SaveId, written: Sequence[Written], committed: Mapping[str, FileRecord]
-) -> None:
-    """Refuse files beside those of a committed save, except for roles that have no weights in it.
-
-    Raises:
-        SaveError: a component was submitted after the commit.
-    """
-    of_sync = save.kind == "state_dict"
-    roles = {each.role for each in committed.values() if each.is_weights or not of_sync}
-    for record in (file.record for file in written):
-        if record.role in roles and record.path not in committed:
-            raise SaveError(
-                f"{save} is not committed again: run {save.run} has committed that step without "
-                f"{record.path}. Submit all components of a step in one call."
-            )
-
-
 def _refuse_other_content(
     save: SaveId,
     written: Sequence[Written],
+    earlier: Manifest | None,
     committed: Mapping[str, FileRecord],
-    checkpoint_run: int,
+    whole: bool,
 ) -> None:
-    """Refuse to commit a file again with other content.
+    """Refuse to commit a file again with other content, or a file beside those of a ``whole`` save.
 
     Raises:
         SaveError: this run, or the one whose checkpoint it left in place, has committed the file
-            with other bytes.
+            with other bytes; or this run has committed the save without it.
     """
-    for file in written:
-        known = committed.get(file.record.path)
-        if known and known.digest != file.record.digest:
+    of_sync = save.kind == "state_dict"  # a role without weights has none
+    roles = {each.role for each in committed.values() if each.is_weights or not of_sync}
+    run = (earlier.checkpoint_run if earlier else 0) or save.run
+    for record in (file.record for file in written):
+        known = committed.get(record.path)
+        if known and known.digest != record.digest:
             raise SaveError(
-                f"{save} is not committed: run {checkpoint_run or save.run} has committed "
-                f"{known.path} of that step "
-                "with other content, which stays. Save a changed state as another step."
+                f"{save} is not committed: run {run} has committed {known.path} of that step with "
+                "other content, which stays. Save a changed state as another step."
+            )
+        if whole and not known and record.role in roles:
+            raise SaveError(
+                f"{save} is not committed again: run {save.run} has committed that step without "
+                f"{record.path}. Submit all components of a step in one call."
             )
 
 
