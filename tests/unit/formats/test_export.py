@@ -88,9 +88,11 @@ Commit = Callable[..., None]
 
 @pytest.fixture
 def commit(job: Job, tmp_path: Path) -> Commit:
-    """Commits step 1 with the shards of a model, its config and a tokenizer's file."""
+    """Commits a step with the shards of a model, its config and a tokenizer's file."""
 
-    def save(ranks: list[State], config: Any, adapter: Any = None, **other: Any) -> None:
+    def save(
+        ranks: list[State], config: Any, adapter: Any = None, *, step: int = 1, **other: Any
+    ) -> None:
         job.world_size = len(ranks)
         metadata = tmp_path / "metadata"
         shutil.rmtree(metadata, ignore_errors=True)
@@ -101,8 +103,8 @@ def commit(job: Job, tmp_path: Path) -> Commit:
             adapter.save_pretrained(metadata / "lora_adapter")
         for rank, state in enumerate(ranks):
             small = metadata if rank == 0 else None
-            job.stage(1, {"model": state}, rank=rank, metadata=small, **other)
-        job.commit(1, "model", "metadata")
+            job.stage(step, {"model": state}, rank=rank, metadata=small, **other)
+        job.commit(step, "model", "metadata")
 
     return save
 
@@ -252,8 +254,8 @@ def test_an_adapter_is_a_folder_that_peft_loads(job: Job, commit: Commit, tmp_pa
     commit(shards(model.state_dict(), (2,)), base.config)
     with pytest.raises(ExportError, match=r"the step has no lora_adapter/adapter_config\.json"):
         export_step(job.root, 1, to=tmp_path / "out")
-    commit(shards(model.state_dict(), (2,)), base.config, lora)
-    export_step(job.root, 1, to=tmp_path / "out")
+    commit(shards(model.state_dict(), (2,)), base.config, lora, step=2)
+    export_step(job.root, 2, to=tmp_path / "out")
     assert same(weights(tmp_path / "out"), expected)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     again = PeftModel.from_pretrained(loaded, tmp_path / "out/lora_adapter")
