@@ -126,6 +126,11 @@ def test_weights_that_do_not_fit_are_refused_and_the_server_serves_on(
         saves.wait_staged()
         with pytest.raises(WeightSyncError, match="qkv_proj"):
             updater.update()
+        with (  # and no updater claims the engine any more
+            VLLMUpdater(server.url, root) as other,
+            pytest.raises(WeightSyncError, match="qkv_proj"),
+        ):
+            other.update()
         assert updater.get_served_step() == 1
         assert server.ask_all() == expect(model)
 
