@@ -164,7 +164,8 @@ class Saver:
         append(request, "pending")
         try:
             with suppress(OSError):  # shared memory is full: the commit frees it
-                _write_begun(self._spool, request)
+                begun = _begun_path(self._spool / request.job, request)
+                replace_file(begun, request.model_dump_json(), sync=False)
             commits = run_save(request, self._writing, self._spool, node=self._node)
             logger.info(
                 "%s of %s: %.2f s", request.run_name, request.root, time.monotonic() - began
@@ -198,13 +199,8 @@ class Saver:
 
 
 def _begun_path(folder: Path, request: SaveRequest) -> Path:
+    """Return where it is written that a save is in work: what follows its commit has no images."""
     return folder / f"{request.key_digest}{BEGUN}"
-
-
-def _write_begun(spool: Path, request: SaveRequest) -> None:
-    """Write down that a save is in work: what follows its commit has no images."""
-    path = _begun_path(spool / request.job, request)
-    replace_file(path, request.model_dump_json(), sync=False)
 
 
 def _list_unfinished(job: JobSpool, known: Collection[str]) -> list[SaveRequest]:
