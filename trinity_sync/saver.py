@@ -127,10 +127,11 @@ class Saver:
 
     def _look(self) -> bool:
         """Begin to commit the saves that are due; return whether any waits, or a root hangs."""
-        for job in list_job_spools(self._spool):
-            if read_served(job.folder) is None:
-                self._waiting.pop(job.folder, None)
-                continue
+        served = [j for j in list_job_spools(self._spool) if read_served(j.folder) is not None]
+        with self._lock:  # a folder may have vanished
+            waiting = {job.folder: self._waiting.get(job.folder, False) for job in served}
+            self._waiting = waiting
+        for job in served:
             look = self._looks.get(job.folder)
             if look is None or not look.is_alive():
                 look = threading.Thread(target=self._look_at, args=(job,), daemon=True)

@@ -258,6 +258,15 @@ def test_a_save_by_functions_whose_request_has_vanished_has_failed(
             saves.wait_all(60)
 
 
+def test_a_saver_does_not_wait_for_what_has_vanished(job: Job, settings: Settings) -> None:
+    job.stage(3, {"model": {"w": torch.ones(3)}})
+    (job.spool.folder / SERVED).write_text("1000")  # a stack may begin it until then
+    saver = Saver(settings.spool, NodeWriting())
+    assert saver._look()
+    shutil.rmtree(job.spool.folder)
+    assert not saver._look()
+
+
 def test_a_save_after_the_end_of_its_saver_outlives_the_trainer(
     tmp_path: Path, settings: Settings
 ) -> None:
