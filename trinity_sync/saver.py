@@ -129,8 +129,7 @@ class Saver:
         """Begin to commit the saves that are due; return whether any waits, or a root hangs."""
         served = [j for j in list_job_spools(self._spool) if read_served(j.folder) is not None]
         with self._lock:  # a folder may have vanished
-            waiting = {job.folder: self._waiting.get(job.folder, False) for job in served}
-            self._waiting = waiting
+            self._waiting = {job.folder: self._waiting.get(job.folder, False) for job in served}
         for job in served:
             look = self._looks.get(job.folder)
             if look is None or not look.is_alive():
