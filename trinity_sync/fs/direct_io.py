@@ -18,7 +18,7 @@ import os
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,13 +103,19 @@ READERS = 4
 
 
 def write_file(
-    path: Path, content: memoryview, *, direct: bool = True, limit: RateLimit | None = None
+    path: Path,
+    content: memoryview,
+    *,
+    direct: bool = True,
+    limit: RateLimit | None = None,
+    parts: Iterable[memoryview] = (),
 ) -> str:
     """Write a file durably and return its digest (``xxh3-128:...``).
 
     An existing file is overwritten in place, which is faster; the folder must exist. Direct I/O
     needs ``content`` aligned to a page in memory, as in a mapped slot; otherwise the page cache is
-    used. ``limit`` leaves bandwidth of the node to others.
+    used. ``limit`` leaves bandwidth of the node to others. ``parts`` are those of ``content`` in
+    order, for a caller that looks at each once it is digested; it runs in the digesting thread.
 
     Raises:
         OSError: the disk is full, read-only or broken; ``path`` may be partially written.
@@ -118,7 +124,7 @@ def write_file(
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="digest") as digester:
             # it runs ahead, so the pages of a mapped slot are present when they are written
-            digest = digester.submit(digest_bytes, content)
+            digest = digester.submit(digest_parts, parts or (content,))
             whole = len(content) // ALIGNMENT * ALIGNMENT if direct else len(content)
             _write_chunks(fd, content[:whole], direct, limit)
             if whole < len(content):  # direct I/O ends with a page
@@ -138,6 +144,14 @@ def digest_cached_file(path: Path) -> str:
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(CHUNK):
             digest.update(chunk)
+    return f"{DIGEST}:{digest.hexdigest()}"
+
+
+def digest_parts(parts: Iterable[memoryview]) -> str:
+    """Return the digest of consecutive bytes, in the form of `write_file`."""
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        digest.update(part)
     return f"{DIGEST}:{digest.hexdigest()}"
 
 

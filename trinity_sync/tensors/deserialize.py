@@ -8,10 +8,8 @@ A tensor that is kept does not keep the memory of the others: the pages of a sto
 the system when its last tensor is deleted.
 """
 
-import io
 import logging
 import mmap
-import os
 import pickle
 import struct
 import weakref
@@ -25,6 +23,7 @@ import numpy as np
 import torch
 
 from trinity_sync.errors import ImageError
+from trinity_sync.tensors.archive import ImageFile, list_storages
 from trinity_sync.tensors.safe_load import is_plain_forced, restrict_to_plain
 from trinity_sync.tensors.torch_private import FakeTensorMode, get_file_offset, make_typed_storage
 
@@ -57,7 +56,7 @@ def deserialize(image: memoryview, *, plain: bool = False) -> Any:
         ImageError: the bytes are not a ``.pt`` file, or a compressed or legacy one.
     """
     try:
-        data = _records(image)
+        data = list_storages(image)
     except (zipfile.BadZipFile, struct.error) as error:
         raise ImageError(
             f"these {len(image):,} bytes are no file of torch.save: {error}"
@@ -102,29 +101,12 @@ def get_byte_offset(tensor: torch.Tensor) -> int:
 
 
 def _load(image: memoryview, *, weights_only: bool, **how: Any) -> Any:
-    file: Any = _File(image)
+    file: Any = ImageFile(image)
     return torch.load(file, map_location="cpu", mmap=False, weights_only=weights_only, **how)
 
 
 def _no_warning(record: logging.LogRecord) -> bool:
     return record.levelno > logging.WARNING
-
-
-def _records(image: memoryview) -> dict[str, int]:
-    """Return the offset of each storage's data, by the storage's key in the pickle."""
-    with zipfile.ZipFile(_File(image)) as archive:
-        entries = archive.infolist()
-    records = {}
-    for entry in entries:
-        folder, _, key = entry.filename.rpartition("/data/")
-        if not folder or "/" in folder:
-            continue
-        if entry.compress_type != zipfile.ZIP_STORED:
-            raise ImageError(f"record {entry.filename} is compressed; torch.save writes none so")
-        # the local header may be longer than the directory's: it holds the padding
-        name, extra = struct.unpack_from("<HH", image, entry.header_offset + 26)
-        records[key] = entry.header_offset + 30 + name + extra
-    return records
 
 
 def _make_unpickler(
@@ -174,31 +156,3 @@ def _view(image: memoryview, start: int, nbytes: int, after: int) -> torch.Untyp
             pages = first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE
             weakref.finalize(part, image.obj.madvise, mmap.MADV_DONTNEED, *pages).atexit = False
     return torch.from_numpy(part).untyped_storage()
-
-
-class _File(io.RawIOBase):
-    """The bytes as a file, without a copy."""
-
-    def __init__(self, content: memoryview) -> None:
-        self._content = content
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, into: Any) -> int:
-        part = self._content[self._at : self._at + len(into)]
-        into[: len(part)] = part
-        self._at += len(part)
-        return len(part)
-
-    def seek(self, distance: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._content)}
-        self._at = max(0, start[whence] + distance)
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
