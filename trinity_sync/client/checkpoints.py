@@ -56,16 +56,18 @@ class Checkpoints:
         if not self.root.is_dir():
             raise ConfigError(f"{self.root} is not a folder; pass the job's root")
 
-    def latest_step(self, kind: Kind = "checkpoint") -> int | None:
+    def latest_step(self, kind: Kind = "checkpoint", *, healthy: bool = False) -> int | None:
         """Return the number of the newest committed step, or None if there is none.
 
         Args:
             kind: ``checkpoint`` for a step to resume from, ``state_dict`` for weights.
+            healthy: whether to leave out steps whose weights or optimizer have values that are NaN
+                or infinite.
 
         Raises:
             FormatError: another release has committed the newest step.
         """
-        manifest = find_newest(self.root, kind)
+        manifest = find_newest(self.root, kind, healthy=healthy)
         return manifest.step if manifest else None
 
     def steps(self, kind: Kind = "checkpoint") -> list[int]:

@@ -422,5 +422,8 @@ class CommitWatcher:
         took = time.monotonic() - save.since
         if not self._leads and save.manifest:  # the other ranks look later
             took = min(took, max(0.0, save.manifest.committed_at - save.submitted_at))
+        if self._leads and save.manifest:  # in the log of the training, not only in the saver's
+            for alarm in save.manifest.alarms:
+                logger.warning("%s of %s: %s", request.run_name, request.root, alarm)
         self.commit_seconds[request.key] = took
         logger.info("%s of %s: committed in %.1f s", request.run_name, request.root, took)

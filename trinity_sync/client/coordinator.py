@@ -274,7 +274,9 @@ class CheckpointCoordinator:
 
     # ------------------------------------------------------------ resuming
 
-    def latest_step(self, kind: Kind = "checkpoint", *, settle_s: float = 60.0) -> int | None:
+    def latest_step(
+        self, kind: Kind = "checkpoint", *, settle_s: float = 60.0, healthy: bool = False
+    ) -> int | None:
         """Return the number of the newest committed step, or None if there is none.
 
         A collective call after `of_process_group`: all ranks get the step that rank 0 finds, or the
@@ -286,19 +288,23 @@ class CheckpointCoordinator:
                 nodes of these ranks; resuming from an older step would supersede them. The saver
                 is started for them: that of a killed job may be killed as well. Once this run has
                 begun, nothing is awaited.
+            healthy: whether to leave out steps whose weights or optimizer have values that are NaN
+                or infinite.
 
         Raises:
             FormatError: another release has committed the newest step.
         """
-        return self._loader.latest_step(kind, settle_s)
+        return self._loader.latest_step(kind, settle_s, healthy)
 
-    def latest(self, kind: Kind = "checkpoint", *, settle_s: float = 60.0) -> Path | None:
+    def latest(
+        self, kind: Kind = "checkpoint", *, settle_s: float = 60.0, healthy: bool = False
+    ) -> Path | None:
         """Return the folder of the newest committed step, or None; otherwise as `latest_step`.
 
         Args:
-            kind, settle_s: as in `latest_step`.
+            kind, settle_s, healthy: as in `latest_step`.
         """
-        step = self.latest_step(kind, settle_s=settle_s)
+        step = self.latest_step(kind, settle_s=settle_s, healthy=healthy)
         return None if step is None else step_folder(self.root, step)
 
     def load(self, step: int, *, role: str = "actor") -> dict[str, Any]:

@@ -46,12 +46,12 @@ class StepLoader:
     is_collective: bool = False
     """Whether all ranks of the default process group find and load steps together."""
 
-    def latest_step(self, kind: Kind, settle_s: float) -> int | None:
+    def latest_step(self, kind: Kind, settle_s: float, healthy: bool) -> int | None:
         """As `CheckpointCoordinator.latest_step`."""
 
         def find() -> int | None:
-            manifest = find_newest(self.root, kind)
-            if manifest and kind == "checkpoint":
+            manifest = find_newest(self.root, kind, healthy=healthy)
+            if manifest and kind == "checkpoint" and not healthy:
                 warn_of_other_step(self.root, manifest.step)
             return manifest.step if manifest else None
 

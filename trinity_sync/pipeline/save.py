@@ -118,10 +118,12 @@ def persist_share(
     refuse_other_job(save)
     spool = get_job_spool(shards.spool, save)  # refuses another job's, before anything is read
     rate = writing.max_mb_per_s * 1e6
+    job = read_job_settings(save.root)
     options = WriteOptions(
         limit=RateLimit(spool.folder.parent / ".write_rate", rate) if rate else None,
-        rank_timeout_s=read_job_settings(save.root).rank_timeout_s,
+        rank_timeout_s=job.rank_timeout_s,
         nice=writing.nice,
+        refuse_nonfinite=job.on_nonfinite == "refuse",
     )
     written = persist(shards, save, share.component, options) if share.component else []
     statuses = await_callable_saves(spool, save) if share.awaits_callables else []

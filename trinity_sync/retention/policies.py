@@ -33,6 +33,9 @@ class StepInfo:
     """Reasons to keep it whatever the policies say: pins, tags, leases, pointers."""
     corruption: str = ""
     """Reason why its files are corrupted; such a step is neither counted nor removed."""
+    nonfinite: str = ""
+    """Which values of it are NaN or infinite, as far as they were looked at; empty if healthy. The
+    catalog does not have it."""
     superseded_by: int = 0
     """Number of the run that began at step 0 although the step existed; 0 if no run superseded the
     step."""

@@ -12,7 +12,7 @@ each of its kinds is valid.
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -81,6 +81,8 @@ class RemovalPlan:
     """Oldest first."""
     newest: dict[Kind, StepInfo]
     """Steps that must be valid before older steps are removed."""
+    healthy: dict[Kind, StepInfo] = field(default_factory=dict)
+    """Steps that must also be healthy before older healthy steps are removed."""
     spared: tuple[tuple[StepInfo, str], ...] = ()
     """Steps that were planned for removal and kept when the plan was carried out, with reasons."""
     quarantine: tuple[str, ...] = ()
@@ -115,6 +117,7 @@ def make_step_info(
         metrics or {},
         tuple(held),
         corruption,
+        manifest.nonfinite,
     )
 
 
@@ -122,7 +125,8 @@ def plan_removals(steps: Sequence[StepInfo], rules: Rules, now: float) -> Remova
     """Return the steps to remove, and why the others are kept; ``now`` is seconds since the epoch.
 
     These steps are kept whatever the policies say: the newest valid step of each kind, which a
-    training resumes from and a reader loads, steps in use, and corrupted steps.
+    training resumes from and a reader loads, the newest without values that are not finite, steps
+    in use, and corrupted steps.
 
     Raises:
         ConfigError: a policy by itself keeps no step of its type, or names an unknown metric.
@@ -130,9 +134,15 @@ def plan_removals(steps: Sequence[StepInfo], rules: Rules, now: float) -> Remova
     steps = sorted(steps, key=lambda each: each.age)
     valid = [each for each in steps if not each.corruption]
     newest = {kind: each for each in valid for kind in each.kinds}
+    healthy = {kind: each for each in valid if not each.nonfinite for kind in each.kinds}
     why: dict[int, list[str]] = defaultdict(list)
     for each in steps:
         why[each.step] += [f"newest {kind}" for kind in KINDS if newest.get(kind) is each]
+        why[each.step] += [
+            f"newest healthy {kind}: later ones have values that are not finite"
+            for kind in KINDS
+            if healthy.get(kind) is each is not newest.get(kind)
+        ]
         why[each.step] += each.held
         if each.corruption:
             why[each.step].append(f"corrupted, so no policy applies: {each.corruption}")
@@ -154,6 +164,7 @@ def plan_removals(steps: Sequence[StepInfo], rules: Rules, now: float) -> Remova
         kept=tuple((each, "; ".join(why[each.step])) for each in steps if why[each.step]),
         removed=tuple(each for each in steps if not why[each.step]),
         newest=newest,
+        healthy=healthy,
     )
 
 
@@ -270,12 +281,16 @@ def _find_reason_to_keep(place: Place, planned: StepInfo, plan: RemovalPlan) -> 
     held = list_held(place.root)[planned.step]
     if reasons := [*held, *found.held]:
         return "; ".join(reasons)
-    for kind in found.kinds:
-        newest = plan.newest[kind]
+    needed = [(kind, plan.newest[kind], False) for kind in found.kinds]
+    if not found.nonfinite:
+        needed += [(kind, plan.healthy[kind], True) for kind in found.kinds]
+    for kind, newest, is_healthy in needed:
         successor = place.read_step(newest.step)
         if successor is None or successor.corruption:
             why = successor.corruption if successor else GONE
             return f"the newer step {newest.step} is not valid: {why}"
+        if is_healthy and successor.nonfinite:
+            return f"the newer step {newest.step} has {successor.nonfinite}"
         if successor.age <= planned.age or kind not in successor.kinds:
             return f"step {newest.step} is no longer newer"
     return ""

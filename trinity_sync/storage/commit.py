@@ -33,6 +33,7 @@ from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import free_slot, lock_slot, read_ticket
+from trinity_sync.storage.alarms import compare_with_last_commit, log_alarms
 from trinity_sync.storage.discovery import remove_mark
 from trinity_sync.storage.latest_pointer import advance_latest_pointer, repair_latest_pointer
 from trinity_sync.storage.manifest import (
@@ -115,7 +116,8 @@ def commit(
         _refuse_other_content(save, written, earlier, committed, whole)
         named = {file.record.path for file in written}
         own = list_callable_files(save, statuses, named, committed)
-        files = (*(file.record for file in written), *own)
+        records = (file.record for file in written)
+        files = (*compare_with_last_commit(save, records), *own)
         manifest = Manifest(
             job=save.job,
             run=save.run,
@@ -175,6 +177,7 @@ def commit(
             for kind in {*replaced.kinds} - {*manifest.kinds}:  # a sync in a checkpoint's place
                 repair_latest_pointer(save.root, kind)
         _remove_other_attempts(save, written)
+    log_alarms(save, [record for record in files if record.path not in committed])
     return manifest
 
 

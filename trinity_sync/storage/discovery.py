@@ -160,15 +160,21 @@ def is_foreign(folder: Path) -> bool:
     return any(next(folder.glob(pattern), None) for pattern in SHARDS)
 
 
-def find_newest(root: str | Path, kind: Kind = "checkpoint") -> Manifest | None:
+def find_newest(
+    root: str | Path, kind: Kind = "checkpoint", *, healthy: bool = False
+) -> Manifest | None:
     """Return the manifest to resume from: the last step of the last run that committed one.
 
-    It goes by manifests, not by the latest pointer, which may lag behind after a crash.
+    It goes by manifests, not by the latest pointer, which may lag behind after a crash. ``healthy``
+    excludes steps with values that are not finite.
 
     Raises:
         FormatError: another release has committed a step.
     """
     for manifest in iter_newest_first(root, kind):
+        if healthy and manifest.nonfinite:
+            logger.warning("step %d in %s has %s", manifest.step, root, manifest.nonfinite)
+            continue
         try:
             return require_committed(root, manifest.step)
         except CommitError as error:

@@ -27,7 +27,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -90,6 +90,14 @@ class JobSettings(Record):
 
     rank_timeout_s: Annotated[float, msgspec.Meta(gt=0, lt=253e9)] = 600.0
     """Seconds that a save waits for the images of all ranks and roles once it was requested."""
+
+    on_nonfinite: Literal["warn", "refuse"] = "warn"
+    """What a save does whose weights or optimizer have NaN or infinite values: ``warn`` commits it
+    with a warning; ``refuse`` fails it."""
+
+    frozen: Annotated[str, msgspec.Meta(pattern=r"^([\w-]+(/\w+)?(,[\w-]+(/\w+)?)*)?$")] = ""
+    """What need not change from save to save, such as ``reference,critic/optim``: roles, or a
+    component of one. All else is an alarm if it does not."""
 
     @property
     def required_remote(self) -> str:

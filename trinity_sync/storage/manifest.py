@@ -36,6 +36,7 @@ from trinity_sync.layout import (
     step_folder,
 )
 from trinity_sync.snapshot.save_id import Export
+from trinity_sync.storage.health import ComponentHealth, FileHealth, sum_up_health
 from trinity_sync.storage.save_timing import SaveTiming
 
 logger = logging.getLogger(__name__)
@@ -74,18 +75,27 @@ class FileRecord:
     images: tuple[str, ...] = ()
     """Random names of the images that were committed as this file, as in their tickets: several
     where a state was submitted again, none for the files of a callable save."""
+    health: FileHealth | None = None
+    """Its values; None if it is not looked into."""
+    unchanged_since: Count | None = None
+    """Earlier committed step whose file had the same content, or the step since which it has; None
+    if it has changed, or nobody asked."""
 
     def merge(self, later: "FileRecord | None") -> "FileRecord":
         """Return the record after a later commit, whose record is None if it lacks the path.
 
-        It has the images of both commits if the content is the same, otherwise the later ones.
+        It has the images of both commits, and what is known of the values, if the content is the
+        same, otherwise the later ones.
         """
         if later is None:
             return self
-        images = dict.fromkeys(
-            (*self.images, *later.images) if self.digest == later.digest else later.images
+        if self.digest != later.digest:
+            return later
+        images = tuple(dict.fromkeys((*self.images, *later.images)))
+        since = self.unchanged_since
+        return replace(
+            later, images=images, health=self.health or later.health, unchanged_since=since
         )
-        return replace(later, images=tuple(images))
 
     @property
     def is_shard(self) -> bool:
@@ -237,6 +247,21 @@ class Manifest(Record, format=MANIFEST_FORMAT):
     def nbytes(self) -> int:
         """Total bytes of all files."""
         return sum(each.nbytes for each in self.parts or self.files)
+
+    @cached_property
+    def health(self) -> tuple[ComponentHealth, ...]:
+        """Values of ``files`` by role and component."""
+        return sum_up_health(self.files)
+
+    @property
+    def nonfinite(self) -> str:
+        """Which values are not finite, in words; empty for a healthy step."""
+        return "; ".join(each.wrong for each in self.health if each.wrong)
+
+    @property
+    def alarms(self) -> list[str]:
+        """All that is wrong with the values, in words."""
+        return [problem for each in self.health for problem in each.problems]
 
     @cached_property
     def images(self) -> frozenset[str]:

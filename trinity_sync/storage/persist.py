@@ -19,6 +19,7 @@ The first needs a shared file system whose locks reach other nodes, as commits d
 
 import errno
 import io
+import logging
 import math
 import os
 import tarfile
@@ -31,6 +32,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from trinity_sync.errors import EvictedError, ImageError, SaveError
 from trinity_sync.fs.atomic import (
@@ -48,9 +50,15 @@ from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import Ticket, failure_path, lock_image, lock_slot, read_ticket
 from trinity_sync.storage.block_reuse import acquire_spare, remove_spares
 from trinity_sync.storage.gather import gather_images
+from trinity_sync.storage.health import FileHealth, describe_nonfinite
 from trinity_sync.storage.manifest import FileRecord, read_run_manifest
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Written, remove_files
+
+if TYPE_CHECKING:
+    from trinity_sync.tensors.health import ValueScan
+
+logger = logging.getLogger(__name__)
 
 WRITERS = 4
 """Shards that one task writes at a time."""
@@ -65,6 +73,8 @@ class WriteOptions:
     rank_timeout_s: float = 60.0
     nice: int = 0
     """Niceness of the writing threads, as in nice(1)."""
+    refuse_nonfinite: bool = False
+    """Whether to refuse weights and optimizers with values that are not finite."""
 
 
 def persist(
@@ -84,8 +94,8 @@ def persist(
         EvictedError: an image was evicted for a later step.
         TicketError, ImageError: an image cannot be trusted.
         FormatError: the job's spool is of another release, or another one has committed the step.
-        SaveError: a file cannot be written; the cause is the OSError of the file system. Or the
-            save was committed and removed before.
+        SaveError: a file cannot be written; the cause is the OSError of the file system. Or values
+            that are not finite are refused, or the save was committed and removed before.
     """
     sealed, committed = gather_images(shards, save, component, options.rank_timeout_s, clock)
     attempt = uuid.uuid4().hex[:8]
@@ -190,6 +200,7 @@ def _write_one(
     make_folder(final.parent)
     temporary = make_attempt_path(final, attempt, ticket.image)
     start = time.perf_counter()
+    health = None
     try:
         if isinstance(content, Path):
             link_or_copy(content, temporary)
@@ -197,7 +208,10 @@ def _write_one(
             digest = digest_cached_file(temporary)
         else:
             acquire_spare(save.root, temporary, len(content))
-            digest = write_file(temporary, content, limit=options.limit)
+            scan = _scan(ticket, content)
+            parts = scan.walk(content) if scan else ()
+            digest = write_file(temporary, content, limit=options.limit, parts=parts)
+            health = FileHealth(*scan.sum_up()) if scan else None
             sync_folder(final.parent)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -207,17 +221,27 @@ def _write_one(
         if error.filename is None:
             error.filename = os.fspath(final)
         raise
-    return Written(
-        FileRecord(
-            path=path,
-            nbytes=temporary.stat().st_size,
-            digest=digest,
-            role=ticket.role,
-            component=ticket.component,
+    record = FileRecord(
+        path=path,
+        nbytes=temporary.stat().st_size,
+        digest=digest,
+        role=ticket.role,
+        component=ticket.component,
+        rank=ticket.rank,
+        world_size=ticket.world_size,
+        images=(ticket.image,),
+        health=health,
+    )
+    if options.refuse_nonfinite and health and health.nonfinite:
+        raise SaveError(
+            f"{save} is not committed: {describe_nonfinite([(record, health)])}. Resume from a "
+            "healthy step (latest_step(healthy=True)). To save it nevertheless, set on_nonfinite "
+            f"(trinity-sync jobs set {save.root} on_nonfinite=warn) and retry it.",
+            path=final,
             rank=ticket.rank,
-            world_size=ticket.world_size,
-            images=(ticket.image,),
-        ),
+        )
+    return Written(
+        record,
         temporary=os.fspath(temporary),
         identity=read_file_identity(temporary),
         components=ticket.components,
@@ -229,6 +253,19 @@ def _write_one(
         submitted_at=ticket.sealed_at if own else 0.0,
         stall_s=ticket.stall_s if own else 0.0,
     )
+
+
+def _scan(ticket: Ticket, content: memoryview) -> "ValueScan | None":
+    """Return what looks at the values of an image; None for one that is not looked into."""
+    if ticket.component not in ("model", "optim") or not ticket.path.endswith(".pt"):
+        return None
+    from trinity_sync.tensors.health import ValueScan  # imports NumPy, for those who write
+
+    try:
+        return ValueScan(content)
+    except Exception as error:  # of any state that can be pickled; it is saved all the same
+        logger.warning("cannot look at the values of %s: %r", ticket.what, error)
+        return None
 
 
 def lower_thread_priority(nice: int) -> None:

@@ -1,0 +1,68 @@
+"""Alarms about the values of a save: compare its files with the last commit, and log what is wrong.
+
+A loop that saves the first step's state for ever, and an optimizer that does not step, commit files
+that never change. So the weights and optimizer of each save are compared with those of the newest
+commits before it, by the digests in the manifests. An optimizer's file also has plain values, such
+as a scheduled learning rate; its tensors count as unchanged if number, norm and largest are equal.
+"""
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from trinity_sync.errors import TrinitySyncError
+from trinity_sync.layout import KINDS
+from trinity_sync.snapshot.save_id import SaveId
+from trinity_sync.storage.health import COMPARED, sum_up_health
+from trinity_sync.storage.job_settings import read_job_settings
+from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.manifest import FileRecord, read_manifest
+
+logger = logging.getLogger(__name__)
+
+
+def compare_with_last_commit(save: SaveId, files: Iterable[FileRecord]) -> list[FileRecord]:
+    """Return the records with the step since which each is unchanged, as of the last commit.
+
+    Each is compared with the newest commit that has its file, of the two that the latest pointers
+    name. Call it under the commit lock, before they are updated.
+    """
+    found = {file.path: file for file in files}
+    frozen = read_job_settings(save.root).frozen.split(",")
+    left = {
+        file.path
+        for file in found.values()
+        if file.component in COMPARED
+        and not {file.role, f"{file.role}/{file.component}"} & {*frozen}
+        and not (file.health and not file.health.tensors)  # such as plain SGD's
+    }
+    pointers = {read_latest_pointer(save.root, kind) for kind in KINDS}
+    for step in sorted((each for each in pointers if each is not None), reverse=True):
+        try:
+            before = read_manifest(save.root, step) if left and step < save.step else None
+        except TrinitySyncError as error:  # a corrupted step is reported elsewhere
+            logger.info("not comparing %s with step %d: %s", save, step, error)
+            continue
+        for known in before.files if before else ():
+            if known.path in left:
+                left.remove(known.path)
+                if _is_unchanged(known, found[known.path]):
+                    since = known.unchanged_since
+                    found[known.path] = replace(
+                        found[known.path], unchanged_since=step if since is None else since
+                    )
+    return [*found.values()]
+
+
+def _is_unchanged(before: FileRecord, now: FileRecord) -> bool:
+    if before.digest == now.digest:
+        return True
+    values = now.health
+    return now.component == "optim" and bool(values and values.norm) and before.health == values
+
+
+def log_alarms(save: SaveId, files: Sequence[FileRecord]) -> None:
+    """Log what is wrong with the values of files that a save has just committed."""
+    for each in sum_up_health(files):
+        for problem in each.problems:
+            logger.warning("%s is committed, but %s", save, problem)
