@@ -248,6 +248,8 @@ async def save_step(request: SaveRequest) -> State[Any] | None:
         return Failed(name=outcome.capitalize(), message=str(error))
     metrics.METRICS.count_committed_save(request, done)
     report_step("committed", request, seconds=committed_at - started_at)
+    if done.alarms:
+        report_step("unhealthy", request, problems=[*done.alarms])
     try:
         if done.has_exports:
             await run_on_node(nodes[0].name, request.root, export_requested_models, request)

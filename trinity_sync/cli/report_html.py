@@ -15,6 +15,7 @@ from trinity_sync.orchestration.quantities import format_bytes, format_duration
 
 if TYPE_CHECKING:
     from trinity_sync.orchestration.report.facts import JobReport
+    from trinity_sync.storage.health import ComponentHealth
     from trinity_sync.storage.save_timing import LoggedSave
 
 OPEN_ROWS = 20
@@ -69,7 +70,7 @@ def render_report(report: JobReport) -> str:
         charts={
             title: charts
             for kind, title in KINDS.items()
-            if (charts := [*chart_saves(report, kind)])
+            if (charts := [*chart_saves(report, kind), *chart_norms(report, kind)])
         },
         shown=newest_first[:OPEN_ROWS],
         more=newest_first[OPEN_ROWS:MAX_ROWS],
@@ -121,6 +122,20 @@ def chart_saves(report: JobReport, kind: str) -> Iterator[Chart]:
     yield from draw_bars(
         "Size", [(each.step, (each.timing.nbytes,)) for each in saves], format_bytes
     )
+
+
+def chart_norms(report: JobReport, kind: str) -> Iterator[Chart]:
+    """Yield the charts of the norms of the weights and optimizers of the steps of a kind."""
+    values: dict[str, list[tuple[int, ComponentHealth]]] = {}
+    for row in report.steps:
+        for each in row.health if row.kind == kind else ():
+            if each.tensors:
+                values.setdefault(f"{each.role}/{each.component}", []).append((row.step, each))
+    for name, found in values.items():
+        bad = [f"{each.nonfinite:,} at step {step}" for step, each in found if each.nonfinite]
+        where = f"; non-finite values: {', '.join(bad[-5:])}" if bad else ""
+        norms = [(step, (each.norm,)) for step, each in found]
+        yield from draw_bars(f"Norm of {name}", norms, "{:.4g}".format, where=where)
 
 
 def draw_bars(

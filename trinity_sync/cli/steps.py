@@ -144,6 +144,11 @@ def _print_details(details: StepDetails) -> None:
     for timing in details.timings:
         typer.echo(f"{timing.kind}: {timing}")
     typer.echo("")
+    if details.health:
+        print_table(details.health, "role component tensors norm largest nonfinite unchanged_since")
+        for alarm in details.alarms:
+            typer.echo(f"{paint('warn')}: {alarm}", color=True)
+        typer.echo("")
     print_table(details.files, "path bytes digest status")
     if details.save_functions:
         typer.echo("")

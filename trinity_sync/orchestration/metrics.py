@@ -80,6 +80,12 @@ class WorkerMetrics:
             ["job", "kind"],
             registry=self.registry,
         )
+        self._alarms = Counter(
+            "trinity_sync_unhealthy_saves",
+            "Committed saves with values that are not finite, or with parts that did not change",
+            ["job", "kind"],
+            registry=self.registry,
+        )
         self._newest = Gauge(
             "trinity_sync_newest_step",
             "Newest committed step of the kind",
@@ -98,6 +104,7 @@ class WorkerMetrics:
         labels, timing = (request.job, request.kind), done.timing
         self._saves.labels(*labels, "committed").inc()
         self._bytes.labels(*labels).inc(timing.nbytes)
+        self._alarms.labels(*labels).inc(bool(done.alarms))
         for stall in timing.stalls:
             self._stalls.labels(*labels, stall.role).observe(stall.seconds)
         for phase in ("queue", "write", "commit"):

@@ -255,6 +255,8 @@ class Committed:
     by_saver: bool
     """Whether the saver of the node had committed it before."""
     timing: SaveTiming
+    alarms: Sequence[str]
+    """What is wrong with the values of the step, in words."""
     committed_at: float
     newest_of: Sequence[Kind]
     """Kinds whose latest pointer names the step."""
@@ -314,6 +316,7 @@ def commit_step(
         has_exports,
         by_saver,
         manifest.timings[0],
+        manifest.alarms,
         manifest.committed_at,
         newest_of,
     )

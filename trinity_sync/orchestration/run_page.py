@@ -15,7 +15,7 @@ from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.save import Written
 from trinity_sync.storage.save_timing import SaveTiming, Stall
 
-StepOutcome = Literal["committed", "failed", "evicted", "superseded", "corrupted"]
+StepOutcome = Literal["committed", "unhealthy", "failed", "evicted", "superseded", "corrupted"]
 
 MOST_ROWS = 100
 """Rows of a table, and nodes in a list: the server keeps every page, and people read a screen."""
@@ -64,6 +64,7 @@ def describe_commit(
         "Submitted to committed": f"**{format_duration(timing.total_s)}** = queue "
         f"{timing.queue_s:.2f} + write {timing.write_s:.2f} + commit {timing.commit_s:.2f} s",
         "Written": _describe_written(timing, written),
+        "Values": _describe_values(manifest),
     }
     root = shlex.quote(request.root)
     commands = [f"trinity-sync show {root} {request.step}", f"trinity-sync report {root}"]
@@ -84,9 +85,10 @@ def summarize_commit(request: SaveRequest, manifest: Manifest) -> str:
     timing = manifest.timings[0]
     stall = timing.longest_stall
     held = f", trainer stall {format_duration(stall.seconds)}" if stall else ""
+    alarms = "".join(f"; {alarm}" for alarm in manifest.alarms)
     return (
         f"{request.flow_run_name}: committed in {format_duration(timing.total_s)}{held}, "
-        f"{format_bytes(timing.nbytes)}"
+        f"{format_bytes(timing.nbytes)}{alarms}"
     )
 
 
@@ -168,6 +170,14 @@ def _describe_stalls(stalls: Sequence[Stall]) -> str:
         f"{each.role} **{format_duration(each.seconds)}** (slowest rank: {each.rank})"
         for each in stalls
     )
+
+
+def _describe_values(manifest: Manifest) -> str:
+    norms = [
+        f"{each.role}/{each.component} {each.norm:.4g}" for each in manifest.health if each.tensors
+    ]
+    alarms = "".join(f"; **{alarm}**" for alarm in manifest.alarms)
+    return f"norm {', '.join(norms) or 'unknown'}{alarms}"
 
 
 def _describe_written(timing: SaveTiming, written: Sequence[Written]) -> str:

@@ -167,7 +167,9 @@ def bars_of(page: str) -> dict[str, list[str]]:
 def test_charts_show_stall_phases_speed_and_size_of_each_save(facts: JobReport) -> None:
     page = render_report(facts)
     bars = bars_of(page)
-    assert list(bars) == ["Trainer stall", "Submitted to committed", "Write speed", "Size"]
+    titles = ["Trainer stall", "Submitted to committed", "Write speed", "Size"]
+    assert list(bars) == [*titles, "Norm of actor/model"]
+    assert bars.pop("Norm of actor/model")[0] == "step 10: 0"
     for titles in bars.values():  # also the step that the rewind removed
         assert [title.partition(":")[0] for title in titles] == [
             f"step {step}" for step in (10, 20, 30, 40)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from trinity_sync.layout import Kind
+from trinity_sync.storage.health import ComponentHealth
 from trinity_sync.storage.manifest import CallableRecord
 from trinity_sync.storage.save_timing import LoggedSave, SaveTiming
 
@@ -55,6 +56,8 @@ class StepRow:
     """When its files were last read and compared, as far as the report knows from the server."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Recorded metrics."""
+    health: tuple[ComponentHealth, ...] = ()
+    """Values of the weights and optimizers, as far as they were looked at."""
     urls: tuple[str, ...] = ()
     """Pages of its flow runs, as far as the server was asked."""
 
@@ -62,6 +65,11 @@ class StepRow:
     def is_loadable(self) -> bool:
         """Whether the step is committed and not corrupted."""
         return self.status in ("valid", "superseded")
+
+    @property
+    def alarms(self) -> list[str]:
+        """What is wrong with its values, in words."""
+        return [problem for each in self.health for problem in each.problems]
 
     @property
     def kind(self) -> str | None:
@@ -79,7 +87,7 @@ class StepRow:
         reason = re.sub(rf"step {self.step} in .*? is corrupted: ", "", self.reason)
         reason = re.sub(rf"/\S*/global_step_{self.step}/", "", reason)
         why = "" if self.status in ("valid", "not committed") else reason
-        found = latest * bool(self.latest_of), *self.in_use, remote
+        found = latest * bool(self.latest_of), *self.alarms, *self.in_use, remote
         return [*filter(None, (*found, why.partition(". Choose another step")[0]))]
 
 

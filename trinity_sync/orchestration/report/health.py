@@ -45,6 +45,7 @@ def judge_health(
             return Health("failed", text, None, tuple(problems))
         return Health("empty", "nothing is committed", None, tuple(problems))
     newest = max(loadable, key=lambda row: row.committed_at or 0.0, default=None)
+    problems += [f"step {newest.step}: {alarm}" for alarm in newest.alarms] if newest else []
     if last is not None:
         step, committed_at = last.step, last.committed_at
     else:

@@ -68,6 +68,7 @@ def add_manifest(row: StepRow, manifest: Manifest) -> StepRow:
         committed_at=manifest.committed_at,
         timings=manifest.timings,
         save_functions=manifest.callables,
+        health=manifest.health,
     )
 
 
