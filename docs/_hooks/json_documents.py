@@ -32,7 +32,7 @@ from trinity_sync.storage.diff import TensorChange
 from trinity_sync.storage.gc import Finding
 from trinity_sync.storage.pins import Pin
 from trinity_sync.storage.quarantine import RewindResult
-from trinity_sync.storage.verify import VerifiedStep
+from trinity_sync.storage.verify import MeasuredFile, VerifiedStep
 from trinity_sync.storage.verify_load import LoadedCheckpoint
 from trinity_sync.weights.state_files import SyncReport
 
@@ -89,6 +89,7 @@ DOCUMENTS: dict[str, tuple[str, Any]] = {
     "rewind": ("rewind", RewindResult),
     "verify": ("steps", list[VerifiedStep]),
     "verify --load": ("loaded", LoadedCheckpoint | None),
+    "verify --health": ("files", list[MeasuredFile]),
     "reconcile": ("findings", list[Finding]),
     "remote push": ("push", PushedStep),
     "remote pull": ("step", StepRow),

@@ -205,7 +205,7 @@ app = App(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Checkpoints for RL post-training: run the stack, inspect and manage checkpoints.\n\n"
     "ROOT is the folder of a job; with -C or TRINITY_SYNC_ROOT, commands take no ROOT. "
-    "A STEP is a number, a tag, latest, or latest~1 for the one before.\n\n"
+    "A STEP is a number, a tag, latest, latest~1 for the one before, or healthy.\n\n"
     "Settings of the stack are in trinity_sync.toml (trinity-sync config show); TRINITY_SYNC_HOME "
     "is its folder, and PREFECT_API_URL names an external server.",
     epilog=examples(
@@ -298,7 +298,8 @@ Step = Annotated[
     typer.Argument(
         metavar="STEP",
         autocompletion=complete_step,
-        help="Step: its number, a tag, latest, or latest~1 for the one before.",
+        help="Step: its number, a tag, latest, latest~1 for the one before, or healthy: the newest "
+        "without NaN or infinite values.",
     ),
 ]
 Role = Annotated[str, typer.Option(help="Role, e.g. actor.")]

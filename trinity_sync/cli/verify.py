@@ -29,9 +29,9 @@ DAY_S = 86_400
 
 @app.command(
     "verify ckpts", "verify ckpts 40", "verify ckpts --sample 2%", "verify ckpts --load",
-    "verify s3://bucket/job latest", panel="Look after steps",
-    note="Exit code 3 if a step is corrupted. Steps in a remote are read and reported, but not "
-        "marked.",
+    "verify ckpts 40 --health", "verify s3://bucket/job latest", panel="Look after steps",
+    note="Exit code 3 if a step is corrupted, or with --health has values that are not finite. "
+        "Steps in a remote are read and reported, but not marked.",
 )  # fmt: skip
 def verify(
     root: RootOrUrl,
@@ -60,6 +60,9 @@ def verify(
             "--load", help="Load the newest checkpoint as a restart would, and measure it."
         ),
     ] = False,
+    health: Annotated[
+        bool, typer.Option("--health", help="Look at the values of STEP for NaN and infinite ones.")
+    ] = False,
     output: Output = "table",
 ) -> None:
     """Read files again and compare their digests; mark corrupted steps, which are not loaded."""
@@ -71,6 +74,10 @@ def verify(
             raise ConfigError("--load reads the newest checkpoint of a root; pass nothing else")
         _verify_by_loading(Path(root), output)
         return
+    if health:
+        if "://" in root or limit or sample or seed is not None:
+            raise ConfigError("--health looks at one step of a root; pass STEP or nothing")
+        _verify_values(Path(root), step or "latest", output)
     if "://" in root:
         if sample or seed is not None:
             raise ConfigError("--sample and --seed need a root, not a URL; pass STEP or --limit")
@@ -125,6 +132,17 @@ def _verify_by_loading(root: Path, output: Output) -> None:
         f"{format_duration(done.seconds)}"
     )
     print_object("loaded", done, output, text)
+
+
+def _verify_values(root: Path, step: str, output: Output) -> None:
+    from trinity_sync.storage.verify import measure_files
+
+    number = resolve_step_argument(root, step)
+    with progress_bar("reading") as on_progress:
+        rows = list(measure_files(root, number, on_progress))
+    columns = "path tensors norm largest nonfinite status names"
+    print_rows("files", rows, output, columns, empty=f"step {number} has no file to look into")
+    raise typer.Exit(PROBLEM_FOUND if any(row.state != "finite" for row in rows) else DONE)
 
 
 def _verify_remote(url: str, step: str | None, limit: int) -> "list[VerifiedStep]":

@@ -21,12 +21,16 @@ if TYPE_CHECKING:
 COMPARED = ("model", "optim", "dcp")
 """Components that a training changes from step to step."""
 NAMED = 3
-"""Number of tensors that are named."""
 
 Magnitude = Annotated[float, msgspec.Meta(ge=0)]
 
 
-@dataclass(frozen=True, slots=True)
+def is_looked_into(component: str, path: str) -> bool:
+    """Return whether the values of a file are looked at: those of DCP and Megatron are not."""
+    return component in ("model", "optim") and path.endswith(".pt")
+
+
+@dataclass(frozen=True)
 class FileHealth:
     """The floating-point values of a file."""
 
@@ -38,29 +42,29 @@ class FileHealth:
     """L2 norm of the finite values. Of 16-bit tensors of more than 512 KiB it is estimated."""
     largest: Magnitude
     """Largest magnitude of the finite values."""
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...]
     """The first tensors with values that are not finite."""
 
 
 @dataclass(frozen=True)
-class ComponentHealth:
+class ComponentHealth(FileHealth):
     """The values of a component of a role, of all ranks whose files were looked at."""
 
     role: str
     component: str
-    tensors: int
-    """Number of tensors that were looked at; 0 if the format of the files is not looked into."""
-    nonfinite: int
-    """Number of values that are NaN or infinite."""
-    norm: float
-    """L2 norm of the finite values."""
-    largest: float
-    """Largest magnitude of the finite values."""
-    wrong: str
-    """Which values are NaN or infinite: how many, of which ranks and first tensors; empty if all
-    are finite."""
+    nonfinite_ranks: tuple[int, ...]
+    """Ranks with values that are not finite."""
     unchanged_since: int | None
-    """Earlier step whose files have the same bytes on all ranks; None if a file has changed."""
+    """Earlier step whose files have the same content on all ranks; None if a file has changed."""
+
+    @property
+    def wrong(self) -> str:
+        """Which values are not finite, in words; empty if all are finite."""
+        if not self.nonfinite:
+            return ""
+        values = f"{self.nonfinite:,} non-finite value{'s' * (self.nonfinite > 1)}"
+        ranks, names = describe_ranks(self.nonfinite_ranks), ", ".join(self.names)
+        return f"{values} in {self.role}/{self.component} of {ranks} ({names})"
 
     @property
     def problems(self) -> list[str]:
@@ -68,20 +72,6 @@ class ComponentHealth:
         since = self.unchanged_since
         is_same = f"{self.role}/{self.component} has not changed since step {since}"
         return [*filter(None, [self.wrong, is_same * (since is not None)])]
-
-
-def describe_nonfinite(files: "Sequence[tuple[FileRecord, FileHealth]]") -> str:
-    """Return which values of the files of a component are not finite; empty if all are finite."""
-    bad = [(file, health) for file, health in files if health.nonfinite]
-    if not bad:
-        return ""
-    count = sum(health.nonfinite for _, health in bad)
-    ranks = describe_ranks([file.rank for file, _ in bad])
-    names = [*dict.fromkeys(name for _, health in bad for name in health.names)]
-    return (
-        f"{count:,} non-finite value{'s' * (count > 1)} in {bad[0][0].role}/{bad[0][0].component} "
-        f"of {ranks} ({', '.join(names[:NAMED])}{', ...' * (len(names) > NAMED)})"
-    )
 
 
 def sum_up_health(files: "Iterable[FileRecord]") -> tuple[ComponentHealth, ...]:
@@ -95,15 +85,16 @@ def sum_up_health(files: "Iterable[FileRecord]") -> tuple[ComponentHealth, ...]:
 
 
 def _sum_up(role: str, component: str, files: "Sequence[FileRecord]") -> ComponentHealth:
-    seen = [(file, file.health) for file in files if file.health]
+    seen = [file.health for file in files if file.health]
     since = [-1 if file.unchanged_since is None else file.unchanged_since for file in files]
     return ComponentHealth(
+        sum(each.tensors for each in seen),
+        sum(each.nonfinite for each in seen),
+        hypot(*(each.norm for each in seen)),
+        max((each.largest for each in seen), default=0.0),
+        tuple(dict.fromkeys(name for each in seen for name in each.names))[:NAMED],
         role,
         component,
-        tensors=sum(health.tensors for _, health in seen),
-        nonfinite=sum(health.nonfinite for _, health in seen),
-        norm=hypot(*(health.norm for _, health in seen)),
-        largest=max((health.largest for _, health in seen), default=0.0),
-        wrong=describe_nonfinite(seen),
+        tuple(file.rank for file in files if file.health and file.health.nonfinite),
         unchanged_since=None if -1 in since else max(since),
     )

@@ -92,10 +92,8 @@ class FileRecord:
         if self.digest != later.digest:
             return later
         images = tuple(dict.fromkeys((*self.images, *later.images)))
-        since = self.unchanged_since
-        return replace(
-            later, images=images, health=self.health or later.health, unchanged_since=since
-        )
+        health, since = self.health or later.health, self.unchanged_since
+        return replace(later, images=images, health=health, unchanged_since=since)
 
     @property
     def is_shard(self) -> bool:

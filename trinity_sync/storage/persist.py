@@ -50,7 +50,7 @@ from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import Ticket, failure_path, lock_image, lock_slot, read_ticket
 from trinity_sync.storage.block_reuse import acquire_spare, remove_spares
 from trinity_sync.storage.gather import gather_images
-from trinity_sync.storage.health import FileHealth, describe_nonfinite
+from trinity_sync.storage.health import FileHealth, is_looked_into, sum_up_health
 from trinity_sync.storage.manifest import FileRecord, read_run_manifest
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Written, remove_files
@@ -234,7 +234,7 @@ def _write_one(
     )
     if options.refuse_nonfinite and health and health.nonfinite:
         raise SaveError(
-            f"{save} is not committed: {describe_nonfinite([(record, health)])}. Resume from a "
+            f"{save} is not committed: {sum_up_health([record])[0].wrong}. Resume from a "
             "healthy step (latest_step(healthy=True)). To save it nevertheless, set on_nonfinite "
             f"(trinity-sync jobs set {save.root} on_nonfinite=warn) and retry it.",
             path=final,
@@ -257,7 +257,7 @@ def _write_one(
 
 def _scan(ticket: Ticket, content: memoryview) -> "ValueScan | None":
     """Return what looks at the values of an image; None for one that is not looked into."""
-    if ticket.component not in ("model", "optim") or not ticket.path.endswith(".pt"):
+    if not is_looked_into(ticket.component, ticket.path):
         return None
     from trinity_sync.tensors.health import ValueScan  # imports NumPy, for those who write
 

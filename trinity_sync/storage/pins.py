@@ -30,7 +30,7 @@ from trinity_sync.layout import PRIVATE_FOLDER, check_name, parse_number
 from trinity_sync.storage.discovery import iter_newest_first, list_known_runs, read_manifest_state
 from trinity_sync.storage.leases import list_leases, prevent_removal
 
-_LATEST = re.compile(r"latest(?:~(\d{1,9}))?")
+_LATEST = re.compile(r"(latest|healthy)(?:~(\d{1,9}))?")
 """What names the newest checkpoint, or with ``~1`` the one before it; no tag has such a name."""
 
 
@@ -101,8 +101,8 @@ def tag(
     """
     if check_name("tag", name).isdecimal():
         raise ConfigError(f"tag {name!r} looks like a step number; add a letter to it")
-    if name == "latest":
-        raise ConfigError("latest always names the newest checkpoint; choose another tag")
+    if name in ("latest", "healthy"):
+        raise ConfigError(f"{name} always names the newest such checkpoint; choose another tag")
     with prevent_removal(root, step, shared=False):  # no other process adds the tag meanwhile
         path = _pin_file(root, name)
         before = None if force else _read_pin(path)
@@ -161,8 +161,9 @@ def list_tags(root: str | Path, *, skip_torn: bool = False) -> dict[str, Pin]:
 def resolve_step(root: str | Path, text: str) -> int:
     """Return the step that a user names; one named by its number need not be committed.
 
-    ``text`` is a step number, a tag, ``latest`` for the newest checkpoint that is valid, or
-    ``latest~1`` for the one before it.
+    ``text`` is a step number, a tag, ``latest`` for the newest checkpoint that is valid,
+    ``latest~1`` for the one before it, or ``healthy`` for the newest one without NaN or infinite
+    values.
 
     Raises:
         ConfigError: the text is none of these.
@@ -172,7 +173,7 @@ def resolve_step(root: str | Path, text: str) -> int:
     if (step := parse_number(text)) is not None:
         return step
     if latest := _LATEST.fullmatch(text):
-        return _find_latest(root, int(latest[1] or 0))
+        return _find_latest(root, int(latest[2] or 0), healthy=latest[1] == "healthy")
     with suppress(ConfigError):  # no tag has such a name
         if found := _read_pin(_pin_file(root, check_name("tag", text))):
             return found.step
@@ -182,15 +183,18 @@ def resolve_step(root: str | Path, text: str) -> int:
     )
 
 
-def _find_latest(root: str | Path, before: int) -> int:
+def _find_latest(root: str | Path, before: int, *, healthy: bool) -> int:
     """Return the newest valid checkpoint, or the one as many checkpoints before it."""
     runs, count = list_known_runs(root), 0
     for manifest in iter_newest_first(root, "checkpoint"):
+        if healthy and manifest.nonfinite:
+            continue
         if read_manifest_state(root, manifest, runs).state == "valid":
             if count == before:
                 return manifest.step
             count += 1
-    have = f"has {count} valid checkpoints" if count else "has no valid checkpoint"
+    what = "healthy" if healthy else "valid"
+    have = f"has {count} {what} checkpoints" if count else f"has no {what} checkpoint"
     raise CommitError(f"{root} {have}; trinity-sync ls {root} lists its steps")
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from trinity_sync.errors import ImageError
-from trinity_sync.tensors.archive import ImageFile, list_storages
+from trinity_sync.tensors.archive import list_storages, open_image
 from trinity_sync.tensors.safe_load import is_plain_forced, restrict_to_plain
 from trinity_sync.tensors.torch_private import FakeTensorMode, get_file_offset, make_typed_storage
 
@@ -56,7 +56,8 @@ def deserialize(image: memoryview, *, plain: bool = False) -> Any:
         ImageError: the bytes are not a ``.pt`` file, or a compressed or legacy one.
     """
     try:
-        data = list_storages(image)
+        with zipfile.ZipFile(open_image(image)) as archive:
+            data = list_storages(image, archive)
     except (zipfile.BadZipFile, struct.error) as error:
         raise ImageError(
             f"these {len(image):,} bytes are no file of torch.save: {error}"
@@ -101,7 +102,7 @@ def get_byte_offset(tensor: torch.Tensor) -> int:
 
 
 def _load(image: memoryview, *, weights_only: bool, **how: Any) -> Any:
-    file: Any = ImageFile(image)
+    file: Any = open_image(image)
     return torch.load(file, map_location="cpu", mmap=False, weights_only=weights_only, **how)
 
 

@@ -6,10 +6,8 @@ one sign are in the order of their magnitude, and infinite and NaN ones come las
 signed and the largest unsigned integer tell the largest magnitude, and whether all values are
 finite. Values are counted, and tensors named, only if some are not.
 
-16-bit floats are converted for their norm, which costs more than the rest. So of a tensor with
-several slices, that of some slices stands for all.
-
-Measured on one core, the digest takes 36 ms a GiB; the largest adds 18, the norm 15 to 20.
+16-bit floats are converted for their norm, which costs more than the rest. So of their slices one
+in eight is taken for all. Measured on one core: the digest takes 36 ms a GiB, all this 35 to 45.
 """
 
 import math
@@ -24,11 +22,12 @@ from trinity_sync.errors import ImageError
 from trinity_sync.tensors.archive import ArchivedTensor, list_tensors
 
 Ints = npt.NDArray[np.signedinteger[Any]]
+Floats = npt.NDArray[np.floating[Any]]
 
 SLICE = 512 << 10
 """Bytes that are digested and measured at a time: they fit into the second cache of a core."""
 NAMED = 3
-"""Number of tensors with non-finite values that are named."""
+"""Number of tensors with values that are not finite that are named."""
 _MAX_NAME = 200
 _ROW = 8192
 """Elements of a dot product: BLAS uses one thread for up to 10,000."""
@@ -51,21 +50,6 @@ _KINDS = {
 """Floats that are looked at, by the name of their storage's class in torch."""
 
 
-class Values(NamedTuple):
-    """What was found in a file."""
-
-    tensors: int
-    """Number of tensors that were looked at."""
-    nonfinite: int
-    """Number of NaN and infinite values."""
-    norm: float
-    """L2 norm of all finite values."""
-    largest: float
-    """Largest absolute value of them."""
-    names: tuple[str, ...]
-    """The first `NAMED` tensors with non-finite values."""
-
-
 class ValueScan:
     """Measures the values of a file while its bytes are digested.
 
@@ -74,116 +58,94 @@ class ValueScan:
     """
 
     def __init__(self, image: memoryview) -> None:
-        found = (each for each in list_tensors(image) if each.storage in _KINDS and each.numel)
-        self._scans = [_TensorScan(each) for each in found]
-        if any(scan.end > len(image) for scan in self._scans):
-            raise ImageError("a tensor ends beyond the end of the file")
+        tensors = (each for each in list_tensors(image) if each.storage in _KINDS and each.numel)
+        self._tensors = [(each, _KINDS[each.storage]) for each in tensors]
+        for each, kind in self._tensors:
+            if each.storage_start + kind.nbytes * (each.offset + each.spanned) > len(image):
+                raise ImageError(f"tensor {each.name} ends beyond the end of the file")
+        self._nonfinite = 0
+        self._squares = self._largest = 0.0
+        self._names: list[str] = []
 
     def walk(self, image: memoryview) -> Iterator[memoryview]:
         """Yield all bytes of the image in order, and measure each slice after its bytes."""
         at = 0
-        with np.errstate(all="ignore"):  # a sum that overflows is computed again
-            for scan in self._scans:
-                for end, bits in scan.iter_slices(image):
-                    if end > at:
-                        yield image[at:end]
-                        at = end
-                    scan.add(bits)
+        for tensor, kind in self._tensors:
+            nonfinite = largest = count = normed = 0
+            squares = 0.0
+            for number, (end, bits) in enumerate(_iter_slices(image, tensor, kind.nbytes)):
+                if end > at:
+                    yield image[at:end]
+                    at = end
+                of_slice = _find_largest(bits)
+                if of_slice >= kind.infinity:
+                    bad = _drop_sign(bits) >= kind.infinity
+                    nonfinite += int(np.count_nonzero(bad))
+                    bits = np.where(bad, bits.dtype.type(0), bits)
+                    of_slice = _find_largest(bits)
+                largest = max(largest, of_slice)
+                count += bits.size
+                if number % kind.slices == 0:
+                    normed += bits.size
+                    squares += _sum_squares(_to_magnitudes(bits, tensor.storage))
+            self._squares += squares * count / normed
+            greatest = _to_magnitudes(np.array([largest], f"i{kind.nbytes}"), tensor.storage)
+            self._largest = max(self._largest, float(greatest[0]))
+            if nonfinite:
+                self._nonfinite += nonfinite
+                self._names.append(tensor.name[:_MAX_NAME])
         yield image[at:]
 
-    def sum_up(self) -> Values:
-        """Return what was found, after the walk."""
-        bad = [scan for scan in self._scans if scan.nonfinite]
-        squares = sum(scan.squares * scan.count / scan.normed for scan in self._scans)
-        return Values(
-            tensors=len(self._scans),
-            nonfinite=sum(scan.nonfinite for scan in bad),
-            norm=min(math.sqrt(squares), sys.float_info.max),
-            largest=max((scan.find_largest() for scan in self._scans), default=0.0),
-            names=tuple(scan.tensor.name[:_MAX_NAME] for scan in bad[:NAMED]),
-        )
+    def sum_up(self) -> tuple[int, int, float, float, tuple[str, ...]]:
+        """Return the values of a `FileHealth`, after the walk."""
+        norm = min(math.sqrt(self._squares), sys.float_info.max)
+        names = tuple(self._names[:NAMED])
+        return len(self._tensors), self._nonfinite, norm, self._largest, names
 
 
-class _TensorScan:
-    """What is known of a tensor after some of its slices."""
-
-    def __init__(self, tensor: ArchivedTensor) -> None:
-        self.tensor = tensor
-        self.nonfinite = self.count = self.normed = 0
-        self.squares = 0.0
-        """Sum of the squares of the first ``normed`` of ``count`` values."""
-        self._kind = _KINDS[tensor.storage]
-        self._start = tensor.storage_start + tensor.offset * self._kind.nbytes
-        self.end = self._start + tensor.spanned * self._kind.nbytes
-        """Byte of the file after its last element."""
-        self._magnitude = (1 << 8 * self._kind.nbytes - 1) - 1
-        """Mask of all bits but the sign."""
-        self._largest = 0
-        self._slices = 0
-
-    def iter_slices(self, image: memoryview) -> Iterator[tuple[int, Ints]]:
-        """Yield the values as integers, slice by slice, with the byte at which each slice ends."""
-        tensor, nbytes = self.tensor, self._kind.nbytes
-        bits = np.frombuffer(image, f"i{nbytes}", tensor.spanned, self._start)
-        if tensor.spanned > tensor.numel:  # what is in the gaps of a view belongs to others
-            strides = [nbytes * step for step in tensor.stride]
-            view = np.lib.stride_tricks.as_strided(bits, tensor.shape, strides, writeable=False)
-            for block in _iter_blocks(view):
-                yield self.end, block
-            return
-        step = SLICE // nbytes
-        for first in range(0, len(bits), step):
-            part = bits[first : first + step]
-            yield self._start + first * nbytes + part.nbytes, part
-
-    def add(self, bits: Ints) -> None:
-        """Add a slice."""
-        largest = max(int(bits.max()), int(bits.view(f"u{bits.itemsize}").max()) & self._magnitude)
-        if largest >= self._kind.infinity:
-            bad = (bits & self._magnitude) >= self._kind.infinity
-            self.nonfinite += int(np.count_nonzero(bad))
-            bits = np.where(bad, bits.dtype.type(0), bits)
-            largest = int((bits & self._magnitude).max())
-        self._largest = max(self._largest, largest)
-        self.count += bits.size
-        if self._slices % self._kind.slices == 0:
-            self.normed += bits.size
-            self.squares += _sum_squares(_to_magnitudes(bits, self.tensor.storage))
-        self._slices += 1
-
-    def find_largest(self) -> float:
-        """Return the largest magnitude of a finite value."""
-        bits = np.array([self._largest], f"i{self._kind.nbytes}")
-        return float(_to_magnitudes(bits, self.tensor.storage)[0])
+def _iter_slices(
+    image: memoryview, tensor: ArchivedTensor, nbytes: int
+) -> Iterator[tuple[int, Ints]]:
+    """Yield the values as integers, slice by slice, with the byte up to which they lie."""
+    start = tensor.storage_start + tensor.offset * nbytes
+    bits = np.frombuffer(image, f"i{nbytes}", tensor.spanned, start)
+    end, has_gaps = start + bits.nbytes, tensor.spanned > tensor.numel
+    if has_gaps:  # what lies in them belongs to others
+        strides = [nbytes * step for step in tensor.stride]
+        bits = np.lib.stride_tricks.as_strided(bits, tensor.shape, strides).reshape(-1)
+    for first in range(0, len(bits), SLICE // nbytes):
+        part = bits[first : first + SLICE // nbytes]
+        yield end if has_gaps else start + first * nbytes + part.nbytes, part
 
 
-def _iter_blocks(view: Ints) -> Iterator[Ints]:
-    """Yield the values of a view with gaps, a slice at a time, without the gaps."""
-    if view.nbytes <= SLICE:
-        yield np.ascontiguousarray(view).reshape(-1)
-        return
-    rows = max(SLICE // view[0].nbytes, 1)
-    for first in range(0, len(view), rows):
-        yield from _iter_blocks(view[first : first + rows] if rows > 1 else view[first])
+def _drop_sign(bits: Ints) -> Ints:
+    return bits & np.iinfo(bits.dtype).max
 
 
-def _to_magnitudes(bits: Ints, storage: str) -> npt.NDArray[np.floating[Any]]:
+def _find_largest(bits: Ints) -> int:
+    """Return the largest magnitude, as an integer."""
+    unsigned = bits.view(f"u{bits.itemsize}")
+    return max(int(bits.max()), int(unsigned.max()) & np.iinfo(bits.dtype).max)
+
+
+def _to_magnitudes(bits: Ints, storage: str) -> Floats:
     """Return the values, of any sign, as floats of 32 or 64 bits."""
     if storage == "BFloat16Storage":
         return (bits.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
     if storage == "HalfStorage":  # ten times as fast as a cast; 112 is the difference of biases
         wide = (bits & 0x7FFF).astype(np.uint32) << np.uint32(13)
         return wide.view(np.float32) * np.float32(2.0**112)
-    floats: npt.NDArray[np.floating[Any]] = bits.view(f"f{bits.itemsize}")
+    floats: Floats = bits.view(f"f{bits.itemsize}")
     return floats
 
 
-def _sum_squares(floats: npt.NDArray[np.floating[Any]]) -> float:
+def _sum_squares(floats: Floats) -> float:
     whole = len(floats) // _ROW * _ROW
     rows, rest = floats[:whole].reshape(-1, _ROW), floats[whole:]
-    total = float(rest.dot(rest))
-    if whole:
-        total += float(np.matmul(rows[:, None, :], rows[:, :, None]).sum(dtype=np.float64))
+    with np.errstate(all="ignore"):  # what overflows is computed again
+        total = float(np.matmul(rows[:, None, :], rows[:, :, None]).sum(dtype=np.float64))
+        total += float(rest.dot(rest))
     if 1e-30 < total < math.inf:
         return total
-    return float(np.square(floats, dtype=np.float64).sum())  # in 32 bits it would be lost
+    with np.errstate(over="ignore"):
+        return float(np.square(floats, dtype=np.float64).sum())
