@@ -34,7 +34,7 @@ def compare_with_last_commit(save: SaveId, files: Iterable[FileRecord]) -> list[
         for file in found.values()
         if file.component in COMPARED
         and not {file.role, f"{file.role}/{file.component}"} & {*frozen}
-        and not (file.health and not file.health.tensors)  # such as plain SGD's
+        and not (file.component == "optim" and file.health and not file.health.tensors)  # as SGD's
     }
     pointers = {read_latest_pointer(save.root, kind) for kind in KINDS}
     for step in sorted((each for each in pointers if each is not None), reverse=True):

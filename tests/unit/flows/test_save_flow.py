@@ -38,14 +38,16 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     patch("find_nodes", [Node])
     patch("persist_images")
-    patch("commit_step", SimpleNamespace(has_exports=True, by_saver=False))
+    patch("commit_step", SimpleNamespace(has_exports=True, by_saver=False, alarms=["bad"]))
     patch("free_remaining_slots")
     patch("upload_if_required")
     monkeypatch.setattr(flows.save, "run_on_node", run_on_node)
     patch("request_replication")
     patch("mark_failed")
     patch("prune")
-    monkeypatch.setattr(flows.save, "emit_step_event", lambda *_, **__: None)
+    monkeypatch.setattr(
+        flows.save, "emit_step_event", lambda outcome, *_, **__: made.append(outcome)
+    )
     monkeypatch.setattr(flows.save.metrics.METRICS, "count_committed_save", lambda *_, **__: None)
     return made
 
@@ -56,6 +58,7 @@ def test_a_copy_is_requested_after_the_export_even_if_that_failed(
     request = SaveRequest(root=str(tmp_path), step=1, run=1)
     asyncio.run(flows.save.save_step.fn(request))
     assert calls[-2:] == ["export_requested_models", "request_replication"]
+    assert calls[-4:-2] == ["committed", "unhealthy"]  # events
 
     async def fail(*_: object) -> None:
         raise ExportError("no config")

@@ -31,7 +31,7 @@ from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.export_requests import EXPORT_HOLDS_S, fail_export_request
 from trinity_sync.storage.job_settings import write_job_settings
 from trinity_sync.storage.latest_pointer import advance_latest_pointer, read_latest_pointer
-from trinity_sync.storage.manifest import FileRecord, write_manifest
+from trinity_sync.storage.manifest import FileRecord, read_manifest, write_manifest
 from trinity_sync.storage.metrics import read_metrics, write_metrics
 from trinity_sync.storage.pins import pin
 from trinity_sync.storage.quarantine import quarantine_folder, rewind
@@ -229,6 +229,36 @@ def test_the_step_that_a_run_resumed_from_stays_until_it_has_a_checkpoint(root: 
     commit_files(root, 15, run=2)
     prune(root)
     assert steps_on_disk(root) == [15]
+
+
+def test_the_newest_healthy_step_is_kept_for_its_kind_with_the_reason(root: Path) -> None:
+    bad = {"nonfinite": "9 non-finite values in actor/model"}
+    steps = [info(1), info(2), info(3, kinds=("state_dict",)), info(4, **bad), info(5, **bad)]
+    plan = plan_removals(steps, rules(), now=9)
+    assert numbers(list(plan.removed)) == [1, 4]
+    reasons = {each.step: why for each, why in plan.kept}
+    assert reasons[2].startswith("newest healthy checkpoint: later ones have values that are not")
+    assert reasons[3].startswith("newest healthy state_dict")
+    assert "healthy" not in reasons[5]
+
+
+def test_a_healthy_step_stays_if_its_healthy_successor_was_replaced_meanwhile(
+    job: Job,
+) -> None:
+    for step in (1, 2, 3):
+        job.stage(step, {"model": {"w": torch.full((9,), float(step if step < 3 else "nan"))}})
+        job.commit(step)
+    plan = planned(job.root)
+    assert (numbers(list(plan.removed)), plan.healthy["checkpoint"].step) == ([1], 2)
+    manifest = read_manifest(job.root, 2)
+    unhealthy = read_manifest(job.root, 3)
+    assert manifest
+    assert unhealthy
+    files = tuple(
+        replace(a, health=b.health) for a, b in zip(manifest.files, unhealthy.files, strict=True)
+    )
+    write_manifest(job.root, replace(manifest, files=files))
+    assert "the newer step 2 has 9 non-finite values" in spared(drive(job.root, plan))[1]
 
 
 def test_a_corrupted_step_is_no_successor_and_is_left_to_people(root: Path) -> None:

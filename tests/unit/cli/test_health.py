@@ -1,0 +1,132 @@
+"""Where a user sees that a step is unhealthy: ls, show, verify, the report, the page of its run."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from typer.testing import CliRunner
+
+from flows.save import report_step
+from tests.support.job import Job
+from trinity_sync.cli.commands import app
+from trinity_sync.cli.report_html import render_report
+from trinity_sync.layout import step_folder
+from trinity_sync.orchestration import step_events
+from trinity_sync.orchestration.metrics import WorkerMetrics
+from trinity_sync.orchestration.on_node import commit_step
+from trinity_sync.orchestration.report.collect import collect_report
+from trinity_sync.settings import Settings
+from trinity_sync.storage.manifest import read_manifest, write_manifest
+from trinity_sync.storage.save import Persisted
+
+BAD = "2 non-finite values in actor/model of rank 0 (layer.bias)"
+SAME = "actor/optim has not changed since step 10"
+
+
+def states(step: int) -> dict[str, Any]:
+    model = {"layer.weight": torch.full((4, 4), float(step)), "layer.bias": torch.zeros(4)}
+    if step == 20:
+        model["layer.bias"][1:3] = float("nan")
+    return {"model": model, "optim": {"exp_avg": torch.ones(8)}}
+
+
+@pytest.fixture
+def root(job: Job) -> Path:
+    """A job of two steps, the second with NaN in its weights and an optimizer that did not step."""
+    for step in (10, 20):
+        job.stage(step, states(step))
+        job.commit(step, "model", "optim")
+    return job.root
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(each) for each in arguments], env={"COLUMNS": "200"})
+
+
+def test_the_list_of_steps_says_what_is_wrong_with_which(root: Path) -> None:
+    bad, good = run("ls", root).stdout.splitlines()
+    assert BAD in bad
+    assert SAME in bad
+    assert "actor" not in good
+    rows = json.loads(run("ls", root, "-o", "json").stdout)["steps"]
+    assert [row["status"] for row in rows] == ["valid", "valid"]
+    model, optim = rows[0]["health"]
+    assert (model["component"], model["nonfinite"], model["nonfinite_ranks"]) == ("model", 2, [0])
+    assert optim["unchanged_since"] == 10
+
+
+def test_a_step_is_shown_with_norms_and_with_what_is_wrong(root: Path) -> None:
+    shown = run("show", root, 20).stdout
+    assert "actor\tmodel\t2\t80\t20\t2\t" in shown
+    assert f"warn: {BAD}\nwarn: {SAME}\n" in shown
+    assert "warn" not in run("show", root, "healthy").stdout
+    assert "step 10 of run 1" in run("show", root, "healthy").stdout
+    assert "has no healthy checkpoint" not in run("show", root, "healthy~1").stdout
+    assert run("show", root, "healthy~1").exit_code == 1
+    assert "choose another tag" in run("pin", root, 10, "--name", "healthy").stderr
+
+
+def test_a_verification_looks_at_the_values_again(root: Path) -> None:
+    assert run("verify", root, 10, "--health").exit_code == 0
+    done = run("verify", root, "--health", "-o", "json")
+    assert done.exit_code == 3
+    model, optim = json.loads(done.stdout)["files"]
+    assert (model["status"], model["nonfinite"], model["names"]) == ("nonfinite", 2, ["layer.bias"])
+    assert (optim["status"], optim["norm"]) == ("finite", pytest.approx(8**0.5))
+    manifest = read_manifest(root, 10)
+    assert manifest
+    torch.save(states(20)["model"], step_folder(root, 10) / manifest.files[0].path)
+    assert run("verify", root, 10, "--health").exit_code == 1  # another size
+    path = step_folder(root, 20) / manifest.files[0].path
+    path.write_bytes(path.read_bytes().replace(b"PK\x05\x06", b"PK\x05\x07"))
+    assert "Compare its digest: trinity-sync verify" in run("verify", root, 20, "--health").stderr
+    assert run("verify", root, "--health", "--limit", 2).exit_code == 2
+
+
+def test_a_manifest_that_says_something_else_of_the_values_is_noticed(root: Path) -> None:
+    manifest, other = read_manifest(root, 10), read_manifest(root, 20)
+    assert manifest
+    assert other
+    files = tuple(
+        replace(each, health=wrong.health)
+        for each, wrong in zip(manifest.files, other.files, strict=True)
+    )
+    write_manifest(root, replace(manifest, files=files))
+    assert "differs" in run("verify", root, 10, "--health").stdout
+
+
+def test_the_report_has_the_norms_and_what_is_wrong_with_the_newest_step(
+    root: Path, tmp_path: Path
+) -> None:
+    report = collect_report(Settings(home=tmp_path, spool=tmp_path), root)
+    assert f"step 20: {BAD}" in report.health.problems
+    page = render_report(report)
+    assert "<b>Norm of actor/model</b>" in page
+    assert "non-finite values: 2 at step 20" in page
+
+
+def test_the_run_of_a_save_tells_it_by_its_page_a_metric_and_an_event(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRINITY_SYNC_HOME", str(tmp_path))
+    metrics, sent = WorkerMetrics(), []
+    for step in (10, 20):
+        job.stage(step, states(step))
+        written, request = Persisted(job.persist(step, "model", "optim")), job.request(step)
+        done = commit_step(request, [written], job.share, 0.0, 0.0)
+        metrics.count_committed_save(request, done)
+        assert (BAD in done.page) == (BAD in done.summary) == (step == 20)
+        assert f"norm actor/model {4 * step}, actor/optim 2.828" in done.page
+    labels = {"job": request.job, "kind": "checkpoint"}
+    assert metrics.registry.get_sample_value("trinity_sync_unhealthy_saves_total", labels) == 1
+    monkeypatch.setattr(step_events, "emit_event", lambda **event: sent.append(event))
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+        report_step("unhealthy", request, problems=[*done.alarms])
+    (event,) = sent
+    assert event["event"] == "trinity_sync.step.unhealthy"
+    assert event["payload"]["problems"] == [BAD, SAME]
