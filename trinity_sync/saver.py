@@ -262,6 +262,7 @@ def main() -> None:
     except ConfigError as error:  # the last line of the log is what trainers tell
         sys.exit(" ".join(str(error).split()))
     os.nice(stack.worker.nice)
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy starts one for each core otherwise
     Saver(Path(sys.argv[1]), NodeWriting.of(stack), Settings().node).run()
 
 

@@ -70,7 +70,7 @@ def verify(
     if sum(each is not None for each in given) > 1:
         raise ConfigError("pass one of STEP, --limit and --sample")
     if load:
-        if "://" in root or any(each is not None for each in (*given, seed)):
+        if "://" in root or health or any(each is not None for each in (*given, seed)):
             raise ConfigError("--load reads the newest checkpoint of a root; pass nothing else")
         _verify_by_loading(Path(root), output)
         return

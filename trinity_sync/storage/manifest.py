@@ -2,7 +2,7 @@
 
 The files of a step with thousands are in parts of the manifest. A rank that waits for its commit
 looks at its own files only. With one file for all ranks, each of 4,096 ranks would read, and check,
-the 3 MB of the others. So a manifest with more than `PART_FILES` files names parts, with their
+the 4 MB of the others. So a manifest with more than `PART_FILES` files names parts, with their
 digests, and each part has the files of consecutive ranks. The parts are durable before the manifest
 is renamed, which stays the commit. They are named by their content, so those of an earlier manifest
 of the step stay readable until it is replaced.
