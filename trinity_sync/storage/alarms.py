@@ -7,7 +7,7 @@ as a scheduled learning rate; its tensors count as unchanged if number, norm and
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from trinity_sync.errors import TrinitySyncError
@@ -16,42 +16,45 @@ from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.storage.health import COMPARED, sum_up_health
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.latest_pointer import read_latest_pointer
-from trinity_sync.storage.manifest import FileRecord, read_manifest
+from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest
 
 logger = logging.getLogger(__name__)
 
 
-def compare_with_last_commit(save: SaveId, files: Iterable[FileRecord]) -> list[FileRecord]:
+def compare_with_last_commit(save: SaveId, files: Sequence[FileRecord]) -> list[FileRecord]:
     """Return the records with the step since which each is unchanged, as of the last commit.
 
     Each is compared with the newest commit that has its file, of the two that the latest pointers
     name. Call it under the commit lock, before they are updated.
     """
-    found = {file.path: file for file in files}
-    frozen = read_job_settings(save.root).frozen.split(",")
+    frozen = {*read_job_settings(save.root).frozen.split(",")}
     left = {
-        file.path
-        for file in found.values()
+        file.path: file
+        for file in files
         if file.component in COMPARED
-        and not {file.role, f"{file.role}/{file.component}"} & {*frozen}
+        and not {file.role, f"{file.role}/{file.component}"} & frozen
         and not (file.component == "optim" and file.health and not file.health.tensors)  # as SGD's
     }
-    pointers = {read_latest_pointer(save.root, kind) for kind in KINDS}
-    for step in sorted((each for each in pointers if each is not None), reverse=True):
+    since: dict[str, int | None] = {}
+    for before in _list_commits_before(save) if left else ():
+        for known in before.files:
+            if (now := left.pop(known.path, None)) and _is_unchanged(known, now):
+                is_first = known.unchanged_since is None
+                since[known.path] = before.step if is_first else known.unchanged_since
+    return [replace(each, unchanged_since=since.get(each.path)) for each in files]
+
+
+def _list_commits_before(save: SaveId) -> list[Manifest]:
+    """Return the commits of earlier steps that the latest pointers name, the newest first."""
+    found = {}
+    for kind in KINDS:
         try:
-            before = read_manifest(save.root, step) if left and step < save.step else None
-        except TrinitySyncError as error:  # a corrupted step is reported elsewhere
-            logger.info("not comparing %s with step %d: %s", save, step, error)
-            continue
-        for known in before.files if before else ():
-            if known.path in left:
-                left.remove(known.path)
-                if _is_unchanged(known, found[known.path]):
-                    since = known.unchanged_since
-                    found[known.path] = replace(
-                        found[known.path], unchanged_since=step if since is None else since
-                    )
-    return [*found.values()]
+            step = read_latest_pointer(save.root, kind)
+            if step is not None and step < save.step and step not in found:
+                found[step] = read_manifest(save.root, step)
+        except (TrinitySyncError, OSError) as error:  # of a step that is corrupted, and reported
+            logger.info("%s is not compared with the %s before: %s", save, kind, error)
+    return [manifest for _, manifest in sorted(found.items(), reverse=True) if manifest]
 
 
 def _is_unchanged(before: FileRecord, now: FileRecord) -> bool:

@@ -116,7 +116,7 @@ def commit(
         _refuse_other_content(save, written, earlier, committed, whole)
         named = {file.record.path for file in written}
         own = list_callable_files(save, statuses, named, committed)
-        records = (file.record for file in written)
+        records = [file.record for file in written]
         files = (*compare_with_last_commit(save, records), *own)
         manifest = Manifest(
             job=save.job,
