@@ -150,6 +150,7 @@ def list_commands(root: Path, tmp_path: Path) -> dict[str, list[object]]:
         "jobs show": ["jobs", "show", root],
         "verify": ["verify", root, 20],
         "verify --load": ["verify", root, "--load"],
+        "verify --health": ["verify", root, "--health"],
         "reconcile": ["reconcile", root],
         "remote push": ["remote", "push", root, "best", url],
         "remote pull": ["remote", "pull", tmp_path / "back", "latest", url],
