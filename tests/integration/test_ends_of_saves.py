@@ -1,5 +1,6 @@
 """However a save ends on the stack, all ranks learn why, and none of them asks the server."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from prefect.states import Cancelled, Cancelling
 from tests.faults.slow_save import SIZE, kill_worker
 from tests.integration.prefect_api import Api, key_of
 from tests.support.waiting import until
-from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
+from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings, set_job_settings
 from trinity_sync.client.prefect_api import PrefectApi
+from trinity_sync.orchestration.step_events import JOB_RESOURCE
 from trinity_sync.stack import embedded
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.manifest import read_manifest
@@ -72,6 +74,28 @@ def trainers_read_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail a test whose trainers ask for flow runs."""
     for name in ("_filter_runs", "read_flow_run", "read_states"):
         monkeypatch.setattr(PrefectApi, name, lambda *_: pytest.fail("a trainer asks"))
+
+
+def test_values_that_are_refused_fail_the_flow_run_and_those_that_are_not_are_an_event(
+    ranks: Ranks, root: Path, api: Api
+) -> None:
+    wrong = [{"model": {"w": torch.tensor([1.0, float("nan")][: rank + 1])}} for rank in range(2)]
+    set_job_settings(root, {"on_nonfinite": "refuse"})
+    for rank, states in zip(ranks, wrong, strict=True):
+        rank.save(2, states)
+    found = r"1 non-finite value in actor/model of rank 1 \(w\)"
+    assert_all_say(ranks, rf".*{found}")
+    (run,) = api.runs_of(key_of(root, 2))
+    assert run.state
+    assert run.state.type == "FAILED"
+    assert re.search(found, str(run.state.message))
+    set_job_settings(root, {"on_nonfinite": "warn"})
+    for rank, states in zip(ranks, wrong, strict=True):
+        rank.save(3, states)
+    for rank in ranks:
+        rank.wait_all(150)
+    resource = JOB_RESOURCE + ranks[0].spool.folder.name
+    until(lambda: api.events_of(resource).get("trinity_sync.step.unhealthy") == 3, "the event")
 
 
 def test_a_save_that_cannot_be_written(ranks: Ranks, root: Path) -> None:
