@@ -39,7 +39,7 @@ class FileHealth:
     nonfinite: Count
     """Number of values that are NaN or infinite."""
     norm: Magnitude
-    """L2 norm of the finite values. Of 16-bit tensors of more than 512 KiB it is estimated."""
+    """L2 norm of the finite values; of tensors of more than 512 KiB, it is estimated."""
     largest: Magnitude
     """Largest magnitude of the finite values."""
     names: tuple[str, ...]
