@@ -2,26 +2,26 @@
 
 ::
 
-    root/                                         Trinity's checkpoint_job_dir
+    root/                               Trinity's checkpoint_job_dir
       latest_checkpointed_iteration.txt
       latest_state_dict_iteration.txt
       global_step_40/
         manifest.json
-        manifest-0123456789abcdef.json          of thousands of files: its parts
+        manifest-0123456789abcdef.json  of thousands of files: its parts
         .full_checkpoint
-        corrupted.json                          only if a verification found corruption
+        corrupted.json                  only if a verification found corruption
         actor/
-          model_world_size_2_rank_0.pt            optim_..., extra_state_... likewise
-          __0_0.distcp                            what dcp.async_save wrote, with .metadata
-          model/dist_ckpt/__0_0.distcp            Megatron's, with common.pt; optimizer/, extra/
+          model_world_size_2_rank_0.pt  optim_..., extra_state_... likewise
+          __0_0.distcp                  what dcp.async_save wrote, with .metadata
+          model/dist_ckpt/__0_0.distcp  Megatron's, with common.pt; optimizer/, extra/
           fsdp_config.json
           huggingface/config.json ...
         critic/...
-        attachments/dataloader.json           what rank 0 attached
-        attachments/rank_1/...                what other ranks attached
-        data.pt ...                             what veRL's own code writes for the step
-      .trinity_sync/identity.json                 distinguishes the job from others at this path
-      .trinity_sync/runs/3.json                   one small file for each run of the job
+        attachments/dataloader.json     what rank 0 attached
+        attachments/rank_1/...          what other ranks attached
+        data.pt ...                     what veRL's own code writes for the step
+      .trinity_sync/identity.json       distinguishes the job from others at this path
+      .trinity_sync/runs/3.json         one small file for each run of the job
 """
 
 import hashlib

@@ -5,6 +5,7 @@ and ``<!-- file: PATH -->`` by a file of the repository. A link that leaves ``do
 the repository gets a copy of the file on the site.
 """
 
+import itertools
 import os
 import posixpath
 import re
@@ -75,6 +76,19 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return f"{found[1]}{path}{found[3]}"
 
     return _LINK.sub(point, markdown)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Name in each cell of a table its column: narrow screens show the cells below each other."""
+    return re.sub("<table>.*?</table>", _label_cells, html, flags=re.DOTALL)
+
+
+def _label_cells(table: re.Match[str]) -> str:
+    headings = re.findall(r"<th\b[^>]*>(.*?)</th>", table[0], re.DOTALL)
+    labels = itertools.cycle(
+        re.sub("<[^>]*>", "", each).replace('"', "&quot;") for each in headings
+    )
+    return re.sub("<td", lambda _: f'<td data-label="{next(labels)}"', table[0])
 
 
 def _insert_file(path: str) -> str:

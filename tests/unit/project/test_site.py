@@ -1,0 +1,87 @@
+"""The documentation site as readers see it: built, and shown in a browser."""
+
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.unit.project.test_docs import REPOSITORY
+
+PHONE = 390
+"""Width of a phone in pixels."""
+SYNTAX = re.compile(r"```|\|\s*:?-{3,}|<!--|^\s*(?:!!!|\?\?\?|===) |^\s*\|.*\||\{: ", re.MULTILINE)
+"""What Markdown leaves in a text that it has not understood."""
+SHOWN_AT_WIDTH = """<script>
+addEventListener("load", () => {
+  const found = {}
+  for (const frame of document.querySelectorAll("iframe")) {
+    const page = frame.contentDocument, width = page.documentElement.clientWidth
+    const tooWide = each => each.getBoundingClientRect().right > width
+    found[frame.title] = [width, page.documentElement.scrollWidth,
+      [...page.querySelectorAll("article :is(h1, p, li, table, td)")].filter(tooWide)
+        .map(each => each.textContent.slice(0, 60))]
+  }
+  document.body.textContent = JSON.stringify(found)
+})
+</script>"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(folder)]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    subprocess.run(command, cwd=REPOSITORY, env=environment, check=True)
+    return folder
+
+
+class Prose(HTMLParser):
+    """Collects what a page says outside of code."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.text = ""
+        self._code = 0
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self._code += tag in ("code", "script", "style")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._code -= tag in ("code", "script", "style")
+
+    def handle_data(self, data: str) -> None:
+        self.text += "" if self._code else data
+
+
+def test_no_page_shows_markdown_that_was_not_understood(site: Path) -> None:
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > 50
+    shown = {page.name: SYNTAX.findall(Prose(page.read_text()).text) for page in pages}
+    assert {name: found for name, found in shown.items() if found} == {}
+
+
+def test_pages_fit_the_width_of_a_phone(site: Path, tmp_path: Path) -> None:
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if not browser:
+        pytest.skip("no Chromium here: apt-get install chromium")
+    pages = ["operations/failures", "how-to/dcp", "benchmarks"]
+    frames = [
+        f'<iframe title="{page}" width="{PHONE}" src="{(site / page).as_uri()}.html"></iframe>'
+        for page in pages
+    ]
+    frame = tmp_path / "phone.html"
+    frame.write_text("\n".join([SHOWN_AT_WIDTH, *frames]))
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    command += ["--hide-scrollbars", "--allow-file-access-from-files", "--dump-dom"]
+    command += [f"--user-data-dir={tmp_path}/profile", frame.as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (found := re.search("<body>(.*)</body>", shown.stdout)), shown.stderr
+    assert json.loads(html.unescape(found[1])) == {page: [PHONE, PHONE, []] for page in pages}
