@@ -19,7 +19,7 @@ PAGES = [REPOSITORY / "README.md", REPOSITORY / "docs/get-started/first-save.md"
 PROGRAM = re.compile(r"^```python\n# (\S+\.py)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 VARIES = re.compile(
-    r"xxh3-128:\w+|[\d.,]+ (?:[kMG]?B|m?s|min|h)\b|\b\d+\.\d+\b"  # measured
+    r"xxh3-128:\w+|[\d.,]+ (?:m?s|min|h)\b|(?:queue|write|commit) \d+\.\d+"  # measured
     r"|\d+-\d+-\d+ \d+:\d+:\d+|https?://\S+|[\d.]+:\d+|(?<=running) +\d+"  # times, addresses, pids
 )
 
