@@ -141,7 +141,8 @@ def require_one_replica(step: Path, kind: str) -> None:
     """A replicated state is written once; of shards each rank writes its own."""
     names = {path.name for path in (step / "actor").iterdir()}
     if "ddp" in kind:
-        assert names == {"model_world_size_1_rank_0.pt", "optim_world_size_1_rank_0.pt"}
+        states = {"model_world_size_1_rank_0.pt", "optim_world_size_1_rank_0.pt"}
+        assert names == states | ({"huggingface"} if kind == "ddp" else set())
     else:
         assert names == {".metadata", "__0_0.distcp", "__1_0.distcp"}
     attached = {path.name for path in (step / "attachments").rglob("*.*")}

@@ -12,11 +12,19 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedTokenizerFast,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -73,6 +81,8 @@ def hugging_face(
     stop: int = 99,
     adapter: LoraConfig | None = None,
     of: type[Trainer] = Trainer,
+    model: Any = None,
+    processing_class: Any = None,
     **arguments: Any,
 ) -> Any:
     torch.manual_seed(0)
@@ -92,12 +102,13 @@ def hugging_face(
         **{"save_total_limit": 3, **arguments},
     )
     data = [{"input_ids": row, "labels": row} for row in TOKENS]
-    model: Any = GPT2LMHeadModel(config)
+    model = model or GPT2LMHeadModel(config)
     return of(
         get_peft_model(model, adapter) if adapter else model,
         given,
         train_dataset=data,
         eval_dataset=data[:4],
+        processing_class=processing_class,
         callbacks=[saves, StopAt(stop)],
     )
 
@@ -134,6 +145,30 @@ def test_a_hugging_face_trainer_resumes_bit_equal_in_mid_epoch(
     assert differences(state_of(whole), state_of(resumed)) == []
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_a_step_is_a_model_that_from_pretrained_loads_and_an_export_writes(
+    kind: str, tmp_path: Path, spool_folder: Path
+) -> None:
+    words = {"[UNK]": 0, **{f"word{i}": i for i in range(1, 64)}}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="[UNK]")), pad_token="[UNK]"
+    )
+    saves = TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder))
+    given: dict[str, Any] = {"processing_class": tokenizer}
+    auto: Any = AutoModelForCausalLM
+    if kind == "bert":
+        auto, sizes = AutoModelForMaskedLM, {"hidden_size": 16, "intermediate_size": 16}
+        config = BertConfig(vocab_size=64, num_hidden_layers=1, num_attention_heads=2, **sizes)
+        given["model"] = BertForMaskedLM(config)
+    trainer = hugging_face(tmp_path / "out", saves, stop=4, **given)
+    trainer.train()
+    export_step(tmp_path / "ckpts", 4, to=tmp_path / "exported")
+    for folder in (saves.latest(), tmp_path / "exported"):
+        loaded = dict(auto.from_pretrained(folder).state_dict())
+        assert differences(dict(trainer.model.state_dict()), loaded) == []
+        assert AutoTokenizer.from_pretrained(folder).get_vocab() == words
+
+
 class Begun(TrainerCallback):
     """Keeps the weights that a training begins with."""
 
@@ -150,7 +185,7 @@ def test_a_hugging_face_trainer_loads_the_files_that_were_compared(
     first.train()
     newest, begun = saves.latest(), Begun()
     assert newest
-    replace_files(root / "global_step_4", "actor/*", "attachments/*")
+    replace_files(root / "global_step_4", "actor/*.pt", "attachments/*")
     resumed = hugging_face(tmp_path / "out", saves, stop=5)
     resumed.add_callback(begun)
     resumed.train(resume_from_checkpoint=newest)

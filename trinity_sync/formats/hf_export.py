@@ -15,6 +15,7 @@ from pathlib import Path
 
 from trinity_sync.errors import CommitError, ConfigError, ExportError
 from trinity_sync.formats.hf_files import DTYPES, HUGGINGFACE, find_adapter_config, write_files
+from trinity_sync.formats.hf_naming import require_config
 from trinity_sync.formats.safetensors import (
     ExportProgress,
     open_progress,
@@ -118,6 +119,9 @@ def export_step(
                 for name, known in done.files.items()
             ):
                 return _make_result(target, done)
+        adapter_config = find_adapter_config(folder, manifest, role)
+        if adapter_config is None:
+            require_config(folder / role / HUGGINGFACE)  # before all files are read
         compared = sum(record.nbytes for record in records) if check else 0
         if check:
             require_digests(folder, records, lambda n: on_progress(n, 2 * compared))
@@ -127,7 +131,7 @@ def export_step(
                 progress,
                 SavedState([folder / record.path for record in records]),
                 folder / role,
-                find_adapter_config(folder, manifest, role),
+                adapter_config,
                 max_bytes=max_shard_bytes,
                 trust_remote_code=trust_remote_code,
                 small=[] if to is None else _list_metadata_files(manifest, role),

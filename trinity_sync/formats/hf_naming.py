@@ -76,6 +76,20 @@ def find_kept(names: Iterable[str], shell: Any, dtype: torch.dtype | None) -> li
     return [name for name in names if any(re.search(each, name) for each in patterns)]
 
 
+def require_config(folder: Path) -> None:
+    """Require that a folder in a step has the config of its model.
+
+    Raises:
+        ExportError: it has none.
+    """
+    if not (folder / "config.json").is_file():
+        raise ExportError(
+            f"no {folder.name}/config.json in the step ({folder}), which an export needs: save "
+            "with metadata=FOLDER that contains huggingface/config.json, which the callback of "
+            "Trainer and the FSDP manager do by themselves"
+        )
+
+
 class Architecture:
     """The transformers model of the ``config.json`` in a folder, without its weights.
 
@@ -88,12 +102,7 @@ class Architecture:
     """
 
     def __init__(self, folder: Path, *, trust_remote_code: bool = False) -> None:
-        if not (folder / "config.json").is_file():  # transformers would look for it on the hub
-            raise ExportError(
-                f"no {folder.name}/config.json in the step ({folder}), which an export needs: save "
-                "with metadata=FOLDER that contains huggingface/config.json, as the FSDP manager "
-                "does"
-            )
+        require_config(folder)  # transformers would look for it on the hub
         self.folder = folder
         self._trust_remote_code = trust_remote_code
         self.config = (folder / "config.json").read_bytes()
@@ -226,7 +235,7 @@ def _copy_code(folder: Path, to: Path) -> None:
 
 
 def find_auto_class(config: Any) -> Any:
-    """Return the transformers auto class of a model, as veRL's merger chooses it.
+    """Return the transformers auto class of a model; of a custom one as veRL's merger chooses it.
 
     Raises:
         ExportError: models of this architecture cannot be exported.
@@ -235,10 +244,14 @@ def find_auto_class(config: Any) -> Any:
     from transformers.models.auto import modeling_auto
 
     architecture = (getattr(config, "architectures", None) or ["ForCausalLM"])[0]
-    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    for each in vars(modeling_auto).values():
+        mapping = getattr(each, "_model_mapping", None) if hasattr(each, "from_config") else None
+        names = mapping._model_mapping.get(config.model_type) if mapping else None
+        if architecture == names or (isinstance(names, tuple) and architecture in names):
+            return each
     if "ForTokenClassification" in architecture:
         return transformers.AutoModelForTokenClassification
-    if "ForCausalLM" in architecture or architecture == causal:
+    if "ForCausalLM" in architecture:
         return transformers.AutoModelForCausalLM
     if "ForConditionalGeneration" in architecture:
         return transformers.AutoModelForImageTextToText

@@ -26,7 +26,9 @@ from trinity_sync.adapter import PRIVATE_FOLDER, make_run_key
 from trinity_sync.errors import CommitError, ConfigError, TrinitySyncError, from_extra
 from trinity_sync.integrations.huggingface_state import (
     FSDP,
+    HUGGINGFACE,
     collect_files,
+    collect_model_files,
     collect_states,
     has_own_embeddings,
     is_adapted,
@@ -44,8 +46,6 @@ with from_extra("hf"):
     from transformers.trainer import TRAINER_STATE_NAME
 
 logger = logging.getLogger(__name__)
-
-_FOLDER = "huggingface"
 
 
 class TrinitySyncCallback(TrainerCallback):
@@ -72,6 +72,8 @@ class TrinitySyncCallback(TrainerCallback):
         """Key of a run after the first one of this process; that of the arguments was its own."""
         self._embeddings: bool | None = None
         """Whether embeddings are saved with an adapter; None until a training has begun."""
+        self._model_files: dict[str, bytes] | None = None
+        """Config and tokenizer; None until the first save of a training."""
         self._loaded: int | None = None
         """Step that `Trainer` has loaded for the training that begins next."""
         self._opened = ExitStack()
@@ -148,8 +150,13 @@ class TrinitySyncCallback(TrainerCallback):
                 saves.keep_best(best, is_next=best == step)
         keep = max(trainer.args.save_total_limit or 0, 0)  # a negative limit is none
         how = {"sharded": saves.is_sharded, "embeddings": self._decide_embeddings(trainer.model)}
+        if self._model_files is None and trainer.args.process_index == 0:
+            self._model_files = collect_model_files(trainer.model, trainer.processing_class)
         saves.save(
-            step, lambda: (collect_states(trainer, **how), collect_files(trainer)), keep=keep
+            step,
+            lambda: (collect_states(trainer, **how), collect_files(trainer)),
+            metadata=self._model_files,
+            keep=keep,
         )
         logged_at, logged = self._logged
         saves.record_metrics(logged_at, logged)
@@ -238,13 +245,13 @@ class TrinitySyncCallback(TrainerCallback):
                 self._close()
             except TrinitySyncError as error:  # its own failures are no failures of this one
                 logger.warning("the training before in %s ended with: %s", self.root, error)
-        self._embeddings = None
+        self._embeddings = self._model_files = None
         self._decide_embeddings(parts["model"])
         step, self._loaded = self._loaded, None
         if step is not None and step == state.global_step:
             self._get_saves().begin_at(step)
             best = Path(state.best_model_checkpoint or "")
-            if best.parts[-3:-1] == (PRIVATE_FOLDER, _FOLDER):  # the root may have moved
+            if best.parts[-3:-1] == (PRIVATE_FOLDER, HUGGINGFACE):  # the root may have moved
                 loads_best = args.load_best_model_at_end
                 own = str(self._folder_of(_step_of(best.name)))
                 state.best_model_checkpoint = own if loads_best else None
@@ -318,7 +325,7 @@ class TrinitySyncCallback(TrainerCallback):
         self._made = None
 
     def _folder_of(self, step: int) -> Path:
-        return self.root / PRIVATE_FOLDER / _FOLDER / f"checkpoint-{step}"
+        return self.root / PRIVATE_FOLDER / HUGGINGFACE / f"checkpoint-{step}"
 
     def _get_saves(self) -> TrainerSaves:
         sharded = is_initialized() and AcceleratorState().distributed_type is FSDP

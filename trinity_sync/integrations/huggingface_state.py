@@ -1,8 +1,9 @@
 """What a checkpoint of Hugging Face's `Trainer` holds, and under which names `Trainer` loads it."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,7 +21,8 @@ from trinity_sync.integrations.after_import import replace_attributes
 from trinity_sync.integrations.trainer_saves import MEMORY
 
 with from_extra("hf"):
-    from transformers import Trainer
+    from transformers import PreTrainedModel, Trainer
+    from transformers.dynamic_module_utils import custom_object_save
     from transformers.trainer import (
         FSDP_MODEL_NAME,
         OPTIMIZER_NAME,
@@ -47,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 FSDP = DistributedType.FSDP
 
+HUGGINGFACE = "huggingface"
+"""Folder of the small files of a model, in the folder of its role."""
 _LARGE = frozenset(
     (
         OPTIMIZER_NAME,
@@ -150,6 +154,42 @@ def collect_files(trainer: Any) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
+def collect_model_files(model: Any, processing_class: Any) -> dict[str, bytes]:
+    """Return what makes a folder of weights a model that ``from_pretrained`` loads, by path.
+
+    They are config, generation config, source files of a custom model, tokenizer or processor,
+    below ``huggingface/``; of PEFT's model, whose base is elsewhere, the last alone. They do not
+    change during a training. What cannot be written is left out, with a warning.
+    """
+
+    def write_config(folder: Path) -> None:
+        config = copy(model.config)
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(folder)
+        if model._auto_class is not None:
+            custom_object_save(model, folder, config=config)
+
+    writers: dict[str, Callable[[Path], object]] = {}
+    if isinstance(model, PreTrainedModel):
+        writers["the config of the model"] = write_config
+        if model.can_generate() and model.generation_config:
+            writers["the generation config"] = model.generation_config.save_pretrained
+    if save := getattr(processing_class, "save_pretrained", None):
+        writers[f"the files of the {type(processing_class).__name__}"] = save
+    files: dict[str, bytes] = {}
+    for what, write in writers.items():
+        with TemporaryDirectory(dir=MEMORY) as folder:
+            try:
+                write(Path(folder))
+            except Exception as error:  # of transformers, or of a user's tokenizer
+                logger.warning("checkpoints are saved without %s: %s", what, error)
+                continue
+            for path in Path(folder).rglob("*"):
+                if path.is_file():
+                    files[f"{HUGGINGFACE}/{path.relative_to(folder)}"] = path.read_bytes()
+    return files
+
+
 def list_overridden(trainer: Any, *names: str) -> list[str]:
     """Return which methods of `Trainer` a subclass, or the trainer itself, has replaced."""
     own = vars(trainer)
@@ -180,7 +220,7 @@ staged. The methods of a subclass that call them write what they add."""
 
 
 def name_files(manifest: Manifest, attached: set[str]) -> dict[str, str]:
-    """Return the paths of a step's large files, by the names that `Trainer` expects.
+    """Return the paths of a step's weights, optimizer and files of the model, by `Trainer`'s names.
 
     ``attached`` are the names of the step's attachments, which have the same names.
     """
@@ -193,7 +233,14 @@ def name_files(manifest: Manifest, attached: set[str]) -> dict[str, str]:
             if record.role == "actor"
         }
     weights = ADAPTER_WEIGHTS_NAME if ADAPTER_CONFIG_NAME in attached else WEIGHTS_NAME
+    prefix = f"actor/{HUGGINGFACE}/"
+    small = [
+        record.path
+        for record in manifest.files
+        if record.component == "metadata" and record.path.startswith(prefix)
+    ]
     return {
+        **{path.removeprefix(prefix): path for path in small},
         weights: f"actor/{shard_file('model', 1, 0)}",
         OPTIMIZER_NAME: f"actor/{shard_file('optim', 1, 0)}",
     }

@@ -98,13 +98,15 @@ class TrainerSaves:
         step: int,
         collect: Callable[[], tuple[Mapping[str, Any], Mapping[str, bytes]]],
         *,
+        metadata: Mapping[str, bytes] | None = None,
         keep: int = 0,
     ) -> None:
         """Submit a step; a second call for the same step does nothing.
 
         ``collect`` returns the state, and files to attach by name; each rank has other names. The
         state is ``model`` and ``optim`` of a replicated one, of which rank 0's is saved; anything
-        that DCP saves of a sharded one. After an error it must not leave other ranks in a
+        that DCP saves of a sharded one. ``metadata`` of rank 0 is committed with a replicated one,
+        as by `CheckpointCoordinator.save`. After an error it must not leave other ranks in a
         collective.
 
         Raises:
@@ -124,7 +126,7 @@ class TrainerSaves:
             for name, content in files.items():
                 self._coordinator.attach(name, content, step=step)
             if self._saver is None:
-                self._coordinator.save(step, states, keep=keep)
+                self._coordinator.save(step, states, metadata=metadata, keep=keep)
             else:
                 self._saver.stage(dict(states), step, keep)
 

@@ -136,11 +136,13 @@ def test_shards_of_every_mesh_make_the_model_again(
     assert (tmp_path / "out/tokenizer.json").read_text() == '{"a": 1}'
 
 
-def test_a_step_without_its_models_config_is_told_what_it_lacks(job: Job) -> None:
+def test_a_step_without_its_models_config_is_told_what_it_lacks_before_it_is_read(job: Job) -> None:
     job.stage(1, {"model": tiny().state_dict()})
     job.commit(1)
+    read: list[int] = []
     with pytest.raises(ExportError, match=r"no huggingface/config\.json in the step"):
-        export_step(job.root, 1)
+        export_step(job.root, 1, on_progress=lambda nbytes, _: read.append(nbytes))
+    assert read == []
 
 
 def test_an_export_into_the_step_joins_its_manifest(job: Job, commit: Commit) -> None:
