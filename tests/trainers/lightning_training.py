@@ -81,7 +81,12 @@ class Sharded(Small):
 
 
 def fit(
-    module: Small, callbacks: list[Callback], *, steps: int, resume: bool = False, **arguments: Any
+    module: Small,
+    callbacks: list[Callback],
+    *,
+    steps: int,
+    resume: bool | Path = False,
+    **arguments: Any,
 ) -> LightningTrainer:
     trainer = LightningTrainer(
         callbacks=callbacks,
@@ -97,7 +102,7 @@ def fit(
     order = DistributedSampler(TOKENS) if dist.is_initialized() else None
     size = 2 if order else 4  # eight steps are an epoch
     loader = StatefulDataLoader(TOKENS, batch_size=size, shuffle=order is None, sampler=order)
-    trainer.fit(module, loader, ckpt_path="last" if resume else None)
+    trainer.fit(module, loader, ckpt_path="last" if resume is True else resume or None)
     return trainer
 
 
@@ -199,6 +204,17 @@ def resume_accumulated_gradients_bit_equal(tmp_path: Path, spool: Path) -> None:
     resumed = train("ckpts", 4)
     assert resumed.seen == whole.seen[4:]
     assert differences(state_of(whole), state_of(resumed)) == []
+
+
+def go_on_from_checkpoints_of_lightning(tmp_path: Path, spool: Path) -> None:
+    old = fit(Small(), [ModelCheckpoint(save_last=True)], steps=2, default_root_dir=tmp_path)
+    found = tmp_path / "checkpoints/last.ckpt"
+    assert old.checkpoint_callback.last_model_path == str(found)
+    saves = TrinitySyncCallback(tmp_path / "ckpts", every_n_steps=2, **commit_here(tmp_path, spool))
+    with pytest.warns(UserWarning, match=f'start once with ckpt_path="{tmp_path}/checkpoints/'):
+        fit(Small(), [saves], steps=0, resume=True, default_root_dir=tmp_path)
+    trainer = fit(Small(), [saves], steps=4, resume=found, default_root_dir=tmp_path)
+    assert (trainer.global_step, [*steps_on_disk(tmp_path / "ckpts")]) == (4, [4])
 
 
 def load_last_next_to_another_checkpoint(tmp_path: Path, spool: Path) -> None:

@@ -29,6 +29,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.trainer_utils import get_last_checkpoint
 
 from tests.integration.fsdp.commits import CommitsHere
 from tests.support.states import copied, differences
@@ -217,6 +218,27 @@ def test_a_hugging_face_trainer_that_has_nothing_to_resume_starts_afresh(
         TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder)).latest()
         is None
     )
+
+
+def test_a_training_that_has_checkpoints_of_trainer_is_told_how_to_go_on_from_them(
+    tmp_path: Path, spool_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out, begun = str(tmp_path / "out"), Begun()
+    first: Any = hugging_face(tmp_path / "out", TrinitySyncCallback(tmp_path / "unused"), stop=4)
+    first.pop_callback(TrinitySyncCallback)
+    first.train()
+    line = f"saves.latest() or get_last_checkpoint({out!r})"
+    for resumes in (False, True):
+        saves = TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder))
+        trainer = hugging_face(tmp_path / "out", saves, stop=6 if resumes else 1)
+        trainer.add_callback(begun)
+        caplog.clear()
+        trainer.train(
+            resume_from_checkpoint=saves.latest() or (get_last_checkpoint(out) if resumes else None)
+        )
+        assert (line in caplog.text) is not resumes
+    assert differences(dict(first.model.state_dict()), begun.weights) == []
+    assert max(steps_on_disk(tmp_path / "ckpts")) == 6
 
 
 class WithMoments(Trainer):

@@ -91,6 +91,12 @@ def test_last_is_the_newest_committed_step_whatever_else_lightning_has_saved(
     call("load_last_next_to_another_checkpoint", tmp_path, spool_folder)
 
 
+def test_a_training_that_has_checkpoints_of_lightning_is_told_how_to_go_on_from_them(
+    call: Callable[..., Any], tmp_path: Path, spool_folder: Path
+) -> None:
+    call("go_on_from_checkpoints_of_lightning", tmp_path, spool_folder)
+
+
 def test_a_callback_begins_a_new_run_after_an_exception(
     call: Callable[..., Any], tmp_path: Path, spool_folder: Path
 ) -> None:

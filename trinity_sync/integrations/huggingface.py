@@ -44,6 +44,7 @@ with from_extra("hf"):
     from accelerate.state import AcceleratorState, is_initialized
     from transformers import Trainer, TrainerCallback
     from transformers.trainer import TRAINER_STATE_NAME
+    from transformers.trainer_utils import get_last_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -248,6 +249,8 @@ class TrinitySyncCallback(TrainerCallback):
         self._embeddings = self._model_files = None
         self._decide_embeddings(parts["model"])
         step, self._loaded = self._loaded, None
+        if state.global_step == 0 and args.process_index == 0:
+            self._warn_of_other_checkpoints(args.output_dir)
         if step is not None and step == state.global_step:
             self._get_saves().begin_at(step)
             best = Path(state.best_model_checkpoint or "")
@@ -255,6 +258,17 @@ class TrinitySyncCallback(TrainerCallback):
                 loads_best = args.load_best_model_at_end
                 own = str(self._folder_of(_step_of(best.name)))
                 state.best_model_checkpoint = own if loads_best else None
+
+    def _warn_of_other_checkpoints(self, output_dir: str) -> None:
+        """Warn of checkpoints that `Trainer` has saved, if a job without steps begins at step 0."""
+        found = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
+        if found and not any(self.root.glob("global_step_*")):
+            logger.warning(
+                "%s has no step, so training begins at step 0, although %s is there. To go on from "
+                "it: resume_from_checkpoint=saves.latest() or get_last_checkpoint(%r), of "
+                "transformers.trainer_utils",
+                *(self.root, found, output_dir),
+            )
 
     def note_loaded(self, folder: str) -> None:
         """Remember the step whose folder `Trainer` loads; the run begins there with the training.

@@ -37,7 +37,7 @@ with from_extra("lightning"):
         SingleDeviceStrategy,
     )
     from lightning.pytorch.trainer.states import TrainerFn
-    from lightning.pytorch.utilities.rank_zero import rank_zero_info
+    from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 _WEIGHTS, _OPTIMIZERS = "state_dict", "optimizer_states"
 _REST = "meta.pt"
@@ -261,6 +261,11 @@ class TrinitySyncCallback(ModelCheckpoint):
                 rank_zero_info(f"There is no committed step in {self._root}: loading {other}")
                 return read(other)
             rank_zero_info(f"There is no committed step in {self._root}: a fresh start")
+            if selects and (found := _find_checkpoint(Path(trainer.default_root_dir))):
+                rank_zero_warn(
+                    f"{self._root} has no step, so training begins at step 0, although {found} is "
+                    f'there. To go on from it, start once with ckpt_path="{found}"'
+                )
             trainer.ckpt_path = None
             return _NothingToLoad()
 
@@ -367,6 +372,13 @@ def _find_other(trainer: Any) -> Any:
     with hidden, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return select(trainer.state.fn, "last", model_provided=True, model_connected=True)
+
+
+def _find_checkpoint(folder: Path) -> Path | None:
+    """Return the newest checkpoint where Lightning's own callback writes by default, or None."""
+    places = ("checkpoints/*.ckpt", "lightning_logs/*/checkpoints/*.ckpt")
+    found = (path for place in places for path in folder.glob(place))
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
 class _NothingToLoad(dict[str, Any]):
