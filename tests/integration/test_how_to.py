@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from tests.integration.test_tutorials import REPOSITORY, make_tools
+from tests.support.states import differences
 from trinity_sync import CheckpointCoordinator
 from trinity_sync.stack.services import StackState
 
@@ -19,7 +21,28 @@ PAGES = (
     "operations/troubleshooting.md",
     "operations/verify.md",
 )
+PROGRAM = re.compile(r"^```python\n# (\S+\.py)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def test_a_training_starts_from_files_of_torch_and_of_dcp(
+    stack: StackState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    states = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    programs = dict(PROGRAM.findall((REPOSITORY / "docs/how-to/migrate.md").read_text()))
+    assert [*programs] == ["from_torch.py", "from_dcp.py"]
+    for name, text in programs.items():
+        (folder := tmp_path / name).mkdir()
+        monkeypatch.chdir(folder)
+        torch.save({**states, "step": 40}, "old.pt")
+        dcp.save(states, checkpoint_id="old", no_dist=True)
+        exec(compile(text, name, "exec"), {})
+        with CheckpointCoordinator(folder / "ckpts") as saves:
+            assert differences(saves.load(40), states) == []
 
 
 @pytest.mark.slow

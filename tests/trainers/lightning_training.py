@@ -215,6 +215,9 @@ def go_on_from_checkpoints_of_lightning(tmp_path: Path, spool: Path) -> None:
         fit(Small(), [saves], steps=0, resume=True, default_root_dir=tmp_path)
     trainer = fit(Small(), [saves], steps=4, resume=found, default_root_dir=tmp_path)
     assert (trainer.global_step, [*steps_on_disk(tmp_path / "ckpts")]) == (4, [4])
+    trainer.save_checkpoint(tmp_path / "back.ckpt")
+    resumed = fit(Small(), [], steps=6, resume=tmp_path / "back.ckpt", default_root_dir=tmp_path)
+    assert resumed.global_step == 6
 
 
 def load_last_next_to_another_checkpoint(tmp_path: Path, spool: Path) -> None:

@@ -239,6 +239,12 @@ def test_a_training_that_has_checkpoints_of_trainer_is_told_how_to_go_on_from_th
         assert (line in caplog.text) is not resumes
     assert differences(dict(first.model.state_dict()), begun.weights) == []
     assert max(steps_on_disk(tmp_path / "ckpts")) == 6
+    without = hugging_face(tmp_path / "out", saves)
+    without.pop_callback(TrinitySyncCallback)
+    without.add_callback(begun)
+    without.train(resume_from_checkpoint=saves.latest())
+    assert differences(dict(trainer.model.state_dict()), begun.weights) == []
+    assert (tmp_path / "out/checkpoint-12").is_dir()
 
 
 class WithMoments(Trainer):
