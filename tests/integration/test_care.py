@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.states import AwaitingRetry
 from safetensors.torch import load_file
@@ -147,6 +148,7 @@ def test_a_model_is_exported_after_its_commit_or_the_failure_is_seen(
         ("verify/verify", {"root": "no/full/path"}, "not the full path of a folder"),
         ("verify/verify", {"step": 9}, "not committed, so there is nothing to compare"),
         ("export/export", {"step": 9}, "is not committed"),
+        ("retention/retention", {"rot": "a typing error"}, "rot"),
     ],
 )
 def test_what_cannot_work_is_a_sentence_in_the_ui(
@@ -169,7 +171,7 @@ def test_schedules_are_left_to_people_until_their_settings_change(
 
         def nightly() -> Any:
             schedules = client.read_deployment_by_name("verify/verify").schedules
-            (found,) = (each for each in schedules if each.slug.startswith("nightly:"))
+            (found,) = (each for each in schedules if each.slug.startswith("nightly"))
             return found
 
         made = nightly()
@@ -182,6 +184,10 @@ def test_schedules_are_left_to_people_until_their_settings_change(
             pool = StackSettings().worker.pool
             waiting = ask_server(stack_settings, lambda api: api.count_waiting_runs(pool))
             assert waiting == 0  # those of tonight are not
+            by_prefect = DeploymentScheduleCreate(schedule=made.schedule, slug="nightly")
+            client.create_deployment_schedules(deployment, [by_prefect])  # prefect deploy --all
+            deploy(StackSettings(), stack.api_url)
+            assert nightly().id == made.id
             more = StackSettings(maintenance={"verify": "5%", "schedules": True})
             deploy(more, stack.api_url)
             changed = nightly()

@@ -100,6 +100,11 @@ def test_a_killed_worker_is_started_again_and_the_rest_left_alone(
     os.kill(before.worker.pid, signal.SIGKILL)
     psutil.wait_procs([psutil.Process(before.worker.pid)], timeout=10)
     assert part(stack_settings, "worker").state == "dead"
+    # Prefect calls it online for a while
+    for command in ("status", "doctor"):
+        told = run(command)
+        assert told.returncode == 3
+        assert "trinity-sync up" in told.stdout + told.stderr
     after = embedded.up(stack_settings)
     assert after.worker != before.worker
     assert (after.server, after.ray) == (before.server, before.ray)

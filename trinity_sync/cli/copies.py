@@ -240,7 +240,7 @@ def import_dcp(
     root: Root,
     step: Annotated[int, typer.Argument(min=0, metavar="STEP", help="New step of the job.")],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder that dcp.save wrote.")],
-    world_size: Annotated[int, typer.Option(min=1, help="Number of FSDP2 ranks that will load it.")],
+    world_size: Annotated[int, typer.Option(min=1, help="Number of FSDP2 ranks to load it.")],
     role: Role = "actor",
     model: Annotated[
         str, typer.Option(help="Key of the model; '' for tensors at the top level.")

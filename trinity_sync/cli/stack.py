@@ -184,8 +184,13 @@ def status(output: Output = "table") -> None:
     settings = read_settings()
     report = embedded.status(settings)
     print_object("stack", report, output, lambda: _print_stack(report))
-    works = all(each.state in ("running", "external") for each in report.services[:2])
-    works = bool(works and report.workers_online and not report.overrides)
+    down = {each.state for each in report.services} - {"running", "external"}
+    if report.workers_online and report.services[2].state == "absent":  # that of another machine
+        down.discard("absent")
+    if down & {"dead", "absent"}:
+        hint = "trinity-sync up starts what does not run; trinity-sync logs says why it ended"
+        typer.echo(f"hint: {hint}", err=True)
+    works = not down and report.workers_online and not report.overrides
     raise typer.Exit(DONE if works else PROBLEM_FOUND)
 
 

@@ -159,20 +159,22 @@ def _apply_schedule(
     existing: Sequence[DeploymentSchedule],
     wanted: DeploymentScheduleCreate,
 ) -> None:
-    """Create a schedule in place of that of other settings; leave it if it exists.
+    """Create a schedule in place of those of its name; leave it if it exists, alone.
 
-    It may have been moved or paused in the UI. A pause outlives a change of the settings.
+    It may have been moved or paused in the UI. A pause outlives a change of the settings. Others of
+    its name have other settings, or are those of ``prefect deploy``.
     """
     assert wanted.slug is not None
-    if any(schedule.slug == wanted.slug for schedule in existing):
-        return
     name = wanted.slug.partition(":")[0]
+    exists = any(schedule.slug == wanted.slug for schedule in existing)
     for schedule in existing:
-        if (schedule.slug or "").partition(":")[0] == name:
+        slug = schedule.slug or ""
+        if slug.partition(":")[0] == name and slug != wanted.slug:
             client.delete_deployment_schedule(deployment, schedule.id)
-            if not schedule.active and not (schedule.slug or "").endswith(PAUSED):
+            if not schedule.active and not slug.endswith(PAUSED):
                 wanted = wanted.model_copy(update={"active": False})
-    client.create_deployment_schedules(deployment, [wanted])
+    if not exists:
+        client.create_deployment_schedules(deployment, [wanted])
 
 
 def make_schedule(

@@ -30,14 +30,19 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.responses import WorkerFlowRunResponse
 from prefect.events.clients import get_events_subscriber
 from prefect.events.filters import EventAnyResourceFilter, EventFilter, EventNameFilter
-from prefect.exceptions import Abort, ObjectNotFound
+from prefect.exceptions import (
+    Abort,
+    ObjectNotFound,
+    ParameterBindError,
+    SignatureMismatchError,
+)
 from prefect.flows import Flow
 from prefect.settings import (
     PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
     get_current_settings,
     temporary_settings,
 )
-from prefect.states import Cancelled, Crashed, Pending
+from prefect.states import Cancelled, Crashed, Failed, Pending
 from prefect.workers.base import (
     BaseJobConfiguration,
     BaseVariables,
@@ -195,6 +200,10 @@ class TrinitySyncWorker(
             try:
                 state: State[Any] = await run_flow(flow, flow_run=flow_run, return_type="state")
                 return state
+            except (ParameterBindError, SignatureMismatchError) as error:  # a retry has them, too
+                failed = Failed(message=f"Wrong parameters: {error}")
+                await self.client.set_flow_run_state(flow_run.id, failed, force=True)
+                return failed
             except (Exception, Abort):
                 if flow_run.id not in self._cancelled:
                     logger.exception("flow run %s was interrupted", flow_run.name)

@@ -48,6 +48,7 @@ def run_checks(settings: Settings, root: Path | None = None) -> Iterator[Check]:
     yield from _guard("packages", lambda: [_check_installation()])
     if not list_missing_packages():
         yield from _guard("prefect server", lambda: _check_server(settings, stack))
+        yield from _guard("services", lambda: _check_services(state))
         yield from _guard("ray", lambda: _check_ray(settings, stack))
         yield from _guard("access", lambda: _check_access(stack, state))
     else:
@@ -167,6 +168,14 @@ async def _ask_server(api: PrefectApi, pool: str) -> AsyncIterator[Check]:
         f"{len(online)} online, {waiting} runs waiting",
         "" if online else "run: trinity-sync up, or trinity-sync worker on each node",
     )
+
+
+def _check_services(state: StackState | None) -> Iterator[Check]:
+    for name in ("server", "ray", "worker"):
+        service = getattr(state, name, None)
+        if service and not service.lives:
+            found = f"process {service.pid}, which up started, has ended; its log: {service.log}"
+            yield Check(f"{name} of this machine", "fail", found, "run: trinity-sync up")
 
 
 def _check_clock(skew: float) -> Check:
