@@ -146,7 +146,7 @@ def print_document(noun: str, value: Any) -> None:
 
 
 def print_table(rows: Sequence[Any], columns: str) -> None:
-    """Print rows as a table; on a terminal, it wraps texts, and cuts those of the last column."""
+    """Print rows as a table, which wraps texts on a terminal."""
     keys = columns.split()
     names = {KEYS.get(each.name, each.name): each.name for each in fields(rows[0])}
     on_terminal = sys.stdout.isatty()
@@ -174,9 +174,7 @@ def print_table(rows: Sequence[Any], columns: str) -> None:
         )
     for line in zip(*(cells for _, cells in shown.values()), strict=True):
         last = "" if line[-1] == "-" else line[-1]
-        table.add_row(
-            *map(Text.from_ansi, line[:-1]), Text(last, no_wrap=True, overflow="ellipsis")
-        )
+        table.add_row(*map(Text.from_ansi, line[:-1]), Text(last))
     Console(color_system="standard" if use_color() else None).print(table)
 
 

@@ -65,6 +65,9 @@ def runs(
     what = "failed save" if failed else "save"
     columns = "step run kind status since seconds reason"
     print_rows("saves", rows[:most], output, columns, empty=f"no {what} of {root} is known")
+    retried = next((each for each in rows if each.status == "failed" and each.flow_run), None)
+    if retried and is_text(output):
+        typer.echo(f"hint: cause removed: trinity-sync retry {root} {retried.step}", err=True)
     if len(rows) > most and is_text(output):
         typer.echo(f"{len(rows) - most:,} older saves not shown; use --limit", err=True)
 

@@ -176,6 +176,17 @@ class CommitWatcher:
             self._wait(deadline, lambda: [save for save in [self._pending.get(key)] if save])
             return self._failed.get(key, "")
 
+    def warn_of_pending(self) -> None:
+        """Say which saves an interrupted process leaves in shared memory."""
+        with self._lock:
+            pending = [save.request for save in self._pending.values()]
+        if pending:
+            logger.warning(
+                "Interrupted. In shared memory, and committed without this process once a stack "
+                "or a saver runs here: %s. See: trinity-sync runs %s",
+                *(", ".join(each.run_name for each in pending), pending[0].root),
+            )
+
     def has_committed(self, key: str) -> bool:
         """Return whether a save that this process has submitted is committed."""
         with self._lock:

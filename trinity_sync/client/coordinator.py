@@ -53,6 +53,9 @@ from trinity_sync.storage.metrics import MetricsLog
 from trinity_sync.storage.placement import NodeRanks, group_by_node
 from trinity_sync.storage.save_functions import CallableStatus
 
+CLOSE_S = 10.0
+"""Seconds for which `close` sends what the Prefect server has not taken yet."""
+
 
 class CheckpointCoordinator:
     """Saves and loads the steps of a job; each rank has one coordinator.
@@ -640,7 +643,7 @@ class CheckpointCoordinator:
         """
         return self._watcher.commit_seconds
 
-    def close(self, timeout: float = 10.0) -> None:
+    def close(self, timeout: float = CLOSE_S) -> None:
         """Release all resources. Saves already submitted continue without this process.
 
         Earlier handlers of the signals of `on_preemption` are restored.
@@ -674,8 +677,14 @@ class CheckpointCoordinator:
         try:
             if error is None and not (self.preempted and self._has_waited):
                 self.wait_all()
+        except KeyboardInterrupt as interrupt:
+            error = interrupt
+            raise
         finally:
-            self.close()
+            interrupted = isinstance(error, KeyboardInterrupt)
+            if interrupted:
+                self._watcher.warn_of_pending()
+            self.close(0.0 if interrupted else CLOSE_S)
 
     # ------------------------------------------------------------ Trinity's calls
 

@@ -83,7 +83,7 @@ class PendingSave:
             if unresolved:
                 return None  # the next look finds the result
             why = _why_failed(late) or f"it completed without that step being {missed}"
-        where = f" ({entry.url})" if entry.url else ""
+        where = f" (trinity-sync runs {self.request.root}, {entry.url})" if entry.url else ""
         return f"{self.describe(missed)}: {why}{where}"
 
     def describe(self, missed: str) -> str:

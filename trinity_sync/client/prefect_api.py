@@ -6,6 +6,7 @@ time of this node would delay the run where the server's clock is behind.
 
 import asyncio
 import json
+import re
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -353,13 +354,18 @@ def _get_attempt(run: FlowRun) -> int:
     return int(run.tags.get("attempt", 1))
 
 
+def strip_preamble(message: str) -> str:
+    """Return the message of a state without what Prefect writes before that of an exception."""
+    return re.sub(r"^(Flow|Task) run encountered an exception: (\w+: )?", "", message)
+
+
 def _decode_state(state: Mapping[str, Any] | None) -> State:
     if not state:
         return State()
     return State(
         type=str(state["type"]),
         name=str(state.get("name") or ""),
-        message=str(state.get("message") or ""),
+        message=strip_preamble(str(state.get("message") or "")),
         since=_decode_time(state["timestamp"]),
         id=str(state.get("id") or ""),
     )

@@ -201,7 +201,7 @@ class TrinitySyncWorker(
                 state: State[Any] = await run_flow(flow, flow_run=flow_run, return_type="state")
                 return state
             except (ParameterBindError, SignatureMismatchError) as error:  # a retry has them, too
-                failed = Failed(message=f"Wrong parameters: {error}")
+                failed: State[Any] = Failed(message=f"Wrong parameters: {error}")
                 await self.client.set_flow_run_state(flow_run.id, failed, force=True)
                 return failed
             except (Exception, Abort):

@@ -274,7 +274,7 @@ def test_a_terminal_shows_a_table_without_boxes_in_its_width(
         ["STEP", "RUN", "KIND", "SIZE", "AGE", "STATUS", "NOTES"],
     )
     assert all(len(line) <= 80 for line in lines)
-    assert lines[-1].endswith("…")  # why step 5 is corrupted
+    assert lines[-1].startswith(" " * 40)  # why step 5 is corrupted goes on
     valid = r"  30    1  checkpoint .*B +[\d.]+ m?s  \x1b\[32mvalid\x1b\[0m +latest"
     assert re.search(valid, shown)
     assert "\x1b[31mcorrupted\x1b[0m" in shown

@@ -178,10 +178,12 @@ def test_all_ranks_read_why_a_save_failed_and_ask_no_server(pair: Job) -> None:
         other.begin_to_wait()
         first.follow(request)
         tell(request, "pending")
-        tell(request, "failed", "Failed: the disk is full")
+        tell(request, "failed", "the disk is full")
         failures = first.wait(time.monotonic() + 60)
         told = other.told()
-    assert failures[0].endswith("committed: Failed: the disk is full (http://its/page)")
+    assert failures[0].endswith(
+        f"committed: the disk is full (trinity-sync runs {pair.root}, http://its/page)"
+    )
     assert told == {"failures": failures, "seconds": [], "asked": False}
     assert asked == []
 

@@ -1,20 +1,24 @@
 """Which signals a coordinator takes for itself, and for how long."""
 
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
+from tests.conftest import environment
 from tests.integration.fsdp.commits import CommitsHere
 from tests.support.job import Job
 from tests.unit.conftest import Open
 from tests.unit.snapshot.test_overlap import BIG
+from trinity_sync.client.coordinator import CLOSE_S
 from trinity_sync.errors import SaveFailedError, SaveTimeoutError
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.ticket import ticket_path
@@ -120,6 +124,38 @@ def test_what_interrupts_an_emergency_save_ends_it(coordinator_of: Open) -> None
 
     with pytest.raises(KeyboardInterrupt):
         coordinator_of().emergency_save(4, {"model": Interrupts()}, deadline_s=5)
+
+
+WAITS = """
+import sys, torch
+from trinity_sync import CheckpointCoordinator
+with CheckpointCoordinator(sys.argv[1]) as saves:
+    for step in (1, 2):
+        saves.save(step, {"model": {"w": torch.ones(3)}})
+    print("saved", flush=True)
+"""
+
+
+def test_an_interrupted_end_says_what_is_in_memory_and_does_not_wait_for_a_server(
+    job: Job, tmp_path: Path
+) -> None:
+    spool = str(job.spool.folder.parent)
+    with (
+        environment({"TRINITY_SYNC_SPOOL": spool, "TRINITY_SYNC_HOME": str(tmp_path / "home")}),
+        subprocess.Popen(
+            [sys.executable, "-c", WAITS, str(job.root)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as training,
+    ):
+        assert training.stdout
+        assert training.stdout.readline() == "saved\n"
+        training.send_signal(signal.SIGINT)
+        said = training.communicate(timeout=CLOSE_S - 1)[1]
+    assert "save actor step 1, save actor step 2" in said
+    assert f"trinity-sync runs {job.root}" in said
+    assert {sealed.ticket.step for sealed in job.spool.tickets()[0]} == {1, 2}
 
 
 def test_the_coordinator_that_takes_the_signal_later_keeps_it(

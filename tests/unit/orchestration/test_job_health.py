@@ -83,10 +83,9 @@ def test_a_corrupted_step_is_a_problem_with_a_command() -> None:
 
 
 def test_failures_are_grouped_by_cause_and_those_that_were_retried_are_done() -> None:
-    preamble = "Flow run encountered an exception: SaveError: "
     runs = [
-        ended(10, "Failed", f"{preamble}step 10 is not committed: disk full"),
-        ended(20, "Failed", f"{preamble}step 20 is not committed: disk full", NOW + 1),
+        ended(10, "Failed", "step 10 is not committed: disk full"),
+        ended(20, "Failed", "step 20 is not committed: disk full", NOW + 1),
         ended(30, "Failed", "no rank 1 within 60 s", NOW + 2),
         ended(40, "Evicted", "gone", NOW + 3),
         ended(50, "Crashed", "no heartbeat", NOW + 4),

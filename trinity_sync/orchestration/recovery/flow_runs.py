@@ -32,7 +32,14 @@ import anyio
 from pydantic import ValidationError
 
 from trinity_sync.client.journal import PATIENCE_S, SaveState, append, read_entry
-from trinity_sync.client.prefect_api import FINAL, UNDER_WAY, FlowRun, PrefectApi, State
+from trinity_sync.client.prefect_api import (
+    FINAL,
+    UNDER_WAY,
+    FlowRun,
+    PrefectApi,
+    State,
+    strip_preamble,
+)
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import FormatError, TrinitySyncError
 from trinity_sync.fs.process import is_process_alive
@@ -215,7 +222,8 @@ def read_request(
 
 def describe_end(name: str | None, message: str | None) -> str:
     """Return why a run has not committed its save, by its last state."""
-    return ": ".join(filter(None, (name, message)))
+    name = None if message and name == "Failed" else name
+    return ": ".join(filter(None, (name, strip_preamble(message or ""))))
 
 
 async def try_tell(

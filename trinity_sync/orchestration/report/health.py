@@ -104,7 +104,7 @@ def _describe(root: str, state: str, runs: Sequence[FlowRun], committed: Committ
     remedy, command = _find_remedy(root, state, newest, target, bool(open_saves))
     return FailureGroup(
         cause=state,
-        message=_strip(newest.state.message),
+        message=newest.state.message,
         count=len(runs),
         steps=tuple(sorted({run.step for run in saves})),
         saved_since=len(saves) - len(open_saves),
@@ -177,11 +177,6 @@ def _get_end(run: FlowRun) -> float:
     return run.state.since or run.started_at
 
 
-def _strip(message: str) -> str:
-    """Return a state's message without Prefect's preamble."""
-    return re.sub(r"^Flow run encountered an exception: (\w+: )?", "", message)
-
-
 def _normalize(message: str) -> str:
     """Return a message without what differs between saves that fail for the same reason."""
-    return re.sub(r"[0-9a-f]{8,}|\d+", "#", _strip(message))
+    return re.sub(r"[0-9a-f]{8,}|\d+", "#", message)
