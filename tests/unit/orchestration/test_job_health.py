@@ -41,9 +41,14 @@ def test_a_job_is_late_by_its_own_interval() -> None:
     late = judge_health(EVERY_100_S, [], [], [], NOW + 840)
     assert late.status == "late"
     assert "nothing committed for 14 min" in late.sentence
-    assert "has the training ended?" in late.sentence
+    assert "no save is in flight" in late.sentence
+    ended = judge_health(EVERY_100_S, [], [], [], NOW + 840, is_running=False)
+    assert (ended.status, ended.sentence) == (
+        "ok",
+        "step 100 committed 14 min ago; no training runs",
+    )
     submitted = InFlight(110, "checkpoint", "writing", NOW, 1, "")
-    assert "ended?" not in judge_health(EVERY_100_S, [], [], [submitted], NOW + 840).sentence
+    assert "in flight" not in judge_health(EVERY_100_S, [], [], [submitted], NOW + 840).sentence
 
 
 def test_the_time_between_two_runs_is_no_interval() -> None:

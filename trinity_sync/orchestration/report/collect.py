@@ -38,7 +38,7 @@ from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.pins import list_pins
 from trinity_sync.storage.placement import NodeRanks, describe_ranks, read_placement
 from trinity_sync.storage.quarantine import quarantine_folder
-from trinity_sync.storage.runs import Run
+from trinity_sync.storage.runs import Run, find_living_run
 from trinity_sync.storage.save_timing import read_saves
 from trinity_sync.weights.state_files import read_sync_report
 
@@ -81,7 +81,7 @@ def collect_report(settings: Settings, root: Path) -> JobReport:
         root=str(root),
         job=job_id(root),
         created_at=now,
-        health=judge_health(saves, steps, failures, in_flight, now),
+        health=judge_health(saves, steps, failures, in_flight, now, is_running=_is_running(root)),
         steps=steps,
         saves=saves,
         runs=tuple(_list_runs(root, starts)),
@@ -107,6 +107,14 @@ def _read_job_settings(root: Path) -> JobSettings:
         return read_job_settings(root)
     except (TrinitySyncError, OSError):
         return JobSettings(keep="all", keep_weights="all", keep_quarantine="all")
+
+
+def _is_running(root: Path) -> bool:
+    """Return whether a process of the newest run lives, or that is not known."""
+    try:
+        return find_living_run(root, "") is not None
+    except (TrinitySyncError, OSError):
+        return True
 
 
 def _list_versions() -> dict[str, str]:

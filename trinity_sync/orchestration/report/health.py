@@ -28,8 +28,10 @@ def judge_health(
     failures: Sequence[FailureGroup],
     in_flight: Sequence[InFlight],
     now: float,
+    *,
+    is_running: bool = True,
 ) -> Health:
-    """Return whether a job is saved now, measured by its own interval.
+    """Return whether a job is saved now, measured by its own interval, if its training runs.
 
     ``saves`` are the committed ones, in order of time.
     """
@@ -59,8 +61,10 @@ def judge_health(
     if since:
         text = f"{_count_saves(since)} failed since {what}: {since[0].message}"
         return Health("failed", text, interval, tuple(problems))
+    if not is_running and not in_flight:
+        return Health("ok", f"{what}; no training runs", interval, tuple(problems))
     if interval and age > max(LATE_FACTOR * interval, LATE_MIN_S):
-        idle = "" if in_flight else "; no save is in flight: has the training ended?"
+        idle = "" if in_flight else "; no save is in flight"
         text = f"nothing committed for {format_duration(age)}, usually {usual}; {what}{idle}"
         return Health("late", text, interval, tuple(problems))
     return Health("ok", ", ".join(filter(None, (what, usual))), interval, tuple(problems))
