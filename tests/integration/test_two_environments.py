@@ -89,6 +89,27 @@ def test_two_ranks_save_through_a_stack_of_another_environment(
     assert len(require_committed(root, 1).files) == 2
 
 
+def test_version_is_that_of_the_stack_and_of_the_environment_that_called_it(
+    client: Path, stack_environment: Path, tmp_path: Path
+) -> None:
+    environment = os.environ | {"PATH": f"{client}:{stack_environment}:{os.environ['PATH']}"}
+    of_stack, of_client = (
+        subprocess.run(
+            [client / words[0], *words[1:]],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for words in (["trinity-sync", "version"], ["python", "-m", "trinity_sync", "version"])
+    )
+    assert re.search(rf"^called from +[\d.]+ \({client}/", of_stack, re.MULTILINE)
+    assert str(stack_environment) in of_stack
+    assert re.search(r"^prefect +not installed", of_client, re.MULTILINE)
+    assert "called from" not in of_client
+
+
 @pytest.fixture
 def alone(client: Path, tmp_path: Path) -> dict[str, str]:
     """The variables of a command in the trainer's environment, on a machine without a stack."""

@@ -1,5 +1,6 @@
 """Commands about an installation: doctor, version."""
 
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trinity_sync.cli import called_from
 from trinity_sync.cli.app import DONE, PROBLEM_FOUND, app, read_settings, require_existing
 from trinity_sync.cli.completion import complete_root
 from trinity_sync.cli.output import Output, is_text, paint, print_document, print_object
@@ -58,8 +60,8 @@ PACKAGES = ("prefect", "ray", "torch", "verl", "transformers", "lightning")
 
 @app.command(
     "version", "version -o json", panel="Run the stack",
-    note="The environments of the training and of the stack may differ; run it in both, in the "
-        "other one with its path: ENV/bin/python -m trinity_sync.cli version.",
+    note="The environments of the training and of the stack may differ: ENV/bin/python -m "
+        "trinity_sync version prints all of another one.",
 )  # fmt: skip
 def version(output: Output = "table") -> None:
     """Print the versions of trinity-sync, Python, Prefect, Ray and torch, and record formats."""
@@ -78,6 +80,7 @@ def version(output: Output = "table") -> None:
             "manifest": MANIFEST_FORMAT,
             "run": RUN_FORMAT,
         },
+        client=_find_client_version(),
     )
     print_object("version", report, output, lambda: _print_version(report))
 
@@ -89,9 +92,19 @@ def _print_version(report: VersionReport) -> None:
         "python": f"{report.python} ({report.executable})",
         **{name: found or "not installed" for name, found in report.packages.items()},
         "record formats": formats,
+        **({"called from": report.client} if report.client else {}),
     }
     for name, text in lines.items():
         typer.echo(f"{name:14}  {text}")
+
+
+def _find_client_version() -> str | None:
+    """Return the version of the environment whose command executed this one."""
+    if called_from == sys.executable:
+        return None
+    ask = "from importlib.metadata import version; print(version('trinity-sync'))"
+    done = subprocess.run([called_from, "-c", ask], capture_output=True, text=True)
+    return f"{done.stdout.strip() or 'unknown'} ({called_from})"
 
 
 def _find_version(package: str) -> str | None:

@@ -248,3 +248,6 @@ class VersionReport:
     """Version of each package that matters; null if it is not installed."""
     formats: dict[str, int]
     """Formats of the records in the root and the spool that this release reads and writes."""
+    client: str | None
+    """Version of trinity-sync in the environment whose command was called, and its Python; null if
+    it is this one."""

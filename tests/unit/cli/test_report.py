@@ -30,7 +30,7 @@ from trinity_sync.settings import Settings
 from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.pins import pin
 from trinity_sync.storage.quarantine import rewind
-from trinity_sync.storage.runs import hold_run
+from trinity_sync.storage.runs import Run, add_run, hold_run
 from trinity_sync.weights.state_files import read_state, read_sync_report, write_state
 from trinity_sync.weights.versions import Version, VersionRegistry
 
@@ -226,6 +226,7 @@ def test_many_steps_are_not_drawn_and_listed_one_by_one(facts: JobReport) -> Non
 def test_it_says_that_no_training_runs(job: Job, tmp_path: Path) -> None:
     job.stage(4, {"model": {"w": torch.zeros(9)}})
     job.commit(4)
+    add_run(job.root, Run(1, "one", 0))
     settings = Settings(home=tmp_path, spool=job.spool.folder.parent)
     with environment({}):
         assert "no training runs" in collect_report(settings, job.root).health.sentence

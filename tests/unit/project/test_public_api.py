@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -17,6 +18,7 @@ import trinity_sync
 from trinity_sync import JobSettings, Settings, SyncSettings
 from trinity_sync.settings import StackSettings
 
+REPOSITORY = Path(__file__).parents[3]
 LOOK_AT_EVERYTHING = """
 import inspect, pydoc, sys
 from importlib.machinery import PathFinder
@@ -131,6 +133,16 @@ def test_the_version_is_that_of_the_installed_package() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="'trinity_sync' has no attribute 'Coordinator'"):
         trinity_sync.Coordinator  # noqa: B018
+
+
+def test_a_type_checker_knows_which_names_there_are(tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text("from trinity_sync import CheckpointCoordinator, Nothing\n")
+    command = [sys.executable, "-m", "mypy", "--config-file=", "--no-site-packages"]
+    command += ["--ignore-missing-imports", "--follow-imports=silent", str(tmp_path / "x.py")]
+    command += ["--cache-dir", str(tmp_path / "cache")]
+    said = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True).stdout
+    (error,) = (line for line in said.splitlines() if "error:" in line)
+    assert 'has no attribute "Nothing"' in error
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:

@@ -1,0 +1,5 @@
+"""``python -m trinity_sync``, as the command ``trinity-sync``."""
+
+from trinity_sync.cli import main
+
+main()
