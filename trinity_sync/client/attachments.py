@@ -17,7 +17,8 @@ from trinity_sync.storage.restore import load_bytes
 LIMIT = 256 << 20
 """Most bytes of an attachment, which is copied as a whole on the training thread."""
 
-_NAME = re.compile(r"(?!rank_\d+$)[A-Za-z0-9][A-Za-z0-9._-]*")
+_NAME = re.compile(r"(?!rank_\d+$)[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+"""A name that leaves room for that of a temporary file."""
 
 
 class Attachments:
@@ -111,7 +112,7 @@ class Attachments:
 def _path(name: str, rank: int) -> str:
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"attachment {name!r}: a name holds letters, digits, '.', '_' and '-' only, begins "
-            "with a letter or digit, and is not rank_<number>"
+            f"attachment {name!r}: a name holds at most 200 letters, digits, '.', '_' and '-', "
+            "begins with a letter or digit, and is not rank_<number>"
         )
     return f"{ATTACHMENTS}/rank_{rank}/{name}" if rank else f"{ATTACHMENTS}/{name}"

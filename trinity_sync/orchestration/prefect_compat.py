@@ -9,6 +9,7 @@ there, and not in the middle of a save.
 ones.
 """
 
+import importlib
 import inspect
 import logging
 import pkgutil
@@ -32,7 +33,7 @@ from prefect.workers.base import (
     BaseWorkerResult,
 )
 
-from trinity_sync.errors import UnsupportedPrefectError
+from trinity_sync.errors import MissingPackageError, UnsupportedPrefectError
 
 SUPPORTED = ">=3.7.5,<3.9"
 """Supported versions of Prefect, as in pyproject.toml."""
@@ -48,16 +49,35 @@ def look_up(name: str, owner: object = None) -> Any:
 
     Raises:
         UnsupportedPrefectError: The installed version lacks the name.
+        MissingPackageError: A package that Prefect imports there is missing or of another version.
     """
     try:
         if owner is None:
             return pkgutil.resolve_name(name)
         return getattr(owner, name.rpartition(".")[2])
     except (ImportError, AttributeError) as error:
+        if broken := _find_broken_import(name):
+            raise MissingPackageError(
+                f"Prefect {prefect.__version__} cannot import {name}: {broken}. Install "
+                "trinity-sync[stack] again, whose packages fit",
+                name=broken.name,
+            ) from error
         raise UnsupportedPrefectError(
             f"Prefect {prefect.__version__} has no {name}, which trinity_sync needs; "
             f'install "prefect{SUPPORTED}"'
         ) from error
+
+
+def _find_broken_import(name: str) -> ImportError | None:
+    """Return the error of a module in a qualified name that is there and imports another."""
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        module = ".".join(parts[:end])
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            return None if error.name == module else error
+    return None
 
 
 # Flows in this process

@@ -35,9 +35,11 @@ def test_bytes_and_files_are_committed_with_their_step(
     saves.attach("dataloader.json", b"[2]", step=4)
     saves.attach("replay", tmp_path / "buffer", step=4)
     (tmp_path / "buffer").write_bytes(b"later")
+    saves.attach("x" * 200, b"", step=4)
     saves.save(4, MODEL)
     job.commit(4, "model", "attachments")
     assert saves.attachment(4, "dataloader.json") == b"[2]"
+    assert saves.attachment(4, "x" * 200) == b""
     assert saves.attachment(4, "replay") == b"\0" * 5000
     assert (job.root / "global_step_4/attachments/replay").stat().st_size == 5000
     assert "attachments" in {record.component for record in read_manifest(job.root, 4).files}
@@ -131,7 +133,7 @@ def test_what_comes_too_late_or_is_misnamed_or_missing_is_refused(
     coordinator_of: Open, job: Job, tmp_path: Path
 ) -> None:
     saves = coordinator_of()
-    for name in ("../x", "", ".hidden", "a/b", "rank_1"):
+    for name in ("../x", "", ".hidden", "a/b", "rank_1", "x" * 201):
         with pytest.raises(ConfigError, match="attachment"):
             saves.attach(name, b"", step=4)
     with pytest.raises(ConfigError, match="nowhere"):

@@ -17,7 +17,7 @@ from prefect.tasks import Task
 from prefect.workers.base import BaseJobConfiguration, BaseWorker
 
 import trinity_sync
-from trinity_sync.errors import UnsupportedPrefectError
+from trinity_sync.errors import MissingPackageError, UnsupportedPrefectError
 from trinity_sync.orchestration import prefect_compat
 
 PROJECT = Path(trinity_sync.__file__).parents[1]
@@ -154,6 +154,19 @@ except TrinitySyncError as error:
         f"Prefect 3.12.0 has no {remove}, which trinity_sync needs; "
         f'install "prefect{prefect_compat.SUPPORTED}"'
     ), done.stderr
+
+
+def test_a_package_that_prefect_imports_and_that_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "like_prefect").mkdir()
+    (tmp_path / "like_prefect/engine.py").write_text("import not_installed\nrun = None\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(MissingPackageError, match="No module named 'not_installed'") as caught:
+        prefect_compat.look_up("like_prefect.engine.run")
+    assert caught.value.name == "not_installed"
+    with pytest.raises(UnsupportedPrefectError, match=r"has no like_prefect\.flows\.run"):
+        prefect_compat.look_up("like_prefect.flows.run")
 
 
 def test_a_server_that_lacks_a_name_is_refused_by_that_name(
