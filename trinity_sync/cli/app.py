@@ -83,13 +83,18 @@ class CommandGroup(typer.core.TyperGroup):
             typer.echo("error: aborted", err=True)
             interrupted = isinstance(error.__context__, KeyboardInterrupt)  # at a question
             code = INTERRUPTED if interrupted else NOT_DONE
-        except BrokenPipeError:  # as of `ls | head`
-            sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115
-            code = NOT_DONE
         except (ClickException, TrinitySyncError, OSError) as error:
             print_error(error, as_json=as_json)
             code = get_exit_code(error)
         sys.exit(code if isinstance(code, int) else DONE)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; a reader such as ``head`` may close the pipe, which is no error."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # Click would exit with 1
+            sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115
+            return DONE
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the options of all commands; the shell's completion also comes here."""
@@ -129,7 +134,7 @@ class Command(typer.core.TyperCommand):
         """
         if _given_root is not None and self.params and self.params[0].name == "root":
             first = next((word for word in args if not word.startswith("-")), "")
-            if first and _is_root(Path(first)) and not ctx.resilient_parsing:
+            if first and is_root(Path(first)) and not ctx.resilient_parsing:
                 raise with_hint(
                     ConfigError(
                         f"two roots are named: {first}, and {_given_root} by -C or {ROOT_VARIABLE}"
@@ -255,9 +260,12 @@ def set_options(
 ) -> None:
     """Set the options of all commands."""
     formats.color = color  # the group has read the root
+    if color == "never":
+        os.environ["NO_COLOR"] = "1"  # for the help, which rich prints
 
 
-def _is_root(folder: Path) -> bool:
+def is_root(folder: Path) -> bool:
+    """Return whether a folder has steps or records of a job."""
     return (folder / PRIVATE_FOLDER).is_dir() or any(folder.glob("global_step_*"))
 
 
@@ -357,7 +365,7 @@ def require_existing(root: Path) -> Path:
             ConfigError(f"{root} is not a folder"),
             "pass the job's root, e.g. trinity-sync ls ckpts",
         )
-    if not _is_root(root):
+    if not is_root(root):
         _refuse_inside(root)
     read_identity(root)  # which refuses a root of another release
     return root
@@ -379,7 +387,7 @@ def print_error(error: BaseException, *, as_json: bool) -> None:
     """Print an error and its hint to stderr."""
     kind = type(error).__name__
     if isinstance(error, ClickException):
-        message = error.format_message()  # type: ignore[attr-defined]
+        message = error.format_message().replace("Value error, ", "")  # type: ignore[attr-defined]
         ctx = getattr(error, "ctx", None)
         if kind == "NoArgsIsHelpError":
             typer.echo(message, err=True)

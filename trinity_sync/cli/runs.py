@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from trinity_sync.cli.app import (
     Root,
@@ -166,7 +167,8 @@ def wait(
     else:
         saves[resolve_step_argument(base, step)] = set()
     for number in sorted(saves):
-        _await_step(base, number, saves[number], deadline, timeout)
+        with Console(stderr=True).status(f"waiting for the commit of step {number}"):
+            _await_step(base, number, saves[number], deadline, timeout)
     if output == "json":
         print_document("steps", [read_step(base, number) for number in sorted(saves)])
         return

@@ -15,6 +15,7 @@ from trinity_sync.cli.app import (
     RootOrUrl,
     Step,
     app,
+    is_root,
     require_existing,
     resolve_step_argument,
     with_hint,
@@ -94,7 +95,9 @@ def _print_steps(root: str, most: int | None, output: Output) -> None:
         left_out, steps = _take_last(found, most)
         rows = _read_rows(base, steps, saves)
     columns = "step run kind bytes committed_at status notes"
-    print_rows("steps", rows[::-1], output, columns, empty=f"no steps in {root}")
+    foreign = "://" not in root and not is_root(Path(root))
+    empty = f"no steps in {root}" + ", which is no root of a job" * foreign
+    print_rows("steps", rows[::-1], output, columns, empty=empty)
     if left_out and is_text(output):
         typer.echo(f"{left_out:,} older steps not shown; use --all", err=True)
     if failed := [row.step for row in rows if row.status == "failed" and row.urls]:

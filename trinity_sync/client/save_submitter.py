@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trinity_sync.client.attachments import Attachments
 from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.run_context import RunContext
@@ -114,15 +116,20 @@ class SaveSubmitter:
         """Check the arguments of `CheckpointCoordinator.save`.
 
         Raises:
-            ConfigError: there is no component or an unknown one, or the role is not the job's.
+            ConfigError: there is no component or an unknown one, one is a module, or the role is
+                not the job's.
         """
         laid_out = {name for name, state in components.items() if isinstance(state, LaidOut)}
         unknown = set(components) - (set(COMPONENTS) - {*FOLDERS, "dcp"} | laid_out)
         if unknown or not components:
             raise ConfigError(
                 f"step {step}: got the components {sorted(map(str, components))}; pass model, "
-                "optim or extra_state, and put everything else into extra_state"
+                "optim or extra_state, such as {'model': model.state_dict()}, and put everything "
+                "else into extra_state"
             )
+        for name, state in components.items():
+            if isinstance(state, torch.nn.Module):
+                raise ConfigError(f"step {step}: {name} is a module; pass its state_dict()")
         if kind == "checkpoint" and role not in self._roles:
             raise ConfigError(
                 f"role {role!r} is none of this job's roles {list(self._roles)}; name all roles "

@@ -14,6 +14,7 @@ S3), so that no parameter, log or message contains them.
 """
 
 import errno
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -131,8 +132,8 @@ class Remote:
             self._fs, self._base = url_to_fs(self.url, **options)
         except ImportError as error:
             raise ConfigError(
-                f"{protocol}:// needs a package that is not installed ({error}); for S3: "
-                "pip install 'trinity-sync[s3]'"
+                f"{protocol}:// needs a package that {sys.prefix} lacks ({error}); for S3: pip "
+                "install 'trinity-sync[s3]', for a stack: uv tool install 'trinity-sync[stack,s3]'"
             ) from error
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{url!r} cannot be used: {error}") from error

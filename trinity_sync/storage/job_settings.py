@@ -27,7 +27,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -200,7 +200,9 @@ def _write(root: str | Path, changes: Mapping[str, Any]) -> JobSettings:
         settings = msgspec.convert(after, JobSettings, strict=False)
     except msgspec.ValidationError as error:
         given = ", ".join(f"{name}={value}" for name, value in changes.items())
-        raise ConfigError(f"{given}: {error}; see trinity-sync jobs set --help") from error
+        words = ", ".join(get_args(WriteConcurrency))
+        known = f" (write_concurrency is one of {words})" * ("write_concurrency" in changes)
+        raise ConfigError(f"{given}: {error}{known}; see trinity-sync jobs set --help") from error
     if settings.remote_required and not settings.remote:
         raise ConfigError("remote_required needs a remote; set remote as well")
     after = {name: value for name, value in msgspec.to_builtins(settings).items() if name in after}

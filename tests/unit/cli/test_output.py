@@ -319,6 +319,16 @@ def test_what_cannot_be_undone_is_asked_first(root: Path, home: dict[str, str]) 
     assert list_steps(home, root) == ["30", "25", "5"]
 
 
+def test_a_reader_that_has_enough_is_no_error_and_a_folder_that_is_no_job_is_named(
+    root: Path, home: dict[str, str], tmp_path: Path
+) -> None:
+    command = f"{sys.executable} -m trinity_sync ls {root} | sleep 0"
+    piped = ["bash", "-o", "pipefail", "-c", command]
+    done = subprocess.run(piped, env=os.environ | home, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"no steps in {tmp_path}, which is no root" in run(home, "ls", tmp_path).stderr
+
+
 def test_down_asks_first_while_an_image_is_not_committed(
     root: Path, job: Job, home: dict[str, str]
 ) -> None:

@@ -105,3 +105,17 @@ def test_ranks_and_world_sizes_are_numbers_too(coordinator_of: Open, job: Job) -
     assert sealed.ticket.path.endswith("model_world_size_1_rank_0.pt")
     with pytest.raises(ConfigError, match="rank -1 is not a whole number"):
         CheckpointCoordinator(job.root, rank=-1)
+
+
+@pytest.mark.parametrize(
+    ("states", "todo"),
+    [
+        (torch.nn.Linear(2, 2).state_dict(), r"\{'model': model.state_dict\(\)\}"),
+        ({"model": torch.nn.Linear(2, 2)}, r"model is a module; pass its state_dict\(\)"),
+    ],
+)
+def test_what_is_no_component_is_refused_with_what_to_pass(
+    coordinator_of: Open, states: dict[str, Any], todo: str
+) -> None:
+    with pytest.raises(ConfigError, match=todo):
+        coordinator_of().save(4, states)
