@@ -152,7 +152,7 @@ class TrinitySyncCallback(TrainerCallback):
         keep = max(trainer.args.save_total_limit or 0, 0)  # a negative limit is none
         how = {"sharded": saves.is_sharded, "embeddings": self._decide_embeddings(trainer.model)}
         if self._model_files is None and trainer.args.process_index == 0:
-            self._model_files = collect_model_files(trainer.model, trainer.processing_class)
+            self._model_files = collect_model_files(trainer)
         saves.save(
             step,
             lambda: (collect_states(trainer, **how), collect_files(trainer)),

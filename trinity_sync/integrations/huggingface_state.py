@@ -154,13 +154,15 @@ def collect_files(trainer: Any) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
-def collect_model_files(model: Any, processing_class: Any) -> dict[str, bytes]:
+def collect_model_files(trainer: Any) -> dict[str, bytes]:
     """Return what makes a folder of weights a model that ``from_pretrained`` loads, by path.
 
     They are config, generation config, source files of a custom model, tokenizer or processor,
     below ``huggingface/``; of PEFT's model, whose base is elsewhere, the last alone. They do not
     change during a training. What cannot be written is left out, with a warning.
     """
+    model, collator = trainer.model, trainer.data_collator
+    processing_class = trainer.processing_class or getattr(collator, "tokenizer", None)
 
     def write_config(folder: Path) -> None:
         config = copy(model.config)
