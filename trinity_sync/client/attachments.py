@@ -12,7 +12,6 @@ from pathlib import Path
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import attaching_folder, step_folder
 from trinity_sync.snapshot.stager import ATTACHMENTS, pack
-from trinity_sync.storage.restore import load_bytes
 
 LIMIT = 256 << 20
 """Most bytes of an attachment, which is copied as a whole on the training thread."""
@@ -41,7 +40,7 @@ class Attachments:
             ConfigError: the name or the path is invalid, the content is larger than `LIMIT`, or the
                 step was submitted already.
         """
-        path = _path(name, self._rank)
+        path = attachment_path(name, self._rank)
         self._require_before_save(step, name)
         try:
             whole = Path(content).read_bytes() if isinstance(content, str | Path) else content
@@ -92,15 +91,6 @@ class Attachments:
                 for by_step in (self._pending, self._links, self._roles):
                     by_step.pop(other, None)
 
-    def read(self, step: int, name: str, rank: int) -> bytes:
-        """Return what a rank attached to a committed step.
-
-        Raises:
-            CommitError: the step is not committed, is corrupted, or has no such attachment.
-            ConfigError: the name is invalid.
-        """
-        return load_bytes(self._root, step, _path(name, rank))
-
     def _require_before_save(self, step: int, name: str) -> None:
         if step <= self._newest_taken:
             raise ConfigError(
@@ -109,7 +99,12 @@ class Attachments:
             )
 
 
-def _path(name: str, rank: int) -> str:
+def attachment_path(name: str, rank: int) -> str:
+    """Return the path of what a rank attaches, below the step's folder.
+
+    Raises:
+        ConfigError: the name is invalid.
+    """
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"attachment {name!r}: a name holds at most 200 letters, digits, '.', '_' and '-', "

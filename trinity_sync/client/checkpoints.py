@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trinity_sync.client.attachments import Attachments
+from trinity_sync.client.attachments import attachment_path
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import Kind, check_number, refuse_url
 from trinity_sync.storage.discovery import (
@@ -22,7 +22,7 @@ from trinity_sync.storage.metrics import (
     read_metrics,
     write_metrics,
 )
-from trinity_sync.storage.restore import load_states
+from trinity_sync.storage.restore import load_bytes, load_states
 from trinity_sync.weights.version_view import Target, VersionOpener
 from trinity_sync.weights.versions import Version
 
@@ -146,7 +146,7 @@ class Checkpoints:
             CommitError: the step is not committed, is corrupted, or has no such attachment.
             ConfigError: the name is invalid.
         """
-        return Attachments(self.root, 0).read(check_number("step", step), name, rank)
+        return load_bytes(self.root, check_number("step", step), attachment_path(name, rank))
 
     def metrics(self, step: int) -> dict[str, float]:
         """Return the metrics of a step by name; empty if it has none.

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from trinity_sync.client.attachments import Attachments
+from trinity_sync.client.attachments import Attachments, attachment_path
 from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.init_root import open_root, open_together, resolve_root
 from trinity_sync.client.preemption import (
@@ -51,6 +51,7 @@ from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.manifest import is_committed
 from trinity_sync.storage.metrics import MetricsLog
 from trinity_sync.storage.placement import NodeRanks, group_by_node
+from trinity_sync.storage.restore import load_bytes
 from trinity_sync.storage.save_functions import CallableStatus
 
 CLOSE_S = 10.0
@@ -376,7 +377,7 @@ class CheckpointCoordinator:
             ConfigError: the name is invalid.
         """
         rank = self.rank if rank is None else check_number("rank", rank)
-        return self._attachments.read(check_number("step", step), name, rank)
+        return load_bytes(self.root, check_number("step", step), attachment_path(name, rank))
 
     # ------------------------------------------------------------ shared memory
 

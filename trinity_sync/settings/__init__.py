@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -125,22 +125,7 @@ class _Environment(EnvSettingsSource):
             return value
 
 
-if TYPE_CHECKING:
-    from pydantic._internal._model_construction import ModelMetaclass
-else:
-    ModelMetaclass = type(BaseModel)
-
-
-class _Described(ModelMetaclass):
-    """Type of the settings classes, whose ``dir`` and ``help`` leave out pydantic's names."""
-
-    def __dir__(cls) -> list[str]:
-        ours = [each for each in cls.__mro__ if each.__module__ == __name__]
-        names = [name for each in ours for name in vars(each)]
-        return [name for name in names if not name.startswith(("_", "model_", "settings_"))]
-
-
-class _ReadSettings(BaseSettings, metaclass=_Described):
+class _ReadSettings(BaseSettings):
     """Base of the settings: what is wrong in them is a `ConfigError`."""
 
     def __init__(self, **values: Any) -> None:
@@ -255,7 +240,7 @@ class Settings(_ReadSettings):
         return init_settings, _Environment(settings_cls)
 
 
-class _Section(BaseModel, metaclass=_Described):
+class _Section(BaseModel):
     """A section of the stack's file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)

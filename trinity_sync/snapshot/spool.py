@@ -92,11 +92,11 @@ class JobSpool:
 
         Raises:
             SpoolError: as `make_own_folder`.
-            FormatError: as `root`.
+            FormatError: as `read_root`.
         """
         make_own_folder(self.folder.parent)
         make_own_folder(self.folder)
-        if self.root is None and self.of:
+        if self.read_root() is None and self.of:
             owner = encode_record(_Owner(str(self.of)))
             replace_file(self.folder / JOB_FILE, owner, sync=False)
 
@@ -106,9 +106,8 @@ class JobSpool:
         check_name("component", component)
         return self.folder / f"{role}.{component}.rank{rank}.{number}{SLOT_SUFFIX}"
 
-    @property
-    def root(self) -> Path | None:
-        """The job's root, which may be gone; None if the folder does not name it.
+    def read_root(self) -> Path | None:
+        """Return the job's root, which may be gone; None if the folder does not name it.
 
         Raises:
             FormatError: the folder is of another release.
@@ -121,14 +120,6 @@ class JobSpool:
                 f"{self.folder}: they are lost."
             ) from None
         return Path(owner.root) if owner else None
-
-    def require_own_format(self) -> None:
-        """Refuse the folder of another release.
-
-        Raises:
-            FormatError: as `root`.
-        """
-        _ = self.root
 
     @property
     def bytes_used(self) -> int:
@@ -149,9 +140,9 @@ class JobSpool:
         """Return the job's sealed images on this node, and the errors of unreadable tickets.
 
         Raises:
-            FormatError: as `root`.
+            FormatError: as `read_root`.
         """
-        self.require_own_format()
+        self.read_root()  # which refuses a folder of another release
         good: list[SealedImage] = []
         bad: list[TicketError] = []
         for path in sorted(self.folder.glob(f"*{SLOT_SUFFIX}{TICKET_SUFFIX}")):
@@ -188,9 +179,9 @@ class JobSpool:
         """Yield all slots that hold a version of a role's weights, with their tags.
 
         Raises:
-            FormatError: as `root`.
+            FormatError: as `read_root`.
         """
-        self.require_own_format()
+        self.read_root()  # which refuses a folder of another release
         for path in self.folder.glob(f"{role}.*{SLOT_SUFFIX}{PUBLISHED_SUFFIX}"):
             slot = path.with_name(path.name.removesuffix(PUBLISHED_SUFFIX))
             tag = read_version_tag(slot)
@@ -261,7 +252,7 @@ def remove_replaced_spools(spool: Path, root: Path) -> None:
     """
     identity = read_identity(root)
     for job in list_job_spools(spool):
-        of, name = job.root, job.folder.name
+        of, name = job.read_root(), job.folder.name
         if of is None or name == job_id_of(root, identity):
             continue
         pending = sorted({image.ticket.step for image in job.tickets()[0]})
@@ -303,7 +294,7 @@ def sort_job_spools(spool: Path) -> tuple[list[JobSpool], list[FormatError]]:
         make_own_folder(spool)
         for job in (JobSpool(entry) for entry in sorted(spool.iterdir()) if entry.is_dir()):
             try:
-                job.require_own_format()
+                job.read_root()
                 found.append(job)
             except FormatError as error:
                 refused.append(error)
@@ -322,18 +313,18 @@ def get_job_spool(folder: str | Path, save: SaveId) -> JobSpool:
     Raises:
         SpoolError: the folder is another job's, or not of this user alone, so others may have put
             images there.
-        FormatError: as `JobSpool.root`.
+        FormatError: as `JobSpool.read_root`.
     """
     spool = JobSpool(Path(folder))
     if spool.folder.exists():
         for each in (spool.folder.parent, spool.folder):
             require_own_folder(each)
+        root = spool.read_root()
         if spool.folder.name != save.job:
             raise SpoolError(
-                f"spool folder {folder} is that of a job at {spool.root}, not of job {save.job} at "
+                f"spool folder {folder} is that of a job at {root}, not of job {save.job} at "
                 f"{save.root}; start the save from its trainer"
             )
-        spool.require_own_format()
     return spool
 
 

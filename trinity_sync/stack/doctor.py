@@ -287,8 +287,9 @@ def _check_tickets(job: JobSpool) -> Check:
     stale = [s.ticket for s in sealed if time.time() - s.ticket.sealed_at > STALE_S]
     if bad:
         return Check(name, "fail", str(bad[0]), "remove that ticket")
-    if sealed and (job.root is None or not job.root.is_dir()):
-        found = f"{len(sealed)} wait for the job at {job.root or 'an unknown root'}, which is gone"
+    root = job.read_root()
+    if sealed and (root is None or not root.is_dir()):
+        found = f"{len(sealed)} wait for the job at {root or 'an unknown root'}, which is gone"
         todo = f"restore the job's folder, or delete its images: rm -r {job.folder}"
         return Check(name, "warn", found, todo)
     if stale:

@@ -212,7 +212,7 @@ def remove_dead_spool(job: JobSpool, *, before: float) -> Iterator[Finding]:
 
     A folder that changed after ``before``, in seconds since the epoch, is kept.
     """
-    root, where = job.root, str(job.folder)
+    root, where = job.read_root(), str(job.folder)
     if root is None or root.is_dir():
         return
     what = f"{job.folder.name}, whose root {root} is gone"

@@ -190,22 +190,6 @@ def read_parts(
     return files
 
 
-def remove_other_parts(folder: Path, parts: Sequence[ManifestPart]) -> None:
-    """Remove the parts in a step's folder that are not among ``parts``, which its manifest names.
-
-    Also what writers of manifests that died have left. Call it under the commit lock.
-
-    Raises:
-        OSError: they cannot be removed, and take space until the step is removed.
-    """
-    named = {part.name for part in parts}
-    for path in folder.glob("manifest-*.json"):
-        if _NAME.fullmatch(path.name) and path.name not in named:
-            path.unlink(missing_ok=True)
-    for path in folder.glob(f".manifest*{TEMPORARY_SUFFIX}"):
-        path.unlink(missing_ok=True)
-
-
 @dataclass(frozen=True)
 class CallableRecord:
     """A save by a user's callable, as the manifest lists it."""
@@ -349,9 +333,18 @@ def finish_manifest(root: str | Path, step: int) -> None:
 
 
 def _remove_other_parts(folder: Path, parts: Sequence[ManifestPart]) -> None:
+    """Remove the parts in a step's folder that are not among ``parts``, which its manifest names.
+
+    Also what writers of manifests that died have left. Call it under the commit lock.
+    """
+    named = {part.name for part in parts}
     try:
-        remove_other_parts(folder, parts)
-    except OSError as error:
+        for path in folder.glob("manifest-*.json"):
+            if _NAME.fullmatch(path.name) and path.name not in named:
+                path.unlink(missing_ok=True)
+        for path in folder.glob(f".manifest*{TEMPORARY_SUFFIX}"):
+            path.unlink(missing_ok=True)
+    except OSError as error:  # they take space until the step is removed
         logger.warning("cannot remove parts of an earlier manifest in %s: %s", folder, error)
 
 

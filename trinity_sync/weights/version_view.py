@@ -281,7 +281,7 @@ class SlotReader:
             FormatError: the trainer is of another release.
         """
         with suppress(FileNotFoundError), ExitStack() as opened:
-            JobSpool(self.path.parent).require_own_format()
+            JobSpool(self.path.parent).read_root()  # which refuses a folder of another release
             file = opened.enter_context(closing(LockFile(self.path, os.O_RDONLY)))
             tag = read_version_tag(self.path) if file.try_acquire(shared=True) else None
             if tag and tag.image == image and self._map(file, tag.nbytes):

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import inspect
-import pydoc
 import re
 import subprocess
 import sys
@@ -98,7 +97,9 @@ def test_the_types_of_public_signatures_are_public() -> None:
 def list_public_functions(cls: type) -> list[Any]:
     named = {name: each for name, each in inspect.getmembers(cls) if name[0] != "_"}
     properties = [each.fget for each in named.values() if isinstance(each, property)]
-    return [cls.__init__, *filter(inspect.isroutine, named.values()), *properties]
+    routines = [each for each in named.values() if inspect.isroutine(each)]
+    ours = [each for each in routines if each.__module__.startswith("trinity_sync")]
+    return [cls.__init__, *ours, *properties]
 
 
 def iter_types(hints: Iterable[Any]) -> Iterator[type]:
@@ -112,11 +113,9 @@ def iter_types(hints: Iterable[Any]) -> Iterator[type]:
 
 @pytest.mark.parametrize("settings", [Settings, JobSettings, SyncSettings, StackSettings])
 def test_help_explains_each_setting(settings: type) -> None:
-    text = pydoc.render_doc(settings, renderer=pydoc.plaintext)
     _, _, described = (settings.__doc__ or "").partition("Attributes:\n")
     fields = re.findall(r"^    (\w+) \(.+?\): (\w.*(?:\n {8}.*)*)", described, re.MULTILINE)
     assert [name for name, _ in fields] == [*inspect.signature(settings).parameters]
-    assert len(text.splitlines()) < 120
 
 
 def test_help_names_units_and_defaults() -> None:

@@ -48,7 +48,7 @@ def test_a_save_after_the_spool_was_removed_makes_it_again(job: Job, unsaved: in
         assert torch.equal(committed(job, step), state(step)["model"]["w"])
     for folder in (job.spool.folder, job.spool.folder.parent):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert get_job_spool(job.spool.folder, job.save(7)).root == job.root
+    assert get_job_spool(job.spool.folder, job.save(7)).read_root() == job.root
 
 
 def test_slots_of_a_removed_spool_take_no_memory_once_they_are_used_again(job: Job) -> None:

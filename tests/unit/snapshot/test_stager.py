@@ -437,7 +437,7 @@ def test_a_folder_that_another_process_removed_names_its_job_again(tmp_path: Pat
     assert not spool.folder.exists()
     stager = Stager(spool)
     stager.prewarm("actor", "model", 0, 4096)
-    assert spool.root == tmp_path / "ckpts"
+    assert spool.read_root() == tmp_path / "ckpts"
     stager.close()
 
 

@@ -300,7 +300,7 @@ def test_a_trainer_that_ends_leaves_the_folder_to_one_that_begins_meanwhile(
         assert not job.spool.folder.exists()
         return
     assert [sealed.ticket.step for sealed in job.spool.tickets()[0]] == [1]
-    assert job.spool.root == job.root
+    assert job.spool.read_root() == job.root
     job.commit(1)
 
 

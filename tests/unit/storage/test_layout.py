@@ -95,7 +95,7 @@ def test_a_root_of_any_name_saves_and_is_known(
     job.commit(4)
     job.stager().close()
     assert find_newest(root).step == 4
-    assert job.spool.root == root
+    assert job.spool.read_root() == root
     assert get_job_spool(job.spool.folder, job.save(4)) == job.spool
     settings = Settings(home=tmp_path / "home")
     register_job(settings, root)

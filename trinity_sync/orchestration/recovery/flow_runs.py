@@ -170,7 +170,7 @@ def find_orphaned_saves(
     """
     jobs = defaultdict(list)  # an earlier job of a root may have a folder as well
     for job in list_job_spools(spool):
-        jobs[job.root or job.folder].append(job)
+        jobs[job.read_root() or job.folder].append(job)
     found = _visits.visit(
         jobs,
         lambda root: [
