@@ -69,7 +69,7 @@ def replicate(
     start = time.perf_counter()
     claim_remote(Path(root), remote)
     with lease_to_read(root, step, f"replicate to {remote.url}") as manifest:
-        missing = _list_missing(remote, manifest)
+        before, missing = _list_missing(remote, manifest)
         total = sum(record.nbytes for record in missing)
 
         def on_sent(nbytes: int) -> None:
@@ -88,7 +88,7 @@ def replicate(
 
         with ThreadPoolExecutor(parallel, "replicate") as pool:
             sent = list(pool.map(upload, missing))  # an error cancels what is not started
-        _commit(remote, step, encode_manifest(manifest))
+        _commit(remote, before, manifest)
         if missing:
             remote.remove_upload_records(step)
     nbytes = sum(record.nbytes for record, new in zip(missing, sent, strict=True) if new)
@@ -96,22 +96,26 @@ def replicate(
     return Replicated(remote.url, step, manifest.run, sum(sent), nbytes, seconds)
 
 
-def _commit(remote: Remote, step: int, text: bytes) -> None:
-    """Write the manifest; if there is none yet, by a write that succeeds for one of two writers."""
-    there = remote.read_file(step, MANIFEST)
-    if there is None and not remote.create_file(step, MANIFEST, text):
-        there = remote.read_file(step, MANIFEST)
-        if there != text:
-            raise RemoteError(
-                f"step {step} at {remote.url} was committed by another process meanwhile, with "
-                "other files; retry when no other process uploads it"
-            )
-    elif there not in (None, text):
+def _commit(remote: Remote, before: Manifest | None, manifest: Manifest) -> None:
+    """Write the manifest in the place of the one before; if there was none, one writer succeeds."""
+    step, text = manifest.step, encode_manifest(manifest)
+    if before == manifest:
+        return
+    if before is None:
+        if remote.create_file(step, MANIFEST, text):
+            return
+    elif remote.read_manifest(step) == before:
         remote.write_file(step, MANIFEST, text)
+        return
+    if remote.read_file(step, MANIFEST) != text:
+        raise RemoteError(
+            f"step {step} at {remote.url} was committed by another process meanwhile, with other "
+            "files; retry when no other process uploads it"
+        )
 
 
-def _list_missing(remote: Remote, manifest: Manifest) -> list[FileRecord]:
-    """Return the files that the remote lacks; remove its manifest if it must be replaced."""
+def _list_missing(remote: Remote, manifest: Manifest) -> tuple[Manifest | None, list[FileRecord]]:
+    """Return the manifest in the remote, unless it had to be removed, and what the remote lacks."""
     step = manifest.step
     try:
         there = remote.read_manifest(step)
@@ -119,7 +123,7 @@ def _list_missing(remote: Remote, manifest: Manifest) -> list[FileRecord]:
         there = None
         remote.remove_manifest(step)
     if there is None:
-        return list(manifest.files)
+        return None, list(manifest.files)
     sizes = remote.list_file_sizes(step)
     missing = [
         record
@@ -130,7 +134,8 @@ def _list_missing(remote: Remote, manifest: Manifest) -> list[FileRecord]:
     ]
     if any(there.find_file(record.path) for record in missing):
         remote.remove_manifest(step)  # a manifest must never be next to other files
-    return missing
+        there = None
+    return there, missing
 
 
 def _read_chunks(

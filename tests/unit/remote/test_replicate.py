@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import boto3
@@ -30,7 +31,7 @@ from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.leases import list_leases
-from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.manifest import encode_manifest, read_manifest
 from trinity_sync.storage.pins import pin, tag
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import open_run
@@ -147,6 +148,50 @@ def test_a_step_that_a_later_run_committed_again_replaces_the_old_copy(
     again = load_states(tmp_path / "back", 4, "actor")["model"]["w"]
     assert torch.equal(again, state(-4)["w"])
     assert open_run(tmp_path / "back", "resumed", 4).number == 3
+
+
+def test_a_copy_that_is_replaced_is_not_committed_meanwhile(
+    commit: Callable[..., Job], any_url: str
+) -> None:
+    job = commit(4)
+    replicate(job.root, any_url, 4)
+    for key in ("first", "second"):
+        open_run(job.root, key, 0)
+    commit(4, run=2, value=-4)
+    kill_after_the_first_file(job, any_url)
+    assert Remote(any_url).read_step(4).state == "not committed"
+    assert replicate(job.root, any_url, 4).uploaded == 1  # as the optimizer's file is the same
+    assert Remote(any_url).read_step(4).manifest == read_manifest(job.root, 4)
+
+
+def test_a_file_that_was_cut_short_there_is_sent_again(
+    commit: Callable[..., Job], url: str
+) -> None:
+    job = commit(4)
+    replicate(job.root, url, 4)
+    Remote(url).write_file(4, file_of(4), b"short")
+    assert replicate(job.root, url, 4).uploaded == 1
+    assert Remote(url).read_step(4).state == "valid"
+
+
+@pytest.mark.parametrize("before", ["nothing", "fewer files"])
+def test_of_two_processes_that_copy_other_steps_of_one_number_the_second_is_refused(
+    commit: Callable[..., Job], any_url: str, before: str
+) -> None:
+    job, remote = commit(4), Remote(any_url)
+    mine = read_manifest(job.root, 4)
+    theirs = encode_manifest(replace(mine, run=7))
+    if before == "fewer files":
+        replicate(job.root, any_url, 4)
+        remote.write_file(4, MANIFEST, encode_manifest(replace(mine, files=mine.files[:1])))
+    with pytest.raises(RemoteError, match="was committed by another process meanwhile"):
+        replicate(
+            job.root,
+            any_url,
+            4,
+            on_progress=lambda *_: remote.write_file(4, MANIFEST, theirs),
+        )
+    assert remote.read_file(4, MANIFEST) == theirs
 
 
 def test_a_file_that_is_corrupted_here_is_not_copied(commit: Callable[..., Job], url: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -191,6 +192,18 @@ def test_a_training_that_goes_on_from_the_one_before_counts_its_steps_again(
     assert (40 in there) == (how == "loaded")  # of the training that it did not go on from
 
 
+def test_a_training_that_was_rewound_keeps_its_steps_without_the_one_that_it_went_back_to(
+    root: Path,
+) -> None:
+    begun_again(root)
+    rewind(root, 10000)
+    open_run(root, "fourth", 10000)
+    commit_files(root, 10500, run=4)
+    shutil.rmtree(root / "global_step_10000")
+    there = describe_steps(RootSteps(root))
+    assert {each.step: each.superseded_by for each in there} == {8000: 0, 9000: 0, 10500: 0}
+
+
 def test_a_step_with_a_pending_export_is_kept(root: Path) -> None:
     for step in (10, 20, 30):
         commit_files(root, step, at=time.time(), exports={"actor": "hf_model"})
@@ -321,6 +334,15 @@ def test_no_step_is_removed_before_a_newer_one_is_valid(root: Path) -> None:
     assert done.removed == ()
     assert "the newer step 2 is not valid" in spared(done)[1]
     assert find_newest(root).step == 1
+
+
+def test_a_step_is_spared_if_the_newest_one_has_become_older(root: Path) -> None:
+    commit_files(root, 9)
+    commit_files(root, 5, run=2)
+    made = planned(root)
+    assert numbers(made.removed) == [9]
+    commit_files(root, 5)
+    assert spared(drive(root, made)) == {9: "step 5 is no longer newer"}
 
 
 def test_a_step_that_was_committed_again_after_the_plan_is_spared(root: Path) -> None:

@@ -260,6 +260,23 @@ def test_an_image_that_another_trainer_has_just_sealed_is_not_evicted(job: Job) 
     other.close()
 
 
+def test_a_slot_that_another_trainer_has_just_filled_is_not_free(job: Job) -> None:
+    mine, other = (Stager(job.spool, slots=1, slot_wait_s=0.2, clock=lambda: 1e10) for _ in "12")
+    state = {"model": {"w": torch.ones(3)}}
+    other.stage(job.origin(1), state, seals=False)
+    tag = other.publish(job.origin(1), "model")
+    assert tag is not None
+    (published,) = job.spool.folder.glob("*.published")
+    with (
+        when_opened(published, lambda: other.stage(job.origin(2), state)),
+        pytest.raises(SpoolError, match="step 3"),
+    ):
+        mine.stage(job.origin(3), state)
+    assert [s.ticket.step for s in job.spool.tickets()[0]] == [2]
+    other.close()
+    mine.close()
+
+
 def test_an_image_that_is_being_written_is_never_evicted(job: Job) -> None:
     for step in (1, 2):
         job.stage(step, {"model": {"w": torch.full((3,), float(step))}})
@@ -348,6 +365,23 @@ def test_in_a_full_spool_all_is_sealed_or_nothing(job: Job) -> None:
     assert not temporary.exists()
     job.stage(1, states)
     assert len(job.spool.tickets()[0]) == 2
+
+
+def test_an_evicted_image_leaves_nothing_if_no_other_takes_its_place(job: Job) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    job.stagers[0] = Stager(job.spool, slots=1)
+    states = {"model": {"w": torch.zeros(3)}, "optim": {"s": torch.ones(3)}}
+    job.stage(1, states)
+    mark_failed(job.spool, job.save(1), "the disk is full")
+    first = job.spool.slot("actor", "model", 0, 0)
+    temporary = first.with_name(f"{first.name}.ticket.tmp")
+    with when_opened(temporary, full), pytest.raises(SpoolError, match="No space left"):
+        job.stage(2, states)
+    job.stager().close()
+    job.spool.remove_if_unused()
+    assert not job.spool.folder.exists()
 
 
 def test_a_job_whose_folder_another_process_removed_at_its_end_saves(job: Job) -> None:

@@ -20,6 +20,7 @@ from trinity_sync.fs.direct_io import PIECE, digest_cached_file, open_direct, re
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
 from trinity_sync.snapshot.ticket import cached_file_path, read_cached_file, write_cached_file
+from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.restore import RestoredShard, load_shards, load_states
 
 SHARD = "actor/model_world_size_1_rank_0.pt"
@@ -219,6 +220,15 @@ def test_a_file_that_was_cut_short_is_refused_with_a_way_out(job: Job) -> None:
         CommitError, match=r"step 1 .* is corrupted: .* has 5,000 bytes.*Choose another"
     ):
         load_shard(job.root, 1, SHARD)
+
+
+def test_a_file_that_has_grown_since_its_step_was_checked_is_refused(job: Job) -> None:
+    save(job, 1, 1)
+    manifest = require_committed(job.root, 1)
+    with (job.root / "global_step_1" / SHARD).open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(CommitError, match=r"is corrupted: it has .* bytes, the manifest says"):
+        load_states(job.root, 1, "actor", manifest=manifest)
 
 
 def test_a_file_with_a_flipped_byte_is_refused_with_a_way_out(job: Job) -> None:
