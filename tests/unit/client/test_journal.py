@@ -337,6 +337,18 @@ def test_a_line_that_is_cut_off_is_passed_over(job: Job) -> None:
     assert journal.find(three.key)
 
 
+def test_a_line_that_is_being_written_is_read_once_it_is_complete(job: Job) -> None:
+    one, two = (request_of(job, step) for step in (1, 2))
+    tell(one, "failed")
+    path, journal = path_of(job, 1), Journal.of(one)
+    line = path.read_text().replace(one.key, two.key)
+    for part, known in ((line[:-20], False), (line[-20:], True)):
+        with path.open("a") as file:
+            file.write(part)
+        journal.read()
+        assert (journal.find(two.key) is not None) == known
+
+
 def test_of_a_run_that_is_retried_the_last_start_counts_whatever_the_clocks_say(job: Job) -> None:
     request, journal = request_of(job), Journal.of(request_of(job))
     told: list[tuple[SaveState, int, SaveState]] = [

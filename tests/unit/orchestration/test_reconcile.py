@@ -19,7 +19,7 @@ from trinity_sync.catalog.database import get_catalog_url, list_jobs, open_catal
 from trinity_sync.catalog.mirror import is_current
 from trinity_sync.client.prefect_api import FlowRun, State
 from trinity_sync.errors import CatalogError
-from trinity_sync.layout import attaching_folder, step_folder
+from trinity_sync.layout import MANIFEST, attaching_folder, step_folder
 from trinity_sync.orchestration import on_node
 from trinity_sync.orchestration.recovery.reconcile import GRACE_S, reconcile
 from trinity_sync.settings import Settings
@@ -30,6 +30,7 @@ from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.gc import Finding, remove_attached, remove_temporaries
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.metrics import write_metrics
+from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.save import mark_failed
 
 LATER_S = 7200.0
@@ -121,6 +122,17 @@ def test_a_pointer_at_a_removed_step_moves_to_the_newest_that_is_left(
     assert read_latest_pointer(job.root, "checkpoint") == 1
 
 
+def test_a_pointer_moves_to_no_step_that_a_later_run_has_superseded(
+    job: Job, settings: Settings
+) -> None:
+    open_run(job.root, "first", 0)
+    save(job, 1, 2)
+    open_run(job.root, "second", 1)
+    (job.root / "latest_checkpointed_iteration.txt").write_text("")
+    run(job, settings)
+    assert read_latest_pointer(job.root, "checkpoint") == 1
+
+
 def test_a_pointer_at_another_systems_checkpoint_is_left_alone(
     job: Job, settings: Settings
 ) -> None:
@@ -176,7 +188,11 @@ def test_files_for_saves_that_were_never_submitted_are_removed_after_a_newer_com
     assert remove(set(), before=folder.stat().st_mtime - 1) == []
     assert remove({3}) == []
     assert remove(None) == []
+    committed = (step_folder(job.root, 4) / MANIFEST).stat().st_mtime
+    os.utime(folder, (committed + 1, committed + 1))
+    assert remove(set()) == []  # its save may follow
     assert (folder / "data.pt").exists()
+    os.utime(folder, (committed - 1, committed - 1))
     (finding,) = remove({4})
     assert (finding.state, finding.what) == ("repaired", ".trinity_sync/attaching/killed")
     assert not folder.parent.exists()

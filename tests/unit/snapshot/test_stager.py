@@ -11,6 +11,7 @@ import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -332,6 +333,15 @@ def test_a_spool_that_is_too_small_says_how_many_bytes_it_lacks(job: Job) -> Non
     with pytest.raises(SpoolFullError, match=r"needs [\d,]+ more bytes and [\d,]+ are free"):
         stager.prewarm("actor", "model", 0, 1 << 50)
     job.stage(1, {"model": {"w": torch.zeros(3)}})  # and goes on working
+
+
+def test_the_slots_of_a_job_are_room_for_its_images(job: Job, small_disk: Path) -> None:
+    spool = open_job_spool(small_disk / "spool", job.root)
+    with closing(Stager(spool)) as stager:
+        stager.stage(job.origin(1), {"model": {"w": torch.zeros(3)}})
+        spool.require_room(3 << 20)  # of 4, half of which the slot has
+        with pytest.raises(SpoolFullError, match="need 5,242,880 bytes"):
+            spool.require_room(5 << 20)
 
 
 def test_a_slot_that_its_commit_frees_does_not_count_as_evicted(

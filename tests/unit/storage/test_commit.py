@@ -46,7 +46,7 @@ from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.pins import pin, tag
 from trinity_sync.storage.runs import find_newest_run, open_run
-from trinity_sync.storage.save import discard
+from trinity_sync.storage.save import discard, mark_failed
 from trinity_sync.storage.save_functions import CallableStatus
 
 
@@ -400,6 +400,14 @@ def test_an_evicted_image_is_never_saved_as_another_step(job: Job) -> None:
 
     with pytest.raises(EvictedError, match="was evicted for a later step"):
         _check(job.save(1), sealed, memoryview(b""))
+
+
+def test_an_image_whose_save_is_retried_no_longer_counts_as_failed(job: Job) -> None:
+    job.stage(1, {"model": state(1)})
+    mark_failed(job.spool, job.save(1), "the disk was full")
+    assert job.spool.tickets()[0][0].failed
+    job.persist(1)
+    assert not job.spool.tickets()[0][0].failed
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs a mount of its own")
