@@ -27,7 +27,7 @@ from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.stager import Stager
 from trinity_sync.snapshot.ticket import failure_path, lock_slot, seal, ticket_path
-from trinity_sync.storage.save import mark_failed
+from trinity_sync.storage.save import mark_failed, mark_image_failed
 
 
 def staged_state(job: Job, step: int) -> dict[str, torch.Tensor]:
@@ -519,3 +519,13 @@ def test_the_failure_of_a_save_is_never_noted_at_the_image_of_a_later_save(job: 
     with when_opened(failure_path(slot), evict):
         mark_failed(job.spool, job.save(1), "its disk was full")
     assert {s.ticket.step: s.failed for s in job.spool.tickets()[0]} == {1: True, 3: False}
+
+
+def test_the_failure_of_an_evicted_image_is_not_noted_at_the_one_in_its_place(job: Job) -> None:
+    job.stagers[0] = Stager(job.spool, slots=1, slot_wait_s=0.0)
+    job.stage(1, {"model": {"w": torch.ones(10)}})
+    (evicted,) = job.spool.tickets()[0]
+    job.stage(2, {"model": {"w": torch.ones(10)}})
+    mark_image_failed(evicted, "its disk was full")
+    (sealed,) = job.spool.tickets()[0]
+    assert (sealed.slot, sealed.ticket.step, sealed.failed) == (evicted.slot, 2, False)
