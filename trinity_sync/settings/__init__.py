@@ -339,7 +339,7 @@ class IoSettings(_Section):
 
     reuse_files: bool | Literal["always"] = True
     """Whether large files of removed steps are kept for the next saves to write over, which is
-    about twice as fast. On a file system that other nodes may see, only ``"always"`` does so."""
+    1.5 times as fast. On a file system that other nodes may see, only ``"always"`` does so."""
 
 
 @describe_attributes

@@ -1,6 +1,7 @@
 """Block reuse: keep the files of removed steps, so that later saves write over them.
 
-Writing over allocated blocks is about twice as fast as writing a new file. A spare file has a
+Writing over allocated blocks was 1.5 to 1.6 times as fast as a new file on the disk where it was
+measured (ext4, 1 GiB), and a save was durable after 0.67 to 0.84 of the time. A spare file has a
 random name in ``root/.trinity_sync/spare``. A writer acquires it by renaming it to its temporary
 name, so whatever process dies, no step contains a file that is written over. A file that another
 process still reads, may write or has linked is removed instead, and so is a file on a file system
