@@ -96,24 +96,6 @@ def mark_image_failed(sealed: SealedImage, reason: str) -> None:
             failure_path(sealed.slot).write_text(reason)
 
 
-def find_stalls(written: Iterable[Written]) -> tuple[Stall, ...]:
-    """Return the longest stall of each role, sorted by role."""
-    longest: dict[str, Stall] = {}
-    for file in written:
-        if not file.submitted_at:  # of another save of the step
-            continue
-        stall = Stall(file.record.role, file.record.rank, file.stall_s)
-        known = longest.get(stall.role)
-        if known is None or stall.seconds > known.seconds:
-            longest[stall.role] = stall
-    return tuple(stall for _, stall in sorted(longest.items()))
-
-
-def find_submission(written: Iterable[Written]) -> float:
-    """Return when the last rank submitted its images, in seconds since the epoch; 0 for none."""
-    return max((file.submitted_at for file in written), default=0.0)
-
-
 def measure_save(
     save: SaveId,
     written: Sequence[Written],
@@ -126,12 +108,15 @@ def measure_save(
     ``started_at`` is when its flow run started, ``persisted_at`` when all files were durable; 0 if
     that is unknown. ``committed_at`` is when the manifest is written.
     """
-    submitted_at = find_submission(written)
-    own = [file for file in written if file.submitted_at]
+    own = [file for file in written if file.submitted_at]  # others are of another save of the step
+    submitted_at = max((file.submitted_at for file in own), default=0.0)
+    slowest = {file.record.role: file for file in sorted(own, key=lambda file: file.stall_s)}
     return SaveTiming(
         kind=save.kind,
         roles=save.roles,
-        stalls=find_stalls(written),
+        stalls=tuple(
+            Stall(role, file.record.rank, file.stall_s) for role, file in sorted(slowest.items())
+        ),
         submitted_at=submitted_at or started_at or committed_at,
         # the clocks of two nodes may disagree
         queue_s=max(started_at - submitted_at, 0.0) if started_at and submitted_at else 0.0,
