@@ -30,6 +30,7 @@ from trinity_sync.errors import (
     TicketError,
 )
 from trinity_sync.fs.direct_io import digest_cached_file
+from trinity_sync.fs.process import read_process_identity
 from trinity_sync.layout import KINDS, Kind
 from trinity_sync.orchestration.on_node import commit_step
 from trinity_sync.retention.prune import RootSteps
@@ -47,7 +48,12 @@ from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.pins import pin, tag
 from trinity_sync.storage.runs import find_newest_run, open_run
 from trinity_sync.storage.save import discard, mark_failed
-from trinity_sync.storage.save_functions import CallableStatus
+from trinity_sync.storage.save_functions import (
+    CallableStatus,
+    await_callable_saves,
+    read_statuses,
+    write_status,
+)
 
 
 def state(value: float, size: int = 5000) -> dict[str, Any]:
@@ -497,6 +503,16 @@ def test_a_retry_of_a_save_that_was_committed_and_removed_says_so_at_once(job: J
     waited = iter([0.0, 0.0])  # no third look at the clock, so it has not waited
     with pytest.raises(SaveError, match=r"step 3 .* was committed at \d.* has been removed"):
         persist(job.share, job.save(3), "model", WriteOptions(), clock=lambda: next(waited))
+
+
+def test_a_save_function_whose_process_died_has_failed(job: Job) -> None:
+    died, lives = "1/1", read_process_identity(os.getpid())
+    for name, process in (("lora", died), ("model", lives)):
+        write_status(job.spool, CallableStatus(name, 1, 3, "checkpoint", 0, process))
+    found = {each.name: each.state for each in read_statuses(job.spool, 1, 3, "checkpoint")}
+    assert found == {"lora": "failed", "model": "started"}
+    with pytest.raises(SaveError, match="'lora' of rank 0 failed: the process died"):
+        await_callable_saves(job.spool, job.save(3))
 
 
 def test_a_retry_of_save_functions_whose_step_was_committed_and_removed_says_so(
