@@ -347,6 +347,22 @@ def test_a_step_that_was_not_replicated_is_kept_and_sent_after_the_next_save(
     assert [step.state for step in Remote(one.url).list_steps()] == ["valid"] * 3
 
 
+def test_a_step_that_a_later_run_has_committed_again_is_not_in_the_remote_yet(
+    machine: Make,
+) -> None:
+    one = machine("one")
+    saves = one.start("first")
+    for step in (1, 2):
+        one.commit(saves, step)
+    again = one.start("second", load=False)
+    again.load(1)
+    one.commit(again, 2, sent=False)
+    there = [is_replicated(again.root, read_manifest(again.root, step)) for step in (1, 2)]
+    assert there == [True, False]
+    assert replicate_missing(again.root, one.url) == [2]
+    assert Remote(one.url).read_step(2).manifest.run == 2
+
+
 def test_the_policy_of_a_remote_removes_neither_the_newest_nor_a_pinned_step(
     machine: Make,
 ) -> None:

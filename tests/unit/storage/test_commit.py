@@ -675,6 +675,9 @@ def test_a_sync_of_the_step_that_a_run_has_loaded_takes_its_checkpoint_over(job:
     assert [read_latest_pointer(job.root, kind) for kind in KINDS] == [40, 40]
     assert job.spool.tickets() == ([], [])
     assert is_committed(job.root, 2, 40, "state_dict")
+    assert not is_committed(job.root, 2, 40, "checkpoint")  # until the run saves its own
+    job.commit(40, run=2, kind="state_dict")  # a retry
+    assert find_newest(job.root) == found
 
 
 def test_a_checkpoint_that_is_taken_over_keeps_its_metrics(job: Job) -> None:
@@ -921,6 +924,14 @@ def test_shards_that_a_function_saw_appear_are_listed_once(job: Job) -> None:
     manifest = commit(job.save(3), job.persist(3, "model", "optim"), [receipt])
     assert [file.path for file in manifest.files].count(shard) == 1
     assert read_manifest(job.root, 3).find_file(shard).component == "model"
+
+
+def test_a_shard_of_the_sync_stays_one_if_a_function_of_the_checkpoint_lists_it(job: Job) -> None:
+    job.stage(3, {"model": state(1)}, kind="state_dict")
+    job.commit(3, kind="state_dict")
+    receipt = CallableStatus("own", 1, 3, "checkpoint", 0, "1/1", "finished", files=(MODEL,))
+    commit(job.save(3), [], [receipt])
+    assert read_manifest(job.root, 3).find_file(MODEL).component == "model"
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs a mount of its own")

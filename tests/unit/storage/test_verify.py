@@ -229,6 +229,14 @@ def test_files_that_were_replaced_while_they_were_read_are_not_judged(job: Job) 
     assert states(judge_steps(checked)) == {2: "replaced"}
 
 
+def test_files_that_a_later_run_has_written_with_the_same_bytes_are_not_judged(job: Job) -> None:
+    save(job, 1)
+    flip_a_byte(shard(job, 1))
+    checked = check_files(choose_files(job.root, step=1))
+    write_manifest(job.root, replace(require_committed(job.root, 1), run=2))
+    assert states(judge_steps(checked)) == {1: "replaced"}
+
+
 def test_a_kill_between_mark_and_pointer_is_made_good_by_the_next_look(job: Job) -> None:
     save(job, 1, 2)
     flip_a_byte(shard(job, 2))
