@@ -277,6 +277,28 @@ def test_tying_that_changes_is_laid_out_again() -> None:
     assert layout is not known
 
 
+NUMBERS, COMPLEX = torch.arange(12.0), torch.randn(6, dtype=torch.complex64)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (NUMBERS[:4], NUMBERS[4:8]),
+        (NUMBERS[:4], NUMBERS[:8:2]),
+        (COMPLEX, COMPLEX.conj()),
+        (COMPLEX.imag, COMPLEX.conj().imag),
+        (NUMBERS.clone(), NUMBERS.clone().requires_grad_()),
+    ],
+    ids=["offset", "strides", "conjugate", "negative", "gradient"],
+)
+def test_a_tensor_of_another_form_is_laid_out_again(
+    first: torch.Tensor, second: torch.Tensor
+) -> None:
+    known, _ = lay_out({"w": first})
+    assert lay_out({"w": first}, known)[0] is known
+    assert lay_out({"w": second}, known)[0] is not known
+
+
 def test_a_plain_value_that_changes_is_laid_out_again() -> None:
     weight = torch.ones(3)
     known, _ = lay_out({"w": weight, "lr": 0.1})
