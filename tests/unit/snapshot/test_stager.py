@@ -26,7 +26,14 @@ from trinity_sync.snapshot import slot_pool
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.stager import Stager
-from trinity_sync.snapshot.ticket import failure_path, lock_slot, seal, ticket_path
+from trinity_sync.snapshot.ticket import (
+    failure_path,
+    free_slot,
+    lock_slot,
+    read_cached_file,
+    seal,
+    ticket_path,
+)
 from trinity_sync.storage.save import mark_failed, mark_image_failed
 
 
@@ -529,3 +536,14 @@ def test_the_failure_of_an_evicted_image_is_not_noted_at_the_one_in_its_place(jo
     mark_image_failed(evicted, "its disk was full")
     (sealed,) = job.spool.tickets()[0]
     assert (sealed.slot, sealed.ticket.step, sealed.failed) == (evicted.slot, 2, False)
+
+
+def test_the_commit_of_an_evicted_image_does_not_free_the_one_in_its_place(job: Job) -> None:
+    job.stagers[0] = Stager(job.spool, slots=1, slot_wait_s=0.0)
+    job.stage(1, {"model": {"w": torch.ones(10)}})
+    (evicted,) = job.spool.tickets()[0]
+    job.stage(2, {"model": {"w": torch.ones(10)}})
+    free_slot(evicted.slot, evicted.ticket.image, "its digest")
+    (sealed,) = job.spool.tickets()[0]
+    assert (sealed.slot, sealed.ticket.step) == (evicted.slot, 2)
+    assert read_cached_file(evicted.slot) is None
