@@ -292,6 +292,20 @@ def test_a_copy_never_takes_the_place_of_another_step(
     assert read_manifest(job.root, 4) == before
 
 
+def test_the_copy_of_an_earlier_run_takes_the_place_of_no_step(
+    commit: Callable[..., Job], url: str
+) -> None:
+    job = commit(4)
+    replicate(job.root, url, 4)
+    for key in ("first", "second"):
+        open_run(job.root, key, 0)
+    commit(4, run=2, value=-4)
+    mine = read_manifest(job.root, 4)
+    with pytest.raises(CommitError, match="is not the step of the remote"):
+        fetch(url, 4, job.root, replace=True)
+    assert read_manifest(job.root, 4) == mine
+
+
 def test_a_bucket_that_refuses_writes_is_a_sentence(
     commit: Callable[..., Job], s3: boto3.client, bucket: str
 ) -> None:

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from trinity_sync.errors import (
     SaveFailedError,
     SupersededError,
 )
-from trinity_sync.layout import step_folder
+from trinity_sync.layout import MANIFEST, step_folder
 from trinity_sync.remote.prune import NOT_OURS, prune_remote
 from trinity_sync.remote.remote_root import Remote
 from trinity_sync.remote.required import replicate_missing, replicate_required
@@ -41,7 +41,7 @@ from trinity_sync.stack.doctor_job import check_root
 from trinity_sync.storage.commit import commit, free_committed_slots
 from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.job_settings import is_replicated, read_required_remote
-from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.manifest import encode_manifest, read_manifest
 from trinity_sync.storage.pins import pin
 from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.runs import find_newest_run, open_run
@@ -361,6 +361,17 @@ def test_a_step_that_a_later_run_has_committed_again_is_not_in_the_remote_yet(
     assert there == [True, False]
     assert replicate_missing(again.root, one.url) == [2]
     assert Remote(one.url).read_step(2).manifest.run == 2
+
+
+def test_a_step_of_a_later_run_in_the_remote_is_not_replaced(machine: Make) -> None:
+    one = machine("one")
+    saves = one.start("first")
+    one.commit(saves, 1)
+    theirs = encode_manifest(replace(read_manifest(saves.root, 1), run=7))
+    Remote(one.url).write_file(1, MANIFEST, theirs)
+    with pytest.raises(SupersededError, match="has the step of run 7"):
+        replicate_required(saves.root, one.url, 1)
+    assert Remote(one.url).read_file(1, MANIFEST) == theirs
 
 
 def test_the_policy_of_a_remote_removes_neither_the_newest_nor_a_pinned_step(

@@ -26,7 +26,7 @@ from trinity_sync.fs.direct_io import (
     read_fd,
 )
 from trinity_sync.fs.locks import acquire_commit_lock
-from trinity_sync.layout import step_folder
+from trinity_sync.layout import MANIFEST, step_folder
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.latest_pointer import read_latest_pointer, repair_latest_pointer
 from trinity_sync.storage.manifest import read_manifest, write_manifest
@@ -217,6 +217,15 @@ def test_a_run_that_comes_to_a_corrupted_step_again_replaces_it_mark_and_all(job
     save(job, 2, run=2, scale=3.0)
     assert require_committed(job.root, 2).run == 2
     assert pointers(job) == (2, 2)
+
+
+def test_a_mark_does_not_outlive_a_manifest_that_was_removed(job: Job) -> None:
+    save(job, 1, 2)
+    flip_a_byte(shard(job, 2))
+    verify(job, step=2)
+    (step_folder(job.root, 2) / MANIFEST).unlink()
+    save(job, 2, scale=3.0)
+    assert require_committed(job.root, 2).run == 1
 
 
 def test_files_that_were_replaced_while_they_were_read_are_not_judged(job: Job) -> None:
