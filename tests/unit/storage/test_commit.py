@@ -541,6 +541,17 @@ def test_a_flow_that_is_retried_after_the_images_were_named_commits(job: Job) ->
     require_committed(job.root, 4)
 
 
+def test_a_file_that_was_cut_short_before_it_replaces_another_is_not_committed(job: Job) -> None:
+    job.stage(3, {"model": state(1)})
+    job.commit(3)
+    job.stage(3, {"model": state(2)}, run=2)
+    written = job.persist(3, run=2)
+    os.truncate(written[0].temporary, 10)
+    with pytest.raises(SaveError, match="changed before its commit"):
+        commit(job.save(3, run=2), written)
+    assert find_newest(job.root).run == 1
+
+
 def test_a_file_that_was_swapped_before_the_commit_is_not_committed(job: Job) -> None:
     job.stage(4, {"model": state(1)})
     written = job.persist(4)
