@@ -902,6 +902,15 @@ def test_an_image_of_a_removed_root_is_not_committed_into_the_recreated_one(
     assert find_newest(job.root) is None
 
 
+def test_a_run_of_the_same_number_and_another_key_commits_nothing(job: Job) -> None:
+    open_run(job.root, "first", 0)
+    job.stage(4, {"model": state(1)})
+    written = job.persist(4)
+    with pytest.raises(SupersededError, match="the root was removed and recreated"):
+        commit(replace(job.save(4), run_key="another"), written)
+    assert find_newest(job.root) is None
+
+
 def test_a_run_that_is_retried_after_its_commit_commits_the_same_again(job: Job) -> None:
     job.stage(4, {"model": state(1), "optim": state(2)})
     first = job.commit(4, "model", "optim")
