@@ -14,11 +14,12 @@ from tests.support.job import Job, held
 from tests.support.waiting import until
 from trinity_sync.cli.commands import app
 from trinity_sync.client.savers import StateSaver
+from trinity_sync.errors import SaveError
 from trinity_sync.snapshot.ticket import Ticket
 from trinity_sync.storage import save_timing
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.manifest import read_manifest
-from trinity_sync.storage.save_timing import Stall, read_saves
+from trinity_sync.storage.save_timing import Stall, read_saves, refuse_removed
 
 STATE: Mapping[str, Any] = {"model": {"w": torch.zeros(9)}, "optim": {"w": torch.ones(9)}}
 
@@ -127,3 +128,11 @@ def test_the_log_of_saves_does_not_grow_without_end(
     steps = [each.step for each in read_saves(job.root)]
     assert steps == [*range(steps[0], 21)]
     assert 1 < steps[0] < 20
+
+
+def test_a_sync_that_was_committed_and_removed_tells_nothing_of_the_checkpoint(job: Job) -> None:
+    job.stage(3, {"model": {"w": torch.zeros(3)}}, kind="state_dict")
+    job.commit(3, kind="state_dict")
+    refuse_removed(job.save(3))
+    with pytest.raises(SaveError, match=r"was committed at .* removed or replaced since"):
+        refuse_removed(job.save(3, kind="state_dict"))
