@@ -100,6 +100,14 @@ def stack_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting
     shutil.rmtree(spool)
 
 
+DEAD_PROXY = {
+    name: "http://127.0.0.1:9"
+    for scheme in ("http", "https", "all")
+    for name in (f"{scheme}_proxy", f"{scheme}_PROXY".upper())
+}
+"""A proxy at which nothing listens, which no process of a stack may use for the stack itself."""
+
+
 @contextmanager
 def running_stack(
     settings: Settings,
@@ -128,7 +136,8 @@ def running_stack(
 def started(settings: Settings, num_cpus: int) -> StackState:
     """The stack of this environment, or of the one that is named."""
     if not STACK:
-        return embedded.up(settings, num_cpus=num_cpus)
+        with environment(DEAD_PROXY):
+            return embedded.up(settings, num_cpus=num_cpus)
     env = build_environment(settings, StackSettings(), StackState())
     del env["PYTHONPATH"]  # with this environment's packages
     command = [f"{STACK}/trinity-sync", "up", "--cpus", str(num_cpus)]

@@ -17,13 +17,14 @@ import re
 import ssl
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
 from trinity_sync.client.save_request import SAVE_DEPLOYMENT
 from trinity_sync.errors import PrefectApiError, RequestRefusedError, TrinitySyncError
@@ -52,6 +53,7 @@ _PROTECTED = {"user-agent", "prefect-csrf-token", "prefect-csrf-client"}
 """Headers that ``PREFECT_CLIENT_CUSTOM_HEADERS`` cannot set, as in Prefect."""
 
 _THIS_NODE = "localhost", "127.0.0.1", "[::1]"
+_NO_PROXY = "no_proxy", "NO_PROXY"
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class Server:
     headers: tuple[tuple[str, str], ...]
     cert_file: str
     verifies: bool
+    is_own: bool = False
+    """Whether it is the server of this user's local stack, which is reached without a proxy."""
 
     @property
     def ui_url(self) -> str:
@@ -283,13 +287,16 @@ def _trust(cert_file: str, verifies: bool) -> ssl.SSLContext:
 def _connect(server: Server) -> "httpx.AsyncClient":
     import httpx
 
+    direct = [f"all://{host}" for host in _THIS_NODE]  # no proxy, whatever NO_PROXY says
+    if server.is_own:
+        direct.append(f"all://{httpx.URL(server.url).host}")
     return httpx.AsyncClient(
         base_url=server.url,
         headers=dict(server.headers),
         verify=_trust(server.cert_file, server.verifies),
         follow_redirects=True,
         event_hooks={"response": [_refuse_other_hosts]},
-        mounts={f"all://{host}": None for host in _THIS_NODE},  # no proxy, whatever NO_PROXY says
+        mounts=dict.fromkeys(direct),
         timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S),
         limits=httpx.Limits(keepalive_expiry=KEEP_ALIVE_S),
     )
@@ -303,15 +310,14 @@ def find_server(home: Path, given_url: str | None) -> Server:
     """
     import certifi
 
-    named = os.environ.get
+    named, is_own = os.environ.get, False
     url, login = given_url or named("PREFECT_API_URL", ""), named("PREFECT_API_AUTH_STRING", "")
-    if not url:
-        url, own_login = read_local_stack(home)
-        login = own_login or login
-    elif given_url or not (login or named("PREFECT_API_KEY")):
-        with suppress(PrefectApiError):  # it is not needed
-            own_url, own_login = read_local_stack(home)
-            login = (own_login if _normalize(url) == _normalize(own_url) else "") or login
+    prefers_own = given_url or not (url and (login or named("PREFECT_API_KEY")))
+    with nullcontext() if not url else suppress(PrefectApiError):  # it may not be needed
+        own_url, own_login = read_local_stack(home)
+        url = url or own_url
+        is_own = bool(url) and _normalize(url) == _normalize(own_url)
+        login = (own_login if is_own and prefers_own else "") or login
     if not url:
         raise PrefectApiError(
             "no Prefect server is known: PREFECT_API_URL is not set, and "
@@ -337,7 +343,20 @@ def find_server(home: Path, given_url: str | None) -> Server:
         tuple(headers.items()),
         named("PREFECT_API_SSL_CERT_FILE") or named("SSL_CERT_FILE") or certifi.where(),
         insecure not in ("1", "true", "t", "yes", "y", "on"),
+        is_own,
     )
+
+
+def bypass_proxies(variables: MutableMapping[str, str], *addresses: str) -> None:
+    """Have other clients reach this node, and URLs or ``host:port``, without a proxy.
+
+    Both spellings of ``NO_PROXY`` get the hosts: some libraries read one, and some the other.
+    """
+    hosts = [urlsplit(each if "//" in each else f"//{each}").hostname for each in addresses]
+    known = ",".join(variables.get(name, "") for name in _NO_PROXY).split(",")
+    named = [each.strip() for each in known] + [each.strip("[]") for each in _THIS_NODE]
+    value = ",".join(dict.fromkeys(filter(None, [*named, *hosts])))
+    variables.update(dict.fromkeys(_NO_PROXY, value))
 
 
 def hide_password(url: str) -> str:

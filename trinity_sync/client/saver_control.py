@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -124,10 +125,10 @@ class SaverControl:
     def __del__(self) -> None:  # the saver may end, once it has committed what was submitted
         self._close()
 
-    def _close(self) -> None:
+    def _close(self, close: Callable[[int], None] = os.close) -> None:
         pipe, self._pipe = self._pipe, -1
         if pipe >= 0:
-            os.close(pipe)
+            close(pipe)  # at the end of the interpreter there is no module os any longer
 
     def _start(self) -> None:
         started = self._started

@@ -39,7 +39,12 @@ from prefect.events.schemas.automations import AutomationCore, EventTrigger, Pos
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
-from trinity_sync.client.prefect_connection import ANSWER_S, find_server, translate_errors
+from trinity_sync.client.prefect_connection import (
+    ANSWER_S,
+    bypass_proxies,
+    find_server,
+    translate_errors,
+)
 from trinity_sync.client.save_request import QUEUES
 from trinity_sync.errors import StackError
 from trinity_sync.orchestration.pipeline import read_deployments
@@ -66,6 +71,7 @@ def open_client(api_url: str | None = None) -> Iterator[SyncPrefectClient]:
         PrefectApiError: No server is known, it cannot be reached, or it refuses a call.
     """
     server = find_server(Settings().home, api_url)
+    bypass_proxies(os.environ, *([server.url] if api_url or server.is_own else []))
     named: dict[Any, Any] = {PREFECT_API_URL: server.url}
     if server.login:
         named[PREFECT_API_AUTH_STRING] = server.login

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import certifi
 import httpx
 
+from trinity_sync.client.prefect_connection import bypass_proxies
 from trinity_sync.errors import StackError
 from trinity_sync.fs.atomic import replace_file
 from trinity_sync.orchestration.pipeline import INSTALLED, PACKAGES
@@ -277,6 +278,12 @@ def build_environment(
         env.pop("PREFECT_PROFILE", None)
     if state.ray_folder:
         env["RAY_TMPDIR"] = state.ray_folder
+    bypass_proxies(
+        env,
+        *([state.api_url] if state.server or state.joined else []),
+        *([state.ray_address] if state.ray or state.joined else []),
+        *([state.host] if state.host else []),
+    )
     if state.api_url.startswith("http://"):
         env.setdefault("PREFECT_API_SSL_CERT_FILE", str(_single_authority_file(settings)))
     return env
