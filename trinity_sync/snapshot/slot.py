@@ -28,6 +28,7 @@ import torch
 
 from trinity_sync.errors import SpoolFullError
 from trinity_sync.fs.locks import LockFile
+from trinity_sync.fs.memory import find_room
 from trinity_sync.snapshot.image import Layout
 from trinity_sync.snapshot.ticket import (
     Ticket,
@@ -237,16 +238,17 @@ def allocate_slot(fd: int, path: Path, size: int) -> None:
     Raises:
         SpoolFullError: there is no room.
     """
+    have = os.fstat(fd).st_blocks * 512
+    room = find_room(path.parent)
     try:
+        if size - have > room.nbytes:  # beyond a memory limit, the kernel would end this process
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        room = os.statvfs(path.parent)
-        have = os.fstat(fd).st_blocks * 512
         raise SpoolFullError(
             f"spool {path.parent} has no room for slot {path.name}: it needs {size - have:,} "
-            f"more bytes and {room.f_bavail * room.f_frsize:,} are free. Enlarge it (mount -o "
-            "remount,size=... /dev/shm, or --shm-size of the container), or set "
-            "TRINITY_SYNC_SPOOL to another folder in memory, or TRINITY_SYNC_SLOTS=1."
+            f"more bytes and {room.nbytes:,} are free. {room.enlarge}, or set TRINITY_SYNC_SPOOL "
+            "to another folder in memory, or TRINITY_SYNC_SLOTS=1."
         ) from error

@@ -34,6 +34,7 @@ from uuid import UUID
 from trinity_sync.errors import FormatError, SpoolError, SpoolFullError, TicketError
 from trinity_sync.fs.atomic import replace_file
 from trinity_sync.fs.locks import has_no_other_users, open_lock_file
+from trinity_sync.fs.memory import find_room
 from trinity_sync.fs.records import Record, encode_record, read_record
 from trinity_sync.layout import SPOOL_FORMAT, check_name, job_id_of
 from trinity_sync.snapshot.job_identity import job_id, read_identity
@@ -220,15 +221,13 @@ class JobSpool:
             SpoolError: as `make`.
         """
         self.make()
-        room = os.statvfs(self.folder)
-        free = room.f_bavail * room.f_frsize
+        room = find_room(self.folder)
         mine = sum(p.stat().st_blocks * 512 for p in self.folder.glob(f"*{SLOT_SUFFIX}"))
-        if nbytes > free + mine:
+        if nbytes > room.nbytes + mine:
             raise SpoolFullError(
                 f"the images of this job need {nbytes:,} bytes in spool {self.folder}, where "
-                f"{free + mine:,} can be had. Enlarge it (mount -o remount,size=... /dev/shm, or "
-                "--shm-size of the container), or set TRINITY_SYNC_SPOOL to another folder in "
-                "memory, or TRINITY_SYNC_SLOTS=1."
+                f"{room.nbytes + mine:,} can be had. {room.enlarge}, or set TRINITY_SYNC_SPOOL to "
+                "another folder in memory, or TRINITY_SYNC_SLOTS=1."
             )
 
 

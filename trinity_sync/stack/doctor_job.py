@@ -12,6 +12,7 @@ from typing import Literal
 
 from trinity_sync.errors import CommitError, FormatError, RootError, TrinitySyncError
 from trinity_sync.fs.capabilities import Capabilities, probe_capabilities
+from trinity_sync.fs.memory import find_room
 from trinity_sync.layout import ROOT_FORMAT, steps_on_disk
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import job_id, read_identity
@@ -148,13 +149,14 @@ def _check_shared_memory(spool: JobSpool, settings: Settings, step_bytes: int) -
     """Check that the slots of this node's ranks fit into shared memory."""
     needed = settings.slots * step_bytes
     used = sum(path.stat().st_blocks * 512 for path in spool.folder.glob("*.slot"))
-    available = shutil.disk_usage(settings.spool).free + used
+    room = find_room(settings.spool)
+    available = room.nbytes + used
     found = (
         f"{settings.slots} x {step_bytes / 1e9:.1f} GB needed, {available / 1e9:.1f} GB available"
     )
     if available >= needed:
         return Check("room for images", "ok", found)
-    todo = "enlarge /dev/shm (--shm-size of a container), or TRINITY_SYNC_SLOTS=1"
+    todo = f"{room.enlarge}, or set TRINITY_SYNC_SLOTS=1"
     return Check("room for images", "warn", found, todo)
 
 

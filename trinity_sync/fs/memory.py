@@ -1,0 +1,81 @@
+"""Memory that files below /dev/shm may still take.
+
+A container or a Slurm job has a limit of its own, in its control group, which counts shared memory.
+The kernel ends a process that exceeds it, although the file system has room.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from trinity_sync.fs.mounts import find_mount
+
+_PROC = Path("/proc/self")
+_FILES = {
+    "cgroup2": ("memory.max", "memory.current", ("inactive_file", "active_file")),
+    "cgroup": (
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_inactive_file", "total_active_file"),
+    ),
+}
+"""By the version of control groups: files with the limit and the use of a group, and the lines of
+``memory.stat`` with the page cache, which the kernel can free."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes that can be had in a folder."""
+
+    nbytes: int
+    enlarge: str
+    """How to have more of what bounds them, as a part of a sentence."""
+
+
+def find_room(folder: Path) -> Room:
+    """Return the room for files in a folder: the smaller of the file system's and the memory's."""
+    found = os.statvfs(folder)
+    enlarge = "Enlarge it (mount -o remount,size=... /dev/shm, or --shm-size of the container)"
+    room = Room(found.f_bavail * found.f_frsize, enlarge)
+    if find_mount(folder).kind != "tmpfs":
+        return room
+    for group, left in _iter_limits():
+        if left < room.nbytes:
+            enlarge = f"The memory limit of {group} counts shared memory: raise it (--memory)"
+            room = Room(left, enlarge)
+    return room
+
+
+def _iter_limits() -> Iterator[tuple[Path, int]]:
+    """Yield each control group of this process, and the bytes that its limit leaves."""
+    for kind, point, folder in _list_groups():
+        limit_file, used_file, cached = _FILES[kind]
+        for group in [folder, *folder.parents]:
+            with suppress(OSError, ValueError):  # no limit: "max", or no such file
+                limit = int((group / limit_file).read_text())
+                lines = (group / "memory.stat").read_text().splitlines()
+                counts = dict(line.split(" ", 1) for line in lines)
+                free = limit - int((group / used_file).read_text())
+                yield group, max(0, free + sum(int(counts.get(name, 0)) for name in cached))
+            if group == point:
+                break
+
+
+def _list_groups() -> Iterator[tuple[str, Path, Path]]:
+    """Yield version, mount point and folder of the control groups with a memory limit."""
+    paths = dict[str, str]()
+    with suppress(OSError):
+        for line in (_PROC / "cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers or "memory" in controllers.split(","):
+                paths["cgroup" if controllers else "cgroup2"] = path
+        for line in os.fsdecode((_PROC / "mountinfo").read_bytes()).splitlines():
+            of_mount, _, of_system = line.partition(" - ")
+            kind, _, options = of_system.split(" ", 2)
+            root, point = of_mount.split(" ")[3:5]
+            if kind in paths and (kind == "cgroup2" or "memory" in options.split(",")):
+                below = Path(paths[kind])
+                inside = below.relative_to(root) if below.is_relative_to(root) else Path()
+                yield kind, Path(point), Path(point) / inside
