@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from tests.integration.fsdp.merged import merged
 from tests.verl.sft import ALONE, WITH_US, Launch, Losses, make_world
+from trinity_sync import Checkpoints
 from trinity_sync.layout import step_folder, steps_on_disk
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.latest_pointer import read_latest_pointer
@@ -71,6 +72,11 @@ def test_its_losses_are_those_of_an_uninterrupted_training(story: Story) -> None
     assert story.killed == {step: story.all_losses[step] for step in story.killed}
     assert story.resumed == {step: story.all_losses[step] for step in story.resumed}
     assert max(story.resumed) == STEPS
+
+
+def test_what_it_logs_of_a_saved_step_counts_in_policies(story: Story) -> None:
+    metrics = Checkpoints(story.root).metrics(STEPS)
+    assert metrics["train/loss"] == pytest.approx(story.all_losses[STEPS][0])
 
 
 def test_it_ends_once_its_last_step_is_committed_and_verl_finds_that(story: Story) -> None:

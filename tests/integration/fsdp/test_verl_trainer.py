@@ -23,25 +23,37 @@ from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.utils import tracking
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager as VerlManager
 
 from tests.conftest import environment
 from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
-from trinity_sync import CheckpointCoordinator, CommitError, ConfigError, SaveFailedError
+from tests.support.waiting import until
+from trinity_sync import (
+    CheckpointCoordinator,
+    Checkpoints,
+    CommitError,
+    ConfigError,
+    SaveFailedError,
+)
 from trinity_sync.client.journal import append
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.integrations.verl.driver import (
     wrap_find_latest_ckpt_path,
     wrap_fit,
     wrap_get_ppo_ray_runtime_env,
+    wrap_log,
     wrap_save_checkpoint,
 )
 from trinity_sync.integrations.verl.fsdp.manager import TrainerCheckpointManager
 from trinity_sync.layout import attaching_folder, step_folder, steps_on_disk
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.upload import replicate
+from trinity_sync.retention.prune import plan_prune
+from trinity_sync.retention.removal import Rules
 from trinity_sync.storage.discovery import require_committed
+from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.runs import list_runs
 from trinity_sync.storage.verify import check_files, choose_files, judge_steps
@@ -232,6 +244,28 @@ def test_a_resumed_run_has_the_newest_commit_and_its_dataloader(
     assert resumed.global_steps == 3
     assert policy.fingerprint() == before
     assert next(iter(resumed.train_dataloader)).item() == 3
+
+
+@pytest.mark.parametrize("kind", [PPOTrainer, RayPPOTrainer])
+def test_what_is_logged_of_a_saved_step_decides_which_step_is_the_best(
+    start: Start, root: Path, kind: type, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tracking.Tracking, "log", wrap_log(tracking.Tracking.log))
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "log.jsonl"))
+    logger = tracking.Tracking("project", "experiment", ["file"])
+    trainer = start(kind)
+    accuracy = "val-core/openai/gsm8k/acc/mean@1"
+    for step, value in ((1, 0.2), (2, 0.7), (3, 0.4)):
+        train_to(trainer, step)
+        logger.log({accuracy: value, "timing_s/step": float(step), "name": "a"}, step)
+    logger.log({accuracy: 0.9}, 4)  # is not saved
+    wait(trainer)
+    steps = Checkpoints(root)
+    until(lambda: steps.metrics(3), "the thread has written them")
+    assert steps.metrics(2) == {accuracy: 0.7, "timing_s/step": 2.0}
+    assert steps.metrics(4) == {}
+    rules = Rules.of_job(read_job_settings(root), keep=f"last=1,best=1:{accuracy}:max")
+    assert [each.step for each in plan_prune(root, rules, time.time()).removed] == [1]
 
 
 class Killed(BaseException):

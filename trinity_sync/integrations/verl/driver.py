@@ -14,7 +14,7 @@ veRL itself. `manager` has the workers' checkpoint manager.
 import functools
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,12 @@ from omegaconf import OmegaConf
 from trinity_sync import CheckpointCoordinator
 from trinity_sync.adapter import attaching_folder, refuse_url, step_folder
 from trinity_sync.errors import ConfigError
+from trinity_sync.integrations.trainer_saves import select_metrics
 from trinity_sync.settings import CONFIG, STACK_PREFIX
 from trinity_sync.storage.discovery import is_foreign
 from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.metrics import MetricsLog
+from trinity_sync.storage.runs import find_newest_run
 
 ROOT = "TRINITY_SYNC_ROOT"
 """Variable with the job's root, for the back end of the weight transfer."""
@@ -88,10 +91,68 @@ def wrap_save_checkpoint(original: Callable[[Any], None]) -> Callable[[Any], Non
             original(trainer)
         for call in deferred:
             call()
+        LOGGED.note_saved(trainer.global_steps, _open_metrics(trainer.config.trainer))
         if _expires_soon(trainer):
             getattr(trainer.actor_rollout_wg, WAIT)(blocking=True)
 
     return _save_checkpoint
+
+
+Record = Callable[[int, dict[str, float]], object]
+"""Records the metrics of a step."""
+
+
+class LoggedMetrics:
+    """Records what a trainer of this process logs of the steps that it saves.
+
+    One trainer logs a step before it saves it, and another afterwards.
+    """
+
+    def __init__(self) -> None:
+        self._logged: tuple[int, dict[str, float]] = (-1, {})
+        self._saved: tuple[int, Record] = (-1, lambda *_: None)
+
+    def note_logged(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Record metrics that were logged, if their step was saved; otherwise keep them."""
+        known = self._logged[1] if self._logged[0] == step else {}
+        self._logged = step, known | select_metrics(metrics)
+        self._record()
+
+    def note_saved(self, step: int, record: Record) -> None:
+        """Record what was and will be logged of a step by a call of ``record``."""
+        self._saved = step, record
+        self._record()
+
+    def _record(self) -> None:
+        (step, metrics), (saved, record) = self._logged, self._saved
+        if step == saved and metrics:
+            record(step, metrics)
+
+
+LOGGED = LoggedMetrics()
+"""Of the trainer of this process."""
+
+
+def wrap_log(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``log`` of veRL's ``Tracking``: metrics of saved steps count in retention policies."""
+
+    @functools.wraps(original)
+    def log(tracking: Any, data: Mapping[str, Any], step: int, *args: Any, **named: Any) -> None:
+        original(tracking, data, step, *args, **named)
+        LOGGED.note_logged(step, data)
+
+    return log
+
+
+def _open_metrics(config: Any) -> Record:
+    """Return what records metrics of the run whose trainer has this config, in a thread."""
+    root = Path(config.default_local_dir).resolve()
+
+    def find_run(_: int) -> int:
+        newest = find_newest_run(root)
+        return newest.number if newest else 1
+
+    return MetricsLog(root, find_run, lambda: True).record
 
 
 def wrap_fit(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -81,6 +81,11 @@ class ManagerOfPaths:
         if self._coordinator is not None:
             self._coordinator.wait_all()
 
+    def record_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Record metrics of a step that this process has saved."""
+        if self._coordinator is not None:
+            self._coordinator.record_metrics(step, metrics)
+
     @contextmanager
     def _resuming_from(self, role_folder: Path) -> Iterator[None]:
         """Begin the run at a step that is loaded within the block; a collective call.

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from trinity_sync.adapter import attaching_folder, broadcast_from_rank_0, step_folder
 from trinity_sync.errors import ConfigError
-from trinity_sync.integrations.verl.driver import get_manager
+from trinity_sync.integrations.verl.driver import LOGGED, get_manager
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,8 @@ def wrap_save_checkpoint(original: Callable[..., None]) -> Callable[..., None]:
         handler.engine.save_checkpoint(
             local_path=str(folder), global_step=step, max_ckpt_to_keep=handler.max_ckpt_to_keep
         )
+        if handler.rank == 0:
+            LOGGED.note_saved(step, manager.record_metrics)
 
     return save_checkpoint
 

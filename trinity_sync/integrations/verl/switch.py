@@ -103,6 +103,12 @@ def _handler(module: ModuleType) -> None:
     handler._find_latest_checkpoint = wrap_find_latest_checkpoint(handler._find_latest_checkpoint)
 
 
+def _tracking(module: ModuleType) -> None:
+    from trinity_sync.integrations.verl.driver import wrap_log
+
+    module.Tracking.log = wrap_log(module.Tracking.log)
+
+
 def _end(module: ModuleType) -> None:
     from trinity_sync.integrations.verl.sft import wrap_destroy_global_process_group
 
@@ -114,6 +120,7 @@ PATCHES: dict[str, Patch] = {
     "verl.utils.checkpoint.checkpoint_manager": _resume,
     "verl.utils.checkpoint.checkpoint_handler": _handler,
     "verl.utils.distributed": _end,
+    "verl.utils.tracking": _tracking,
     "verl.workers.engine.fsdp.transformer_impl": _save,
     "verl.workers.engine.fsdp.fsdp_turbo_impl": _turbo,
     "verl.workers.engine.megatron.transformer_impl": _save_megatron,
