@@ -27,7 +27,7 @@ class SaveRequest(BaseModel):
         FormatError: another release has made the request.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True)  # a newer client may add values
 
     format: int = Field(
         default=SPOOL_FORMAT, description="Format of the request and of its images."

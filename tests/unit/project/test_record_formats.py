@@ -320,6 +320,12 @@ def test_a_root_that_was_written_in_the_formats_of_today_is_read(root: Path) -> 
     assert read_job_settings(root).keep == "last=3"
 
 
+def test_a_request_of_a_newer_client_in_the_same_format_is_taken() -> None:
+    request = SaveRequest(root="/ckpts", step=4, run=1)
+    known = request.model_dump(mode="json")
+    assert SaveRequest.model_validate({**known, "added_later": [1]}) == request
+
+
 # ---------------------------------------------------------------- steps
 
 STEP_USES: dict[str, Callable[[Scene], object]] = {
