@@ -99,7 +99,7 @@ verl: $(READY) ## veRL's own trainers with our manager, killed on two ranks and 
 	$(BIN)/python -m pytest tests/integration/fsdp/test_verl_trainer.py tests/integration/fsdp/test_verl_sft.py tests/verl
 	$(BIN)/python -m tests.verl
 
-megatron: $(READY) ## real Megatron on the CPU, tensor- and data-parallel: killed, resumed, loaded by veRL's loader and with the other parallelism
+megatron: $(READY) ## real Megatron on the CPU, tensor-, pipeline-, expert- and data-parallel: killed, resumed, loaded by veRL's loader and with another parallelism
 	$(BIN)/python -m pytest tests/integration/megatron
 
 veomni: $(VEOMNI)/.ready $(STACK)/.ready ## veRL's VeOmni engine and its trainers with our manager, on the CPU, in an environment of its own

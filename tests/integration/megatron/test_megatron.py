@@ -78,11 +78,13 @@ def actor(root: Path, step: int) -> str:
     return str(root / f"global_step_{step}" / "actor")
 
 
-def train_and_save(root: Path, tensor: int, *, distributed: bool = True) -> list[float]:
+def train_and_save(
+    root: Path, tensor: int, *, distributed: bool = True, **sizes: int
+) -> list[float]:
     """Train three steps and save each, also by veRL; return the losses of two more steps."""
     from tests.integration.megatron.training import Trained
 
-    trained = Trained(tensor, distributed=distributed)
+    trained = Trained(tensor, distributed=distributed, **sizes)
     with make_coordinator(root) as saves:
         ours, theirs = make_manager(trained, saves), make_verls_manager(trained)
         for step in STEPS:
@@ -98,16 +100,16 @@ def train_and_save(root: Path, tensor: int, *, distributed: bool = True) -> list
     return losses
 
 
-def save_and_resume(root: Path, tensor: int) -> None:
+def save_and_resume(root: Path, tensor: int, **sizes: int) -> None:
     from tests.integration.megatron.training import Trained
 
-    losses = train_and_save(root, tensor)
-    trained = Trained(tensor, seed=1)
+    losses = train_and_save(root, tensor, **sizes)
+    trained = Trained(tensor, seed=1, **sizes)
     with make_coordinator(root) as saves:
         trained.load(make_manager(trained, saves), actor(root, saves.latest_step()))
         assert saves.run == 2
         assert [trained.step(), trained.step()] == losses
-    trained = Trained(tensor, seed=2)
+    trained = Trained(tensor, seed=2, **sizes)
     trained.load(make_verls_manager(trained), actor(root, STEPS[-1]))
     assert [trained.step(), trained.step()] == losses
     for step in STEPS:
@@ -121,13 +123,13 @@ def save_and_resume(root: Path, tensor: int) -> None:
     )
 
 
-def resume_with(root: Path, saved: int, loaded: int) -> None:
+def resume_with(root: Path, saved: dict[str, int], loaded: dict[str, int]) -> None:
     """Load with another parallelism, and compare with what veRL saves of what was loaded."""
     from tests.integration.megatron.training import Trained
 
-    train_and_save(root, saved, distributed=False)
+    train_and_save(root, **saved, distributed=False)
     contents = ["model", "optimizer"]
-    trained = Trained(loaded, seed=1, distributed=False)
+    trained = Trained(**loaded, seed=1, distributed=False)
     with make_coordinator(root) as saves:
         manager = make_manager(trained, saves, contents=contents)
         trained.load(manager, actor(root, STEPS[-1]))
@@ -171,11 +173,33 @@ def test_a_training_resumes_bit_for_bit_from_steps_that_equal_verls_own(
     run(save_and_resume, tmp_path / "ckpts", tensor)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["pipeline", "expert"])
+def test_other_parallelisms_resume_bit_for_bit_from_steps_that_equal_verls_own(
+    run: Callable[..., list[Any]], tmp_path: Path, size: str
+) -> None:
+    run(partial(save_and_resume, **{size: 2}), tmp_path / "ckpts", 1)
+
+
+TENSOR = {"tensor": TENSOR_PARALLEL}
+DATA = {"tensor": DATA_PARALLEL}
+PIPELINE = {"tensor": 1, "pipeline": 2}
+
+
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [(TENSOR_PARALLEL, DATA_PARALLEL), (DATA_PARALLEL, TENSOR_PARALLEL)]
+    ("saved", "loaded"),
+    [
+        pytest.param(TENSOR, DATA, id="tensor-data"),
+        pytest.param(DATA, TENSOR, id="data-tensor"),
+        pytest.param(PIPELINE, TENSOR, id="pipeline-tensor", marks=pytest.mark.slow),
+        pytest.param(TENSOR, PIPELINE, id="tensor-pipeline", marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_is_loaded_with_another_parallelism_bit_for_bit(
-    run: Callable[..., list[Any]], tmp_path: Path, saved: int, loaded: int
+    run: Callable[..., list[Any]],
+    tmp_path: Path,
+    saved: dict[str, int],
+    loaded: dict[str, int],
 ) -> None:
     run(resume_with, tmp_path / "ckpts", saved, loaded)
 

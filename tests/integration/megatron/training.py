@@ -23,15 +23,34 @@ class Trained:
     """A model and its optimizer.
 
     Args:
-        tensor: tensor-parallel size; the other ranks are data-parallel.
+        tensor: tensor-parallel size; ranks of no parallelism are data-parallel.
+        pipeline, context, expert: sizes of the other parallelisms. With one of them, the gradients
+            are drawn, since Megatron's schedules and attention need a GPU.
         distributed: bfloat16 weights, whose optimizer keeps float32 masters and is sharded over the
             data-parallel ranks; otherwise float32 weights and a whole optimizer.
     """
 
-    def __init__(self, tensor: int, *, seed: int = 0, distributed: bool = True) -> None:
+    def __init__(
+        self,
+        tensor: int,
+        *,
+        seed: int = 0,
+        distributed: bool = True,
+        pipeline: int = 1,
+        context: int = 1,
+        expert: int = 1,
+    ) -> None:
         if mpu.model_parallel_is_initialized():
             mpu.destroy_model_parallel()
-        mpu.initialize_model_parallel(tensor_model_parallel_size=tensor)
+        sizes = {
+            "tensor_model_parallel_size": tensor,
+            "pipeline_model_parallel_size": pipeline,
+            "context_parallel_size": context,
+            "expert_model_parallel_size": expert,
+        }
+        mpu.initialize_model_parallel(**sizes)
+        self.draws = max(pipeline, context, expert) > 1
+        experts = 2 * expert if expert > 1 else None
         self.distributed = distributed
         dtype = torch.bfloat16 if distributed else torch.float32
         torch.manual_seed(seed)
@@ -43,7 +62,10 @@ class Trained:
             num_layers=2,
             hidden_size=64,
             num_attention_heads=4,
-            tensor_model_parallel_size=tensor,
+            **sizes,
+            pipeline_dtype=torch.bfloat16 if distributed else torch.float32,
+            num_moe_experts=experts,
+            moe_token_dispatcher_type="allgather",
             use_cpu_initialization=True,
             add_bias_linear=False,  # padding between parameters would be saved, with any content
             hidden_dropout=0.0,
@@ -55,7 +77,14 @@ class Trained:
             bf16=distributed,
             params_dtype=dtype,
         )
-        model = GPTModel(self.config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH).to(dtype)
+        model = GPTModel(
+            self.config,
+            get_gpt_layer_local_spec(num_experts=experts),
+            VOCABULARY,
+            LENGTH,
+            pre_process=mpu.is_pipeline_first_stage(),
+            post_process=mpu.is_pipeline_last_stage(),
+        ).to(dtype)
         for_ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed)
         self.model = DistributedDataParallel(self.config, for_ddp, model)
         self.model.broadcast_params()
@@ -80,11 +109,11 @@ class Trained:
         """
         self._train()  # without the schedule, to which Megatron adds what it loads
         manager.load_checkpoint(folder)
-        adam = self.optimizer.chained_optimizers[0].optimizer
-        for group in adam.param_groups:
-            for parameter in group["params"]:
-                if "step" in group:
-                    adam.state[parameter]["step"] = torch.tensor(float(group["step"]))
+        for adam in (each.optimizer for each in self.optimizer.chained_optimizers):
+            for group in adam.param_groups:
+                for parameter in group["params"]:
+                    if "step" in group:
+                        adam.state[parameter]["step"] = torch.tensor(float(group["step"]))
 
     def step(self) -> float:
         """Train one step, and return the loss."""
@@ -94,6 +123,12 @@ class Trained:
 
     def _train(self) -> float:
         """Train on numbers of the RNG, which is part of the saved state."""
+        if self.draws:
+            for parameter in self.model.parameters():
+                parameter.main_grad.copy_(torch.randn(parameter.shape))
+            self.model.finish_grad_sync()
+            self.optimizer.step()
+            return float(sum(each.float().square().sum() for each in self.model.parameters()))
         tokens = torch.randint(VOCABULARY, (2, LENGTH))
         positions = torch.arange(LENGTH).expand_as(tokens)
         mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
