@@ -40,11 +40,11 @@ class Job:
         """Seal images of all ranks, in slots of just their size: a `Stager` takes 2 MiB each."""
         from trinity_sync.client.save_request import SaveRequest
         from trinity_sync.layout import shard_file
-        from trinity_sync.snapshot.stager import pack
+        from trinity_sync.snapshot.packed import pack
         from trinity_sync.snapshot.ticket import Ticket, seal
 
         image = make_image()
-        small = pack({"config.json": b"{}"})
+        small = b"".join(content for _, content in pack({"config.json": b"{}"}).extents)
         for name, ranks in self.ranks_of.items():
             for rank in ranks:
                 components = (*COMPONENTS, *(["metadata"] if rank == 0 else []))

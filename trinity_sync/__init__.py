@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from trinity_sync.client.checkpoints import Checkpoints
     from trinity_sync.client.coordinator import CheckpointCoordinator
     from trinity_sync.client.job_settings import set_job_settings
+    from trinity_sync.client.participant import Participant
     from trinity_sync.client.preemption import EmergencySave
+    from trinity_sync.client.rollout_ledger import RolloutLedger
     from trinity_sync.client.save_handle import SaveHandle
     from trinity_sync.client.save_trigger import SaveTrigger
     from trinity_sync.layout import Kind
@@ -57,7 +59,9 @@ __all__ = [
     "Checkpoints",
     "FolderReader",
     "JobSettings",
+    "Participant",
     "RolloutGate",
+    "RolloutLedger",
     "Settings",
     "Synchronizer",
     "WeightFolder",
@@ -101,9 +105,11 @@ _MODULES = {
     "JobSettings": "trinity_sync.storage.job_settings",
     "Kind": "trinity_sync.layout",
     "NodeRanks": "trinity_sync.storage.placement",
+    "Participant": "trinity_sync.client.participant",
     "PublishedVersion": "trinity_sync.weights.folder.published",
     "PublishedView": "trinity_sync.weights.folder.reader",
     "RolloutGate": "trinity_sync.weights.versions",
+    "RolloutLedger": "trinity_sync.client.rollout_ledger",
     "SaveTrigger": "trinity_sync.client.save_trigger",
     "Settings": "trinity_sync.settings",
     "SaveHandle": "trinity_sync.client.save_handle",

@@ -109,7 +109,7 @@ def step_folder(root: str | Path, step: int) -> Path:
 def attaching_folder(root: str | Path) -> Path:
     """Return the folder with a folder of a random name for each save that other code writes for.
 
-    Its files are passed to `CheckpointCoordinator.attach_folder`; the commit moves them.
+    Its files are passed to `CheckpointCoordinator.attach_written`; the commit moves them.
     """
     return Path(root) / PRIVATE_FOLDER / "attaching"
 

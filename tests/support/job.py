@@ -13,9 +13,10 @@ import pytest
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import TrinitySyncError
 from trinity_sync.snapshot.job_identity import read_identity
+from trinity_sync.snapshot.packed import pack, read_folder
 from trinity_sync.snapshot.save_id import Origin, SaveId
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.snapshot.stager import Staged, StagePlan, Stager, pack, read_folder
+from trinity_sync.snapshot.stager import Staged, StagePlan, Stager
 from trinity_sync.storage.commit import commit, free_committed_slots
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.persist import WriteOptions, persist

@@ -2,8 +2,8 @@
 
 They stay in memory until a later step is saved, and are staged with their step's states: they are
 committed with the step or not at all, also if the trainer dies. A save that failed and is called
-again takes them along. Large files that other code has written stay where they are until the commit
-moves them.
+again takes them along. Folders are read into the image by the save. Files that other code has
+written for the step stay where they are until the commit moves them.
 """
 
 import re
@@ -11,7 +11,8 @@ from pathlib import Path
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import attaching_folder, step_folder
-from trinity_sync.snapshot.stager import ATTACHMENTS, pack
+from trinity_sync.snapshot.packed import Packed, list_files, pack
+from trinity_sync.snapshot.stager import ATTACHMENTS
 
 LIMIT = 256 << 20
 """Most bytes of an attachment, which is copied as a whole on the training thread."""
@@ -26,7 +27,7 @@ class Attachments:
     def __init__(self, root: Path, rank: int) -> None:
         self._root = root
         self._rank = rank
-        self._pending: dict[int, dict[str, bytes]] = {}
+        self._pending: dict[int, dict[str, bytes | Path]] = {}
         self._links: dict[int, dict[str, Path]] = {}
         """Files on the disk, by step and by their names in the step's folder."""
         self._newest_taken = -1
@@ -53,11 +54,26 @@ class Attachments:
             raise ConfigError(
                 f"step {step}: {name!r} of {len(whole):,} bytes cannot be attached as {path}: an "
                 f"attachment has at most {LIMIT:,} bytes; save its tensors as a component, such as "
-                "extra_state"
+                "extra_state, or attach its folder with attach_folder"
             )
         self._pending.setdefault(step, {})[name] = bytes(whole)
 
-    def add_folder(self, step: int, folder: Path) -> None:
+    def add_folder(self, step: int, name: str, folder: Path) -> None:
+        """Attach the files below a folder, which the save of the step reads.
+
+        Raises:
+            ConfigError: the name is invalid, the folder is none, or the step was submitted already.
+        """
+        path = attachment_path(name, self._rank)
+        self._require_before_save(step, name)
+        if not folder.is_dir():
+            raise ConfigError(
+                f"step {step}: {folder} cannot be attached as {path}: it is no folder"
+            )
+        files = {f"{name}/{each}": path for each, path in list_files(folder).items()}
+        self._pending.setdefault(step, {}).update(files)
+
+    def add_written(self, step: int, folder: Path) -> None:
         """Attach the files below a folder, which the commit moves to the step's folder.
 
         Raises:
@@ -69,13 +85,15 @@ class Attachments:
                 f"step {step}: the files in {folder} cannot be attached, since a commit moves them "
                 f"from {attaching} only; write them to {attaching}/NAME/{step_folder('', step)}"
             )
-        files = sorted(path for path in folder.rglob("*") if path.is_file())
-        self._links[step] = {path.relative_to(folder).as_posix(): path for path in files}
+        self._links[step] = list_files(folder)
 
-    def take(self, step: int, role: str) -> bytes | None:
+    def take(self, step: int, role: str) -> Packed | None:
         """Return all attachments of a step, packed; afterwards the step accepts no more.
 
         None if the step has none, or if another role of the step has taken them before.
+
+        Raises:
+            OSError: a file of a folder cannot be looked at.
         """
         self._newest_taken = max(step, self._newest_taken)
         mine, links = self._pending.get(step, {}), self._links.get(step, {})

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trinity_sync.client.attachments import Attachments, attachment_path
 from trinity_sync.client.commit_watcher import CommitWatcher
+from trinity_sync.client.cut import ask_roles
 from trinity_sync.client.init_root import open_root, open_together, resolve_root
 from trinity_sync.client.preemption import (
     EmergencySave,
@@ -48,10 +49,11 @@ from trinity_sync.snapshot.spool import JobSpool, open_job_spool, remove_replace
 from trinity_sync.snapshot.stager import Staged, Stager
 from trinity_sync.snapshot.ticket import VersionTag
 from trinity_sync.storage.job_settings import read_job_settings
+from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import is_committed
 from trinity_sync.storage.metrics import MetricsLog
 from trinity_sync.storage.placement import NodeRanks, group_by_node
-from trinity_sync.storage.restore import load_bytes
+from trinity_sync.storage.restore import load_bytes, restore_folder
 from trinity_sync.storage.save_functions import CallableStatus
 
 CLOSE_S = 10.0
@@ -379,6 +381,24 @@ class CheckpointCoordinator:
         rank = self.rank if rank is None else check_number("rank", rank)
         return load_bytes(self.root, check_number("step", step), attachment_path(name, rank))
 
+    def restore_folder(self, step: int, name: str, to: str | Path, *, role: str = "") -> None:
+        """Copy a folder that this rank attached to a committed step, to go on from.
+
+        Args:
+            step: training step.
+            name: name of the folder, as in `attach_folder`.
+            to: folder to copy it to, new or empty: the step's own files must not change.
+            role: role of a `Participant` that saved the folder.
+
+        Raises:
+            CommitError: the step is not committed, is corrupted, or has no such folder.
+            ConfigError: the name is invalid, or ``to`` has files or cannot be written.
+        """
+        path = f"{role}/{name}" if role else attachment_path(name, self.rank)
+        step = check_number("step", step)
+        with lease_to_read(self.root, step, "restore of a folder") as manifest:
+            restore_folder(self.root, manifest, path, Path(to))
+
     # ------------------------------------------------------------ shared memory
 
     def prewarm(self, nbytes: Mapping[str, int], *, role: str = "actor") -> None:
@@ -419,7 +439,7 @@ class CheckpointCoordinator:
         *,
         role: str = "actor",
         kind: Kind = "checkpoint",
-        metadata: str | Path | Mapping[str, bytes] | None = None,
+        metadata: str | Path | Mapping[str, bytes | Path] | None = None,
         overlap: bool = False,
         keep: int = 0,
         export: Export = "",
@@ -441,7 +461,8 @@ class CheckpointCoordinator:
             kind: ``checkpoint`` for all components, ``state_dict`` for the weights of a sync.
             metadata: small files to commit with the shards, by path below the role's folder, or a
                 folder of them; only rank 0's are used. A folder is read once: pass a new one when
-                its content has changed.
+                its content has changed. A path is that of a file, which may be large: as of
+                `attach_folder`.
             overlap: return before large tensors are copied; a thread copies them during the next
                 forward and backward pass. They must not change before `wait_staged`, which
                 `wait_staged_before` calls, and the save is not submitted until then. A detected
@@ -550,7 +571,27 @@ class CheckpointCoordinator:
         self._require_own_process()
         self._attachments.add(check_number("step", step), name, content)
 
-    def attach_folder(self, folder: Path, *, step: int) -> None:
+    def attach_folder(self, name: str, folder: str | Path, *, step: int) -> None:
+        """Attach the files below a folder of any size, e.g. of a queue; otherwise as `attach`.
+
+        `save` reads them into shared memory, which takes as long as a read from the page cache, and
+        they become ``global_step_{N}/attachments/{name}/...``. They must not change from this call
+        until `save` returns, or with ``overlap`` until `wait_staged`; afterwards they may be
+        changed and removed. `restore_folder` gives them back.
+
+        Args:
+            name: name of the folder in the step, as in `attach`.
+            folder: folder of files.
+            step: training step.
+
+        Raises:
+            ConfigError: the name is invalid, the folder is none, or this step or a later one has
+                been submitted already.
+        """
+        self._require_own_process()
+        self._attachments.add_folder(check_number("step", step), name, Path(folder))
+
+    def attach_written(self, folder: Path, *, step: int) -> None:
         """Attach files that other code has written for a step, on rank 0; otherwise as `attach`.
 
         They may be large: nothing is copied, the commit moves them to the same names below the
@@ -564,7 +605,39 @@ class CheckpointCoordinator:
             ConfigError: the folder is elsewhere, or this step or a later one has been submitted.
         """
         self._require_own_process()
-        self._attachments.add_folder(check_number("step", step), folder)
+        self._attachments.add_written(check_number("step", step), folder)
+
+    def cut(
+        self, step: int, roles: Sequence[str] | None = None, *, timeout_s: float = 60.0
+    ) -> float:
+        """Have all participants save their state of a step, between two steps of the training.
+
+        Call it before `save` of the step: while it waits, nothing is trained, so that states of all
+        roles are those of one moment. A collective call after `of_process_group`; otherwise rank 0
+        alone calls it.
+
+        Args:
+            step: training step.
+            roles: roles of the participants; by default all roles but the first.
+            timeout_s: seconds until all of them have to have saved.
+
+        Returns:
+            Seconds for which this call has held the training.
+
+        Raises:
+            SaveError: a participant has died, or could not save; the message names its role.
+            SaveTimeoutError: a participant has not saved in time, or has not started.
+            ConfigError: the step is invalid, or this process is a forked child.
+        """
+        self._require_own_process()
+        began, step = time.perf_counter(), check_number("step", step)
+        others = self.roles[1:] if roles is None else roles
+
+        def ask() -> None:
+            ask_roles(self.root, self._run.get().key, step, others, timeout_s)
+
+        self._loader.run_on_rank_0(step, ask)
+        return time.perf_counter() - began
 
     def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record metrics of a step, for policies such as ``best=2:reward:max``.
@@ -860,7 +933,7 @@ class CheckpointCoordinator:
         *,
         role: str,
         kind: Kind = "checkpoint",
-        metadata: str | Path | Mapping[str, bytes] | None = None,
+        metadata: str | Path | Mapping[str, bytes | Path] | None = None,
         overlap: bool = False,
         keep: int = 0,
         export: Export = "",
@@ -886,8 +959,11 @@ class CheckpointCoordinator:
         self._run.require_next_step(step, role, kind)
         self.wait_staged()  # the save in flight may still fail and leave its attachments
         with hold_handlers():
-            if kind == "checkpoint":
-                attached = self._attachments.take(step, role)
+            try:
+                if kind == "checkpoint":
+                    attached = self._attachments.take(step, role)
+            except OSError as error:
+                return self._handle(origin, self._states.fail(origin, error))
             staged = self._states.save(
                 origin,
                 components,

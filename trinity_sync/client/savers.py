@@ -23,16 +23,10 @@ from trinity_sync.errors import ConfigError, ImageError, SaveTimeoutError, Trini
 from trinity_sync.fs.process import call_held_handlers, hold_handlers
 from trinity_sync.layout import FOLDERS, KINDS, SERVES_AS, Component, Kind, step_folder
 from trinity_sync.snapshot.image import LaidOut
+from trinity_sync.snapshot.packed import Packed, pack, read_folder
 from trinity_sync.snapshot.save_id import Origin, SaveId
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.snapshot.stager import (
-    METADATA,
-    Staged,
-    StagePlan,
-    Stager,
-    pack,
-    read_folder,
-)
+from trinity_sync.snapshot.stager import METADATA, Staged, StagePlan, Stager
 from trinity_sync.snapshot.ticket import VersionTag
 from trinity_sync.storage.manifest import is_own_file
 from trinity_sync.storage.replace import displace_step
@@ -74,7 +68,7 @@ class StateSaver:
         self._submitted: dict[tuple[str, int, Kind], Origin] = {}
         self._uploaded: dict[str, int] = {}
         """Newest step that was published, by role."""
-        self._packed: tuple[Path | Mapping[str, bytes] | None, bytes | None] = None, None
+        self._packed: tuple[Path | Mapping[str, bytes | Path] | None, Packed | None] = None, None
         """Metadata of the save before, and the same packed."""
         self._failures: list[str] = []
         self._background: ThreadPoolExecutor | None = None
@@ -85,8 +79,8 @@ class StateSaver:
         origin: Origin,
         components: Mapping[str, Any],
         *,
-        metadata: str | Path | Mapping[str, bytes] | None = None,
-        attachments: bytes | None = None,
+        metadata: str | Path | Mapping[str, bytes | Path] | None = None,
+        attachments: Packed | None = None,
         overlap: bool = False,
         began: float | None = None,
     ) -> Staged:
@@ -267,10 +261,10 @@ class StateSaver:
                 self._background.shutdown()
             self._stager.close()
 
-    def _pack(self, metadata: str | Path | Mapping[str, bytes]) -> bytes | None:
+    def _pack(self, metadata: str | Path | Mapping[str, bytes | Path]) -> Packed | None:
         given = dict(metadata) if isinstance(metadata, Mapping) else Path(metadata)
         before, packed = self._packed
-        if packed is None or before != given:
+        if packed is None or packed.files or before != given:
             files = read_folder(given) if isinstance(given, Path) else given
             packed = pack(files) if files else None
             self._packed = given, packed

@@ -101,11 +101,13 @@ class StepLoader:
 
     def begin_at(self, step: int) -> None:
         """Begin the run at a step; rank 0 begins it for all."""
+        self.run.join(self.run_on_rank_0(step, lambda: self.run.begin_at(step)))
+
+    def run_on_rank_0(self, step: int, work: Callable[[], T]) -> T:
+        """Return what a function returns on rank 0 alone, or here if the ranks ask separately."""
         if self._asks_together:
-            folder = step_folder(self.root, step)
-            self.run.join(broadcast_from_rank_0(folder, lambda: self.run.begin_at(step)))
-        else:
-            self.run.begin_at(step)
+            return broadcast_from_rank_0(step_folder(self.root, step), work)
+        return work()
 
     @property
     def _asks_together(self) -> bool:

@@ -46,8 +46,8 @@ from trinity_sync.fs.atomic import make_folder, sync_folder
 from trinity_sync.fs.direct_io import OnProgress, digest_cached_file, no_progress
 from trinity_sync.layout import check_name, shard_file, step_folder
 from trinity_sync.snapshot.job_identity import open_identity
+from trinity_sync.snapshot.packed import read_folder
 from trinity_sync.snapshot.save_id import SaveId
-from trinity_sync.snapshot.stager import read_folder
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.discovery import list_shards, require_unreplaced
 from trinity_sync.storage.leases import lease_to_read

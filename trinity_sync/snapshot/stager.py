@@ -4,16 +4,13 @@ This is the whole cost of a save for the training loop. `Stager.lay_out` plans t
 `Stager.copy` copies the tensors into them, in the call or in a thread while training continues.
 """
 
-import io
 import logging
-import tarfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -22,6 +19,7 @@ from trinity_sync.errors import ImageError, SpoolError
 from trinity_sync.layout import Component, shard_file
 from trinity_sync.snapshot.image import LaidOut, Layout, Storages, fill, lay_out
 from trinity_sync.snapshot.mutation_guard import SAMPLE, MutationGuard
+from trinity_sync.snapshot.packed import Packed
 from trinity_sync.snapshot.save_id import Origin
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.slot_pool import SlotPool
@@ -70,6 +68,8 @@ class _Part:
     layout: Layout
     storages: Storages
     watch: MutationGuard | None
+    packed: Packed | None = None
+    """Files that a folder is made of."""
     staged_in: Slot | None = None
     """Slot that already holds the image, unsealed; locked until the save is sealed."""
 
@@ -134,8 +134,8 @@ class Stager:
         states: Mapping[str, Any],
         *,
         also: Sequence[str] = (),
-        metadata: bytes | None = None,
-        attachments: bytes | None = None,
+        metadata: Packed | None = None,
+        attachments: Packed | None = None,
         overlap: bool = False,
         check: bool = False,
         seals: bool = True,
@@ -176,9 +176,10 @@ class Stager:
             )
             parts = [self._lay_out(plan, name, state, check) for name, state in states.items()]
             for name, path, packed in small:
-                layout = Layout(len(packed), [(0, packed)], [])
-                staged = self._hold_equal(plan, name, layout, []) if again else None
-                parts.append(_Part(name, path, "folder", layout, [], None, staged))
+                layout = Layout(packed.nbytes, packed.extents, [])
+                comparable = again and not packed.files
+                staged = self._hold_equal(plan, name, layout, []) if comparable else None
+                parts.append(_Part(name, path, "folder", layout, [], None, packed, staged))
             return replace(
                 plan,
                 parts=parts,
@@ -196,7 +197,7 @@ class Stager:
         shard = shard_file(component, origin.world_size, origin.rank)
         path = f"{origin.role}/{state.name if isinstance(state, LaidOut) else shard}"
         if staged := self._hold_equal(plan, component, layout, storages):
-            return _Part(component, path, "file", layout, [], None, staged)
+            return _Part(component, path, "file", layout, [], None, staged_in=staged)
         with _name_in_errors(origin, component):
             watch = MutationGuard(state, storages, layout, check=check) if plan.overlap else None
         storages = watch.storages if watch else storages
@@ -381,6 +382,9 @@ class Stager:
             part.watch.fill(image, slot.fd, ticket.what, **how)
         else:
             fill(image, part.layout, part.storages, **how)
+        if part.packed:
+            with _name_in_errors(plan.origin, part.component):
+                part.packed.read_files(image.numpy().data)
         slot.laid_out = part.layout
         return ticket
 
@@ -437,27 +441,3 @@ def _name_unwritable(origin: Origin) -> Iterator[None]:
             f"because {error.filename or 'the spool'} cannot be written: {error.strerror}. Is the "
             "shared memory full? Later saves try again."
         ) from error
-
-
-def read_folder(folder: Path) -> dict[str, bytes]:
-    """Return the files below a folder by path."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
-
-
-def pack(files: Mapping[str, bytes], links: Mapping[str, Path] | None = None) -> bytes:
-    """Return files, by path, as one tar in the given order, without owners and times.
-
-    ``links`` are files that stay on the disk, by their names in the step's folder.
-    """
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as tar:
-        for name, content in files.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = len(content)
-            tar.addfile(entry, io.BytesIO(content))
-        for name, path in (links or {}).items():
-            entry = tarfile.TarInfo(name)
-            entry.type, entry.linkname = tarfile.SYMTYPE, str(path)
-            tar.addfile(entry)
-    return packed.getvalue()

@@ -18,11 +18,9 @@ The first needs a shared file system whose locks reach other nodes, as commits d
 """
 
 import errno
-import io
 import logging
 import math
 import os
-import tarfile
 import threading
 import time
 import uuid
@@ -31,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trinity_sync.errors import EvictedError, ImageError, SaveError
@@ -45,6 +43,7 @@ from trinity_sync.fs.atomic import (
 from trinity_sync.fs.direct_io import RateLimit, digest_bytes, digest_cached_file, write_file
 from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.layout import PRIVATE_FOLDER
+from trinity_sync.snapshot.packed import unpack
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import Ticket, failure_path, lock_image, lock_slot, read_ticket
@@ -319,20 +318,8 @@ def unpack_image(ticket: Ticket, image: memoryview) -> Iterator[tuple[str, memor
     if ticket.form == "file":
         yield ticket.path, image
         return
-    try:
-        with tarfile.open(fileobj=io.BytesIO(image), mode="r:") as tar:
-            for entry in tar:
-                name = PurePosixPath(entry.name)
-                content = tar.extractfile(entry) if entry.isfile() else None
-                is_file = content is not None or entry.issym()
-                if not is_file or name.is_absolute() or ".." in name.parts:
-                    raise ImageError(f"the image of {ticket.what} has {entry.name!r}, not a file")
-                if content is None:
-                    yield entry.name, Path(entry.linkname)
-                else:
-                    yield f"{ticket.path}/{entry.name}", memoryview(content.read())
-    except tarfile.TarError as error:
-        raise ImageError(f"the image of {ticket.what} is no archive of files: {error}") from error
+    for name, content in unpack(image, ticket.what):
+        yield name if isinstance(content, Path) else f"{ticket.path}/{name}", content
 
 
 @contextmanager

@@ -24,9 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from trinity_sync.errors import CommitError, LockTimeoutError
+from trinity_sync.errors import CommitError, ConfigError, LockTimeoutError
 from trinity_sync.fs.direct_io import (
     READERS,
+    digest_cached_file,
     digest_fd,
     digest_file,
     map_fd,
@@ -170,6 +171,41 @@ def load_bytes(
     record = _find_record(root, manifest, path)
     content, _ = _read_from_disk(step_folder(root, step) / path, record)
     return bytes(content)
+
+
+def restore_folder(root: str | Path, manifest: Manifest, path: str, to: Path) -> None:
+    """Copy a folder of a leased step, and compare each copy with its digest.
+
+    Raises:
+        CommitError: the step has no such folder, or a file is corrupted or cannot be read.
+        ConfigError: ``to`` has files, or cannot be written.
+    """
+    step = manifest.step
+    if to.is_dir() and any(to.iterdir()):
+        raise ConfigError(
+            f"{path} of step {step} cannot be restored to {to}, which has files; remove them, or "
+            "pass a new folder"
+        )
+    records = [file for file in manifest.files if file.path.startswith(f"{path}/")]
+    if not records:
+        raise CommitError(
+            f"step {step} in {root} has no folder {path}; trinity-sync show {root} {step} lists "
+            "its files"
+        )
+    for record in records:
+        source = step_folder(root, step) / record.path
+        copy = to / record.path.removeprefix(f"{path}/")
+        try:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, copy)
+            digest = digest_cached_file(copy)
+        except OSError as error:
+            if error.filename == str(source):
+                raise make_read_error(source, error) from error
+            raise ConfigError(
+                f"{path} of step {step} cannot be restored to {copy}: {error.strerror}"
+            ) from error
+        require_digest(source, record, digest)
 
 
 def _find_record(root: str | Path, manifest: Manifest, path: str) -> FileRecord:

@@ -17,6 +17,7 @@ from trinity_sync.errors import ConfigError, SaveError
 from trinity_sync.layout import attaching_folder, step_folder
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.upload import replicate
+from trinity_sync.snapshot.stager import Staged, StagePlan
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.verify import VerifiedStep, check_files, choose_files, judge_steps
 
@@ -52,7 +53,7 @@ def test_they_are_moved_to_the_step_and_not_copied(coordinator_of: Open, job: Jo
     written = written_by_other_code(job.root, 4, {"data.pt": b"17", QUEUE: b"queue"})
     inode = (written / QUEUE).stat().st_ino
     saves.attach("data.pt", b"an attachment of that name", step=4)
-    saves.attach_folder(written, step=4)
+    saves.attach_written(written, step=4)
     saves.save(4, MODEL)
     assert not folder.exists()
     commit(job, 4)
@@ -76,7 +77,7 @@ from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.settings import Settings
 settings = Settings(spool=Path({str(spool_folder)!r}), home=Path({str(tmp_path)!r}))
 saves = CheckpointCoordinator({str(job.root)!r}, settings=settings)
-saves.attach_folder(Path({str(written)!r}), step=4)
+saves.attach_written(Path({str(written)!r}), step=4)
 saves.save(4, {{"model": {{"w": torch.ones(9)}}}})
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -88,7 +89,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_step_that_lacks_one_of_them_is_not_committed(coordinator_of: Open, job: Job) -> None:
     saves = coordinator_of()
     written = written_by_other_code(job.root, 4, {"data.pt": b"17", QUEUE: b"queue"})
-    saves.attach_folder(written, step=4)
+    saves.attach_written(written, step=4)
     saves.save(4, MODEL)
     (written / QUEUE).unlink()
     with pytest.raises(SaveError, match=rf"attachments of step 4.*{written / QUEUE}: No such file"):
@@ -101,17 +102,17 @@ def test_a_folder_that_is_no_saves_own_or_comes_too_late_is_refused(
 ) -> None:
     saves = coordinator_of()
     with pytest.raises(ConfigError, match=r"attaching/NAME/global_step_4"):
-        saves.attach_folder(tmp_path / "own" / "global_step_4", step=4)
+        saves.attach_written(tmp_path / "own" / "global_step_4", step=4)
     saves.save(4, MODEL)
     with pytest.raises(ConfigError, match="attach before the save"):
-        saves.attach_folder(written_by_other_code(job.root, 4, {"data.pt": b"17"}), step=4)
+        saves.attach_written(written_by_other_code(job.root, 4, {"data.pt": b"17"}), step=4)
 
 
 def test_those_of_a_killed_run_are_in_no_step_of_another(coordinator_of: Open, job: Job) -> None:
     first, folder = coordinator_of(run_key="first"), step_folder(job.root, 4)
     for step in (3, 4):
         files = {"data.pt": b"%d" % step, QUEUE: b"of the first run"}
-        first.attach_folder(written_by_other_code(job.root, step, files), step=step)
+        first.attach_written(written_by_other_code(job.root, step, files), step=step)
         first.save(step, MODEL)
         commit(job, step)
     before = files_below(folder)
@@ -126,7 +127,7 @@ def test_those_of_a_killed_run_are_in_no_step_of_another(coordinator_of: Open, j
 
     third = coordinator_of(run_key="third", take_over=True)
     third.resumed_from(3)
-    third.attach_folder(written_by_other_code(job.root, 4, {"data.pt": b"third"}), step=4)
+    third.attach_written(written_by_other_code(job.root, 4, {"data.pt": b"third"}), step=4)
     third.save(4, {"model": {"w": torch.zeros(9)}})
     commit(job, 4, run=3)
     assert files_below(folder)["data.pt"] == b"third"
@@ -140,7 +141,7 @@ def test_a_commit_that_dies_anywhere_and_is_retried_has_all_of_them(
     saves, died = coordinator_of(), True
     for step in itertools.count(1):
         files = {"data.pt": b"%d" % step, QUEUE: b"queue"}
-        saves.attach_folder(written_by_other_code(job.root, step, files), step=step)
+        saves.attach_written(written_by_other_code(job.root, step, files), step=step)
         saves.save(step, {"model": {"w": torch.full((9,), float(step))}})
         died = in_a_process(lambda at=step: commit(job, at), tmp_path, die_before=step) == step
         if read_manifest(job.root, step):
@@ -155,7 +156,7 @@ def test_a_commit_that_dies_anywhere_and_is_retried_has_all_of_them(
 
 def test_a_flipped_byte_in_one_corrupts_the_step(coordinator_of: Open, job: Job) -> None:
     saves = coordinator_of()
-    saves.attach_folder(written_by_other_code(job.root, 4, {QUEUE: b"queue"}), step=4)
+    saves.attach_written(written_by_other_code(job.root, 4, {QUEUE: b"queue"}), step=4)
     saves.save(4, MODEL)
     commit(job, 4)
     (step_folder(job.root, 4) / QUEUE).write_bytes(b"queuf")
@@ -168,7 +169,7 @@ def test_a_remote_has_them_and_a_pull_brings_them_back(
     coordinator_of: Open, job: Job, tmp_path: Path
 ) -> None:
     saves, url = coordinator_of(), f"file://{tmp_path}/remote"
-    saves.attach_folder(written_by_other_code(job.root, 4, {"data.pt": b"17"}), step=4)
+    saves.attach_written(written_by_other_code(job.root, 4, {"data.pt": b"17"}), step=4)
     saves.save(4, MODEL)
     commit(job, 4)
     (step_folder(job.root, 4) / "beside.pt").write_bytes(b"of no commit")
@@ -186,9 +187,74 @@ def test_a_file_system_without_links_has_copies(
         raise OSError(1, "Operation not permitted")
 
     saves = coordinator_of()
-    saves.attach_folder(written_by_other_code(job.root, 4, {"data.pt": b"17"}), step=4)
+    saves.attach_written(written_by_other_code(job.root, 4, {"data.pt": b"17"}), step=4)
     saves.save(4, MODEL)
     with monkeypatch.context() as without:
         without.setattr(os, "link", link)
         commit(job, 4)
     assert (step_folder(job.root, 4) / "data.pt").read_bytes() == b"17"
+
+
+def test_a_folder_is_committed_as_it_was_when_save_returned(
+    coordinator_of: Open, job: Job, tmp_path: Path
+) -> None:
+    files = {"a.bin": b"a" * 10_000, "below/b": b"b", "none": b""}
+    for name, content in files.items():
+        (tmp_path / "queue" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "queue" / name).write_bytes(content)
+    saves = coordinator_of()
+    saves.attach("a.bin", b"small", step=4)
+    saves.attach_folder("queue", tmp_path / "queue", step=4)
+    saves.save(4, MODEL)
+    (tmp_path / "queue" / "a.bin").write_bytes(b"changed afterwards")
+    commit(job, 4)
+    saves.restore_folder(4, "queue", tmp_path / "copy")
+    assert files_below(tmp_path / "copy") == files
+    assert saves.attachment(4, "a.bin") == b"small"
+
+
+@pytest.mark.parametrize("change", ["grow", "shrink", "remove"])
+def test_a_folder_that_changes_before_its_save_fails_the_save(
+    coordinator_of: Open, job: Job, tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "queue" / "a.bin"
+    path.parent.mkdir()
+    path.write_bytes(b"a" * 10_000)
+    saves = coordinator_of()
+    saves.save(3, MODEL)
+    saves.attach_folder("queue", path.parent, step=4)
+    copy = saves._stager.copy
+
+    def change_it(plan: StagePlan) -> Staged:
+        if change == "remove":
+            path.unlink()
+        else:
+            path.write_bytes(b"a" * (9_999 if change == "shrink" else 10_001))
+        return copy(plan)
+
+    monkeypatch.setattr(saves._stager, "copy", change_it)
+    handle = saves.save(4, MODEL)
+    assert str(path) in handle.failure
+    commit(job, 3)
+    with pytest.raises(SaveError, match="step 4"):
+        saves.wait_all(60)
+    monkeypatch.undo()
+    path.write_bytes(b"again")
+    saves.attach_folder("queue", path.parent, step=5)
+    saves.save(5, MODEL)
+    commit(job, 5)
+    assert (step_folder(job.root, 5) / "attachments" / "queue" / "a.bin").read_bytes() == b"again"
+
+
+def test_a_folder_that_is_none_or_was_removed_is_named(
+    coordinator_of: Open, job: Job, tmp_path: Path
+) -> None:
+    saves = coordinator_of()
+    saves.save(3, MODEL)
+    with pytest.raises(ConfigError, match="is no folder"):
+        saves.attach_folder("queue", tmp_path / "none", step=4)
+    (tmp_path / "queue").mkdir()
+    (tmp_path / "queue" / "a.bin").touch()
+    saves.attach_folder("queue", tmp_path / "queue", step=4)
+    (tmp_path / "queue" / "a.bin").unlink()
+    assert "a.bin" in saves.save(4, MODEL).failure

@@ -36,6 +36,7 @@ from trinity_sync.orchestration.on_node import commit_step
 from trinity_sync.retention.prune import RootSteps
 from trinity_sync.retention.removal import describe_steps
 from trinity_sync.snapshot.job_identity import open_identity
+from trinity_sync.snapshot.packed import pack
 from trinity_sync.snapshot.ticket import ticket_path
 from trinity_sync.storage.commit import commit, free_committed_slots
 from trinity_sync.storage.discovery import find_newest, require_committed
@@ -874,13 +875,8 @@ def test_an_empty_save_is_refused(job: Job) -> None:
 
 
 def test_paths_in_metadata_cannot_leave_the_steps_folder(job: Job) -> None:
-    import io
-    import tarfile
-
-    evil = io.BytesIO()
-    with tarfile.open(fileobj=evil, mode="w") as tar:
-        tar.addfile(tarfile.TarInfo("../../outside"), io.BytesIO())
-    job.stager().stage(job.origin(1), {"model": state(1)}, metadata=evil.getvalue())
+    evil = pack({"../../outside": b""})
+    job.stager().stage(job.origin(1), {"model": state(1)}, metadata=evil)
     with pytest.raises(ImageError, match="outside"):
         persist(job.share, job.save(1), "metadata", WriteOptions(rank_timeout_s=0.05))
 

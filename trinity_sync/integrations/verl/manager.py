@@ -31,7 +31,8 @@ from trinity_sync.integrations.trainer_saves import MEMORY
 from trinity_sync.integrations.verl.driver import ROOT
 from trinity_sync.layout import is_step_folder, split_role_path
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.stager import ATTACHMENTS, read_folder
+from trinity_sync.snapshot.packed import read_folder
+from trinity_sync.snapshot.stager import ATTACHMENTS
 from trinity_sync.storage.discovery import list_unnamed_files, require_committed
 from trinity_sync.storage.restore import require_digests
 
@@ -156,7 +157,7 @@ class CommitsDriverFiles(ManagerOfPaths):
                 )
             attaches = is_attached and self.rank == 0 and role == coordinator.roles[0]
             if attaches and self._is_new("checkpoint", global_step):
-                coordinator.attach_folder(given, step=global_step)
+                coordinator.attach_written(given, step=global_step)
         save = super().save_checkpoint  # type: ignore[misc] # of the engine's manager
         return save(local_path, global_step=global_step, **named)
 

@@ -1,0 +1,255 @@
+"""Processes beside the trainer save their state of the trainer's steps, and resume with it."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.saver.conftest import Make
+from trinity_sync import Participant, Settings
+from trinity_sync.client import cut
+from trinity_sync.errors import (
+    CommitError,
+    ConfigError,
+    LockTimeoutError,
+    SaveError,
+    SaveFailedError,
+    SaveTimeoutError,
+)
+from trinity_sync.storage.verify import check_files, choose_files, judge_steps
+
+ROLES = ("actor", "queue", "controller")
+MODEL = {"model": {"w": torch.ones(3)}}
+
+QUEUE = """
+import sys
+from pathlib import Path
+from trinity_sync import Participant, Settings
+
+root, spool, home, key, work = sys.argv[1:]
+work = Path(work)
+with Participant(
+    root, role="queue", roles=("actor", "queue", "controller"), run_key=key,
+    settings=Settings(spool=spool, home=home, saver="auto"),
+) as part:
+    step = part.latest_step()
+    if step is None:
+        work.mkdir()
+        (work / "items").write_bytes(b"")
+        state = {"at": 0}
+    else:
+        state = part.load(step)
+        part.restore_folder(step, "storage", work)
+    print(step, state["at"], (work / "items").read_bytes().decode(), flush=True)
+    for line in sys.stdin:
+        if line == "put\\n":
+            state["at"] += 1
+            with (work / "items").open("ab") as file:
+                file.write(b"i")
+        elif line == "cut\\n":
+            step = part.wait_cut(60)
+            part.save(step, state, folders={"storage": work})
+            (work / "items").write_bytes(b"overwritten")  # the source changes afterwards
+            (work / "items").write_bytes(b"i" * state["at"])
+        print("done", flush=True)
+"""
+
+
+@pytest.fixture
+def queue(job: object, settings: Settings, tmp_path: Path) -> Iterator[Callable[..., "Queue"]]:
+    started: list[Queue] = []
+
+    def start(root: Path, key: str, work: str) -> Queue:
+        started.append(Queue(root, settings, key, tmp_path / work))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.process.kill()
+        each.process.communicate()
+
+
+class Queue:
+    """A queue in a process of its own."""
+
+    def __init__(self, root: Path, settings: Settings, key: str, work: Path) -> None:
+        given = (root, settings.spool, settings.home, key, work)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", QUEUE, *map(str, given)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path.cwd(),
+        )
+        self.began = self.read()
+
+    def read(self) -> str:
+        assert self.process.stdout
+        return self.process.stdout.readline().strip()
+
+    def say(self, word: str) -> None:
+        assert self.process.stdin
+        self.process.stdin.write(f"{word}\n")
+        self.process.stdin.flush()
+
+
+def controller(root: Path, settings: Settings, key: str) -> Participant:
+    return Participant(root, role="controller", roles=ROLES, run_key=key, settings=settings)
+
+
+def test_all_roles_resume_from_the_moment_of_the_cut_after_all_were_killed(
+    coordinator: Make, settings: Settings, tmp_path: Path, queue: Callable[..., Queue]
+) -> None:
+    trainer = coordinator(roles=ROLES, run_key="first")
+    other = controller(trainer.root, settings, "first")
+    held = queue(trainer.root, "first", "work")
+    assert held.began == "None 0"
+    for word in ("put", "put", "cut"):
+        held.say(word)
+    answering = threading.Thread(target=lambda: other.save(other.wait_cut(60), {"cursor": 17}))
+    answering.start()
+    assert 0 < trainer.cut(4) < 60
+    trainer.save(4, MODEL)
+    held.process.kill()
+    answering.join()
+    other.close()
+    trainer.wait_all(60)
+    trainer.close()
+
+    again = queue(trainer.root, "second", "restored")
+    assert again.began == "4 2 ii"
+    with controller(trainer.root, settings, "second") as resumed:
+        assert resumed.load(4) == {"cursor": 17}
+    with pytest.raises(ConfigError, match="has files"):
+        resumed.restore_folder(4, "storage", tmp_path / "restored")
+    with pytest.raises(CommitError, match="no folder controller/storage"):
+        resumed.restore_folder(4, "storage", tmp_path / "new")
+
+
+def test_a_changed_byte_of_a_participants_folder_is_found(
+    coordinator: Make, settings: Settings, tmp_path: Path
+) -> None:
+    (tmp_path / "storage" / "below").mkdir(parents=True)
+    (tmp_path / "storage" / "below" / "items").write_bytes(b"item" * 5000)
+    (tmp_path / "storage" / "none").touch()
+    trainer = coordinator(roles=("actor", "queue"), run_key="run")
+    part = Participant(
+        trainer.root, role="queue", roles=("actor", "queue"), run_key="run", settings=settings
+    )
+    with part:
+        part.save(1, {}, folders={"storage": tmp_path / "storage"})
+        trainer.save(1, MODEL)
+    part.restore_folder(1, "storage", tmp_path / "copy")
+    assert (tmp_path / "copy" / "below" / "items").read_bytes() == b"item" * 5000
+    path = trainer.root / "global_step_1" / "queue" / "storage" / "below" / "items"
+    content = bytearray(path.read_bytes())
+    content[7777] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CommitError, match="items is corrupted"):
+        part.restore_folder(1, "storage", tmp_path / "other")
+    (step,) = judge_steps(check_files(choose_files(trainer.root, step=1)))
+    assert "queue/storage/below/items" in step.wrong
+
+
+def test_the_death_of_a_participant_is_seen_at_the_next_cut(
+    coordinator: Make, settings: Settings, queue: Callable[..., Queue]
+) -> None:
+    trainer = coordinator(roles=("actor", "queue"), run_key="run")
+    held = queue(trainer.root, "run", "work")
+    held.process.kill()
+    held.process.wait()
+    with pytest.raises(SaveError, match="the process of role queue has died"):
+        trainer.cut(1)
+
+
+def test_a_cut_without_an_answer_names_the_role_and_so_does_the_save(
+    coordinator: Make, settings: Settings
+) -> None:
+    trainer = coordinator(roles=ROLES, run_key="run", job={"rank_timeout_s": 0.5})
+    with controller(trainer.root, settings, "run"):
+        with pytest.raises(
+            SaveTimeoutError, match="of role queue, which has not started, controller"
+        ):
+            trainer.cut(1, timeout_s=0.1)
+        trainer.save(1, MODEL)
+        with pytest.raises(SaveFailedError, match="role queue has submitted nothing"):
+            trainer.wait_all(60)
+
+
+def test_a_state_that_cannot_be_saved_fails_the_cut(coordinator: Make, settings: Settings) -> None:
+    trainer = coordinator(roles=("actor", "controller"), run_key="run")
+    part = Participant(
+        trainer.root,
+        role="controller",
+        roles=("actor", "controller"),
+        run_key="run",
+        settings=settings,
+    )
+    raised: list[BaseException] = []
+
+    def answer() -> None:
+        try:
+            part.save(part.wait_cut(60), {"queue": lambda: None})
+        except Exception as error:
+            raised.append(error)
+
+    answering = threading.Thread(target=answer)
+    answering.start()
+    with pytest.raises(SaveError, match="role controller could not be saved"):
+        trainer.cut(1)
+    answering.join()
+    assert "cannot be staged" in str(raised[0])
+    answering = threading.Thread(target=lambda: part.save(part.wait_cut(60), {"cursor": 1}))
+    answering.start()
+    trainer.cut(1)
+    answering.join()
+    trainer.save(1, MODEL)
+    trainer.wait_all(60)
+    part.close()
+
+
+def test_a_request_of_an_earlier_start_is_not_answered(
+    coordinator: Make, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cut, "TAKEN_S", 0.1)
+    trainer = coordinator(roles=ROLES, run_key="first")
+    with pytest.raises(SaveTimeoutError):
+        trainer.cut(1, timeout_s=0)
+    with controller(trainer.root, settings, "second") as part:
+        assert part.wait_cut() is None
+        with pytest.raises(LockTimeoutError, match=r"controller\.lock"):
+            controller(trainer.root, settings, "second")
+    trainer.close()
+
+
+def test_a_participant_needs_the_runs_key_and_a_role_of_the_job(
+    coordinator: Make, settings: Settings
+) -> None:
+    root = coordinator(roles=ROLES).root
+    with pytest.raises(ConfigError, match="TRINITY_SYNC_RUN_KEY"):
+        Participant(root, role="queue", roles=ROLES, settings=settings)
+    with pytest.raises(ConfigError, match="none of this job's roles"):
+        Participant(root, role="buffer", roles=ROLES, run_key="a", settings=settings)
+
+
+def test_a_participant_that_died_alone_cannot_go_on_with_an_older_state(
+    coordinator: Make, settings: Settings
+) -> None:
+    roles = ("actor", "controller")
+    trainer = coordinator(roles=roles, run_key="run")
+    with Participant(
+        trainer.root, role="controller", roles=roles, run_key="run", settings=settings
+    ) as part:
+        part.save(1, {"cursor": 1})
+        trainer.save(1, MODEL)
+    with (
+        Participant(
+            trainer.root, role="controller", roles=roles, run_key="run", settings=settings
+        ) as again,
+        pytest.raises(ConfigError, match="cannot begin again"),
+    ):
+        again.load(1)

@@ -1,0 +1,167 @@
+"""The cut of a step: a trainer asks the other roles of a checkpoint for their state of the step.
+
+Request and answers are small files in the root, which all nodes share. They are worthless after a
+crash and not synced::
+
+    root/.trinity_sync/cuts/request.json    the trainer's newest request
+    root/.trinity_sync/cuts/{role}.json     the role's newest answer
+    root/.trinity_sync/cuts/{role}.lock     held by the role's process while it lives
+
+A role answers once its state is submitted, so from then on the state survives its process.
+"""
+
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from trinity_sync.errors import SaveError, SaveTimeoutError
+from trinity_sync.fs.atomic import (
+    ReadOnChange,
+    lengthen_pauses,
+    make_folder,
+    read_uncached,
+    replace_file,
+)
+from trinity_sync.fs.locks import acquire_file_lock, try_acquire_file_lock
+from trinity_sync.fs.process import describe_this_process
+from trinity_sync.fs.records import Count, R, Record, encode_record, read_record
+from trinity_sync.layout import PRIVATE_FOLDER
+
+logger = logging.getLogger(__name__)
+
+TAKEN_S = 30.0
+"""Seconds to wait for the process that had the role before, which may be ending."""
+WARN_S = 5.0
+"""Seconds after which a cut that waits names the roles that it waits for."""
+
+
+@dataclass(frozen=True)
+class CutRequest(Record):
+    """What a trainer asks for."""
+
+    name: str
+    """Random, so that a step is asked for again after a failure."""
+    run_key: str
+    step: Count
+
+
+@dataclass(frozen=True)
+class CutAnswer(Record):
+    """What a role has said; a role that has just started has answered no request."""
+
+    run_key: str
+    process: str
+    request: str = ""
+    error: str = ""
+
+
+def ask_roles(root: Path, run_key: str, step: int, roles: Sequence[str], timeout_s: float) -> None:
+    """Ask the other roles of a run for their state of a step, and wait until all have answered.
+
+    Raises:
+        SaveError: a role has failed, or its process has died.
+        SaveTimeoutError: a role has not answered within ``timeout_s``.
+    """
+    request = CutRequest(uuid.uuid4().hex, run_key, step)
+    make_folder(folder := _folder(root))
+    replace_file(folder / "request.json", encode_record(request), sync=False)
+    answers = {role: _watch(folder / f"{role}.json", CutAnswer) for role in roles}
+    began, pauses, said = time.monotonic(), lengthen_pauses(), False
+    while True:
+        found = {role: _of_run(answer.get(), run_key) for role, answer in answers.items()}
+        missing = [r for r, answer in found.items() if not answer or answer.request != request.name]
+        for role, answer in found.items():
+            if answer and role in missing and _has_died(folder, role):
+                raise SaveError(
+                    f"step {step} of {root} is not cut: the process of role {role} has died: "
+                    f"{answer.process}. Start this run again: it resumes from the newest step."
+                )
+            if answer and role not in missing and answer.error:
+                raise SaveError(
+                    f"step {step} of {root} is not cut: role {role} could not be saved: "
+                    f"{answer.error}"
+                )
+        if not missing:
+            return
+        waited = time.monotonic() - began
+        names = ", ".join(r if found[r] else f"{r}, which has not started" for r in missing)
+        if waited >= timeout_s:
+            raise SaveTimeoutError(
+                f"step {step} of {root} is not cut: no state within {timeout_s:g} s of role "
+                f"{names}. Do its processes call wait_cut, and have they the run's key?"
+            )
+        if waited >= WARN_S and not said:
+            said = True
+            logger.warning("Step %d of %s waits for the state of role %s", step, root, names)
+        time.sleep(next(pauses))
+
+
+class CutMember:
+    """What one role of a run sees of the cuts; it shows that the role's process lives.
+
+    Raises:
+        LockTimeoutError: another living process has the role.
+    """
+
+    def __init__(self, root: Path, run_key: str, role: str) -> None:
+        self._folder, self._run_key, self._role = _folder(root), run_key, role
+        self._request = _watch(self._folder / "request.json", CutRequest)
+        self._answered = ""
+        self._lock = ExitStack()
+        lock = acquire_file_lock(_lock_path(self._folder, role), limit_s=TAKEN_S)
+        self._lock.enter_context(lock)
+        self._say("")
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Return the step of a request that was not answered yet; None if there is none in time."""
+        deadline, pauses = time.monotonic() + timeout_s, lengthen_pauses()
+        while not (request := self._find_request()):
+            if (left := deadline - time.monotonic()) <= 0:
+                return None
+            time.sleep(min(left, next(pauses)))
+        return request.step
+
+    def answer(self, step: int, error: str = "") -> None:
+        """Tell the trainer that the state of a step was submitted, or why it was not."""
+        request = self._find_request()
+        if request and request.step == step:
+            self._answered = request.name
+            self._say(request.name, error)
+
+    def close(self) -> None:
+        """Show no longer that the process lives."""
+        self._lock.close()
+
+    def _find_request(self) -> CutRequest | None:
+        request = self._request.get()
+        is_new = request and request.run_key == self._run_key and request.name != self._answered
+        return request if is_new else None
+
+    def _say(self, request: str, error: str = "") -> None:
+        answer = CutAnswer(self._run_key, describe_this_process(), request, error)
+        replace_file(self._folder / f"{self._role}.json", encode_record(answer), sync=False)
+
+
+def _watch(path: Path, kind: type[R]) -> ReadOnChange[R | None]:
+    return ReadOnChange(path, lambda: read_record(kind, path, read_uncached))
+
+
+def _of_run(answer: CutAnswer | None, run_key: str) -> CutAnswer | None:
+    return answer if answer and answer.run_key == run_key else None
+
+
+def _has_died(folder: Path, role: str) -> bool:
+    with try_acquire_file_lock(_lock_path(folder, role)) as is_free:
+        return is_free
+
+
+def _lock_path(folder: Path, role: str) -> Path:
+    return folder / f"{role}.lock"
+
+
+def _folder(root: Path) -> Path:
+    return root / PRIVATE_FOLDER / "cuts"

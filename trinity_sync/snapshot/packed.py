@@ -1,0 +1,144 @@
+"""Files as one image: an index of them, then their contents.
+
+Metadata and attachments are staged in this form. Contents of files on the disk are read when the
+image is filled, into the slot; other files stay where they are and are only named.
+"""
+
+import os
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import msgspec
+
+from trinity_sync.errors import ImageError
+from trinity_sync.fs.atomic import open_fd
+from trinity_sync.fs.direct_io import ALIGNMENT
+
+_HEAD = struct.Struct("<Q")
+"""Length of the index in bytes."""
+_AT_ONCE = 1 << 30
+"""Bytes of one read; Linux reads at most 2 GiB."""
+
+
+class _Entry(msgspec.Struct, array_like=True, frozen=True):
+    name: str
+    offset: int
+    """Of the content, from the end of the index rounded up to a page."""
+    nbytes: int
+    link: str = ""
+    """Path of a file that stays on the disk."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """An image of ``nbytes`` bytes: what is in memory, and the files to read into it."""
+
+    nbytes: int
+    extents: list[tuple[int, bytes]]
+    """Index and contents, with their offsets."""
+    files: tuple[tuple[int, int, Path], ...] = ()
+    """Offset, number of bytes and path of each file to read."""
+
+    def read_files(self, image: memoryview) -> None:
+        """Read the files into the image.
+
+        Raises:
+            ImageError: a file cannot be read, or has another size than when it was packed.
+        """
+        for offset, nbytes, path in self.files:
+            try:
+                with open_fd(path) as fd:
+                    done = 0
+                    while left := image[offset + done : offset + min(nbytes, done + _AT_ONCE)]:
+                        if not (read := os.preadv(fd, [left], done)):
+                            break
+                        done += read
+                    found = os.fstat(fd).st_size
+            except OSError as error:
+                raise ImageError(f"{path} cannot be read: {error.strerror}") from error
+            if not done == found == nbytes:
+                raise ImageError(
+                    f"{path} had {nbytes:,} bytes and has {found:,}: files of a folder must not "
+                    "change until its save has returned"
+                )
+
+
+def list_files(folder: Path) -> dict[str, Path]:
+    """Return the files below a folder by path, in order."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path for path in files}
+
+
+def read_folder(folder: Path) -> dict[str, bytes]:
+    """Return the contents of the files below a folder by path."""
+    return {name: path.read_bytes() for name, path in list_files(folder).items()}
+
+
+def pack(files: Mapping[str, bytes | Path], links: Mapping[str, Path] | None = None) -> Packed:
+    """Return files, by path, as one image; a path is a file to read when the image is filled.
+
+    ``links`` are files that stay on the disk, by their names in the step's folder.
+
+    Raises:
+        OSError: a file cannot be looked at.
+    """
+    entries, contents, end = list[_Entry](), list[bytes | Path](), 0
+    for name, content in files.items():
+        nbytes = content.stat().st_size if isinstance(content, Path) else len(content)
+        if isinstance(content, Path):  # large ones are written by direct I/O
+            end = _round_up(end)
+        entries.append(_Entry(name, end, nbytes))
+        contents.append(content)
+        end += nbytes
+    index = [*entries, *(_Entry(name, 0, 0, str(path)) for name, path in (links or {}).items())]
+    head = msgspec.msgpack.encode(index)
+    begin = _round_up(_HEAD.size + len(head))
+    placed = [(begin + entry.offset, c) for entry, c in zip(entries, contents, strict=True)]
+    return Packed(
+        begin + end,
+        [(0, _HEAD.pack(len(head)) + head), *((at, c) for at, c in placed if isinstance(c, bytes))],
+        tuple(
+            (at, entry.nbytes, c)
+            for entry, (at, c) in zip(entries, placed, strict=True)
+            if isinstance(c, Path)
+        ),
+    )
+
+
+def unpack(image: memoryview, what: str) -> Iterator[tuple[str, memoryview | Path]]:
+    """Yield path and content of each file of an image, or the path of one that is on the disk.
+
+    The contents are views of the image. ``what`` names it in messages.
+
+    Raises:
+        ImageError: it is no such image, or names a file outside of the folder.
+    """
+    for entry in _read_index(image, what):
+        name = PurePosixPath(entry.name)
+        if not name.parts or name.is_absolute() or ".." in name.parts:
+            raise ImageError(f"the image of {what} has {entry.name!r}, which no folder contains")
+        begin = _begin(image) + entry.offset
+        if entry.link:
+            yield entry.name, Path(entry.link)
+        elif entry.offset >= 0 and 0 <= entry.nbytes <= len(image) - begin:
+            yield entry.name, image[begin : begin + entry.nbytes]
+        else:
+            raise ImageError(f"the image of {what} is too short for {entry.name!r}")
+
+
+def _read_index(image: memoryview, what: str) -> Iterable[_Entry]:
+    try:
+        head = image[_HEAD.size : _HEAD.size + _HEAD.unpack_from(image)[0]]
+        return msgspec.msgpack.decode(head, type=list[_Entry])
+    except (struct.error, msgspec.DecodeError) as error:
+        raise ImageError(f"the image of {what} is no folder of files: {error}") from error
+
+
+def _begin(image: memoryview) -> int:
+    return _round_up(_HEAD.size + int(_HEAD.unpack_from(image)[0]))
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
