@@ -17,6 +17,7 @@ from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import Ticket
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest, read_run_manifest
 from trinity_sync.storage.placement import NodeShards, describe_ranks
+from trinity_sync.storage.runs import RunEnd
 from trinity_sync.storage.save import Written
 from trinity_sync.storage.save_timing import refuse_removed
 
@@ -52,7 +53,7 @@ def gather_images(
     deadline = clock() + rank_timeout_s
     later: set[tuple[str, int]] = set()
     is_first = True
-    pauses = lengthen_pauses()
+    pauses, end = lengthen_pauses(), RunEnd(save.root, save.run)
     while True:
         waiting, bad = tickets.get()
         sealed = [
@@ -72,7 +73,7 @@ def gather_images(
         if manifest and manifest.has_kind(save.kind, save.roles) and not uncommitted:  # a retry
             mine = [file for file in manifest.files if file.component == component]
             return [], [_as_written(f, ()) for f in mine if f.rank in wanted.get(f.role, ())]
-        overdue = clock() >= deadline
+        overdue = clock() >= deadline or end.is_over()
         by_rank: dict[tuple[str, int], list[SealedImage]] = defaultdict(list)
         for image in sealed:
             by_rank[image.ticket.role, image.ticket.rank].append(image)
@@ -133,12 +134,13 @@ def gather_images(
                     continue
                 if error.component == component and error.rank in missing.get(error.role, ()):
                     raise error
+            until = "before its run ended" if end.is_over() else f"within {rank_timeout_s:g} s"
             lacking = ", ".join(
                 f"role {role} {describe_ranks(ranks)}" for role, ranks in missing.items()
             )
             raise MissingShardsError(
                 f"{save} is not committed: {component} of {lacking} was not submitted on node "
-                f"{shards.node} within {rank_timeout_s:g} s. Check the trainer's log: its process "
+                f"{shards.node} {until}. Check the trainer's log: its process "
                 f"died, or its image was evicted. Submitted images are in {spool.folder}; later "
                 "saves are unaffected."
             )

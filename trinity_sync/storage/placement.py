@@ -20,7 +20,7 @@ from trinity_sync.fs.atomic import lengthen_pauses, make_folder, read_uncached, 
 from trinity_sync.fs.records import Record, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, is_path
 from trinity_sync.snapshot.save_id import SaveId
-from trinity_sync.storage.runs import refuse_other_job
+from trinity_sync.storage.runs import RunEnd, refuse_other_job
 
 _MOST_RANKS = 1 << 20
 
@@ -134,13 +134,15 @@ def await_node_shards(save: SaveId, *, rank_timeout_s: float) -> list[NodeShards
         raise SaveError(f"the job's root {save.root} is missing; create it and retry the save")
     nodes: dict[tuple[str, str], dict[str, tuple[int, ...]]] = defaultdict(dict)
     refuse_other_job(save)
+    end = RunEnd(save.root, save.run)
     for role in save.roles:
         pauses = lengthen_pauses()
         while (places := read_placement(save.root, save.run, save.run_key, role)) is None:
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= deadline or end.is_over():
+                until = "until its end" if end.is_over() else f"within {rank_timeout_s:g} s"
                 raise MissingShardsError(
-                    f"role {role} has submitted nothing in run {save.run} of {save.root} within "
-                    f"{rank_timeout_s:g} s: {_path(save.root, save.run, role)} is missing. Check "
+                    f"role {role} has submitted nothing in run {save.run} of {save.root} {until}: "
+                    f"{_path(save.root, save.run, role)} is missing. Check "
                     "that its training runs and that all nodes see this root. Later saves are "
                     "unaffected."
                 )

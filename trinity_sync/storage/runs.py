@@ -14,6 +14,7 @@ while.
 """
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -23,7 +24,12 @@ from pathlib import Path
 
 from trinity_sync.errors import CommitError, RootInUseError, SaveError, SupersededError
 from trinity_sync.fs.atomic import list_uncached, make_folder, replace_file
-from trinity_sync.fs.locks import acquire_file_lock, create_file, open_lock_file
+from trinity_sync.fs.locks import (
+    acquire_file_lock,
+    create_file,
+    open_lock_file,
+    try_acquire_file_lock,
+)
 from trinity_sync.fs.mounts import find_mount
 from trinity_sync.fs.process import describe_holder, describe_this_process
 from trinity_sync.fs.records import Count, Record, decode_record, encode_record
@@ -301,6 +307,32 @@ def wait_for_living_run(root: str | Path, key: str, *, take_over: bool) -> None:
             said = True
             logger.warning("%s. Waiting up to %.0f s for its end", running, limit_s)
         time.sleep(LOOK_S)
+
+
+ENDED_S = 10.0
+"""Seconds for which a run has had no process when nothing of it is awaited any longer."""
+
+
+class RunEnd:
+    """Tells when nothing else of a run can come, since its processes have ended."""
+
+    def __init__(self, root: str | Path, number: int) -> None:
+        self._path = _lock_path(root, number)
+        self._look_at, self._free_since = 0.0, math.inf
+
+    def is_over(self) -> bool:
+        """Return whether the run has had no process for `ENDED_S`; it looks once a second."""
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + 1.0
+            self._free_since = min(self._free_since, now) if self._is_free() else math.inf
+        return now - self._free_since >= ENDED_S
+
+    def _is_free(self) -> bool:
+        if not self._path.exists():  # no process has shown that it lives
+            return False
+        with try_acquire_file_lock(self._path) as is_free:
+            return is_free
 
 
 def _lock_path(root: str | Path, number: int) -> Path:

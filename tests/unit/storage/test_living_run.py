@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,12 @@ from tests.support.waiting import until
 from tests.unit.conftest import Open
 from trinity_sync import CheckpointCoordinator
 from trinity_sync.client import commit_watcher
-from trinity_sync.errors import RootInUseError, SupersededError
+from trinity_sync.errors import MissingShardsError, RootInUseError, SupersededError
+from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.storage import runs
 from trinity_sync.storage.metrics import read_metrics
+from trinity_sync.storage.persist import WriteOptions, persist
+from trinity_sync.storage.placement import await_node_shards
 from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.runs import list_runs
 
@@ -374,3 +378,24 @@ def test_metrics_that_a_training_records_before_its_first_save_count_for_its_run
     until(lambda: read_metrics(job.root, 1, 10) == {"reward": 0.2}, "what is recorded at once")
     second.save(10, MODEL)
     until(lambda: read_metrics(job.root, 2, 10) == {"reward": 0.2}, "what is recorded again")
+
+
+def test_nothing_is_awaited_of_a_run_whose_processes_have_ended(
+    job: Job, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "ENDED_S", 0.0)
+    save = SaveId(str(job.root), 1, "first", 4, "checkpoint", ("actor",), identity=job.identity)
+    training = start("first")
+    training.do("saves.begin()")
+    with pytest.raises(MissingShardsError, match="within 0 s"):
+        await_node_shards(save, rank_timeout_s=0.0)
+    training.do("saves.save(4, {'model': {'w': torch.ones(3)}})")
+    (shards,) = await_node_shards(save, rank_timeout_s=0.0)
+    of_two = replace(shards, ranks={"actor": (0, 1)})
+    with pytest.raises(MissingShardsError, match=r"rank 1 was not submitted .* within 0 s"):
+        persist(of_two, save, "model", WriteOptions(rank_timeout_s=0.0))
+    training.kill()
+    with pytest.raises(MissingShardsError, match=r"rank 1 was not .* before its run ended"):
+        persist(of_two, save, "model", WriteOptions(rank_timeout_s=600.0))
+    with pytest.raises(MissingShardsError, match=r"role critic .* until its end"):
+        await_node_shards(replace(save, roles=("actor", "critic")), rank_timeout_s=600.0)
