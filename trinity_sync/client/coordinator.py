@@ -6,7 +6,7 @@ import signal
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from trinity_sync.client.preemption import (
 )
 from trinity_sync.client.run_context import RunContext, make_run_key
 from trinity_sync.client.save_handle import SaveHandle
-from trinity_sync.client.save_submitter import SaveSubmitter
+from trinity_sync.client.save_submitter import SaveSubmitter, select_own
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.client.savers import CallableSaver, DcpFolders, StateSaver
 from trinity_sync.client.step_loader import StepLoader
@@ -443,6 +443,7 @@ class CheckpointCoordinator:
         overlap: bool = False,
         keep: int = 0,
         export: Export = "",
+        replicated: Collection[str] = (),
     ) -> SaveHandle:
         """Submit the states of a step; the save commits even if this process then dies.
 
@@ -472,6 +473,9 @@ class CheckpointCoordinator:
                 set for the job keeps.
             export: once the step is committed, also write the model's FSDP shards as a Hugging Face
                 model into ``<role>/huggingface/``. `wait_all` waits for it.
+            replicated: components that are equal on all ranks, as with DDP, of a ``checkpoint``:
+                rank 0 alone saves them, and `load` returns them on all ranks. The others may leave
+                them out; each rank has another component, such as ``extra_state``, as well.
 
         Returns:
             What was staged, the seconds for which the caller was stalled, and whether the save is
@@ -497,6 +501,7 @@ class CheckpointCoordinator:
             overlap=overlap,
             keep=keep,
             export=export,
+            replicated=replicated,
         )
 
     def save_dcp(
@@ -937,10 +942,13 @@ class CheckpointCoordinator:
         overlap: bool = False,
         keep: int = 0,
         export: Export = "",
+        replicated: Collection[str] = (),
         began: float | None = None,
     ) -> SaveHandle:
         self._require_own_process()
         step = check_number("step", step)
+        if replicated:
+            components = select_own(step, components, replicated, kind, self.rank)
         keep = check_number(f"step {step}: keep, of which 0 keeps all steps,", keep)
         self._submitter.check_components(step, components, role, kind)
         self._submitter.require_not_monitored(step, kind)
@@ -951,6 +959,7 @@ class CheckpointCoordinator:
             kind,
             keep=keep if kind == "checkpoint" else 0,
             export=export,
+            replicated=replicated,
             again=self._run.has_saved(step, role, kind),
         )
         self._metrics.record_early()

@@ -1,6 +1,6 @@
 """Name the saves of a rank, and submit them to the commit watcher."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,7 @@ class SaveSubmitter:
         *,
         keep: int = 0,
         export: Export = "",
+        replicated: Collection[str] = (),
         again: bool = False,
     ) -> Origin:
         """Return the origin of this rank's images of a save that is submitted now.
@@ -95,6 +96,7 @@ class SaveSubmitter:
             keep=keep,
             export=export,
             write_concurrency=self._write_concurrency,
+            replicated=tuple(sorted(replicated)),
         )
 
     def prepare(self, role: str) -> None:
@@ -224,6 +226,25 @@ class SaveSubmitter:
     def _last_attempt(self, step: int, role: str, kind: Kind) -> SaveId:
         save = self._save_id(step, kind, self._roles if kind == "checkpoint" else (role,))
         return replace(save, attempt=self._attempts.get(save, 1))
+
+
+def select_own(
+    step: int, components: Mapping[str, Any], replicated: Collection[str], kind: Kind, rank: int
+) -> dict[str, Any]:
+    """Return the components that a rank saves itself, without those that rank 0 saves for all.
+
+    Raises:
+        ConfigError: they are not saved together with something of each rank in a checkpoint.
+    """
+    lacking = {*replicated} - {*components} if rank == 0 else set()
+    own = {name: state for name, state in components.items() if name not in replicated}
+    if isinstance(replicated, str) or lacking or not own or kind != "checkpoint":
+        raise ConfigError(
+            f"step {step}: got the components {sorted(components)} with replicated={replicated!r}; "
+            "pass a tuple of components that rank 0 saves, in a checkpoint in which each rank has "
+            "another component, such as extra_state"
+        )
+    return dict(components) if rank == 0 else own
 
 
 def _key(save: SaveId) -> str:

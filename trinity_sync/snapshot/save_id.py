@@ -76,6 +76,12 @@ class Origin(SaveId):
     export: Export = ""
     write_concurrency: WriteConcurrency = "all"
     """The trainer's write concurrency, which all tasks of the job apply."""
+    replicated: tuple[str, ...] = ()
+    """Components that rank 0 alone saves, for all ranks."""
+
+    def count_ranks(self, component: str) -> int:
+        """Return the number of ranks that save a component."""
+        return 1 if component in self.replicated else self.world_size
 
     @property
     def save(self) -> SaveId:

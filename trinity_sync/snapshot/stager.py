@@ -194,7 +194,7 @@ class Stager:
         with _name_in_errors(origin, component):
             layout, storages = lay_out(state, self._layouts.get(key))
         self._layouts[key] = layout
-        shard = shard_file(component, origin.world_size, origin.rank)
+        shard = shard_file(component, origin.count_ranks(component), origin.rank)
         path = f"{origin.role}/{state.name if isinstance(state, LaidOut) else shard}"
         if staged := self._hold_equal(plan, component, layout, storages):
             return _Part(component, path, "file", layout, [], None, staged_in=staged)

@@ -219,7 +219,8 @@ def _check_complete(
     problems = [] if written or statuses else ["nothing was submitted"]
     for role in save.roles:
         files = [file for file in written if file.record.role == role]
-        shards = [file for file in files if file.record.component not in FOLDERS]
+        whole = {name for file in files for name in file.replicated}
+        shards = [file for file in files if file.record.component not in {*FOLDERS, *whole}]
         sizes = {file.record.world_size for file in shards}
         if len(sizes) > 1:
             problems.append(f"role {role} mixes shards of world sizes {sorted(sizes)}")
@@ -232,7 +233,7 @@ def _check_complete(
             problems.append(f"role {role} mixes two submissions of {describe_ranks(mixed)}")
         for component in {name for file in files for name in file.components}:
             ranks: Iterable[int] = range(max(sizes, default=1))
-            if component == "metadata":
+            if component == "metadata" or component in whole:
                 ranks = range(1)
             elif component == "attachments":  # a rank has some or none
                 ranks = sorted({f.record.rank for f in files if component in f.components})

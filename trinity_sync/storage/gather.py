@@ -72,7 +72,7 @@ def gather_images(
         }.difference(known)
         if manifest and manifest.has_kind(save.kind, save.roles) and not uncommitted:  # a retry
             mine = [file for file in manifest.files if file.component == component]
-            return [], [_as_written(f, ()) for f in mine if f.rank in wanted.get(f.role, ())]
+            return [], [_as_written(f) for f in mine if f.rank in wanted.get(f.role, ())]
         overdue = clock() >= deadline or end.is_over()
         by_rank: dict[tuple[str, int], list[SealedImage]] = defaultdict(list)
         for image in sealed:
@@ -113,7 +113,7 @@ def gather_images(
             if found and found.ticket.image in uncommitted:
                 images.append(found)  # also a second submission: the commit compares the two
             elif done:
-                committed += [_as_written(record, own[0].components) for record in done]
+                committed += [_as_written(record, own[0]) for record in done]
             elif found and (not theirs or overdue):
                 images.append(found)
             else:
@@ -141,8 +141,8 @@ def gather_images(
             raise MissingShardsError(
                 f"{save} is not committed: {component} of {lacking} was not submitted on node "
                 f"{shards.node} {until}. Check the trainer's log: its process "
-                f"died, or its image was evicted. Submitted images are in {spool.folder}; later "
-                "saves are unaffected."
+                "died, its image was evicted, or it did not call save, as every rank has to. "
+                f"Submitted images are in {spool.folder}; later saves are unaffected."
             )
         time.sleep(next(pauses))
 
@@ -190,5 +190,6 @@ def _committed(manifest: Manifest | None, role: str, component: str, rank: int) 
     return [f for f in manifest.files if (f.role, f.component, f.rank) == wanted]
 
 
-def _as_written(record: FileRecord, components: tuple[str, ...]) -> Written:
-    return Written(record, "", (0, 0), components, 0.0)
+def _as_written(record: FileRecord, of: Ticket | None = None) -> Written:
+    components, replicated = (of.components, of.replicated) if of else ((), ())
+    return Written(record, "", (0, 0), components, 0.0, replicated)

@@ -227,7 +227,7 @@ def _write_one(
         role=ticket.role,
         component=ticket.component,
         rank=ticket.rank,
-        world_size=ticket.world_size,
+        world_size=ticket.count_ranks(ticket.component),
         images=(ticket.image,),
         health=health,
     )
@@ -244,6 +244,7 @@ def _write_one(
         temporary=os.fspath(temporary),
         identity=read_file_identity(temporary),
         components=ticket.components,
+        replicated=ticket.replicated,
         seconds=time.perf_counter() - start,
         attached=str(content) if isinstance(content, Path) else "",
         export=ticket.export,

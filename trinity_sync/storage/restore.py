@@ -137,15 +137,15 @@ def load_states(
     mine = {
         record.component: record.path
         for record in shards_of_role
-        if (record.rank, record.world_size) == (rank, world_size)
+        # of one rank: replicated, if others are of several
+        if (record.rank, record.world_size) in ((rank, world_size), (0, 1))
     }
-    saved_by = {record.world_size for record in shards_of_role}
-    if saved_by and world_size not in saved_by:
-        ranks = " and ".join(f"{number} rank(s)" for number in sorted(saved_by))
+    saved_by = max((record.world_size for record in shards_of_role), default=world_size)
+    if world_size != saved_by:
         raise CommitError(
-            f"step {step} in {root}, role {role}, was saved by {ranks}, and this is rank {rank} of "
-            f"{world_size}; load it with as many ranks. FSDPCheckpointManager.load_checkpoint "
-            "reshards FSDP states; with DDP, load the state of any rank "
+            f"step {step} in {root}, role {role}, was saved by {saved_by} rank(s), and this is "
+            f"rank {rank} of {world_size}; load it with as many ranks. FSDPCheckpointManager."
+            "load_checkpoint reshards FSDP states; with DDP, load the state of any rank "
             "(docs/how-to/resharding.md)."
         )
     if not mine:

@@ -28,6 +28,8 @@ class Written:
     components: tuple[str, ...]
     """All components that the rank submits in this save."""
     seconds: float
+    replicated: tuple[str, ...] = ()
+    """Components of this save that rank 0 alone submits."""
     attached: str = ""
     """Path of the file in `attaching_folder` that this file is a link to; empty for others."""
     export: Export = ""

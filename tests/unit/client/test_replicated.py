@@ -1,0 +1,107 @@
+"""What is equal on all ranks is saved once, by rank 0, and loaded by all."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.job import Job
+from tests.unit.conftest import Open
+from trinity_sync import CheckpointCoordinator, Checkpoints
+from trinity_sync.errors import CommitError, ConfigError, MissingShardsError
+from trinity_sync.layout import step_folder
+
+REPLICATED = ("model", "optim")
+
+
+def states(rank: int) -> dict[str, dict[str, torch.Tensor]]:
+    return {
+        "model": {"w": torch.arange(5000.0)},
+        "optim": {"m": torch.ones(5000)},
+        "extra_state": {"rng": torch.full((3,), float(rank))},
+    }
+
+
+@pytest.fixture
+def ranks(coordinator_of: Open, job: Job) -> list[CheckpointCoordinator]:
+    job.world_size = 2
+    return [coordinator_of(rank=rank, world_size=2) for rank in (0, 1)]
+
+
+def commit(job: Job, step: int) -> None:
+    job.commit(step, "model", "optim", "extra_state")
+
+
+def test_it_is_one_file_that_all_ranks_load(
+    ranks: list[CheckpointCoordinator], job: Job, coordinator_of: Open
+) -> None:
+    for rank, saves in enumerate(ranks):
+        own = states(rank) if rank == 0 else {"extra_state": states(rank)["extra_state"]}
+        saves.save(4, own, replicated=REPLICATED)
+    commit(job, 4)
+    files = {path.name for path in (step_folder(job.root, 4) / "actor").iterdir()}
+    assert files == {
+        "model_world_size_1_rank_0.pt",
+        "optim_world_size_1_rank_0.pt",
+        "extra_state_world_size_2_rank_0.pt",
+        "extra_state_world_size_2_rank_1.pt",
+    }
+    for rank in (0, 1):
+        loaded = coordinator_of(rank=rank, world_size=2, run_key="next").load(4)
+        assert torch.equal(loaded["model"]["w"], torch.arange(5000.0))
+        assert torch.equal(loaded["optim"]["m"], torch.ones(5000))
+        assert loaded["extra_state"]["rng"].tolist() == [rank] * 3
+    model = torch.nn.ParameterDict({"w": torch.zeros(5000)})
+    Checkpoints(job.root).load_into(4, model)
+    assert torch.equal(model["w"], torch.arange(5000.0))
+
+
+def test_the_others_may_pass_it_and_have_no_image_of_it(
+    ranks: list[CheckpointCoordinator], job: Job
+) -> None:
+    for rank, saves in enumerate(ranks):
+        saves.save(4, states(rank), replicated=REPLICATED)
+    tickets = [sealed.ticket for sealed in job.spool.tickets()[0]]
+    assert sorted((each.component, each.rank) for each in tickets) == [
+        ("extra_state", 0),
+        ("extra_state", 1),
+        ("model", 0),
+        ("optim", 0),
+    ]
+    commit(job, 4)
+    commit(job, 4)  # a retry
+
+
+def test_a_step_is_not_committed_without_that_of_rank_0_or_the_rest_of_another_rank(
+    ranks: list[CheckpointCoordinator], job: Job
+) -> None:
+    ranks[1].save(4, states(1), replicated=REPLICATED)
+    with pytest.raises(MissingShardsError, match="rank 0"):
+        commit(job, 4)
+    ranks[0].save(5, states(0), replicated=REPLICATED)
+    with pytest.raises(MissingShardsError, match="rank 1"):
+        commit(job, 5)
+
+
+def test_another_number_of_ranks_is_refused(
+    ranks: list[CheckpointCoordinator], job: Job, coordinator_of: Open
+) -> None:
+    for rank, saves in enumerate(ranks):
+        saves.save(4, states(rank), replicated=REPLICATED)
+    commit(job, 4)
+    for world_size in (1, 3):
+        other = coordinator_of(world_size=world_size, run_key="other", take_over=True)
+        with pytest.raises(CommitError, match=r"was saved by 2 rank\(s\)"):
+            other.load(4)
+
+
+def test_what_cannot_be_replicated_is_refused(
+    ranks: list[CheckpointCoordinator], tmp_path: Path
+) -> None:
+    for named in (("model", "optim", "extra_state"), "model"):
+        with pytest.raises(ConfigError, match="each rank has another component"):
+            ranks[1].save(4, states(1), replicated=named)
+    with pytest.raises(ConfigError, match="pass a tuple of components that rank 0 saves"):
+        ranks[0].save(4, {"extra_state": {}}, replicated=("model",))
+    with pytest.raises(ConfigError, match="in a checkpoint"):
+        ranks[0].save(4, states(0), replicated=("model",), kind="state_dict")
