@@ -140,8 +140,12 @@ def test_a_changed_byte_of_a_participants_folder_is_found(
     part = Participant(
         trainer.root, role="queue", roles=("actor", "queue"), run_key="run", settings=settings
     )
+    part.prewarm(20_000)
+    slots = {path.name for path in part._saves.spool.folder.glob("queue*.slot")}
     with part:
         part.save(1, {}, folders={"storage": tmp_path / "storage"})
+        kept = {path.name for path in part._saves.spool.folder.glob("queue*metadata*.slot")}
+        assert kept == {name for name in slots if "metadata" in name} != set()
         trainer.save(1, MODEL)
     part.restore_folder(1, "storage", tmp_path / "copy")
     assert (tmp_path / "copy" / "below" / "items").read_bytes() == b"item" * 5000
