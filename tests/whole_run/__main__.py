@@ -1,0 +1,73 @@
+"""``make whole-run``: kills a GRPO run a hundred times, and counts what it has trained.
+
+``python -m tests.whole_run [--kills 100] [--seed N] [--without]``; ``--without`` saves what
+frameworks save today: model, optimizer and the dataloader's position.
+"""
+
+import argparse
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from random import Random
+from statistics import median
+
+ENVIRONMENT = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "OMP_NUM_THREADS": "1",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # TransferQueue asks Ray, which then says 127.0.0.1
+    "TQ_CLIENT_ZMQ_IO_THREADS": "1",
+    "TQ_LOGGING_LEVEL": "ERROR",
+    "TRINITY_SYNC_CONFIG": os.devnull,  # not the user's own file
+}
+PROMPTS_A_KILL = 200
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="tests.whole_run", description=__doc__)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=secrets.randbelow(10**6))
+    parser.add_argument("--prompts", type=int)
+    parser.add_argument("--without", action="store_true")
+    arguments = parser.parse_args()
+    prompts = arguments.prompts or 64 + PROMPTS_A_KILL * arguments.kills
+    for name in [each for each in os.environ if each.startswith(("TRINITY_SYNC_", "PREFECT_"))]:
+        del os.environ[name]  # no stack: the trainer's saver commits
+    os.environ |= ENVIRONMENT  # before anything is imported that reads it
+    from tests.whole_run.supervisor import FallenError, Supervisor
+    from tests.whole_run.truth import Count, read
+
+    folder = Path(tempfile.mkdtemp(prefix="trinity_sync-whole-run-", dir="/tmp"))
+    spool = Path(tempfile.mkdtemp(prefix="trinity_sync-whole-run-", dir="/dev/shm"))
+    os.environ |= {"TRINITY_SYNC_HOME": str(folder / "home"), "TRINITY_SYNC_SPOOL": str(spool)}
+    print(f"seed {arguments.seed}, {prompts} prompts", flush=True)
+    began, random = time.monotonic(), Random(arguments.seed)
+    supervisor = Supervisor(folder, spool, prompts, not arguments.without, random)
+    try:
+        supervisor.train(arguments.kills)
+    except FallenError as error:
+        print(f"FALLEN: {error}\nfolder {folder}")
+        return 1
+    finally:
+        shutil.rmtree(spool, ignore_errors=True)
+    truth = read(folder / "truth.jsonl")
+    count = Count.of(truth, prompts)
+    pauses = [note["pause_s"] for note in truth if note.get("pause_s")]
+    kills = ", ".join(f"{name} {times}" for name, times in sorted(supervisor.killed.items()))
+    print(f"{time.monotonic() - began:.0f} s, {supervisor.starts} starts, killed: {kills}")
+    print(f"{count.steps} steps, {count.undone} more undone by resumes")
+    if pauses:
+        print(f"{len(pauses)} cuts, which paused the training for {median(pauses):.3f} s (median)")
+    print(f"of {prompts} prompts: {len(count.lost)} lost, {len(count.repeated)} trained twice")
+    if arguments.without or not (count.lost or count.repeated):
+        shutil.rmtree(folder)
+        return 0
+    print(f"lost {count.lost}, trained twice {count.repeated}; see {folder}")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
