@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 TAKEN_S = 30.0
 """Seconds to wait for the process that had the role before, which may be ending."""
+ANSWER_PAUSE_S, REQUEST_PAUSE_S = 0.01, 0.05
+"""Longest pauses between two looks for an answer, for which the training waits, and for a request,
+for which a role may wait all the time."""
 WARN_S = 5.0
 """Seconds after which a cut that waits names the roles that it waits for."""
 
@@ -70,7 +73,7 @@ def ask_roles(root: Path, run_key: str, step: int, roles: Sequence[str], timeout
     make_folder(folder := _folder(root))
     replace_file(folder / "request.json", encode_record(request), sync=False)
     answers = {role: _watch(folder / f"{role}.json", CutAnswer) for role in roles}
-    began, pauses, said = time.monotonic(), lengthen_pauses(), False
+    began, pauses, said = time.monotonic(), lengthen_pauses(ANSWER_PAUSE_S), False
     while True:
         found = {role: _of_run(answer.get(), run_key) for role, answer in answers.items()}
         missing = [r for r, answer in found.items() if not answer or answer.request != request.name]
@@ -118,7 +121,7 @@ class CutMember:
 
     def wait(self, timeout_s: float) -> int | None:
         """Return the step of a request that was not answered yet; None if there is none in time."""
-        deadline, pauses = time.monotonic() + timeout_s, lengthen_pauses()
+        deadline, pauses = time.monotonic() + timeout_s, lengthen_pauses(REQUEST_PAUSE_S)
         while not (request := self._find_request()):
             if (left := deadline - time.monotonic()) <= 0:
                 return None

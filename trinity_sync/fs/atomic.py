@@ -190,12 +190,12 @@ def read_signature(path: Path) -> FileSignature:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def lengthen_pauses() -> Iterator[float]:
-    """Yield the seconds between two looks of a wait, which double up to `MOST_PAUSE_S`."""
+def lengthen_pauses(most_s: float = MOST_PAUSE_S) -> Iterator[float]:
+    """Yield the seconds between two looks of a wait, which double up to ``most_s``."""
     pause_s = LEAST_PAUSE_S
     while True:
         yield pause_s
-        pause_s = min(2 * pause_s, MOST_PAUSE_S)
+        pause_s = min(2 * pause_s, most_s)
 
 
 class ReadOnChange(Generic[T]):
