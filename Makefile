@@ -27,7 +27,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help demo smollm client newest prefect-oldest torch-oldest torch-newest torch-suites lock test unit models integration faults e2e chaos lint audit bench scale history verl megatron veomni trinity trl torchtitan vllm bench-vllm pytorch-suite nfs slurm tutorials docs clean
+.PHONY: help demo smollm client newest prefect-oldest torch-oldest torch-newest torch-suites lock test unit models integration faults e2e chaos whole-run lint audit bench scale history verl megatron veomni trinity trl torchtitan vllm bench-vllm pytorch-suite nfs slurm tutorials docs clean
 
 help: ## what there is
 	@grep -E '^[a-z0-9 -]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 28
@@ -53,6 +53,11 @@ chaos: $(READY) ## faults by chance for CHAOS_MINUTES=10 by CHAOS_SEED with each
 	for driver in $(or $(CHAOS_DRIVER),stack saver both); do \
 	  CHAOS_DRIVER=$$driver $(BIN)/python -m tests.models.chaos || exit; \
 	done
+
+whole-run: $(READY) ## a GRPO run whose processes are killed KILLS=100 times by SEED, its prompts counted; the same as frameworks save it today; a queue of 1 GiB
+	$(BIN)/python -m tests.whole_run --kills $(or $(KILLS),100) $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m tests.whole_run --kills 20 $(if $(SEED),--seed $(SEED)) --without
+	$(BIN)/python -m pytest -s tests/whole_run/test_large_queue.py
 
 lint: $(READY) ## ruff, mypy, and the layers of the rooms
 	$(BIN)/ruff check .

@@ -21,9 +21,16 @@ ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # TransferQueue asks Ray, which then says 127.0.0.1
     "TQ_CLIENT_ZMQ_IO_THREADS": "1",
     "TQ_LOGGING_LEVEL": "ERROR",
+    "TQ_NUM_THREADS": "1",
     "TRINITY_SYNC_CONFIG": os.devnull,  # not the user's own file
+    "TRINITY_SYNC_SAVER": "auto",
 }
 PROMPTS_A_KILL = 200
+
+
+def make_environment(home: Path, spool: Path) -> dict[str, str]:
+    """Return the variables of all processes. There is no stack: the trainer's saver commits."""
+    return ENVIRONMENT | {"TRINITY_SYNC_HOME": str(home), "TRINITY_SYNC_SPOOL": str(spool)}
 
 
 def main() -> int:
@@ -34,15 +41,14 @@ def main() -> int:
     parser.add_argument("--without", action="store_true")
     arguments = parser.parse_args()
     prompts = arguments.prompts or 64 + PROMPTS_A_KILL * arguments.kills
+    folder = Path(tempfile.mkdtemp(prefix="trinity_sync-whole-run-", dir="/tmp"))
+    spool = Path(tempfile.mkdtemp(prefix="trinity_sync-whole-run-", dir="/dev/shm"))
     for name in [each for each in os.environ if each.startswith(("TRINITY_SYNC_", "PREFECT_"))]:
-        del os.environ[name]  # no stack: the trainer's saver commits
-    os.environ |= ENVIRONMENT  # before anything is imported that reads it
+        del os.environ[name]
+    os.environ |= make_environment(folder / "home", spool)  # before what reads it is imported
     from tests.whole_run.supervisor import FallenError, Supervisor
     from tests.whole_run.truth import Count, read
 
-    folder = Path(tempfile.mkdtemp(prefix="trinity_sync-whole-run-", dir="/tmp"))
-    spool = Path(tempfile.mkdtemp(prefix="trinity_sync-whole-run-", dir="/dev/shm"))
-    os.environ |= {"TRINITY_SYNC_HOME": str(folder / "home"), "TRINITY_SYNC_SPOOL": str(spool)}
     print(f"seed {arguments.seed}, {prompts} prompts", flush=True)
     began, random = time.monotonic(), Random(arguments.seed)
     supervisor = Supervisor(folder, spool, prompts, not arguments.without, random)

@@ -6,11 +6,13 @@ They are Ray actors for their start alone and talk over ZeroMQ, so their classes
 import pickle
 import shutil
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import torch
 import transfer_queue
 from omegaconf import OmegaConf
+from transfer_queue.client import TransferQueueClient
 from transfer_queue.controller import TransferQueueController
 from transfer_queue.interface import _maybe_create_tq_client
 from transfer_queue.storage.simple_storage import SimpleStorageUnit
@@ -46,8 +48,8 @@ class RolloutQueue:
             transfer_queue.kv_clear([str(number) for number in ids], PARTITION)
 
 
-def serve(run: Run) -> None:
-    """Serve the queue, beginning with what it held at the step, and save it at each cut."""
+def start(run: Run) -> TransferQueueClient:
+    """Start the queue in this process; clients find it by the run."""
     defaults = OmegaConf.load(str(resources.files("transfer_queue") / "config.yaml"))
     config = OmegaConf.merge(OmegaConf.create({}, flags={"allow_objects": True}), defaults)
     storage = config.backend.SimpleStorage
@@ -58,21 +60,40 @@ def serve(run: Run) -> None:
     config.controller.zmq_info, unit = (each.zmq_server_info for each in servers)
     storage.zmq_info = {unit.id: unit}
     client = _maybe_create_tq_client(config)
+    _kept.extend(servers)
     (run.own / CONFIG).write_bytes(pickle.dumps(config))
+    return client
+
+
+_kept: list[Any] = []
+"""Servers, which end with their objects."""
+
+
+def save_to(client: TransferQueueClient, folder: Path) -> None:
+    """Write all that the queue has into a new folder."""
+    folder.mkdir()
+    # in this order, the storage has all that the controller knows
+    client.save_controller_checkpoint(str(folder / "controller.pkl"))
+    client.save_storage_checkpoint(str(folder))
+
+
+def restore_from(client: TransferQueueClient, folder: Path) -> None:
+    client.load_storage_checkpoint(str(folder))
+    client.load_controller_checkpoint(str(folder / "controller.pkl"))
+
+
+def serve(run: Run) -> None:
+    """Serve the queue, beginning with what it held at the step, and save it at each cut."""
+    client = start(run)
     with Participant(run.root, role="queue", roles=ROLES, run_key=run.key) as part:
         step = part.latest_step() if run.whole else None
         if step is not None:
             part.load(step)
             part.restore_folder(step, "rollouts", restored := run.own / "restored")
-            client.load_storage_checkpoint(str(restored))
-            client.load_controller_checkpoint(str(restored / "controller.pkl"))
+            restore_from(client, restored)
         run.tell("queue")
         while True:
             if (step := part.wait_cut(timeout_s=1)) is not None:
-                folder = run.own / f"cut-{step}"
-                folder.mkdir()
-                # in this order, the storage has all that the controller knows
-                client.save_controller_checkpoint(str(folder / "controller.pkl"))
-                client.save_storage_checkpoint(str(folder))
+                save_to(client, folder := run.own / f"cut-{step}")
                 part.save(step, None, folders={"rollouts": folder})
                 shutil.rmtree(folder)
