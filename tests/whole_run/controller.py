@@ -7,7 +7,7 @@ from typing import Any
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.whole_run.rollout_queue import RolloutQueue
-from tests.whole_run.run import ROLES, Run
+from tests.whole_run.run import BEHIND_S, ROLES, Run, is_behind
 from tests.whole_run.task import Rollout
 from trinity_sync import Participant, RolloutLedger
 
@@ -39,13 +39,19 @@ class Controller:
         self._prompts = iter(self._loader)
 
     def serve(self, run: Run) -> None:
+        asked_at = 0.0
         with run.serve_controller() as socket:
             while True:
                 if socket.poll(POLL_MS):
                     socket.send_pyobj(self._answer(*socket.recv_pyobj()))
-                if (step := self._part.wait_cut()) is not None:
-                    loader, ledger = self._loader.state_dict(), self._ledger.state_dict()
-                    self._part.save(step, {"loader": loader, "ledger": ledger})
+                if (step := self._part.wait_cut()) is None:
+                    continue
+                asked_at = asked_at or time.monotonic()
+                if is_behind("controller", step) and time.monotonic() - asked_at < BEHIND_S:
+                    continue  # what is put now is in the ledger, and not in the queue's state
+                loader, ledger = self._loader.state_dict(), self._ledger.state_dict()
+                self._part.save(step, {"loader": loader, "ledger": ledger})
+                asked_at = 0.0
 
     def _answer(self, what: str, content: Any) -> Any:
         match what:

@@ -5,6 +5,7 @@ They are Ray actors for their start alone and talk over ZeroMQ, so their classes
 
 import pickle
 import shutil
+import time
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from transfer_queue.controller import TransferQueueController
 from transfer_queue.interface import _maybe_create_tq_client
 from transfer_queue.storage.simple_storage import SimpleStorageUnit
 
-from tests.whole_run.run import ROLES, Run
+from tests.whole_run.run import BEHIND_S, ROLES, Run, is_behind
 from tests.whole_run.task import Rollout
 from trinity_sync import Participant
 
@@ -94,6 +95,8 @@ def serve(run: Run) -> None:
         run.tell("queue")
         while True:
             if (step := part.wait_cut(timeout_s=1)) is not None:
+                if is_behind("queue", step):
+                    time.sleep(BEHIND_S)  # what is put now is not in the ledger's state
                 save_to(client, folder := run.own / f"cut-{step}")
                 part.save(step, None, folders={"rollouts": folder})
                 shutil.rmtree(folder)

@@ -10,12 +10,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.whole_run.rollout_queue import RolloutQueue
-from tests.whole_run.run import ROLES, TRAINERS, Run
+from tests.whole_run.run import ROLES, SAVE_EVERY, TRAINERS, Run
 from tests.whole_run.task import SAMPLES, Rollout, compute_loss, create_model
 from trinity_sync import CheckpointCoordinator
 
-BATCH, SAVE_EVERY, KEEP = 8, 4, 3
-"""Prompts of an optimizer step; steps between two saves; checkpoints that are kept."""
+BATCH, KEEP = 8, 3
+"""Prompts of an optimizer step; checkpoints that are kept."""
 PAUSE_S = 0.01
 
 
