@@ -8,6 +8,7 @@ import argparse
 import os
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -34,6 +35,7 @@ def make_environment(home: Path, spool: Path) -> dict[str, str]:
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all of it is stopped
     parser = argparse.ArgumentParser(prog="tests.whole_run", description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=secrets.randbelow(10**6))
