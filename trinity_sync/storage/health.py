@@ -51,7 +51,9 @@ class ComponentHealth(FileHealth):
     """The values of a component of a role, of all ranks whose files were looked at."""
 
     role: str
+    """Folder below the step's folder."""
     component: str
+    """``model`` or ``optim``."""
     nonfinite_ranks: tuple[int, ...]
     """Ranks with values that are not finite."""
     unchanged_since: int | None
