@@ -136,7 +136,9 @@ def running_stack(
 def started(settings: Settings, num_cpus: int) -> StackState:
     """The stack of this environment, or of the one that is named."""
     if not STACK:
-        with environment(DEAD_PROXY):
+        with pytest.MonkeyPatch.context() as patch:
+            for name, proxy in DEAD_PROXY.items():
+                patch.setenv(name, proxy)
             return embedded.up(settings, num_cpus=num_cpus)
     env = build_environment(settings, StackSettings(), StackState())
     del env["PYTHONPATH"]  # with this environment's packages

@@ -194,7 +194,7 @@ def test_a_request_that_a_stack_of_another_release_does_not_know_is_refused(
     stack: StackState, root: Path
 ) -> None:
     fields = SaveRequest(root=str(root), step=1, run=1).flow_run
-    fields["parameters"] = {"request": {**fields["parameters"]["request"], "of_a_later_release": 1}}
+    fields["parameters"] = {"request": {**fields["parameters"]["request"], "step": "of another"}}
     with pytest.raises(RequestRefusedError, match="run: trinity-sync deploy"):
         ask(stack.api_url, lambda api: api.create_flow_run(fields), **login(stack))
 

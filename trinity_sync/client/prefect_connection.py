@@ -288,8 +288,8 @@ def _connect(server: Server) -> "httpx.AsyncClient":
     import httpx
 
     direct = [f"all://{host}" for host in _THIS_NODE]  # no proxy, whatever NO_PROXY says
-    if server.is_own:
-        direct.append(f"all://{httpx.URL(server.url).host}")
+    if server.is_own and (host := find_host(server.url)):
+        direct.append(f"all://{host}")
     return httpx.AsyncClient(
         base_url=server.url,
         headers=dict(server.headers),
@@ -347,12 +347,20 @@ def find_server(home: Path, given_url: str | None) -> Server:
     )
 
 
+def find_host(address: str) -> str:
+    """Return the host of a URL or ``host:port``; empty for an invalid one."""
+    try:
+        return urlsplit(address if "//" in address else f"//{address}").hostname or ""
+    except ValueError:
+        return ""
+
+
 def bypass_proxies(variables: MutableMapping[str, str], *addresses: str) -> None:
     """Have other clients reach this node, and URLs or ``host:port``, without a proxy.
 
     Both spellings of ``NO_PROXY`` get the hosts: some libraries read one, and some the other.
     """
-    hosts = [urlsplit(each if "//" in each else f"//{each}").hostname for each in addresses]
+    hosts = [find_host(each) for each in addresses]
     known = ",".join(variables.get(name, "") for name in _NO_PROXY).split(",")
     named = [each.strip() for each in known] + [each.strip("[]") for each in _THIS_NODE]
     value = ",".join(dict.fromkeys(filter(None, [*named, *hosts])))
