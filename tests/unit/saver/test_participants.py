@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.unit.saver.conftest import Make
-from trinity_sync import Participant, Settings
+from trinity_sync import Participant, RolloutLedger, Settings
 from trinity_sync.client import cut
 from trinity_sync.errors import (
     CommitError,
@@ -20,6 +20,8 @@ from trinity_sync.errors import (
     SaveFailedError,
     SaveTimeoutError,
 )
+from trinity_sync.remote.download import fetch
+from trinity_sync.remote.upload import replicate
 from trinity_sync.storage.verify import check_files, choose_files, judge_steps
 
 ROLES = ("actor", "queue", "controller")
@@ -28,7 +30,7 @@ MODEL = {"model": {"w": torch.ones(3)}}
 QUEUE = """
 import sys
 from pathlib import Path
-from trinity_sync import Participant, Settings
+from trinity_sync import Participant, RolloutLedger, Settings
 
 root, spool, home, key, work = sys.argv[1:]
 work = Path(work)
@@ -157,6 +159,50 @@ def test_a_changed_byte_of_a_participants_folder_is_found(
         part.restore_folder(1, "storage", tmp_path / "other")
     (step,) = judge_steps(check_files(choose_files(trainer.root, step=1)))
     assert "queue/storage/below/items" in step.wrong
+
+
+def test_a_step_with_all_parts_comes_back_from_a_store_on_an_empty_machine(
+    coordinator: Make, settings: Settings, tmp_path: Path, bucket: str
+) -> None:
+    (tmp_path / "storage").mkdir()
+    (tmp_path / "storage" / "items").write_bytes(b"item" * 5000)
+    trainer = coordinator(roles=("actor", "queue"), run_key="run")
+    part_roles, key = ("actor", "queue"), "run"
+    ledger = RolloutLedger()
+    ledger.issue(range(4))
+    ledger.train([0], 1)
+    with Participant(
+        trainer.root, role="queue", roles=part_roles, run_key=key, settings=settings
+    ) as part:
+        state = {"ledger": ledger.state_dict()}
+        part.save(1, state, folders={"storage": tmp_path / "storage"})
+        trainer.attach_folder("loader", tmp_path / "storage", step=1)
+        trainer.save(1, MODEL)
+    replicate(trainer.root, f"s3://{bucket}/job", 1)
+    fetch(f"s3://{bucket}/job", 1, tmp_path / "elsewhere")
+    other = Settings(spool=settings.spool, home=tmp_path / "other", saver="auto")
+    with Participant(
+        tmp_path / "elsewhere", role="queue", roles=part_roles, run_key="next", settings=other
+    ) as there:
+        again = RolloutLedger()
+        again.load_state_dict(there.load(1)["ledger"], step=1)
+        assert again.resume(held=[2]) == [1, 3]
+        there.restore_folder(1, "storage", tmp_path / "copy")
+    assert (tmp_path / "copy" / "items").read_bytes() == b"item" * 5000
+    root = tmp_path / "elsewhere"
+    for name in (
+        "queue/storage/items",
+        "queue/extra_state_world_size_1_rank_0.pt",
+        "attachments/loader/items",
+        "actor/model_world_size_1_rank_0.pt",
+    ):
+        path = root / "global_step_1" / name
+        before = path.read_bytes()
+        path.write_bytes(before[:-9] + bytes([before[-9] ^ 1]) + before[-8:])
+        (step,) = judge_steps(check_files(choose_files(root, step=1)))
+        assert (step.state, name in step.wrong) == ("corrupted", True)
+        path.write_bytes(before)
+        judge_steps(check_files(choose_files(root, step=1)))
 
 
 def test_the_death_of_a_participant_is_seen_at_the_next_cut(
