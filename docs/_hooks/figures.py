@@ -120,7 +120,7 @@ def swimlane() -> str:
                     f'<text x="{x + wide / 2:.0f}" y="{y + 15}" text-anchor="middle">{label}</text>'
                 )
             else:
-                parts.append(f'<text x="{x - 4:.0f}" y="{y + 15}" text-anchor="end">{label}</text>')
+                parts.append(f'<text x="{x + wide + 6:.0f}" y="{y + 15}">{label}</text>')
     bottom = 30 + len(lanes) * height
     for at, label in ((stall, "sealed: survives the trainer"), (durable, "committed")):
         x = left + at * width
