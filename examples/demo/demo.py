@@ -75,7 +75,7 @@ def trinity_sync(*arguments: str | Path) -> int:
 def clean_up(settings: Settings, output: Path = OUTPUT) -> None:
     """Remove the spools and catalog entries of the demo's jobs, and rendezvous files."""
     for job in list_job_spools(settings.spool):
-        if job.root and job.root.is_relative_to(output):
+        if (root := job.read_root()) and root.is_relative_to(output):
             shutil.rmtree(job.folder)
     for root in output.glob("job-*"):
         trinity_sync("jobs", "forget", root, "--yes")

@@ -201,7 +201,7 @@ def main() -> int:
         return 0 if run(chosen.vllm, chosen.model) else 1
     finally:
         for job in list_job_spools(Settings().spool):  # images stay in memory
-            if job.root and job.root.is_relative_to(OUTPUT):
+            if (root := job.read_root()) and root.is_relative_to(OUTPUT):
                 shutil.rmtree(job.folder)
 
 
