@@ -37,12 +37,16 @@ def another(tmp_path: Path, stack: StackState, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def on_the_same_ray(
-    another: Settings, stack: StackState, monkeypatch: pytest.MonkeyPatch
+    another: Settings,
+    stack: StackState,
+    stack_settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Settings:
     """The same, where the Ray cluster is that of the first."""
-    for name, value in (stack.ray_auth or {}).items():
+    now = embedded.find(stack_settings) or stack  # another test may have had it started again
+    for name, value in (now.ray_auth or {}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("TRINITY_SYNC_STACK__RAY__ADDRESS", stack.ray_address)
+    monkeypatch.setenv("TRINITY_SYNC_STACK__RAY__ADDRESS", now.ray_address)
     return another
 
 
@@ -192,11 +196,12 @@ def test_a_run_gives_several_heartbeats_before_it_counts_as_silent() -> None:
 def test_a_given_server_and_a_given_ray_are_used_and_outlive_down(
     stack: StackState, on_the_same_ray: Settings, stack_settings: Settings
 ) -> None:
-    another = on_the_same_ray
+    another, now = on_the_same_ray, embedded.find(stack_settings)
+    assert now
     state = embedded.up(another)
     try:
         assert (state.server, state.ray) == (None, None)
-        assert (state.api_url, state.ray_address) == (stack.api_url, stack.ray_address)
+        assert (state.api_url, state.ray_address) == (now.api_url, now.ray_address)
         assert part(another, "server").state == "external"
         assert embedded.status(another).workers_online == 1
         processes = processes_of(state)
