@@ -74,7 +74,7 @@ class Ticket(Origin, Record):
     path: str
     """File below the step's folder, or the folder into which a packed image is extracted."""
     form: Literal["file", "folder"]
-    """The bytes of a file, or a tar of small files."""
+    """The bytes of a file, or those of the files of a folder, as of `packed.pack`."""
     nbytes: Count
     sealed_at: Seconds
     """When the image was sealed, in seconds since the epoch."""
