@@ -181,7 +181,6 @@ class Participant:
         trace: TracebackType | None,
     ) -> None:
         try:
-            if error is None:
-                self.wait_all()
+            self._saves.__exit__(kind, error, trace)
         finally:
-            self.close()
+            self._member.close()

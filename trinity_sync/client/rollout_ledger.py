@@ -71,7 +71,8 @@ class RolloutLedger:
         with self._lock:
             if known := [each for each in new if each in self._places] or _find_doubles(new):
                 raise ConfigError(
-                    f"rollouts {known[:5]} were issued before; give each an id of its own"
+                    f"rollouts {known[:5]} were issued before or come twice; give each an id of "
+                    "its own"
                 )
             self._record(_Entry("issued", new=new))
 

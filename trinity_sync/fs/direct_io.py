@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import xxhash
@@ -140,14 +141,11 @@ def write_file(
 
 def digest_cached_file(path: Path) -> str:
     """Return the digest of a file, read through the page cache, in the form of `write_file`."""
-    digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
-        while chunk := file.read(CHUNK):
-            digest.update(chunk)
-    return f"{DIGEST}:{digest.hexdigest()}"
+        return digest_parts(iter(partial(file.read, CHUNK), b""))
 
 
-def digest_parts(parts: Iterable[memoryview]) -> str:
+def digest_parts(parts: Iterable[memoryview | bytes]) -> str:
     """Return the digest of consecutive bytes, in the form of `write_file`."""
     digest = xxhash.xxh3_128()
     for part in parts:
@@ -157,7 +155,7 @@ def digest_parts(parts: Iterable[memoryview]) -> str:
 
 def digest_bytes(content: memoryview) -> str:
     """Return the digest of bytes, in the form of `write_file`."""
-    return f"{DIGEST}:{xxhash.xxh3_128(content).hexdigest()}"
+    return digest_parts((content,))
 
 
 def _open(path: Path, flags: int, direct: bool = True) -> tuple[int, bool]:

@@ -6,7 +6,7 @@ image is filled, into the slot; other files stay where they are and are only nam
 
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -115,11 +115,12 @@ def unpack(image: memoryview, what: str) -> Iterator[tuple[str, memoryview | Pat
     Raises:
         ImageError: it is no such image, or names a file outside of the folder.
     """
-    for entry in _read_index(image, what):
+    entries, contents = _read_index(image, what)
+    for entry in entries:
         name = PurePosixPath(entry.name)
         if not name.parts or name.is_absolute() or ".." in name.parts:
             raise ImageError(f"the image of {what} has {entry.name!r}, which no folder contains")
-        begin = _begin(image) + entry.offset
+        begin = contents + entry.offset
         if entry.link:
             yield entry.name, Path(entry.link)
         elif entry.offset >= 0 and 0 <= entry.nbytes <= len(image) - begin:
@@ -128,16 +129,13 @@ def unpack(image: memoryview, what: str) -> Iterator[tuple[str, memoryview | Pat
             raise ImageError(f"the image of {what} is too short for {entry.name!r}")
 
 
-def _read_index(image: memoryview, what: str) -> Iterable[_Entry]:
+def _read_index(image: memoryview, what: str) -> tuple[list[_Entry], int]:
+    """Return the index, and the offset at which the contents begin."""
     try:
-        head = image[_HEAD.size : _HEAD.size + _HEAD.unpack_from(image)[0]]
-        return msgspec.msgpack.decode(head, type=list[_Entry])
+        end = _HEAD.size + int(_HEAD.unpack_from(image)[0])
+        return msgspec.msgpack.decode(image[_HEAD.size : end], type=list[_Entry]), _round_up(end)
     except (struct.error, msgspec.DecodeError) as error:
         raise ImageError(f"the image of {what} is no folder of files: {error}") from error
-
-
-def _begin(image: memoryview) -> int:
-    return _round_up(_HEAD.size + int(_HEAD.unpack_from(image)[0]))
 
 
 def _round_up(nbytes: int) -> int:

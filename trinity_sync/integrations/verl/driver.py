@@ -91,7 +91,8 @@ def wrap_save_checkpoint(original: Callable[[Any], None]) -> Callable[[Any], Non
             original(trainer)
         for call in deferred:
             call()
-        LOGGED.note_saved(trainer.global_steps, _open_metrics(trainer.config.trainer))
+        root = Path(trainer.config.trainer.default_local_dir).resolve()
+        LOGGED.note_saved(trainer.global_steps, _open_metrics(root).record)
         if _expires_soon(trainer):
             getattr(trainer.actor_rollout_wg, WAIT)(blocking=True)
 
@@ -144,15 +145,15 @@ def wrap_log(original: Callable[..., None]) -> Callable[..., None]:
     return log
 
 
-def _open_metrics(config: Any) -> Record:
-    """Return what records metrics of the run whose trainer has this config, in a thread."""
-    root = Path(config.default_local_dir).resolve()
+@functools.lru_cache(maxsize=1)
+def _open_metrics(root: Path) -> MetricsLog:
+    """Return what records metrics of the run of this process's trainer, in one thread."""
 
     def find_run(_: int) -> int:
         newest = find_newest_run(root)
         return newest.number if newest else 1
 
-    return MetricsLog(root, find_run, lambda: True).record
+    return MetricsLog(root, find_run, lambda: True)
 
 
 def wrap_fit(original: Callable[..., Any]) -> Callable[..., Any]:
