@@ -64,14 +64,9 @@ class Attachments:
         Raises:
             ConfigError: the name is invalid, the folder is none, or the step was submitted already.
         """
-        path = attachment_path(name, self._rank)
+        attachment_path(name, self._rank)  # refuses an invalid name
         self._require_before_save(step, name)
-        if not folder.is_dir():
-            raise ConfigError(
-                f"step {step}: {folder} cannot be attached as {path}: it is no folder"
-            )
-        files = {f"{name}/{each}": path for each, path in list_files(folder).items()}
-        self._pending.setdefault(step, {}).update(files)
+        self._pending.setdefault(step, {}).update(list_folder(step, name, folder))
 
     def add_written(self, step: int, folder: Path) -> None:
         """Attach the files below a folder, which the commit moves to the step's folder.
@@ -115,6 +110,17 @@ class Attachments:
                 f"step {step}: {name!r} can no longer be attached, since step "
                 f"{self._newest_taken} was submitted or is in flight; attach before the save"
             )
+
+
+def list_folder(step: int, name: str, folder: Path) -> dict[str, Path]:
+    """Return the files below a folder that is saved under a name, by their paths there.
+
+    Raises:
+        ConfigError: the folder is none.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"step {step}: {folder} cannot be saved as {name!r}: it is no folder")
+    return {f"{name}/{each}": path for each, path in list_files(folder).items()}
 
 
 def attachment_path(name: str, rank: int) -> str:

@@ -5,13 +5,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from trinity_sync.client.attachments import list_folder
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.cut import CutMember
 from trinity_sync.client.save_handle import SaveHandle
 from trinity_sync.errors import ConfigError, TrinitySyncError
 from trinity_sync.layout import Kind
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.packed import list_files
 from trinity_sync.snapshot.stager import METADATA
 
 STATE = "state"
@@ -145,10 +145,7 @@ class Participant:
         try:
             files: dict[str, bytes | Path] = {}
             for name, folder in (folders or {}).items():
-                if not Path(folder).is_dir():
-                    raise ConfigError(f"step {step}, role {self.role}: {folder} is no folder")
-                found = list_files(Path(folder)).items()
-                files.update({f"{name}/{each}": path for each, path in found})
+                files |= list_folder(step, name, Path(folder))
             handle = self._saves.save(
                 step, {"extra_state": {STATE: state}}, role=self.role, metadata=files
             )
