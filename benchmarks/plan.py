@@ -83,7 +83,7 @@ def full(run: "Run") -> Iterator[str]:
     yield "memory"
     holding = ("trinity_sync", "trinity_sync, recycled files", "DCP async, process")
     run.memory(replace(make_case(middle, (*holding, "torch-checkpointing")), name="memory, 1 GiB"))
-    restoring = ("trinity_sync", "veRL", "DCP async, process")
+    restoring = ("trinity_sync", "trinity_sync, in place", "veRL", "DCP async, process")
     restores = replace(alone, name=f"restore, {alone.name}", systems=restoring)
     yield restores.name
     run.restores(restores)

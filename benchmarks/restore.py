@@ -57,7 +57,9 @@ def limits(size: Size, folder: Path, _shared: Path) -> Samples:
     """Return what bounds a restore, also in a process that has just begun."""
     nbytes = size.nbytes // size.ranks
     bounds = {("first touch", "restore from memory"): first_touch(nbytes)}
-    bounds |= Limits(nbytes, folder).of_loading()
+    limits = Limits(nbytes, folder)
+    bounds |= limits.of_loading()
+    bounds["warm memcpy", "restore from memory"] = limits.memcpy_s()
     return {key: [seconds] for key, seconds in bounds.items()}
 
 

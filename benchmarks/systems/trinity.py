@@ -21,8 +21,10 @@ from trinity_sync.snapshot.save_id import Origin, SaveId
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
 from trinity_sync.snapshot.stager import Stager
 from trinity_sync.storage.block_reuse import remove_folder
+from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.restore import load_shards
+from trinity_sync.storage.restore_into import load_states_into
 
 if TYPE_CHECKING:
     from benchmarks.training import Training
@@ -122,6 +124,27 @@ class Trinity(Committed):
         if self._writer:
             self._writer.shutdown()
         self._states.close()
+
+
+class InPlace(Trinity):
+    """Loading into the tensors of a model and an optimizer that have stepped before."""
+
+    name = "trinity_sync, in place"
+    loads_in_place = True
+
+    def _load(self, step: int, spool: JobSpool | None) -> None:
+        state = self.training.state()
+        loaded = load_states_into(
+            self.folder,
+            require_committed(self.folder, step, paths=()),
+            ROLES[0],
+            {"model": state["model"], "optim": state["optim"]},
+            rank=self.training.rank,
+            world_size=self.training.size.ranks,
+            spool=spool,
+        )
+        del loaded["model"]
+        self.training.resume(loaded.items())
 
 
 class Overlapped(Trinity):

@@ -339,6 +339,39 @@ class CheckpointCoordinator:
         self.check_resume(step)
         return self._loader.load(step, role)
 
+    def load_into(
+        self, step: int, states: Mapping[str, Any], *, role: str = "actor"
+    ) -> dict[str, Any]:
+        """Fill live tensors with this rank's states of a committed step, and resume from it.
+
+        As `load`, but what is in ``states`` is filled in place, which takes one copy and no memory
+        of its own::
+
+            loaded = saves.load_into(step, {"model": model.state_dict()})
+            optimizer.load_state_dict(loaded["optim"])
+
+        Args:
+            step: training step.
+            states: live state by component, of the structure that was saved, such as
+                ``model.state_dict()``. Its tensors are filled, on their devices; a DTensor's shard
+                is. Components that are left out are loaded into new memory, as by `load`: an
+                optimizer before its first step has no tensors to fill.
+            role: role whose states are loaded.
+
+        Returns:
+            State by component, as from `load`, with the live tensors in it, and all other values
+            as they were saved.
+
+        Raises:
+            ConfigError: as `check_resume`; or the step has no such component, or other tensors, by
+                name, shape, dtype or placement, on any rank: nothing was changed.
+            CommitError, RootInUseError: as `load`. An error of a corrupted file says which
+                components have changed.
+        """
+        step = check_number("step", step)
+        self.check_resume(step)
+        return self._loader.load(step, role, states)
+
     def check_resume(self, step: int) -> None:
         """Check that this run can resume from a step, before other code loads it.
 

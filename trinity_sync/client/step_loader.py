@@ -2,8 +2,9 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from trinity_sync.storage.latest_pointer import warn_of_other_step
 from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.placement import NodeRanks
 from trinity_sync.storage.restore import load_states
+from trinity_sync.storage.restore_into import load_states_into
 
 T = TypeVar("T")
 
@@ -62,25 +64,23 @@ class StepLoader:
         run_on_all_ranks(self.root, lambda: self._settle(settle_s if leads_node else 0.0))
         return broadcast_from_rank_0(self.root, find)
 
-    def load(self, step: int, role: str) -> dict[str, Any]:
-        """As `CheckpointCoordinator.load`."""
+    def load(self, step: int, role: str, live: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """As `CheckpointCoordinator.load`, or with ``live`` as its `load_into`."""
         if self._asks_together:
             lease = lease_on_rank_0(self.root, step)
         else:
             lease = lease_to_read(self.root, step, f"load by rank {self.rank}")
+        place: Any = {"rank": self.rank, "world_size": self.world_size, "spool": self.spool}
+        together = partial(self._run_together, step)
         with lease as manifest:
-            states = self._run_together(
-                step,
-                lambda: load_states(
-                    self.root,
-                    step,
-                    role,
-                    rank=self.rank,
-                    world_size=self.world_size,
-                    spool=self.spool,
-                    manifest=manifest,
-                ),
-            )
+            if live is None:
+                states = together(
+                    lambda: load_states(self.root, step, role, manifest=manifest, **place)
+                )
+            else:
+                states = load_states_into(
+                    self.root, manifest, role, live, run_together=together, **place
+                )
             self.begin_at(step)  # from here on, retention spares the step for this run
         return states
 

@@ -18,9 +18,9 @@ import os
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -101,6 +101,10 @@ _NO_DIRECT_IO = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
 """Error numbers of file systems without direct I/O."""
 PIECE = 4 << 20
 READERS = 4
+SCATTERED = 1 << 20
+"""Bytes of a read to many places: they are in a core's cache when they are digested."""
+_MOST_PARTS = 1024
+"""Most parts of one read (``IOV_MAX``)."""
 
 
 def write_file(
@@ -222,26 +226,70 @@ def digest_file(path: Path, nbytes: int, on_read: Callable[[int], object] = no_p
         return digest_fd(fd, nbytes, on_read)
 
 
-def digest_fd(fd: int, nbytes: int, on_read: Callable[[int], object] = no_progress) -> str:
-    """Return the digest of an open file as `digest_file` does."""
+def digest_fd(
+    fd: int,
+    nbytes: int,
+    on_read: Callable[[int], object] = no_progress,
+    *,
+    take: Callable[[int, memoryview], object] | None = None,
+) -> str:
+    """Return the digest of an open file as `digest_file` does.
+
+    ``take`` is called with the first byte and the content of each piece, which it may copy, in a
+    reading thread.
+    """
     digest = xxhash.xxh3_128()
     waiting: deque[tuple[Future[int], memoryview, int]] = deque()
+    room = -(-min(PIECE, nbytes) // ALIGNMENT) * ALIGNMENT  # direct reads end with a page
+    memory = _allocate(min(2 * READERS * room, nbytes + ALIGNMENT), huge=nbytes >= PIECE)
+
+    def read(piece: memoryview, at: int, size: int) -> int:
+        found = min(_read(fd, piece[: -(-size // ALIGNMENT) * ALIGNMENT], at), size)
+        if take:
+            take(at, piece[:found])
+        return found
 
     def digest_next() -> memoryview:
         reading, piece, size = waiting.popleft()
-        digest.update(piece[: min(reading.result(), size)])
+        digest.update(piece[: reading.result()])
         on_read(size)
         return piece
 
     with ThreadPoolExecutor(READERS, thread_name_prefix="reader") as pool:
-        for at in range(0, nbytes, PIECE):
+        for number, at in enumerate(range(0, nbytes, PIECE)):
             full = len(waiting) == 2 * READERS
-            piece = digest_next() if full else _allocate(min(PIECE, nbytes))
+            piece = digest_next() if full else memory[number * room : (number + 1) * room]
             size = min(PIECE, nbytes - at)
-            pages = -(-size // ALIGNMENT) * ALIGNMENT  # direct reads end with a page
-            waiting.append((pool.submit(_read, fd, piece[:pages], at), piece, size))
+            waiting.append((pool.submit(read, piece, at, size), piece, size))
         while waiting:
             digest_next()
+    return f"{DIGEST}:{digest.hexdigest()}"
+
+
+def scatter_fd(
+    fd: int, nbytes: int, places: Callable[[int, int], Sequence[memoryview]], *, readers: int
+) -> str:
+    """Read an open file of the page cache to many places, without a buffer; return its digest.
+
+    ``places`` returns the memory, in one or more parts, for a number of bytes from an offset on. A
+    shorter file has the digest of its own bytes.
+    """
+    digest = xxhash.xxh3_128()
+
+    def read(at: int) -> Iterator[memoryview]:
+        parts = places(at, min(SCATTERED, nbytes - at))
+        for first in range(0, len(parts), _MOST_PARTS):
+            into = parts[first : first + _MOST_PARTS]
+            left = os.preadv(fd, into, at)
+            at += left
+            for part in into:
+                yield part[:left]
+                left = max(0, left - len(part))
+
+    with ThreadPoolExecutor(readers, thread_name_prefix="reader") as pool:
+        for parts in pool.map(lambda at: [*read(at)], range(0, nbytes, SCATTERED)):
+            for part in parts:
+                digest.update(part)
     return f"{DIGEST}:{digest.hexdigest()}"
 
 
@@ -261,22 +309,28 @@ def read_fd(fd: int, nbytes: int, *, readers: int = READERS) -> tuple[memoryview
     return memory[:nbytes], f"{DIGEST}:{digest.hexdigest()}"
 
 
-def map_fd(fd: int, nbytes: int) -> tuple[memoryview, str]:
-    """Map an open file in memory; return its first bytes, without a copy, and their digest.
+def map_fd(fd: int, nbytes: int) -> memoryview:
+    """Map an open file in memory; return its first bytes, without a copy.
 
     A file shorter than ``nbytes`` is not padded. The bytes are valid as long as the file is not
     written to, so hold its lock; writes to them do not reach the file.
     """
     size = min(nbytes, os.fstat(fd).st_size)
     with open_fd(f"/proc/self/fd/{fd}") as again:  # a mapping of ``fd`` would keep its lock
-        memory = memoryview(mmap.mmap(again, size, access=mmap.ACCESS_COPY) if size else b"")
-    return memory, f"{DIGEST}:{xxhash.xxh3_128(memory).hexdigest()}"
+        return memoryview(mmap.mmap(again, size, access=mmap.ACCESS_COPY) if size else b"")
 
 
-def _allocate(nbytes: int) -> memoryview:
-    """Allocate new memory, up to a page longer than asked for: direct reads end with a page."""
+def _allocate(nbytes: int, *, huge: bool = False) -> memoryview:
+    """Allocate new memory, up to a page longer than asked for: direct reads end with a page.
+
+    Direct I/O is up to twice as fast in ``huge`` pages, but new ones can be dear: have few.
+    """
     size = max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
-    return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if huge:
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
 
 
 def _read(fd: int, piece: memoryview, offset: int) -> int:

@@ -27,6 +27,7 @@ from typing import Any, Literal
 from trinity_sync.errors import CommitError, ConfigError, LockTimeoutError
 from trinity_sync.fs.direct_io import (
     READERS,
+    digest_bytes,
     digest_cached_file,
     digest_fd,
     digest_file,
@@ -133,9 +134,25 @@ def load_states(
         FormatError: another release has committed the step.
     """
     manifest = manifest or require_committed(root, step)
+    mine = find_own_shards(root, manifest, role, rank, world_size)
+    shards = load_shards(
+        root, step, [record.path for record in mine.values()], spool=spool, manifest=manifest
+    )
+    return {component: shard.state for component, shard in zip(mine, shards, strict=True)}
+
+
+def find_own_shards(
+    root: str | Path, manifest: Manifest, role: str, rank: int, world_size: int
+) -> dict[str, FileRecord]:
+    """Return the shards that a rank loads of a role at a step, by component.
+
+    Raises:
+        CommitError: as `load_states`.
+    """
+    step = manifest.step
     shards_of_role = [r for r in manifest.files if r.role == role and r.is_shard]
     mine = {
-        record.component: record.path
+        record.component: record
         for record in shards_of_role
         # of one rank: replicated, if others are of several
         if (record.rank, record.world_size) in ((rank, world_size), (0, 1))
@@ -153,8 +170,7 @@ def load_states(
             f"step {step} in {root} has no shards of role {role} for rank {rank} of {world_size}; "
             f"{manifest.hint_at_format(role)}trinity-sync show {root} {step} lists its files"
         )
-    shards = load_shards(root, step, list(mine.values()), spool=spool, manifest=manifest)
-    return {component: shard.state for component, shard in zip(mine, shards, strict=True)}
+    return mine
 
 
 def load_bytes(
@@ -250,7 +266,8 @@ def _read_from_spool(spool: JobSpool, record: FileRecord, locks: ExitStack | Non
                 if locks is None:
                     image, digest = read_fd(fd, record.nbytes, readers=min(READERS, cores))
                 else:
-                    image, digest = map_fd(fd, record.nbytes)
+                    image = map_fd(fd, record.nbytes)
+                    digest = digest_bytes(image)
                 if digest == record.digest:
                     if locks is not None:
                         locks.push(lock.pop_all())

@@ -14,6 +14,8 @@ import pickle
 import struct
 import weakref
 import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,9 +25,14 @@ import numpy as np
 import torch
 
 from trinity_sync.errors import ImageError
-from trinity_sync.tensors.archive import list_storages, open_image
+from trinity_sync.tensors.archive import list_storages, locate_storages, open_image
 from trinity_sync.tensors.safe_load import is_plain_forced, restrict_to_plain
-from trinity_sync.tensors.torch_private import FakeTensorMode, get_file_offset, make_typed_storage
+from trinity_sync.tensors.torch_private import (
+    FakeTensorMode,
+    get_file_offset,
+    get_storage_id,
+    make_typed_storage,
+)
 
 
 def load_image(image: memoryview, path: Path, *, trusted: bool) -> Any:
@@ -63,14 +70,91 @@ def deserialize(image: memoryview, *, plain: bool = False) -> Any:
             f"these {len(image):,} bytes are no file of torch.save: {error}"
         ) from error
     if plain:
-        return _load(image, weights_only=True)
-    storages: dict[str, torch.TypedStorage] = {}
-    unpickler = _make_unpickler(image, data, storages)
-    module = SimpleNamespace(__name__="pickle", Unpickler=unpickler)
+        return _load(open_image(image), weights_only=True)
+    following = dict(pairwise([*sorted(data.values()), 0]))  # then come records that are needed
+
+    storages: dict[str, torch.UntypedStorage] = {}
+
+    def view(key: str, nbytes: int) -> torch.UntypedStorage:
+        if key not in storages:
+            start = data[key]
+            if start + nbytes > len(image):
+                raise ImageError(f"storage {key} ends beyond the end of the file")
+            storages[key] = _view(image, start, nbytes, following[start])
+        return storages[key]
+
     try:
-        return _load(image, weights_only=False, pickle_module=module)
+        return _unpickle(open_image(image), view)
     finally:
-        storages.clear()  # the class is in a cycle of references, and would keep them
+        storages.clear()  # the unpickler's class is in a cycle of references, and would keep them
+
+
+@dataclass
+class UnreadStorage:
+    """A storage in memory that nothing has touched, to be filled from a file."""
+
+    storage: torch.UntypedStorage
+    start: int
+    """Byte of the file at which its data starts."""
+    tensors: int = 0
+    """Number of tensors that it was loaded for."""
+
+
+def deserialize_unread(image: memoryview) -> tuple[Any, dict[int, UnreadStorage]]:
+    """Load the state in these bytes without the data of its tensors; return it and its storages.
+
+    Those that are not empty come by `get_storage_id`. ``image`` may be a mapping of a file, of
+    which the pickle and the directory alone are read. Code that they name is run, as by
+    `deserialize`.
+
+    Raises:
+        ImageError: the bytes are not a ``.pt`` file, or one whose layout has to be read.
+    """
+    try:
+        with zipfile.ZipFile(open_image(image)) as archive:
+            starts = locate_storages(archive)
+    except (zipfile.BadZipFile, struct.error) as error:
+        raise ImageError(
+            f"these {len(image):,} bytes are no file of torch.save: {error}"
+        ) from error
+    unread: dict[str, UnreadStorage] = {}
+
+    def allocate(key: str, nbytes: int) -> torch.UntypedStorage:
+        if key not in unread:
+            storage = torch.UntypedStorage(nbytes, device="cpu")
+            unread[key] = UnreadStorage(storage, starts[key] if nbytes else 0)
+        unread[key].tensors += 1
+        return unread[key].storage
+
+    try:
+        state = _unpickle(open_image(image), allocate)
+        return state, {get_storage_id(u.storage): u for u in unread.values() if u.storage.nbytes()}
+    finally:
+        unread.clear()  # as above
+
+
+def _unpickle(file: Any, get_storage: Callable[[str, int], torch.UntypedStorage]) -> Any:
+    """Load a state whose storages a function gives for their key and number of bytes.
+
+    It is called for each tensor.
+    """
+
+    class Unpickler(pickle.Unpickler):
+        @property
+        def persistent_load(self) -> Any:  # torch.load sets one that reads from the file
+            return take
+
+        @persistent_load.setter
+        def persistent_load(self, _: Any) -> None:
+            pass
+
+    def take(name: tuple[str, Any, str, str, int]) -> torch.TypedStorage:
+        _, storage_type, key, _, numel = name
+        dtype = torch.uint8 if storage_type is torch.UntypedStorage else storage_type.dtype
+        return make_typed_storage(get_storage(key, numel * dtype.itemsize), dtype)
+
+    module = SimpleNamespace(__name__="pickle", Unpickler=Unpickler)
+    return _load(file, weights_only=False, pickle_module=module)
 
 
 def deserialize_outline(image: memoryview) -> Any:
@@ -86,7 +170,7 @@ def deserialize_outline(image: memoryview) -> Any:
     meshes.addFilter(_no_warning)  # it warns of process groups, which a reader does not need
     try:
         with FakeTensorMode():
-            return _load(image, weights_only=True)
+            return _load(open_image(image), weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, zipfile.BadZipFile) as error:
         raise ImageError(
             f"these {len(image):,} bytes hold no weights that can be read: {error}"
@@ -101,42 +185,12 @@ def get_byte_offset(tensor: torch.Tensor) -> int:
     return int(start + tensor.storage_offset() * tensor.element_size())
 
 
-def _load(image: memoryview, *, weights_only: bool, **how: Any) -> Any:
-    file: Any = open_image(image)
+def _load(file: Any, *, weights_only: bool, **how: Any) -> Any:
     return torch.load(file, map_location="cpu", mmap=False, weights_only=weights_only, **how)
 
 
 def _no_warning(record: logging.LogRecord) -> bool:
     return record.levelno > logging.WARNING
-
-
-def _make_unpickler(
-    image: memoryview, records: dict[str, int], storages: dict[str, torch.TypedStorage]
-) -> type[pickle.Unpickler]:
-    """Return an unpickler class whose storages are parts of ``image``, and in ``storages``."""
-    starts = sorted(records.values())
-    following = dict(pairwise([*starts, 0]))  # after the last one come records that are needed
-
-    class ViewingUnpickler(pickle.Unpickler):
-        @property
-        def persistent_load(self) -> Any:  # torch.load sets one that reads from the file
-            return _take
-
-        @persistent_load.setter
-        def persistent_load(self, _: Any) -> None:
-            pass
-
-    def _take(name: tuple[str, Any, str, str, int]) -> torch.TypedStorage:
-        _, storage_type, key, _, numel = name
-        if key not in storages:
-            dtype = torch.uint8 if storage_type is torch.UntypedStorage else storage_type.dtype
-            start, nbytes = records[key], numel * dtype.itemsize
-            if start + nbytes > len(image):
-                raise ImageError(f"storage {key} ends beyond the end of the file")
-            storages[key] = make_typed_storage(_view(image, start, nbytes, following[start]), dtype)
-        return storages[key]
-
-    return ViewingUnpickler
 
 
 def _view(image: memoryview, start: int, nbytes: int, after: int) -> torch.UntypedStorage:
