@@ -24,7 +24,7 @@ from trinity_sync.storage.block_reuse import remove_folder
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.restore import load_shards
-from trinity_sync.storage.restore_into import load_states_into
+from trinity_sync.storage.restore_into import fill_states
 
 if TYPE_CHECKING:
     from benchmarks.training import Training
@@ -134,7 +134,7 @@ class InPlace(Trinity):
 
     def _load(self, step: int, spool: JobSpool | None) -> None:
         state = self.training.state()
-        loaded = load_states_into(
+        loaded = fill_states(
             self.folder,
             require_committed(self.folder, step, paths=()),
             ROLES[0],

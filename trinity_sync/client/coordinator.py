@@ -359,8 +359,8 @@ class CheckpointCoordinator:
             role: role whose states are loaded.
 
         Returns:
-            State by component, as from `load`, with the live tensors in it, and all other values
-            as they were saved.
+            State by component, as from `load`, with the live tensors in it. All other values, such
+            as learning rates, are in it alone: pass it to ``load_state_dict`` where they matter.
 
         Raises:
             ConfigError: as `check_resume`; or the step has no such component, or other tensors, by

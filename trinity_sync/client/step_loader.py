@@ -24,7 +24,7 @@ from trinity_sync.storage.latest_pointer import warn_of_other_step
 from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.placement import NodeRanks
 from trinity_sync.storage.restore import load_states
-from trinity_sync.storage.restore_into import load_states_into
+from trinity_sync.storage.restore_into import fill_states
 
 T = TypeVar("T")
 
@@ -66,23 +66,19 @@ class StepLoader:
 
     def load(self, step: int, role: str, live: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """As `CheckpointCoordinator.load`, or with ``live`` as its `load_into`."""
+        live = live or {}
         if self._asks_together:
             lease = lease_on_rank_0(self.root, step)
         else:
             lease = lease_to_read(self.root, step, f"load by rank {self.rank}")
-        place: Any = {"rank": self.rank, "world_size": self.world_size, "spool": self.spool}
+        own: Any = {"rank": self.rank, "world_size": self.world_size, "spool": self.spool}
         together = partial(self._run_together, step)
         with lease as manifest:
-            if live is None:
-                states = together(
-                    lambda: load_states(self.root, step, role, manifest=manifest, **place)
-                )
-            else:
-                states = load_states_into(
-                    self.root, manifest, role, live, run_together=together, **place
-                )
+            filled = fill_states(self.root, manifest, role, live, run_together=together, **own)
+            others: Any = {"manifest": manifest, "besides": [*live]}
+            rest = together(lambda: load_states(self.root, step, role, **own, **others))
             self.begin_at(step)  # from here on, retention spares the step for this run
-        return states
+        return filled | rest
 
     def require_can_begin_at(self, step: int, wait_staged: Callable[[], object]) -> None:
         """As `CheckpointCoordinator.check_resume`, after a call of ``wait_staged``.

@@ -113,8 +113,9 @@ def load_states(
     world_size: int = 1,
     spool: JobSpool | None = None,
     manifest: Manifest | None = None,
+    besides: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Return all states that one rank submitted for a role at a committed step, by component.
+    """Return the states that one rank submitted for a role at a committed step, by component.
 
     Args:
         root: the job's root.
@@ -126,6 +127,7 @@ def load_states(
             reads them from disk.
         manifest: manifest of the step, if it was checked; None reads it, and checks the sizes of
             all files of the step.
+        besides: components that are left out.
 
     Raises:
         CommitError: the step is not committed, a file is not part of it or corrupted, a file that
@@ -134,11 +136,10 @@ def load_states(
         FormatError: another release has committed the step.
     """
     manifest = manifest or require_committed(root, step)
-    mine = find_own_shards(root, manifest, role, rank, world_size)
-    shards = load_shards(
-        root, step, [record.path for record in mine.values()], spool=spool, manifest=manifest
-    )
-    return {component: shard.state for component, shard in zip(mine, shards, strict=True)}
+    records = find_own_shards(root, manifest, role, rank, world_size)
+    paths = {name: record.path for name, record in records.items() if name not in besides}
+    shards = load_shards(root, step, [*paths.values()], spool=spool, manifest=manifest)
+    return {component: shard.state for component, shard in zip(paths, shards, strict=True)}
 
 
 def find_own_shards(

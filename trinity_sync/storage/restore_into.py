@@ -29,7 +29,6 @@ from trinity_sync.storage.manifest import FileRecord, Manifest
 from trinity_sync.storage.restore import (
     SLOT_S,
     find_own_shards,
-    load_shards,
     make_read_error,
     require_digest,
     require_size,
@@ -41,7 +40,7 @@ from trinity_sync.tensors.safe_load import is_plain_forced, is_trusted
 logger = logging.getLogger(__name__)
 
 
-def load_states_into(
+def fill_states(
     root: str | Path,
     manifest: Manifest,
     role: str,
@@ -50,12 +49,12 @@ def load_states_into(
     rank: int = 0,
     world_size: int = 1,
     spool: JobSpool | None = None,
-    run_together: Callable[[Callable[[], object]], object] = lambda work: work(),
+    run_together: Callable[[Callable[[], None]], object] = lambda work: work(),
 ) -> dict[str, Any]:
-    """Fill live states by component, and return all states as `restore.load_states` does.
+    """Fill live states, by component, from a step, and return those of the step.
 
-    In those that were filled, the live tensors are at the places of the saved ones. What is to
-    succeed on all ranks before any goes on is passed to ``run_together``.
+    Live tensors are in the place of the saved ones. What has to succeed on all ranks before any of
+    them goes on is passed to ``run_together``.
 
     Raises:
         CommitError: as `load_states`; the message says which components have changed.
@@ -68,18 +67,13 @@ def load_states_into(
             f"to fill: it has {', '.join(records)}"
         )
     folder = step_folder(root, manifest.step)
-    rest = [component for component in records if component not in live]
     with ExitStack() as opened:
         shards = [_LiveShard(folder, records[name], live[name], spool) for name in live]
         for shard in shards:
             opened.callback(shard.close)
         run_together(lambda: _open_all(shards))
         run_together(lambda: _fill_all(shards))
-        states = {shard.component: shard.state for shard in shards}
-    paths = [records[component].path for component in rest]
-    others = load_shards(root, manifest.step, paths, spool=spool, manifest=manifest)
-    run_together(lambda: states.update(zip(rest, (each.state for each in others), strict=True)))
-    return {component: states[component] for component in records}
+        return {shard.component: shard.state for shard in shards}
 
 
 def _open_all(shards: "Sequence[_LiveShard]") -> None:

@@ -1,6 +1,7 @@
 """What a killed run has committed is restored bit-equal on real ranks, from memory or disk."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,29 @@ import pytest
 from tests.integration.fsdp.models import Trained
 from tests.integration.fsdp.ranks import on_ranks
 from tests.support.states import copied, differences
-from trinity_sync import CommitError
+from trinity_sync import CommitError, ConfigError
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.runs import list_runs
 
 STEP = 3
+
+
+def _fill(new_run: Callable[[], Any], expected: dict[str, Any], trained: Trained, rank: int) -> Any:
+    """Fill what lives, which rank 1 alone lacks a part of at first."""
+    live = {"model": trained.model.state_dict(), "optim": trained.optimizer.state_dict()}
+    before = copied(live)
+    lacking = {**live, "optim": {**live["optim"], "state": {}}} if rank == 1 else live
+    try:
+        new_run().load_into(STEP, lacking)
+    except ConfigError as error:
+        refused = "is not among those to fill" in str(error) and not differences(
+            before, copied(live)
+        )
+    loaded = new_run().load_into(STEP, live)
+    trained.optimizer.load_state_dict(loaded["optim"])  # its learning rate
+    return refused, differences(
+        expected, copied({**trained.state(), "extra_state": loaded["extra_state"]})
+    )
 
 
 def _save_and_restart(version: int, tiny: Path, scratch: Path) -> dict[str, Any]:
@@ -26,9 +45,10 @@ def _save_and_restart(version: int, tiny: Path, scratch: Path) -> dict[str, Any]
     from trinity_sync.integrations.verl import FSDPCheckpointManager
 
     said: list[str] = []
-    log = logging.getLogger("trinity_sync.storage.restore")
-    log.setLevel(logging.INFO)
-    log.addFilter(lambda record: said.append(record.getMessage()) is None)
+    for name in ("restore", "restore_into"):
+        log = logging.getLogger(f"trinity_sync.storage.{name}")
+        log.setLevel(logging.INFO)
+        log.addFilter(lambda record: said.append(record.getMessage()) is None)
     root, settings = scratch / "job", Settings(spool=scratch / "spool")
 
     def new_run() -> CheckpointCoordinator:
@@ -72,6 +92,8 @@ def _save_and_restart(version: int, tiny: Path, scratch: Path) -> dict[str, Any]
         coordinator.close()
     plain = copied(new_run().load(STEP))
     found["plain"] = (differences(expected, plain), len(said))
+    if version == 2:
+        found["in place"] = _fill(new_run, expected, restarted, dist.get_rank())
 
     runs = len(list_runs(root))
     dist.barrier()
@@ -93,6 +115,8 @@ def test_a_restarted_run_has_the_saved_state_bit_for_bit(
 ) -> None:
     for found in on_ranks(_save_and_restart, version, tiny, tmp_path, scratch=tmp_path):
         corrupted = found.pop("corrupted")
+        if version == 2:
+            assert found.pop("in place") == (True, [])
         assert found == {"spool": ([], 3), "disk": ([], 3), "plain": ([], 6)}
         # a file of one rank: all ranks say so, and no run begins
         shard = step_folder(tmp_path / "job", STEP) / "actor/optim_world_size_2_rank_1.pt"

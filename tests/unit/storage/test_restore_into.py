@@ -21,7 +21,7 @@ from trinity_sync.errors import CommitError, ConfigError, ImageError
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.ticket import read_cached_file
 from trinity_sync.storage.discovery import require_committed
-from trinity_sync.storage.restore_into import load_states_into
+from trinity_sync.storage.restore_into import fill_states
 from trinity_sync.tensors.archive import list_storages, locate_storages
 from trinity_sync.tensors.in_place import Filling, plan_copies, plan_filling
 
@@ -32,7 +32,7 @@ PLACES = pytest.mark.parametrize("from_spool", [True, False], ids=["spool", "dis
 def into(job: Job, step: int, live: dict[str, Any], *, from_spool: bool = False) -> dict[str, Any]:
     manifest = require_committed(job.root, step)
     spool = job.spool if from_spool else None
-    return load_states_into(job.root, manifest, "actor", live, spool=spool)
+    return fill_states(job.root, manifest, "actor", live, spool=spool)
 
 
 def fill(content: bytes, live: Any) -> Any:

@@ -6,7 +6,7 @@ them from the node's shared memory if they are still there.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 from verl.utils.checkpoint.fsdp_checkpoint_manager import (
     FSDPCheckpointManager as VerlFSDPCheckpointManager,
 )
+from verl.utils.fsdp_utils import fsdp_version
 
 from trinity_sync import SaveHandle, Staged
 from trinity_sync.client.collective import (
@@ -39,7 +40,10 @@ from trinity_sync.integrations.verl.fsdp.state_dict import (
 from trinity_sync.integrations.verl.manager import CommitsDriverFiles, ManagerOfPaths
 from trinity_sync.layout import MANIFEST, Kind, shard_file, split_role_path
 from trinity_sync.snapshot.save_id import Export
+from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.restore import RestoredShard, load_shards
+from trinity_sync.storage.restore_into import fill_states
 from trinity_sync.weights.publisher import Publisher
 from trinity_sync.weights.ray_cluster import in_ray_cluster
 from trinity_sync.weights.synchronizer import Synchronizer
@@ -343,20 +347,58 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
     def _load_committed(self, folder: Path, components: Sequence[str]) -> None:
         """Load this rank's own shards; all ranks raise the error of any rank."""
         root, step, role = split_role_path(folder)
-        files = [f"{role}/{shard_file(name, self.world_size, self.rank)}" for name in components]
         saves = self._coordinator
         spool = saves.spool if saves and saves.root == root else None
-        # load_state_dict copies the model's state, but the optimizer keeps the tensors
-        borrow = {f"{role}/{shard_file('model', self.world_size, self.rank)}"}
-        with lease_on_rank_0(root, step) as manifest:
-            shards = load_shards(root, step, files, spool=spool, borrow=borrow, manifest=manifest)
-            with closing(shards), use_sharded_state_dicts(self.model):
+        with lease_on_rank_0(root, step) as manifest, use_sharded_state_dicts(self.model):
+            filled = self._fill_model(folder, manifest, spool) if "model" in components else {}
+            files = {
+                name: f"{role}/{shard_file(name, self.world_size, self.rank)}"
+                for name in components
+                if name not in filled
+            }
+            # load_state_dict copies the model's state, but the optimizer keeps the tensors
+            borrow = {path for name, path in files.items() if name == "model"}
+            shards = load_shards(
+                root, step, [*files.values()], spool=spool, borrow=borrow, manifest=manifest
+            )
+            with closing(shards):
                 for component in components:
-                    self._load_next(folder, component, shards)
+                    self._load_next(folder, component, filled, shards)
 
-    def _load_next(self, folder: Path, component: str, shards: Iterator[RestoredShard]) -> None:
-        state = run_on_all_ranks(folder, lambda: next(shards).state)
+    def _load_next(
+        self,
+        folder: Path,
+        component: str,
+        filled: Mapping[str, Any],
+        shards: Iterator[RestoredShard],
+    ) -> None:
+        if component in filled:
+            state = filled[component]
+        else:
+            state = run_on_all_ranks(folder, lambda: next(shards).state)
         run_on_all_ranks(folder, lambda: self._restore_state(component, state))
+
+    def _fill_model(
+        self, folder: Path, manifest: Manifest, spool: JobSpool | None
+    ) -> dict[str, Any]:
+        """Fill FSDP2's shards in place, and return their state by component.
+
+        Empty if they are not those of the step, as with another dtype: `load_state_dict` decides.
+        FSDP1's shards are copies.
+        """
+        if fsdp_version(self.model) != 2:
+            return {}
+        root, _, role = split_role_path(folder)
+        live = {"model": dict(self.model.state_dict())}
+        together = partial(run_on_all_ranks, folder)
+        place = {"rank": self.rank, "world_size": self.world_size}
+        try:
+            return fill_states(
+                root, manifest, role, live, spool=spool, run_together=together, **place
+            )
+        except ConfigError as error:
+            logger.info("%s: %s", folder, error)
+            return {}
 
     def _restore_state(self, component: str, state: Any) -> None:
         """Load one component's state as veRL does."""
