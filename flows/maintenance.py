@@ -8,9 +8,11 @@ import re
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from prefect import flow
 from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
+from prefect.runtime import flow_run
 
 from tasks.on_ray import run_here
 from tasks.save import replicate
@@ -38,7 +40,18 @@ from trinity_sync.storage.verify import VerifiedStep
 logger = logging.getLogger(__name__)
 
 
-@flow(name="retention", persist_result=False, retries=0)
+def name_run() -> str:
+    """Return the name of the flow run that begins: its jobs, what it does, and of which step."""
+    given = flow_run.parameters
+    jobs = Path(given["root"]).name if given.get("root") else "all jobs"
+    step = "" if given.get("step") is None else f" step {given['step']}"
+    return f"{jobs}: {flow_run.flow_name.removesuffix('-step')}{step}"
+
+
+_OPTIONS: Any = {"flow_run_name": name_run, "persist_result": False, "retries": 0}
+
+
+@flow(name="retention", **_OPTIONS)
 async def retention(
     root: str | None = None,
     keep: str = "",
@@ -94,7 +107,7 @@ async def _create_retention_artifact(root: Path, plan: RemovalPlan, *, dry_run: 
 DEPLOYMENT = "replicate-step/replicate-step"
 
 
-@flow(name="replicate-step", persist_result=False, retries=0)
+@flow(name="replicate-step", **_OPTIONS)
 async def replicate_step(root: str, step: int, url: str) -> None:
     """Copy one committed step to a remote, and remove what remote_keep does not keep there.
 
@@ -131,7 +144,7 @@ async def request_replication(request: SaveRequest) -> None:
         logger.warning("%s is committed; cannot request its copy: %r", request.run_name, error)
 
 
-@flow(name="verify", persist_result=False, retries=0)
+@flow(name="verify", **_OPTIONS)
 async def verify(
     root: str | None = None,
     step: int | None = None,
@@ -236,7 +249,7 @@ async def _create_verification_artifacts(steps: Sequence[VerifiedStep]) -> None:
         )
 
 
-@flow(name="export", persist_result=False, retries=0)
+@flow(name="export", **_OPTIONS)
 async def export(
     root: str,
     step: int,
@@ -268,7 +281,7 @@ async def export(
     )
 
 
-@flow(name="reconcile", persist_result=False, retries=0)
+@flow(name="reconcile", **_OPTIONS)
 async def reconcile(root: str | None = None, grace_s: float = GRACE_S) -> None:
     """Repair what crashes left: latest pointers, temporary files, slots.
 

@@ -37,6 +37,7 @@ def test_a_checkpoint_is_copied_by_a_run_of_its_own(
     ended = api.ended(run.id)
     assert ended.state
     assert ended.state.is_completed(), ended.state.message
+    assert ended.name == run.name == f"{job.root.name}: replicate step 4"
     assert Remote(url).read_step(4).state == "valid"
     (artifact,) = until(lambda: api.artifacts_of(run), "the artifact")
     assert artifact.key == make_artifact_key("replicated", job.root)

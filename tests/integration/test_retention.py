@@ -77,6 +77,7 @@ def test_the_flow_shows_its_plan_and_then_carries_it_out(
     rows = {row["step"]: row for row in json.loads(artifact.data)}
     assert rows[2]["why"] == "leased by explorer"
     assert artifact.key == make_artifact_key("retention", root)
+    assert done.name == f"{root.name}: retention"
     assert f"1 steps of `{root}` removed, 2.0 kB" in artifact.description
     assert steps_on_disk(root) == [2, 3]
 
