@@ -140,6 +140,49 @@ def test_another_mesh_goes_on_as_with_torchtitans_own_manager(
     assert differences(*map(read, ended)) == []
 
 
+EXPERTS = ["--parallelism.expert-parallel-degree", "2"]
+
+
+@pytest.mark.parametrize(("last", "steps"), [(4, {1, 2, 3, 4}), (6, {5, 6})])
+def test_experts_on_different_ranks_are_saved_and_resumed_as_by_torchtitan_itself(
+    folder: Path, stack: StackState, last: int, steps: set[int]
+) -> None:
+    options = [*EXPERTS, "--training.steps", str(last)]
+    plain, ours = (
+        train(folder, *options, *more, "--checkpoint.folder", name, config="experts")
+        for name, more in {"plain-experts": [], "ours-experts": OURS}.items()
+    )
+    assert plain.keys() == steps
+    assert ours == plain
+    until(lambda: read_manifest(folder / "ours-experts", last), "the commit", 150)
+    saved = step_folder(folder / "ours-experts", last) / "actor"
+    assert differences(read(folder / "plain-experts" / f"step-{last}"), read(saved)) == []
+
+
+def test_experts_of_two_ranks_go_on_on_one(folder: Path, stack: StackState) -> None:
+    """From the steps of the test above."""
+    options = ["--training.steps", "8", "--checkpoint.exclude-from-loading", "dataloader"]
+    plain, ours = (
+        train(
+            folder,
+            *options,
+            *WHOLE[len(MORE) :],
+            str(folder / saved),
+            "--checkpoint.folder",
+            f"{saved.partition('/')[0]}-one",
+            *more,
+            ranks=1,
+            config="experts",
+        )
+        for saved, more in {
+            "plain-experts/step-6": [],
+            "ours-experts/global_step_6/actor": OURS,
+        }.items()
+    )
+    assert plain.keys() == {7, 8}
+    assert ours == plain
+
+
 def test_a_seed_checkpoint_of_one_rank_begins_a_training_of_two(
     folder: Path, stack: StackState
 ) -> None:

@@ -18,8 +18,10 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import DebugConfig, ParallelismConfig, TrainingConfig, derive
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+from torchtitan.models import qwen3
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import model_registry
+from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
 from trinity_sync.integrations.torchtitan import TrinitySyncCheckpointManager
@@ -45,7 +47,15 @@ def make_assets(folder: Path) -> None:
 
 def tiny() -> Trainer.Config:
     """Return the configuration, with TorchTitan's own checkpoint manager."""
-    spec = model_registry("debugmodel")
+    return _make(model_registry("debugmodel"))
+
+
+def experts() -> Trainer.Config:
+    """Return that of its Qwen 3, whose layers are mixtures of experts."""
+    return _make(qwen3.model_registry("debugmodel_moe"))
+
+
+def _make(spec: ModelSpec) -> Trainer.Config:
     del spec.model.layers[2:]
     for layer in spec.model.layers:  # FlexAttention has no backward pass on the CPU
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
