@@ -18,7 +18,13 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from trinity_sync.errors import ManifestError, MissingShardsError, SaveError, SupersededError
+from trinity_sync.errors import (
+    ManifestError,
+    MissingShardsError,
+    SaveError,
+    SupersededError,
+    TrinitySyncError,
+)
 from trinity_sync.fs.atomic import make_folder, sync_folder
 from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.layout import (
@@ -34,6 +40,7 @@ from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import free_slot, lock_slot, read_ticket
 from trinity_sync.storage.alarms import compare_with_last_commit, log_alarms
+from trinity_sync.storage.dcp_folder import link_step
 from trinity_sync.storage.discovery import remove_mark
 from trinity_sync.storage.latest_pointer import advance_latest_pointer, repair_latest_pointer
 from trinity_sync.storage.manifest import (
@@ -168,6 +175,7 @@ def commit(
                 write_manifest_into(save.folder, merged)
         lock.require_held()
         update_latest_pointers(save.root, manifest)
+        _link_dcp_folders(save)
         try:
             append_save(save.root, manifest)
         except OSError as error:
@@ -201,6 +209,7 @@ def finish_interrupted(save: SaveId) -> None:
         else:
             lock.require_held()
             update_latest_pointers(save.root, manifest)
+            _link_dcp_folders(save)
 
 
 def update_latest_pointers(root: str | Path, manifest: Manifest) -> None:
@@ -211,6 +220,14 @@ def update_latest_pointers(root: str | Path, manifest: Manifest) -> None:
     sync_folder(folder)
     for kind in manifest.kinds:
         advance_latest_pointer(root, kind, manifest.run, manifest.step)
+
+
+def _link_dcp_folders(save: SaveId) -> None:
+    for role in save.roles:
+        try:
+            link_step(save.root, save.step, role)
+        except (OSError, TrinitySyncError) as error:  # which the caller of DCP raises as well
+            logger.warning("%s is committed, and not linked where DCP reads it: %s", save, error)
 
 
 def _check_complete(

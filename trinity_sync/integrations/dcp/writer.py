@@ -11,7 +11,7 @@ that is passed to it at the same time. Where the plan and the lengths of all val
 the save before on all ranks, one all-reduce is all that they exchange.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -91,15 +91,17 @@ class DcpSaver:
         """
         return StepWriter(self, check_number("step", step), keep)
 
-    def stage(self, state: dict[str, Any], step: int, keep: int) -> SaveHandle:
-        """Plan, copy and submit a save; see `StepWriter.stage`."""
+    def stage(
+        self, state: dict[str, Any], step: int, keep: int, files: Mapping[str, bytes] = {}
+    ) -> SaveHandle:
+        """Plan, copy and submit a save with small files of rank 0; see `StepWriter.stage`."""
 
         def lay_out() -> DcpFolders:
             file = self._file.lay_out_again(state)
             if reduce_flags([file is None], self._group) == [True]:
                 file = self._file.plan(state, f"step {step}, role {self.role}")
             assert file
-            return {"dcp": file}, {".metadata": self._file.index}
+            return {"dcp": file}, {".metadata": self._file.index, **files}
 
         return self.saves.save_dcp(step, lay_out, role=self.role, keep=keep)
 
@@ -117,8 +119,11 @@ class StepWriter(NoStorage, AsyncStager):
     wait for the future, and nothing else may use the process group meanwhile.
     """
 
-    def __init__(self, saver: DcpSaver, step: int, keep: int) -> None:
+    def __init__(
+        self, saver: DcpSaver, step: int, keep: int, files: Mapping[str, bytes] = {}
+    ) -> None:
         self._saver = saver
+        self._files = files
         self._step = step
         self._keep = keep
         self._staged: SaveHandle | None = None
@@ -146,7 +151,7 @@ class StepWriter(NoStorage, AsyncStager):
         """
         if self._staged is not None:
             raise ConfigError(f"step {self._step} is staged already; make a writer for each save")
-        self._staged = self._saver.stage(state_dict, self._step, self._keep)
+        self._staged = self._saver.stage(state_dict, self._step, self._keep, self._files)
         self._metadata = self._saver.metadata
         return {}
 

@@ -1,0 +1,71 @@
+"""A program that saves with DCP is started through the switch; of several ranks see `trainers`."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.savers import savers_of
+
+PROGRAM = """
+import sys
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import async_save, load, save
+
+state = {"w": torch.ones(3), "n": 7}
+save(state, checkpoint_id=sys.argv[1] + "/step_1")
+async_save(state, checkpoint_id=sys.argv[1] + "/step_2").result()
+found = {"w": torch.zeros(3), "n": 0}
+load(found, checkpoint_id=sys.argv[1] + "/step_2")
+print(__name__, sys.argv[2:], found["n"], found["w"].tolist())
+"""
+
+
+@pytest.fixture
+def variables(tmp_path: Path, spool_folder: Path) -> Iterator[dict[str, str]]:
+    yield {
+        **os.environ,
+        "TRINITY_SYNC_ROOT": str(tmp_path / "saves"),
+        "TRINITY_SYNC_SPOOL": str(spool_folder),
+        "TRINITY_SYNC_HOME": str(tmp_path / "home"),
+        "TRINITY_SYNC_SAVER": "auto",
+        "PYTHONPATH": os.pathsep.join((str(Path.cwd()), str(tmp_path))),
+    }
+    for saver in savers_of(spool_folder):
+        saver.kill()
+
+
+def run(folder: Path, variables: dict[str, str], *named: str) -> subprocess.CompletedProcess[str]:
+    (folder / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "trinity_sync.integrations.dcp.switch", *named]
+    return subprocess.run(
+        [*command, str(folder), "--steps", "2"],
+        cwd=folder,
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("named", [["program.py"], ["-m", "program"]])
+def test_a_program_is_started_as_by_python_and_its_folders_are_those_of_commits(
+    tmp_path: Path, variables: dict[str, str], named: list[str]
+) -> None:
+    done = run(tmp_path, variables, *named)
+    assert done.stdout.strip() == "__main__ ['--steps', '2'] 7 [1.0, 1.0, 1.0]", done.stderr
+    found = {path.parent.name for path in tmp_path.glob("*/.trinity_sync.json")}
+    assert found == {"step_1", "step_2"}
+
+
+def test_a_switch_without_a_root_is_refused_before_the_program(
+    tmp_path: Path, variables: dict[str, str]
+) -> None:
+    del variables["TRINITY_SYNC_ROOT"]
+    done = run(tmp_path, variables, "program.py")
+    assert "TRINITY_SYNC_ROOT is not set" in done.stderr
+    assert not done.stdout

@@ -1,0 +1,272 @@
+"""The switch for any caller of ``torch.distributed.checkpoint``: no line of the program changes.
+
+::
+
+    export TRINITY_SYNC_ROOT=/out/saves
+    torchrun --nproc-per-node=8 -m trinity_sync.integrations.dcp.switch train.py --steps 100
+
+Importing this module before the program's own modules is the switch as well. `save` and
+`async_save` into a folder next to the root are then steps of the root: staged in shared memory,
+written and committed by the stack or the saver, and linked into the folder that the caller names,
+where plain DCP finds its own files. `load` compares what it reads with the digests of the save.
+
+A caller of ``save`` goes on to write, rename and remove files by what it returns, so it returns
+when the checkpoint is committed and linked, as the future of ``async_save`` does. A call that DCP
+would not write as its own files of these ranks remains DCP's: see `_find_folder`.
+"""
+
+import atexit
+import copy
+import logging
+import os
+import runpy
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemReader,
+    FileSystemWriter,
+    SerializationFormat,
+)
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import WriteResult
+
+from trinity_sync import CheckpointCoordinator
+from trinity_sync.errors import CommitError, ConfigError, SaveError
+from trinity_sync.fs.direct_io import digest_cached_file
+from trinity_sync.fs.locks import acquire_commit_lock
+from trinity_sync.integrations.after_import import rebind
+from trinity_sync.integrations.dcp.writer import DcpSaver, StepWriter
+from trinity_sync.storage.dcp_folder import (
+    FOLDER_FILE,
+    get_folder_name,
+    link_step,
+    read_record,
+)
+from trinity_sync.storage.restore import require_digest
+
+logger = logging.getLogger(__name__)
+
+Call = Callable[..., Any]
+
+
+class _Saves:
+    """The root of the program's saves, of which each call is a step; made by the first call."""
+
+    def __init__(self, root: Path) -> None:
+        grouped = dist.is_initialized()
+        make = CheckpointCoordinator.of_process_group if grouped else CheckpointCoordinator
+        self.coordinator = make(root)
+        atexit.register(self.coordinator.close)
+        self.planner = DefaultSavePlanner()
+        self.saver = DcpSaver(self.coordinator, planner=lambda: copy.copy(self.planner))
+        self.step = self.coordinator.latest_step() or 0
+        if self.step:
+            self.coordinator.resumed_from(self.step)
+
+    def make_writer(self, folder: Path, name: str, planner: Any) -> "_FolderWriter":
+        """Return the writer of the next call; all ranks call it."""
+        self.step += 1
+        self.planner = planner or DefaultSavePlanner()
+        if self.coordinator.rank == 0:
+            with suppress(OSError):  # the save fails, and says why
+                folder.mkdir(parents=True, exist_ok=True)
+        return _FolderWriter(self.saver, self.step, folder, name)
+
+
+class _FolderWriter(StepWriter):
+    """Storage writer and stager of one call, which ends once its folder is a checkpoint."""
+
+    def __init__(self, saver: DcpSaver, step: int, folder: Path, name: str) -> None:
+        # what is linked needs no second name, so the root keeps the newest only
+        super().__init__(saver, step, keep=1, files={FOLDER_FILE: name.encode()})
+        self._folder = folder
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Complete the index, and require that the commit has linked the files; on rank 0."""
+        super().finish(metadata, results)
+        root = self._saver.saves.root
+        try:
+            with acquire_commit_lock(root):  # the commit has linked them before it releases it
+                link_step(root, self._step, self._saver.role)
+            if (linked := read_record(self._folder)) and linked.step >= self._step:
+                return
+            reason = "the folder was removed meanwhile"
+        except OSError as error:
+            reason = f"{error.filename or self._folder}: {error.strerror}"
+        raise SaveError(
+            f"{self._folder} is no checkpoint, though its files are committed as step {self._step} "
+            f"of {root}: {reason}. Repair that, and save again"
+        )
+
+
+class _FolderReader(FileSystemReader):
+    """Storage reader of a folder that compares files with the digests of their save, if it has any.
+
+    DCP raises an error of one rank's plan on all ranks.
+    """
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Compare the files that this rank reads from with their digests.
+
+        Raises:
+            CommitError: a file is corrupted, or of another save than the others.
+        """
+        if manifest := read_record(Path(self.path)):
+            names = {self.storage_data[item.storage_index].relative_path for item in plan.items}
+            records = {record.path: record for record in manifest.files}
+            if others := names - records.keys():
+                raise CommitError(
+                    f"{self.path} is a mixture of two saves, {min(others)} is of the other; load "
+                    "another checkpoint"
+                )
+            for name in sorted(names):  # through the page cache, from which DCP then reads
+                path = Path(self.path) / name
+                require_digest(path, records[name], digest_cached_file(path))
+        return super().prepare_local_plan(plan)
+
+
+_saves: list[_Saves] = []
+"""The saves of this process, once there are any."""
+
+
+def _find_folder(
+    checkpoint_id: Any = None,
+    storage_writer: Any = None,
+    planner: Any = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+    async_stager: Any = None,
+    **_: Any,
+) -> tuple[Path, str] | None:
+    """Return the folder of a call and its name in a step; None if the call remains DCP's.
+
+    It does if the folder is not below the root's parent, the writer, planner or stager is one of
+    the caller's own, not all ranks save, or another thread calls, as DCP's own thread does.
+    """
+    given = checkpoint_id
+    if storage_writer is not None:
+        is_plain = type(storage_writer) is FileSystemWriter and (
+            storage_writer.overwrite
+            and not storage_writer.transforms.extensions
+            and storage_writer.serialization_format is SerializationFormat.TORCH_SAVE
+        )
+        if not is_plain:
+            return None
+        given = given or storage_writer.path
+    if not _is_folder(given):
+        return None
+    if planner is not None and type(planner) is not DefaultSavePlanner:
+        return None
+    if no_dist or not use_collectives or async_stager is not None:
+        return None
+    if process_group is not None and process_group.size() != dist.get_world_size():
+        return None
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    folder = Path(given).absolute()
+    name = get_folder_name(_get_root(), folder)
+    if name is None:
+        logger.warning("%s is saved by DCP: it is not next to TRINITY_SYNC_ROOT", folder)
+        return None
+    return folder, name
+
+
+def _get_root() -> Path:
+    if not (root := os.environ.get("TRINITY_SYNC_ROOT")):
+        raise ConfigError(
+            "TRINITY_SYNC_ROOT is not set; set it to a folder next to those that the program saves "
+            "to, such as /out/saves for /out/step_100"
+        )
+    return Path(root).absolute()
+
+
+def _make_writer(options: dict[str, Any]) -> _FolderWriter | None:
+    """Return the writer of a call with these arguments; None if the call remains DCP's."""
+    if not (found := _find_folder(**options)):
+        return None
+    if not _saves:
+        _saves.append(_Saves(_get_root()))
+    return _saves[0].make_writer(*found, options.get("planner"))
+
+
+def _wrap_save(save: Call) -> Call:
+    @wraps(save)
+    def save_step(state_dict: Any, *positional: Any, **options: Any) -> Any:
+        writer = None if positional else _make_writer(options)
+        if writer is None:
+            return save(state_dict, *positional, **options)
+        writer.stage(
+            {
+                name: value.state_dict() if isinstance(value, Stateful) else value
+                for name, value in state_dict.items()
+            }
+        )
+        return save({}, storage_writer=writer, process_group=options.get("process_group"))
+
+    return save_step
+
+
+def _wrap_async_save(save: Call) -> Call:
+    @wraps(save)
+    def save_step(state_dict: Any, **options: Any) -> Any:
+        if not (writer := _make_writer(options)):
+            return save(state_dict, **options)
+        return save(  # in DCP's thread, which only waits
+            state_dict,
+            storage_writer=writer,
+            async_stager=writer,
+            process_group=options.get("process_group"),
+        )
+
+    return save_step
+
+
+def _wrap_load(load: Call) -> Call:
+    @wraps(load)
+    def load_step(state_dict: Any, *positional: Any, **options: Any) -> Any:
+        reader: Any = options.get("storage_reader")
+        given = options.get("checkpoint_id")
+        if type(reader) is FileSystemReader:
+            ours = _FolderReader(given or reader.path)
+            ours.transforms = reader.transforms
+            options |= {"storage_reader": ours, "checkpoint_id": None}
+        elif reader is None and given is not None and _is_folder(given):
+            options |= {"storage_reader": _FolderReader(given), "checkpoint_id": None}
+        return load(state_dict, *positional, **options)
+
+    return load_step
+
+
+def _is_folder(checkpoint_id: Any) -> bool:
+    """Return whether DCP reads a checkpoint from a folder, and not from a URL."""
+    return isinstance(checkpoint_id, (str, os.PathLike)) and "://" not in str(checkpoint_id)
+
+
+_get_root()
+for _module, _name, _wrap in (
+    (state_dict_saver, "save", _wrap_save),
+    (state_dict_saver, "async_save", _wrap_async_save),
+    (state_dict_loader, "load", _wrap_load),
+):
+    rebind(_module, _name, _wrap(getattr(_module, _name)), within=["torch.distributed"])
+
+if __name__ == "__main__":
+    del sys.argv[0]
+    if sys.argv[0] == "-m":
+        del sys.argv[0]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+        runpy.run_path(sys.argv[0], run_name="__main__")
