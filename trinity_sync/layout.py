@@ -13,6 +13,7 @@
         actor/
           model_world_size_2_rank_0.pt  optim_..., extra_state_... likewise
           __0_0.distcp                  what dcp.async_save wrote, with .metadata
+          dcp_folder                    where a caller of DCP finds these files
           model/dist_ckpt/__0_0.distcp  Megatron's, with common.pt; optimizer/, extra/
           fsdp_config.json
           huggingface/config.json ...
