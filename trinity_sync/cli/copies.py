@@ -234,19 +234,27 @@ def export_dcp(
 
 @import_.command(
     "import dcp ckpts 40 out --world-size 8",
+    "import dcp ckpts 40 out --world-size 2 --layout replicas",
     "import dcp ckpts 40 out --world-size 2 --device cpu --optim ''", name="dcp",
 )  # fmt: skip
 def import_dcp(
     root: Root,
     step: Annotated[int, typer.Argument(min=0, metavar="STEP", help="New step of the job.")],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder that dcp.save wrote.")],
-    world_size: Annotated[int, typer.Option(min=1, help="Number of FSDP2 ranks to load it.")],
+    world_size: Annotated[int, typer.Option(min=1, help="Number of ranks to load it.")],
     role: Role = "actor",
     model: Annotated[
         str, typer.Option(help="Key of the model; '' for tensors at the top level.")
     ] = "model",
     optim: Annotated[str, typer.Option(help="Key of the optimizer; '' for none.")] = "optim",
-    device: Annotated[str, typer.Option(help="Device type of the ranks.")] = "cuda",
+    layout: Annotated[
+        Literal["replicas", "fsdp2", ""],
+        typer.Option(help="Tensors of the ranks (default: replicas for one rank, else fsdp2)."),
+    ] = "",
+    device: Annotated[str, typer.Option(help="Device type of the mesh of FSDP2.")] = "cuda",
+    mesh: Annotated[
+        str, typer.Option(help="Name of its dimension; '' for fully_shard without a mesh.")
+    ] = "fsdp",
     whole: Annotated[
         list[str] | None,
         typer.Option(help="Pattern of replicated tensors, such as the model's buffers."),
@@ -256,7 +264,7 @@ def import_dcp(
     ] = None,
     output: Output = "table",
 ) -> None:
-    """Convert a DCP checkpoint to a committed step of ROOT, which may be new, for FSDP2."""
+    """Convert a DCP checkpoint to a committed step of ROOT, which may be new."""
     from trinity_sync.formats.dcp import from_dcp
 
     with progress_bar("converting", of_steps=True) as on_progress:
@@ -268,7 +276,9 @@ def import_dcp(
             role=role,
             model=model,
             optim=optim,
+            layout=layout,
             device_type=device,
+            mesh=mesh,
             whole=whole or (),
             metadata=metadata,
             on_progress=on_progress,

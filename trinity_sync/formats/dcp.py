@@ -4,9 +4,9 @@
 PyTorch's writer in chunks, so no tensor is assembled, and memory holds only pages of the files,
 which the kernel can reclaim. The folder appears complete, by one rename.
 
-`from_dcp` commits a checkpoint of DCP as a step of FSDP2 ranks. One rank's part of one component is
-in memory at a time: PyTorch plans which chunks of the checkpoint it needs; it is read, written and
-freed. Then the step is committed like any other.
+`from_dcp` commits a checkpoint of DCP as a step of FSDP2 ranks, or of replicas. One rank's part of
+one component is in memory at a time: PyTorch plans which chunks of the checkpoint it needs; it is
+read, written and freed. Then the step is committed like any other.
 """
 
 import io
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint.default_planner import (
@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from trinity_sync.errors import CommitError, ConfigError, SaveError
-from trinity_sync.formats.dcp_source import DcpReader, run_dcp_alone
+from trinity_sync.formats.dcp_source import DcpReader, Paths, run_dcp_alone
 from trinity_sync.formats.shard_reader import SavedState, open_shard, outline_files
 from trinity_sync.fs.atomic import make_folder, sync_folder
 from trinity_sync.fs.direct_io import OnProgress, digest_cached_file, no_progress
@@ -56,6 +56,7 @@ from trinity_sync.storage.persist import make_attempt_path, read_file_identity
 from trinity_sync.storage.restore import require_digests
 from trinity_sync.storage.runs import find_newest_run, open_run
 from trinity_sync.storage.save import Written, discard
+from trinity_sync.tensors.torch_private import make_mesh
 from trinity_sync.tensors.unshard import TensorChunk, iter_leaves
 
 COMPONENTS = ("model", "optim")
@@ -231,16 +232,20 @@ def from_dcp(
     role: str = "actor",
     model: str = "model",
     optim: str = "optim",
+    layout: Literal["replicas", "fsdp2", ""] = "",
     device_type: str = "cuda",
+    mesh: str = "fsdp",
     whole: Sequence[str] = (),
     metadata: str | Path | None = None,
     on_progress: OnProgress = no_progress,
 ) -> Manifest:
-    """Commit a step with the state of a DCP checkpoint, sharded over ``world_size`` ranks.
+    """Commit a step with the state of a DCP checkpoint, for ``world_size`` ranks.
 
-    Tensors are split along their first dimension, as ``fully_shard`` does; scalars are not split.
-    veRL's loader reads the step with as many ranks, ``FSDPCheckpointManager`` with any number; both
-    without ``extra`` in ``checkpoint.load_contents``, which DCP checkpoints do not contain.
+    With the layout ``replicas`` the tensors are those of a model without FSDP, written once, and
+    ``extra_state`` of each of several ranks is empty. With ``fsdp2`` they are DTensors that are
+    split along their first dimension, as ``fully_shard`` does; scalars are not split. veRL's loader
+    reads the step with as many ranks, ``FSDPCheckpointManager`` with any number; both without
+    ``extra`` in ``checkpoint.load_contents``, which DCP checkpoints do not contain.
 
     Args:
         folder: folder of the checkpoint.
@@ -248,10 +253,14 @@ def from_dcp(
         step: number of the new step.
         world_size: number of ranks that are to load it.
         role: role of the state.
-        model: key of the model in the saved state; empty if its tensors are at the top.
+        model: key of the model in the saved state, with dots between nested keys, which a stateful
+            object around it may precede; empty if its tensors are at the top.
         optim: key of the optimizer, in the form of ``optimizer.state_dict()`` or of
             ``torch.distributed.checkpoint.state_dict``; empty to leave it out.
-        device_type: device type of the ranks' mesh; DTensors of another type do not load.
+        layout: how the ranks hold tensors; by default as replicas for one rank, otherwise FSDP2.
+        device_type: device type of the mesh of FSDP2; DTensors of another one do not load.
+        mesh: name of the mesh's dimension, likewise: that of veRL by default, and empty for
+            ``fully_shard`` without a mesh.
         whole: patterns of names of model tensors that are not sharded, i.e. buffers.
         metadata: folder with ``fsdp_config.json`` and ``huggingface/``, for veRL's merger.
         on_progress: called with shards that were written and their total.
@@ -268,18 +277,8 @@ def from_dcp(
             f"step must be at least 0, got {step}, and world_size at least 1, got {world_size}"
         )
     source, base = DcpReader(Path(folder)), Path(root).resolve()
-    parts = {
-        "model": source.select_entries(model, without=optim),
-        "optim": source.select_entries(optim) if optim else {},
-    }
-    if not parts["model"]:
-        top = dict.fromkeys(str(path[0]) for path in source.paths.values())
-        raise ConfigError(
-            f"{folder} has no tensors under {model!r} (at its top: {', '.join([*top][:8])}); "
-            "pass the key of the model, '' for none (--model)"
-        )
-    source.require_optimizer(parts["optim"])
-    parts = {name: paths for name, paths in parts.items() if paths}
+    parts = _select_parts(source, model, optim)
+    is_whole = (layout or ("replicas" if world_size == 1 else "fsdp2")) == "replicas"
     if step_folder(base, step).exists():
         raise CommitError(
             f"{step_folder(base, step)} exists already and is not changed; choose another step or "
@@ -290,19 +289,24 @@ def from_dcp(
     run = find_newest_run(base) or open_run(base, f"from-dcp-{uuid.uuid4().hex}", 0)
     where = str(base), run.number, run.key
     save = SaveId(*where, step, "checkpoint", (role,), identity=identity)
-    shards = [(name, rank) for name in parts for rank in range(world_size)]
+    saved_by = 1 if is_whole else world_size  # a replica is written once, as of one rank
+    shards = [(name, rank, saved_by) for name in parts for rank in range(saved_by)]
+    if saved_by < world_size:
+        shards += [("extra_state", rank, world_size) for rank in range(world_size)]
     small = _read_metadata_files(Path(metadata)) if metadata else {}
-    components = (*parts, *(["metadata"] if small else []))
+    components = (*dict.fromkeys(name for name, *_ in shards), *(["metadata"] if small else []))
+    replicated = tuple(parts) if saved_by < world_size else ()
     written: list[Written] = []
     try:
         for name, content in small.items():
             record = FileRecord(f"{role}/{name}", 0, "", role, "metadata", 0, world_size)
-            written.append(_write(save, record, content, components))
-        for name, rank in shards:
-            state = source.read_component(parts[name], rank, world_size, device_type, whole, name)
-            path = f"{role}/{shard_file(name, world_size, rank)}"
-            record = FileRecord(path, 0, "", role, name, rank, world_size)
-            written.append(_write(save, record, state, components))
+            written.append(_write(save, record, content, components, replicated))
+        for name, rank, of in shards:
+            on = None if is_whole else make_mesh(device_type, rank, of, mesh)
+            paths = parts.get(name)
+            state = source.read_component(paths, rank, on, whole, name) if paths else {}
+            record = FileRecord(f"{role}/{shard_file(name, of, rank)}", 0, "", role, name, rank, of)
+            written.append(_write(save, record, state, components, replicated))
             on_progress(1, len(shards))
         return commit(save, written)
     except OSError as error:
@@ -314,7 +318,39 @@ def from_dcp(
         _remove_uncommitted(save, written)
 
 
-def _write(save: SaveId, record: FileRecord, content: Any, components: tuple[str, ...]) -> Written:
+def _select_parts(source: DcpReader, model: str, optim: str) -> dict[str, Paths]:
+    """Return the entries of model and optimizer, without a component that is not saved.
+
+    Raises:
+        ConfigError: there is no model, or not the optimizer of a key that is not the default.
+    """
+    keys = [optim] if optim != "optim" else ["optim", "optimizer", "optimizers"]
+    found = [path for key in keys if key and (path := source.find_key(key))]
+    at = source.find_key(model) if model else ()
+    parts: dict[str, Paths] = {}
+    if at is not None:
+        parts["model"] = source.select_entries(at, without=found[0] if found else None)
+    if found:
+        parts["optim"] = source.select_entries(found[0])
+        source.require_optimizer(parts["optim"])
+    for name, key in (("model", model), ("optim", optim)):
+        if not parts.get(name) and (name == "model" or key not in ("", "optim")):
+            top = dict.fromkeys(".".join(map(str, path[:2])) for path in source.paths.values())
+            raise ConfigError(
+                f"{source.folder} has no {name} under {key!r} (it has {', '.join([*top][:8])}); "
+                f"pass its key, such as app.{name}, and '' for "
+                f"{'none' if name == 'optim' else 'tensors at the top'} (--{name})"
+            )
+    return parts
+
+
+def _write(
+    save: SaveId,
+    record: FileRecord,
+    content: Any,
+    components: tuple[str, ...],
+    replicated: tuple[str, ...],
+) -> Written:
     """Write a state, or bytes, under a temporary name, durably."""
     final, attempt, image = save.folder / record.path, uuid.uuid4().hex[:8], uuid.uuid4().hex
     make_folder(final.parent)
@@ -337,6 +373,7 @@ def _write(save: SaveId, record: FileRecord, content: Any, components: tuple[str
         identity=read_file_identity(temporary),
         components=components,
         seconds=0.0,
+        replicated=replicated,
     )
 
 

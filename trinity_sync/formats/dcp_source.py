@@ -27,7 +27,6 @@ from trinity_sync.tensors.dtensor_shards import compute_chunk
 from trinity_sync.tensors.torch_private import (
     DCP_INDEX_CLASSES,
     make_dtensor,
-    make_mesh,
     unflatten_state_dict,
 )
 
@@ -89,15 +88,29 @@ class DcpReader(FileSystemReader):
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
-    def select_entries(self, key: str, *, without: str = "") -> Paths:
-        """Return the entries below a key of the saved state.
+    def find_key(self, key: str) -> tuple[Any, ...] | None:
+        """Return the path of a key of the saved state: at its top, or in one other object alone.
 
-        An empty ``key`` selects all entries but those below the key ``without``.
+        A key has dots between the keys of nested objects. None if there is no such key, or several.
         """
-        if not key:
-            return {name: path for name, path in self.paths.items() if path[0] != without}
+        parts = tuple(key.split("."))
+        found = {
+            path[: at + len(parts)]
+            for path in self.paths.values()
+            for at in range(2)
+            if tuple(map(str, path[at : at + len(parts)])) == parts and len(path) > at + len(parts)
+        }
+        return min(found, key=len) if {parts} & found or len(found) == 1 else None
+
+    def select_entries(
+        self, prefix: tuple[Any, ...], *, without: tuple[Any, ...] | None = None
+    ) -> Paths:
+        """Return the entries below a path in the saved state, but those below another one."""
         return {
-            name: path[1:] for name, path in self.paths.items() if path[0] == key and len(path) > 1
+            name: path[len(prefix) :]
+            for name, path in self.paths.items()
+            if path[: len(prefix)] == prefix
+            and (without is None or path[: len(without)] != without)
         }
 
     def require_optimizer(self, paths: Paths) -> None:
@@ -118,17 +131,15 @@ class DcpReader(FileSystemReader):
         self,
         paths: Paths,
         rank: int,
-        world_size: int,
-        device_type: str,
+        mesh: DeviceMesh | None,
         whole: Sequence[str],
         component: str,
     ) -> dict[str, Any]:
-        """Return a rank's state of ``model`` or ``optim``, as FSDP2 would save it.
+        """Return a rank's state of ``model`` or ``optim``: FSDP2's on a mesh, otherwise the whole.
 
         ``paths`` are the entries of the component. Model tensors whose names match a pattern in
         ``whole`` are not sharded.
         """
-        mesh = make_mesh(device_type, rank, world_size)
         flat: dict[str, Any] = {}
         for name, path in paths.items():
             meta = self.metadata.state_dict_metadata[name]
@@ -194,11 +205,11 @@ class _PlainPlanner(DefaultLoadPlanner):
 
 
 def _allocate_part(
-    meta: TensorStorageMetadata, mesh: DeviceMesh, rank: int, *, replicated: bool
+    meta: TensorStorageMetadata, mesh: DeviceMesh | None, rank: int, *, replicated: bool
 ) -> torch.Tensor:
     """Allocate a rank's part of a tensor, sharded as `fully_shard` does."""
     size, dtype = meta.size, meta.properties.dtype
-    if replicated or not size:
+    if mesh is None or replicated or not size:
         return torch.empty(size, dtype=dtype, device="cpu")
     _, length = compute_chunk(size[0], mesh.size(), rank)
     local = torch.empty((length, *size[1:]), dtype=dtype, device="cpu")

@@ -172,11 +172,18 @@ look_up(
 _TensorMeta: Callable[..., Any] = look_up("torch.distributed.tensor._dtensor_spec.TensorMeta")
 
 
-def make_mesh(device_type: str, rank: int, world_size: int) -> DeviceMesh:
-    """Return FSDP2's mesh over all ranks as a file that ``rank`` saved contains it."""
+def make_mesh(device_type: str, rank: int, world_size: int, name: str = "fsdp") -> DeviceMesh:
+    """Return FSDP2's mesh over all ranks as a file that ``rank`` saved contains it.
+
+    ``name`` is that of its dimension, empty for none.
+    """
     ranks = torch.arange(world_size, dtype=torch.int32, device="cpu")
     mesh: Any = DeviceMesh(
-        device_type, ranks, mesh_dim_names=("fsdp",), _init_backend=False, _rank=rank
+        device_type,
+        ranks,
+        mesh_dim_names=(name,) if name else None,
+        _init_backend=False,
+        _rank=rank,
     )
     mesh._dim_group_names = ["0"]  # the default process group, where the file is loaded
     return mesh

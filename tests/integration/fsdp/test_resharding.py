@@ -174,7 +174,8 @@ def through_dcp(tiny: Path, jobs: Path) -> list[str]:
     ranks = dist.get_world_size()
     if dist.get_rank() == 0:
         to_dcp(jobs / "fsdp2-2", STEP, jobs / "dcp")
-        from_dcp(jobs / "dcp", jobs / "back", STEP, world_size=ranks, device_type="cpu")
+        back = jobs / "back"
+        from_dcp(jobs / "dcp", back, STEP, world_size=ranks, layout="fsdp2", device_type="cpu")
     dist.barrier()
     trained = Trained(tiny, 2, seed=1000)
     manager = FSDPCheckpointManager(

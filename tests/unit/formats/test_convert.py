@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from typer.testing import CliRunner
 
 from tests.support.job import Job
+from tests.unit.conftest import Open
 from trinity_sync.cli.commands import app
 from trinity_sync.errors import CommitError, ConfigError, SaveError
 from trinity_sync.formats.dcp import from_dcp, to_dcp
@@ -18,6 +19,7 @@ from trinity_sync.layout import shard_file, step_folder
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.leases import list_leases
+from trinity_sync.storage.restore import load_states
 
 STEP = 40
 
@@ -150,6 +152,66 @@ def test_shards_are_those_that_fully_shard_makes(checkpoint: Path, tmp_path: Pat
     assert torch.equal(first["1.running_mean"], second["1.running_mean"])
     optim = torch.load(folder / shard_file("optim", 2, 0))
     assert str(optim["state"][0]["exp_avg"].placements[0]) == "S(0)"
+
+
+def train_on(trained: Trained) -> dict[str, Any]:
+    """A step of the training; plain tensors and DTensors could not be mixed in it."""
+    trained.optim.zero_grad()
+    trained.model(torch.ones(4, 3)).sum().backward()
+    trained.optim.step()
+    return trained.states
+
+
+@pytest.mark.parametrize("form", ["plain", "by names", "in an object", "in an object, dotted"])
+def test_a_model_without_fsdp_and_its_optimizer_load_what_was_imported_and_train_on(
+    trained: Trained, tmp_path: Path, form: str
+) -> None:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    states, keys = trained.states, dict[str, Any]()
+    if form != "plain":
+        model, optim = get_state_dict(trained.model, trained.optim)
+        states = {"model": model, "optimizer": optim}
+    if "object" in form:
+        states = {"app": {**states, "progress": {"step": 2}}}
+    if "dotted" in form:
+        keys = {"model": "app.model", "optim": "app.optimizer"}
+    dcp.save(states, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    from_dcp(tmp_path / "theirs", tmp_path / "job", 1, world_size=1, **keys)
+    fresh = Trained(seed=1)
+    loaded = load_states(tmp_path / "job", 1, "actor")
+    fresh.model.load_state_dict(loaded["model"])
+    fresh.optim.load_state_dict(loaded["optim"])
+    assert same(train_on(fresh), train_on(trained))
+
+
+def test_replicas_are_written_once_and_each_rank_of_a_coordinator_loads_them(
+    trained: Trained, checkpoint: Path, job: Job, coordinator_of: Open
+) -> None:
+    manifest = from_dcp(checkpoint, job.root, 1, world_size=2, layout="replicas")
+    assert sum(record.component == "model" for record in manifest.files) == 1
+    require_committed(job.root, 1)
+    for rank in (1, 0):
+        loaded = coordinator_of(rank, 2, run_key="later").load(1)
+        fresh = Trained(seed=1)
+        fresh.model.load_state_dict(loaded["model"])
+        fresh.optim.load_state_dict(loaded["optim"])
+        assert same(fresh.states, trained.states)
+        assert loaded["extra_state"] == {}
+
+
+def test_a_key_that_the_checkpoint_lacks_or_has_twice_is_named(
+    trained: Trained, tmp_path: Path
+) -> None:
+    for key in ("a", "b"):
+        dcp.save({key: trained.states}, checkpoint_id=tmp_path / key, no_dist=True)
+    both = {"a": trained.states, "b": trained.states}
+    dcp.save(both, checkpoint_id=tmp_path / "both", no_dist=True)
+    with pytest.raises(ConfigError, match=r"no model under 'model' \(it has a.model, a.opt"):
+        from_dcp(tmp_path / "both", tmp_path / "job", 1, world_size=1)
+    with pytest.raises(ConfigError, match=r"no optim under 'adam' .*'' for none \(--optim\)"):
+        from_dcp(tmp_path / "a", tmp_path / "job", 1, world_size=1, optim="adam")
+    from_dcp(tmp_path / "both", tmp_path / "job", 1, world_size=1, model="b.model", optim="")
 
 
 def test_an_optimizer_by_names_gets_its_numbers(trained: Trained, tmp_path: Path) -> None:
