@@ -236,6 +236,22 @@ def save_where_nothing_can_be(out: Path) -> str:
     return str(failed.value)
 
 
+def save_in_two_groups(out: Path) -> list[bool]:
+    """Save, make the process group again as a program that restarts in its process, and save."""
+    state: dict[str, Any] = {"app": AppState(*train(1))}
+    dcp.save(state, checkpoint_id=out / "first")
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{out}/again", rank=rank(), world_size=2)
+    state = {"app": AppState(*train(2))}
+    dcp.save(state, checkpoint_id=out / "second")
+    return [(out / name / RECORD).exists() for name in ("first", "second")]
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
 # ------------------------------------------------------------ tests
 
 
@@ -250,7 +266,11 @@ def save_and_load(scratch: Path, out: Path, spool: Path) -> None:
         loader = names[f"load_like_{kind}"]
         require_same(expected, on_ranks(scratch, switched, loader, folder, spool, *load))
         require_same(expected, on_ranks(scratch, loader, folder, *load))  # without the switch
-        damage(checkpoint / "__0_0.distcp")
+        if load:
+            damage(checkpoint / "__0_0.distcp")
+        else:
+            with (checkpoint / ".metadata").open("ab") as index:
+                index.write(b"\0")  # which a pickle may have at its end
         with pytest.raises(AssertionError, match="is corrupted"):
             on_ranks(scratch, switched, loader, folder, spool, *load)
 
@@ -287,3 +307,9 @@ def say_what_is_wrong(scratch: Path, out: Path, spool: Path) -> None:
     out.mkdir()
     for message in on_ranks(scratch, switched, save_where_nothing_can_be, out, spool):
         assert f"{out / 'file'} is no checkpoint, though its files are committed" in message
+
+
+def make_the_group_again(scratch: Path, out: Path, spool: Path) -> None:
+    out.mkdir()
+    assert on_ranks(scratch, switched, save_in_two_groups, out, spool) == [[True] * 2] * 2
+    assert steps_on_disk(out / "saves") == [2]

@@ -55,6 +55,7 @@ def link_step(root: str | Path, step: int, role: str) -> None:
     folder = Path(root).resolve().parent / name
     if get_folder_name(Path(root), folder) != name or not manifest:  # a link leads elsewhere
         raise ConfigError(f"{files} is not linked into {folder}, which is outside of {root}/..")
+    os.scandir(folder).close()  # raises what is wrong with it
     earlier = read_record(folder)
     if earlier and earlier.job == manifest.job:
         is_whole = earlier.step == step and (folder / INDEX).exists()

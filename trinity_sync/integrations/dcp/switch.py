@@ -49,11 +49,12 @@ from trinity_sync.integrations.after_import import rebind
 from trinity_sync.integrations.dcp.writer import DcpSaver, StepWriter
 from trinity_sync.storage.dcp_folder import (
     FOLDER_FILE,
+    INDEX,
+    RECORD,
     get_folder_name,
     link_step,
     read_record,
 )
-from trinity_sync.storage.restore import require_digest
 
 logger = logging.getLogger(__name__)
 
@@ -61,11 +62,11 @@ Call = Callable[..., Any]
 
 
 class _Saves:
-    """The root of the program's saves, of which each call is a step; made by the first call."""
+    """The root of the program's saves, of which each call is a step, for one process group."""
 
-    def __init__(self, root: Path) -> None:
-        grouped = dist.is_initialized()
-        make = CheckpointCoordinator.of_process_group if grouped else CheckpointCoordinator
+    def __init__(self, root: Path, group: Any) -> None:
+        self.group = group
+        make = CheckpointCoordinator.of_process_group if group else CheckpointCoordinator
         self.coordinator = make(root)
         atexit.register(self.coordinator.close)
         self.planner = DefaultSavePlanner()
@@ -120,24 +121,25 @@ class _FolderReader(FileSystemReader):
         """Compare the files that this rank reads from with their digests.
 
         Raises:
-            CommitError: a file is corrupted, or of another save than the others.
+            CommitError: a file has other content than its save.
         """
-        if manifest := read_record(Path(self.path)):
+        folder = Path(self.path)
+        if manifest := read_record(folder):
+            digests = {record.path: record.digest for record in manifest.files}
             names = {self.storage_data[item.storage_index].relative_path for item in plan.items}
-            records = {record.path: record for record in manifest.files}
-            if others := names - records.keys():
-                raise CommitError(
-                    f"{self.path} is a mixture of two saves, {min(others)} is of the other; load "
-                    "another checkpoint"
-                )
-            for name in sorted(names):  # through the page cache, from which DCP then reads
-                path = Path(self.path) / name
-                require_digest(path, records[name], digest_cached_file(path))
+            for name in sorted({INDEX, *names}):
+                # through the page cache, from which DCP then reads
+                if digest_cached_file(folder / name) != digests.get(name):
+                    raise CommitError(
+                        f"{folder / name} is corrupted, or other code has saved to its folder "
+                        "since; load another checkpoint. If it has, remove "
+                        f"{folder / RECORD}, and nothing is compared"
+                    )
         return super().prepare_local_plan(plan)
 
 
-_saves: list[_Saves] = []
-"""The saves of this process, once there are any."""
+_saves: _Saves | None = None
+"""The saves of this process, made by the first call."""
 
 
 def _find_folder(
@@ -155,32 +157,27 @@ def _find_folder(
     It does if the folder is not below the root's parent, the writer, planner or stager is one of
     the caller's own, not all ranks save, or another thread calls, as DCP's own thread does.
     """
+    is_taken = (
+        (planner is None or type(planner) is DefaultSavePlanner)
+        and not no_dist
+        and use_collectives
+        and async_stager is None
+        and (process_group is None or dist.get_world_size(process_group) == dist.get_world_size())
+        and threading.current_thread() is threading.main_thread()
+    )
     given = checkpoint_id
-    if storage_writer is not None:
-        is_plain = type(storage_writer) is FileSystemWriter and (
-            storage_writer.overwrite
-            and not storage_writer.transforms.extensions
-            and storage_writer.serialization_format is SerializationFormat.TORCH_SAVE
-        )
-        if not is_plain:
-            return None
-        given = given or storage_writer.path
-    if not _is_folder(given):
-        return None
-    if planner is not None and type(planner) is not DefaultSavePlanner:
-        return None
-    if no_dist or not use_collectives or async_stager is not None:
-        return None
-    if process_group is not None and process_group.size() != dist.get_world_size():
-        return None
-    if threading.current_thread() is not threading.main_thread():
+    if (writer := storage_writer) is not None:
+        given = given or getattr(writer, "path", None)
+        is_taken = is_taken and type(writer) is FileSystemWriter and writer.overwrite
+        is_taken = is_taken and not writer.transforms.extensions
+        is_taken = is_taken and writer.serialization_format is SerializationFormat.TORCH_SAVE
+    if not is_taken or not _is_folder(given):
         return None
     folder = Path(given).absolute()
-    name = get_folder_name(_get_root(), folder)
-    if name is None:
-        logger.warning("%s is saved by DCP: it is not next to TRINITY_SYNC_ROOT", folder)
-        return None
-    return folder, name
+    if name := get_folder_name(_get_root(), folder):
+        return folder, name
+    logger.warning("%s is saved by DCP: it is not next to TRINITY_SYNC_ROOT", folder)
+    return None
 
 
 def _get_root() -> Path:
@@ -194,11 +191,15 @@ def _get_root() -> Path:
 
 def _make_writer(options: dict[str, Any]) -> _FolderWriter | None:
     """Return the writer of a call with these arguments; None if the call remains DCP's."""
+    global _saves
     if not (found := _find_folder(**options)):
         return None
-    if not _saves:
-        _saves.append(_Saves(_get_root()))
-    return _saves[0].make_writer(*found, options.get("planner"))
+    group = dist.group.WORLD if dist.is_initialized() else None
+    if _saves and _saves.group is not group:  # the program has made another
+        _saves.coordinator.close()
+        _saves = None
+    _saves = _saves or _Saves(_get_root(), group)
+    return _saves.make_writer(*found, options.get("planner"))
 
 
 def _wrap_save(save: Call) -> Call:
@@ -236,14 +237,12 @@ def _wrap_async_save(save: Call) -> Call:
 def _wrap_load(load: Call) -> Call:
     @wraps(load)
     def load_step(state_dict: Any, *positional: Any, **options: Any) -> Any:
-        reader: Any = options.get("storage_reader")
-        given = options.get("checkpoint_id")
-        if type(reader) is FileSystemReader:
-            ours = _FolderReader(given or reader.path)
-            ours.transforms = reader.transforms
+        reader = options.get("storage_reader")
+        given: Any = options.get("checkpoint_id") or getattr(reader, "path", None)
+        if (reader is None or type(reader) is FileSystemReader) and _is_folder(given):
+            ours = _FolderReader(given)
+            ours.transforms = getattr(reader, "transforms", ours.transforms)
             options |= {"storage_reader": ours, "checkpoint_id": None}
-        elif reader is None and given is not None and _is_folder(given):
-            options |= {"storage_reader": _FolderReader(given), "checkpoint_id": None}
         return load(state_dict, *positional, **options)
 
     return load_step
@@ -263,6 +262,8 @@ for _module, _name, _wrap in (
     rebind(_module, _name, _wrap(getattr(_module, _name)), within=["torch.distributed"])
 
 if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        raise SystemExit("usage: python -m trinity_sync.integrations.dcp.switch [-m] PROGRAM ...")
     del sys.argv[0]
     if sys.argv[0] == "-m":
         del sys.argv[0]
