@@ -53,7 +53,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_on_all_ranks_and_the_next_s
     call("say_what_is_wrong", tmp_path, tmp_path / "out", spool)
 
 
-def test_a_program_that_makes_its_process_group_again_saves_on(
+def test_a_program_that_makes_its_process_group_after_a_save_saves_on(
     call: Callable[..., Any], tmp_path: Path, spool: Path
 ) -> None:
-    call("make_the_group_again", tmp_path, tmp_path / "out", spool)
+    call("make_a_group_later", tmp_path, tmp_path / "out", spool)

@@ -300,15 +300,15 @@ def from_dcp(
     try:
         for name, content in small.items():
             record = FileRecord(f"{role}/{name}", 0, "", role, "metadata", 0, world_size)
-            written.append(_write(save, record, content, components, replicated))
+            written.append(_write(save, record, content, components))
         for name, rank, of in shards:
             on = None if is_whole else make_mesh(device_type, rank, of, mesh)
             paths = parts.get(name)
             state = source.read_component(paths, rank, on, whole, name) if paths else {}
             record = FileRecord(f"{role}/{shard_file(name, of, rank)}", 0, "", role, name, rank, of)
-            written.append(_write(save, record, state, components, replicated))
+            written.append(_write(save, record, state, components))
             on_progress(1, len(shards))
-        return commit(save, written)
+        return commit(save, [replace(file, replicated=replicated) for file in written])
     except OSError as error:
         raise SaveError(
             f"{save} is not committed: {error.filename or save.folder} cannot be written: "
@@ -324,9 +324,13 @@ def _select_parts(source: DcpReader, model: str, optim: str) -> dict[str, Paths]
     Raises:
         ConfigError: there is no model, or not the optimizer of a key that is not the default.
     """
-    keys = [optim] if optim != "optim" else ["optim", "optimizer", "optimizers"]
-    found = [path for key in keys if key and (path := source.find_key(key))]
     at = source.find_key(model) if model else ()
+    keys = [optim] if optim else []
+    if optim == "optim":  # next to the model, or where there is one
+        beside = ".".join(map(str, (at or ())[:-1]))
+        keys = ["optim", "optimizer", "optimizers"]
+        keys = [*(f"{beside}.{key}" for key in keys if beside), *keys]
+    found = [path for key in keys if (path := source.find_key(key))]
     parts: dict[str, Paths] = {}
     if at is not None:
         parts["model"] = source.select_entries(at, without=found[0] if found else None)
@@ -344,13 +348,7 @@ def _select_parts(source: DcpReader, model: str, optim: str) -> dict[str, Paths]
     return parts
 
 
-def _write(
-    save: SaveId,
-    record: FileRecord,
-    content: Any,
-    components: tuple[str, ...],
-    replicated: tuple[str, ...],
-) -> Written:
+def _write(save: SaveId, record: FileRecord, content: Any, components: tuple[str, ...]) -> Written:
     """Write a state, or bytes, under a temporary name, durably."""
     final, attempt, image = save.folder / record.path, uuid.uuid4().hex[:8], uuid.uuid4().hex
     make_folder(final.parent)
@@ -373,7 +371,6 @@ def _write(
         identity=read_file_identity(temporary),
         components=components,
         seconds=0.0,
-        replicated=replicated,
     )
 
 

@@ -211,7 +211,8 @@ def test_a_key_that_the_checkpoint_lacks_or_has_twice_is_named(
         from_dcp(tmp_path / "both", tmp_path / "job", 1, world_size=1)
     with pytest.raises(ConfigError, match=r"no optim under 'adam' .*'' for none \(--optim\)"):
         from_dcp(tmp_path / "a", tmp_path / "job", 1, world_size=1, optim="adam")
-    from_dcp(tmp_path / "both", tmp_path / "job", 1, world_size=1, model="b.model", optim="")
+    manifest = from_dcp(tmp_path / "both", tmp_path / "job", 1, world_size=1, model="b.model")
+    assert [record.component for record in manifest.files] == ["model", "optim"]
 
 
 def test_an_optimizer_by_names_gets_its_numbers(trained: Trained, tmp_path: Path) -> None:

@@ -16,6 +16,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 
 from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
 from tests.unit.conftest import Open
@@ -524,3 +529,37 @@ def test_a_file_that_others_put_in_the_place_of_a_compared_one_runs_nothing(
     )
     assert not ran.exists()
     assert same(found, state)
+
+
+def test_frozen_parameters_are_left_out_by_pytorchs_option_and_stay_those_of_the_base_model(
+    saves: CheckpointCoordinator,
+) -> None:
+    def make(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(7)  # of the base model
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        model[0].requires_grad_(False)
+        torch.manual_seed(seed)
+        torch.nn.init.normal_(model[1].weight)
+        optimizer = torch.optim.AdamW(model[1].parameters())
+        model(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    options = StateDictOptions(ignore_frozen_params=True, strict=False)
+    model, optimizer = make(0)
+    weights, optim = get_state_dict(model, optimizer, options=options)
+    assert {*weights} == {"1.weight", "1.bias"}
+    save(DcpSaver(saves), 1, {"model": weights, "optim": optim}).result(30)
+    again, its_optimizer = make(1)
+    weights, optim = get_state_dict(again, its_optimizer, options=options)
+    state = {"model": weights, "optim": optim}
+    dcp.load(state, storage_reader=StepReader(saves.root, 1), no_dist=True)
+    set_state_dict(
+        again,
+        its_optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optim"],
+        options=options,
+    )
+    assert same(dict(again.state_dict()), dict(model.state_dict()))
+    assert same(its_optimizer.state_dict()["state"], optimizer.state_dict()["state"])
