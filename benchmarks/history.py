@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +232,7 @@ def _retain(long: Side, real: Saves, saves: int) -> list[str]:
         peaks.append(long.database.size)
         long.keep_h = shipped
         then, slowest = time.perf_counter(), dict.fromkeys((SAVE, ASKED_AGAIN), 0.0)
-        now = datetime.now(timezone.utc).replace(tzinfo=None)
+        now = datetime.now(UTC).replace(tzinfo=None)
         long.start()
         while left := _too_old(long.database, now, *shipped):
             for name in slowest:

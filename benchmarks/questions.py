@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ class Questions:
         api, job = self._api, job_id(self._root)
         return {
             OURS[0]: lambda: asked(self._deployment, **self._last.flow_run),
-            OURS[1]: lambda: self._run(due(pool, scheduled_before=datetime.now(timezone.utc))),
+            OURS[1]: lambda: self._run(due(pool, scheduled_before=datetime.now(UTC))),
             OURS[2]: lambda: self._run(api.read_pool_runs(pool, *UNDER_WAY)),
             OURS[3]: lambda: self._run(end_unreported_tasks(api, pool)),
             OURS[4]: lambda: self._run(api.count_waiting_runs(pool)),
@@ -91,7 +91,7 @@ class Questions:
         }
 
     def _post(self, path: str, body: dict[str, Any]) -> None:
-        now = datetime.now(timezone.utc)
+        now = datetime.now(UTC)
         filled = _filled(body, now, str(self._newest_run()) if "logs" in path else "")
         self._ui.post(f"{PREFECT_API_URL.value()}{path}", json=filled).raise_for_status()
 

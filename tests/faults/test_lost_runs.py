@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from uuid import UUID
 
@@ -259,7 +259,7 @@ def test_tasks_whose_reports_a_server_lost_end_like_their_run(
 
 def test_no_run_is_forgotten_among_more_than_a_response_has(api: Api) -> None:
     """A server that is behind with the runs of schedules has many for a pool."""
-    tomorrow = Scheduled(scheduled_time=datetime.now(timezone.utc) + timedelta(days=1))
+    tomorrow = Scheduled(scheduled_time=datetime.now(UTC) + timedelta(days=1))
     with api.client as client:
         client.create_work_pool(WorkPoolCreate(name="crowded", type="process"))
         flow = client.create_flow_from_name("crowd")

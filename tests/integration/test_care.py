@@ -1,7 +1,7 @@
 """The flows that look after committed steps, through the whole of it: server, worker, Ray, disk."""
 
 import os
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ def table(api: Api, run: Any, root: Path) -> str:
 def test_the_server_plans_the_runs_that_a_schedule_asks_for(stack: StackState) -> None:
     """Some versions of SQLAlchemy break the scheduler of Prefect, with no word but in its log."""
     soon = IntervalSchedule(
-        interval=timedelta(days=3650), anchor_date=datetime.now(timezone.utc) + timedelta(days=1)
+        interval=timedelta(days=3650), anchor_date=datetime.now(UTC) + timedelta(days=1)
     )
     with open_client(stack.api_url) as client:
         deployment = client.read_deployment_by_name("reconcile/reconcile").id

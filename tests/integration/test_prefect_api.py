@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, TypeVar
@@ -109,7 +109,7 @@ def tls_in_front_of(port: int, folder: Path) -> Iterator[tuple[str, Path]]:
     from cryptography.x509.oid import NameOID
 
     def certificate(name: str, key: Any, issuer: x509.Name, issuer_key: Any, *more: Any) -> Any:
-        now = datetime.now(timezone.utc)
+        now = datetime.now(UTC)
         valid = (now, now + timedelta(days=1))
         made = x509.CertificateBuilder(
             issuer, named(name), key.public_key(), x509.random_serial_number(), *valid
@@ -164,14 +164,14 @@ def test_one_flow_run_is_created_for_an_idempotency_key_by_the_clock_of_the_serv
 ) -> None:
     request = SaveRequest(root=str(root), step=1, run=1, components=())
     with environment({}):
-        before = datetime.now(timezone.utc)
+        before = datetime.now(UTC)
         for _ in range(2):
             ask(stack.api_url, create(request), **login(stack))
     run = api.run_of(request.key)
     assert (run.name, set(run.tags) >= {*request.tags}) == (request.flow_run_name, True)
     assert run.parameters["request"] == request.model_dump(mode="json")
     assert run.expected_start_time is not None
-    assert before <= run.expected_start_time <= datetime.now(timezone.utc)
+    assert before <= run.expected_start_time <= datetime.now(UTC)
 
 
 def test_the_flow_runs_of_a_job_are_read_the_newest_first(stack: StackState, root: Path) -> None:

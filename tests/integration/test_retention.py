@@ -1,7 +1,7 @@
 """Retention as users meet it: after each save, on a schedule, by hand, and on the command line."""
 
 import json
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -85,7 +85,7 @@ def test_the_flow_shows_its_plan_and_then_carries_it_out(
 def test_as_days_go_by_the_flow_keeps_one_step_of_each_and_the_youngest(
     api: Api, root: Path
 ) -> None:
-    midnight = datetime(2026, 3, 1, tzinfo=timezone.utc)
+    midnight = datetime(2026, 3, 1, tzinfo=UTC)
 
     def left_on_day(number: int) -> list[int]:
         now = (midnight + timedelta(days=number)).isoformat()

@@ -5,7 +5,7 @@ import logging
 import os
 import subprocess
 import sys
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -260,7 +260,7 @@ def test_a_clock_that_is_an_hour_ahead_holds_up_neither_a_save_nor_its_retry(
     stack_settings: Settings,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    later = datetime.now(timezone.utc) + timedelta(hours=1)
+    later = datetime.now(UTC) + timedelta(hours=1)
     monkeypatch.setattr("prefect.states.now", lambda: later)
     saves.save(3, {"model": STATE})
     saves.wait_all(90)

@@ -2,7 +2,7 @@
 
 import os
 import time
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -147,7 +147,7 @@ import_ = App(no_args_is_help=True, help="Commit a checkpoint of another library
 app.add_typer(import_, name="import", rich_help_panel="Copies and other formats")
 
 
-class DcpComponent(str, Enum):
+class DcpComponent(StrEnum):
     """Components that DCP checkpoints contain."""
 
     MODEL = "model"

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -74,7 +74,7 @@ def is_time(key: str) -> bool:
 def write_utc(seconds: float) -> str | None:
     """Write a time as RFC 3339 in UTC; None for 0, which is no time, and after the year 9999."""
     try:
-        when = datetime.fromtimestamp(seconds, timezone.utc)
+        when = datetime.fromtimestamp(seconds, UTC)
     except (OverflowError, ValueError, OSError):
         return None
     return when.isoformat(timespec="seconds").replace("+00:00", "Z") if seconds else None

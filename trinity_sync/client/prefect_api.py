@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from trinity_sync.client.prefect_connection import PrefectConnection
@@ -192,7 +192,7 @@ class PrefectApi(PrefectConnection):
             others["deployments"] = {"name": {"any_": [deployment]}}
         more: dict[str, Any] = {}
         if ended_after is not None:
-            after = datetime.fromtimestamp(ended_after + self.clock_skew, timezone.utc)
+            after = datetime.fromtimestamp(ended_after + self.clock_skew, UTC)
             more["end_time"] = {"after_": after.isoformat()}
         found: list[FlowRun] = []
         while page := await self._filter_runs(
@@ -208,7 +208,7 @@ class PrefectApi(PrefectConnection):
 
     async def count_waiting_runs(self, pool: str) -> int:
         """Return how many runs of a work pool are due and not yet acquired by a worker."""
-        now = datetime.now(timezone.utc).isoformat()  # schedules create their runs hours ahead
+        now = datetime.now(UTC).isoformat()  # schedules create their runs hours ahead
         due = {"state": _of_types("SCHEDULED"), "expected_start_time": {"before_": now}}
         body = {"flow_runs": due, "work_pools": {"name": {"any_": [pool]}}}
         return await self.call("/flow_runs/count", int, body)

@@ -192,7 +192,7 @@ def translate_errors(server: Server, answer_s: float) -> Iterator[None]:
         raise
     except httpx.HTTPStatusError as error:
         raise _error_of(url, error.response) from error
-    except (httpx.TimeoutException, asyncio.TimeoutError) as error:
+    except (TimeoutError, httpx.TimeoutException) as error:
         connecting = isinstance(error, httpx.ConnectTimeout)
         raise PrefectApiError(
             f"the Prefect server at {url} does not answer within "

@@ -183,6 +183,7 @@ def parse_index(content: bytes, path: Path) -> Metadata:
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        module = module.removesuffix("._local")  # Python 3.13 pickles pathlib's classes by it
         known = *_INDEX_CLASSES.get(module, ()), *DCP_INDEX_CLASSES.get(module, ())
         if name not in known:
             raise pickle.UnpicklingError(f"it imports {module}.{name}, which no index needs")

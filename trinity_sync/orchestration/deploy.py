@@ -20,7 +20,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -53,7 +53,7 @@ from trinity_sync.orchestration.step_events import JOB_RESOURCE, PREFIX
 from trinity_sync.orchestration.worker import TrinitySyncWorker, load_flow
 from trinity_sync.settings import MaintenanceSettings, Settings, StackSettings
 
-ANCHOR = datetime(2020, 1, 1, tzinfo=timezone.utc)
+ANCHOR = datetime(2020, 1, 1, tzinfo=UTC)
 """Time from which intervals are counted, so that they begin at full hours."""
 PAUSED = ":paused"
 """End of the slug of a schedule that the settings pause."""

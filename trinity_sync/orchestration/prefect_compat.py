@@ -15,7 +15,7 @@ import logging
 import pkgutil
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -234,7 +234,7 @@ class InProcessWorker(_Worker):
         self._runs_task_group.start_soon(service, scope)
 
     async def _get_scheduled_flow_runs(self) -> list[WorkerFlowRunResponse]:
-        before = datetime.now(timezone.utc) + timedelta(seconds=int(self._prefetch_seconds))
+        before = datetime.now(UTC) + timedelta(seconds=int(self._prefetch_seconds))
         return await self.complete_due_runs(await super()._get_scheduled_flow_runs(), before)
 
     async def _submit_scheduled_flow_runs(

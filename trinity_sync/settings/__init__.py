@@ -13,7 +13,7 @@ the file.
 
 import os
 import socket
-import sys
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -96,10 +96,6 @@ def read_config_file() -> dict[str, Any]:
     path = find_config_file()
     if path is None:
         return {}
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:  # of the stack extra: a client reads no file
-        import tomli as tomllib
     try:
         return tomllib.loads(path.read_text())
     except OSError as error:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -146,7 +146,7 @@ def refuse_removed(save: SaveId) -> None:
     for each in read_saves(save.root):
         logged = (each.run, each.step, each.timing.kind, each.timing.roles)
         if logged == (save.run, save.step, save.kind, save.roles):
-            at = datetime.fromtimestamp(each.committed_at, timezone.utc)
+            at = datetime.fromtimestamp(each.committed_at, UTC)
             raise SaveError(
                 f"{save} was committed at {at:%Y-%m-%d %H:%M:%S} UTC, and the step has been "
                 "removed or replaced since, so nothing is left to save. Do not retry it."

@@ -76,7 +76,7 @@ class Members:
             await asyncio.wait_for(asyncio.gather(*calls), timeout_s)
             calls = [each.set_state_dict_meta.remote(meta) for each in explorers]
             await asyncio.wait_for(asyncio.gather(*calls), timeout_s)
-        except (RayError, asyncio.TimeoutError) as error:
+        except (TimeoutError, RayError) as error:
             await self.leave_group(min(timeout_s, 10.0))
             reason = str(error) or f"no answer within {timeout_s:g} s"
             raise WeightSyncError(
@@ -99,7 +99,7 @@ class Members:
             return
         try:
             await asyncio.wait_for(actor.teardown_weight_sync_group.remote(), timeout_s)
-        except (RayError, asyncio.TimeoutError) as error:
+        except (TimeoutError, RayError) as error:
             logger.warning("%s did not leave the group of a broadcast: %r", name, error)
 
     async def _find(self, name: str) -> Any:

@@ -139,7 +139,7 @@ class AsyncVersionRegistry:
                 wait = self._changed.wait_for(lambda: answer() is not None)
                 try:
                     await asyncio.wait_for(wait, timeout_s)
-                except asyncio.TimeoutError:
+                except TimeoutError:
                     return None
         await self.save()
         return answer()

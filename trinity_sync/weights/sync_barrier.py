@@ -8,14 +8,14 @@ it never changes the versions, so a failed one cannot advance them.
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 from trinity_sync.attribute_docs import describe_attributes
 from trinity_sync.errors import ConfigError
 
 
-class Status(str, Enum):
+class Status(StrEnum):
     """Trinity's ``RunningStatus``."""
 
     RUNNING = "running"

@@ -1,6 +1,7 @@
 """Steps to and from checkpoints of PyTorch's Distributed Checkpoint, by one process."""
 
 import pickle
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests.unit.conftest import Open
 from trinity_sync.cli.commands import app
 from trinity_sync.errors import CommitError, ConfigError, SaveError
 from trinity_sync.formats.dcp import from_dcp, to_dcp
+from trinity_sync.formats.dcp_source import DcpReader
 from trinity_sync.layout import shard_file, step_folder
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.latest_pointer import read_latest_pointer
@@ -294,6 +296,15 @@ def test_a_value_that_would_run_code_does_not(trained: Trained, tmp_path: Path) 
         from_dcp(tmp_path / "theirs", tmp_path / "job", 1, world_size=1)
     assert not (tmp_path / "ran").exists()
     assert not step_folder(tmp_path / "job", 1).exists()
+
+
+def test_an_index_that_python_3_13_wrote_is_read_on_every_python(checkpoint: Path) -> None:
+    index = pickle.loads((checkpoint / ".metadata").read_bytes())
+    content = pickle.dumps(index, protocol=2)  # which names classes in lines
+    assert b"cpathlib" in content
+    by_3_13 = re.sub(rb"cpathlib(\._local)?\nPosixPath", b"cpathlib._local\nPosixPath", content)
+    (checkpoint / ".metadata").write_bytes(by_3_13)
+    assert DcpReader(checkpoint).metadata.storage_meta.checkpoint_id == checkpoint
 
 
 def test_an_index_that_leads_out_of_its_folder_is_refused(checkpoint: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pwd
 import subprocess
 import sys
 from collections.abc import Iterator
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import prefect
@@ -132,7 +132,7 @@ def test_images_that_wait_for_long_and_torn_tickets_are_named(
 
 def test_how_far_a_servers_clock_is_ahead_goes_by_the_second_that_its_answer_names() -> None:
     date = "Sun, 22 Nov 2026 05:00:10 GMT"
-    theirs = datetime(2026, 11, 22, 5, 0, 10, tzinfo=timezone.utc).timestamp()
+    theirs = datetime(2026, 11, 22, 5, 0, 10, tzinfo=UTC).timestamp()
     assert compute_clock_skew(date, theirs - 31, theirs - 30) == 30
     assert compute_clock_skew(date, theirs + 31, theirs + 32) == -30
     assert compute_clock_skew(date, theirs + 0.1, theirs + 0.9) == 0

@@ -23,7 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -130,7 +130,7 @@ async def end_unreported_tasks(api: PrefectApi, pool: str, *, late_s: float = LA
 
     States of its tasks may still arrive within ``late_s`` after the end of a flow run.
     """
-    before = datetime.fromtimestamp(time.time() - late_s, timezone.utc).isoformat()
+    before = datetime.fromtimestamp(time.time() - late_s, UTC).isoformat()
     ended = {"state": {"type": {"any_": list(FINAL)}}, "end_time": {"before_": before}}
     tasks = await api.read_unfinished_tasks(
         {"flow_runs": ended, "deployments": {"tags": {"all_": [TAG]}}}
