@@ -71,7 +71,7 @@ RUN_FORMAT = 1
 
 _STEP_FOLDER = "global_step_"
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 _BELOW = re.compile(
     r"(?!/)(?!(?:.*/)?\.\.(?:/|\Z))(?!\.?(?:/\.?)*\Z)[^\0\ud800-\udc7f\udd00-\udfff]+", re.DOTALL
 )
@@ -203,10 +203,13 @@ def check_name(what: str, value: str) -> str:
     """Return a value that can be part of a file name (letters, digits, ``_`` and ``-``).
 
     Raises:
-        ConfigError: the value has other characters, or begins with ``_`` or ``-``.
+        ConfigError: the value has other or more than 100 characters, or begins with ``_`` or
+            ``-``.
     """
     if not _NAME.fullmatch(value):
-        raise ConfigError(f"{what} {value!r} may hold letters, digits, '_' and '-' only")
+        raise ConfigError(
+            f"{what} {value!r} may hold letters, digits, '_' and '-' only, 100 at most"
+        )
     return value
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import attaching_folder, step_folder
-from trinity_sync.snapshot.packed import Packed, list_files, pack
+from trinity_sync.snapshot.packed import Packed, list_files, pack, require_names
 from trinity_sync.snapshot.stager import ATTACHMENTS
 
 LIMIT = 256 << 20
@@ -116,11 +116,13 @@ def list_folder(step: int, name: str, folder: Path) -> dict[str, Path]:
     """Return the files below a folder that is saved under a name, by their paths there.
 
     Raises:
-        ConfigError: the folder is none.
+        ConfigError: the folder is none, or otherwise as `require_names`.
     """
     if not folder.is_dir():
         raise ConfigError(f"step {step}: {folder} cannot be saved as {name!r}: it is no folder")
-    return {f"{name}/{each}": path for each, path in list_files(folder).items()}
+    found = {f"{name}/{each}": path for each, path in list_files(folder).items()}
+    require_names(found)
+    return found
 
 
 def attachment_path(name: str, rank: int) -> str:

@@ -6,20 +6,23 @@ image is filled, into the slot; other files stay where they are and are only nam
 
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from trinity_sync.errors import ImageError
+from trinity_sync.errors import ConfigError, ImageError
 from trinity_sync.fs.atomic import open_fd
 from trinity_sync.fs.direct_io import ALIGNMENT
+from trinity_sync.layout import is_below
 
 _HEAD = struct.Struct("<Q")
 """Length of the index in bytes."""
 _AT_ONCE = 1 << 30
 """Bytes of one read; Linux reads at most 2 GiB."""
+_LONGEST = 200
+"""Bytes of a file's name: file systems allow 255, and its temporary name is longer."""
 
 
 class _Entry(msgspec.Struct, array_like=True, frozen=True):
@@ -76,14 +79,35 @@ def read_folder(folder: Path) -> dict[str, bytes]:
     return {name: path.read_bytes() for name, path in list_files(folder).items()}
 
 
+def require_names(paths: Iterable[str]) -> None:
+    """Require that the files of an image can be written by these paths.
+
+    Raises:
+        ConfigError: a path leads out of its folder, is not valid text, or has a name that is too
+            long.
+    """
+    for path in paths:
+        try:
+            is_short = all(len(name.encode()) <= _LONGEST for name in path.split("/"))
+        except UnicodeEncodeError:
+            is_short = False
+        if not (is_short and is_below(path)):
+            raise ConfigError(
+                f"{path!r} cannot be saved: pass a path below the folder, whose names are valid "
+                f"UTF-8 of at most {_LONGEST} bytes"
+            )
+
+
 def pack(files: Mapping[str, bytes | Path], links: Mapping[str, Path] | None = None) -> Packed:
     """Return files, by path, as one image; a path is a file to read when the image is filled.
 
     ``links`` are files that stay on the disk, by their names in the step's folder.
 
     Raises:
+        ConfigError: as `require_names`.
         OSError: a file cannot be looked at.
     """
+    require_names(files)
     entries, contents, end = list[_Entry](), list[bytes | Path](), 0
     for name, content in files.items():
         nbytes = content.stat().st_size if isinstance(content, Path) else len(content)

@@ -246,7 +246,7 @@ def test_a_folder_that_changes_before_its_save_fails_the_save(
     assert (step_folder(job.root, 5) / "attachments" / "queue" / "a.bin").read_bytes() == b"again"
 
 
-def test_a_folder_that_is_none_or_was_removed_is_named(
+def test_a_folder_that_is_none_or_was_removed_or_has_too_long_a_name_is_named(
     coordinator_of: Open, job: Job, tmp_path: Path
 ) -> None:
     saves = coordinator_of()
@@ -254,7 +254,10 @@ def test_a_folder_that_is_none_or_was_removed_is_named(
     with pytest.raises(ConfigError, match="is no folder"):
         saves.attach_folder("queue", tmp_path / "none", step=4)
     (tmp_path / "queue").mkdir()
-    (tmp_path / "queue" / "a.bin").touch()
+    (tmp_path / "queue" / ("a" * 201)).touch()
+    with pytest.raises(ConfigError, match="at most 200 bytes"):
+        saves.attach_folder("queue", tmp_path / "queue", step=4)
+    (tmp_path / "queue" / ("a" * 201)).rename(tmp_path / "queue" / "a.bin")
     saves.attach_folder("queue", tmp_path / "queue", step=4)
     (tmp_path / "queue" / "a.bin").unlink()
     assert "a.bin" in saves.save(4, MODEL).failure

@@ -146,6 +146,19 @@ def test_what_comes_too_late_or_is_misnamed_or_missing_is_refused(
         saves.attachment(4, "x")
 
 
+def test_metadata_that_no_file_can_have_the_name_of_is_refused_at_the_call(
+    coordinator_of: Open, job: Job
+) -> None:
+    saves = coordinator_of()
+    for name in ("../x", "/x", "", "x" * 201, "a/" + "é" * 101, "\udcff"):
+        with pytest.raises(ConfigError, match="pass a path below the folder"):
+            saves.save(4, MODEL, metadata={name: b"x"})
+    longest = "a/" + "x" * 200
+    saves.save(4, MODEL, metadata={longest: b"x"})
+    job.commit(4, "model", "metadata")
+    assert (job.root / "global_step_4/actor" / longest).read_bytes() == b"x"
+
+
 def test_what_comes_while_the_step_or_after_a_later_one_is_saved_is_refused(
     coordinator_of: Open, job: Job
 ) -> None:

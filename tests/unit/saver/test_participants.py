@@ -286,6 +286,28 @@ def test_a_participant_needs_the_runs_key_and_a_role_of_the_job(
         Participant(root, role="buffer", roles=ROLES, run_key="a", settings=settings)
 
 
+def test_a_role_or_folder_whose_name_no_file_can_have_is_refused_where_it_is_given(
+    coordinator: Make, settings: Settings, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"role 'q{101}' may hold .*, 100 at most"):
+        coordinator(roles=("actor", "q" * 101))
+    roles = ("actor", "q" * 100)
+    trainer = coordinator(roles=roles, run_key="run")
+    (tmp_path / "storage").mkdir()
+    (tmp_path / "storage" / ("f" * 200)).write_bytes(b"x")
+    (tmp_path / "too long").mkdir()
+    (tmp_path / "too long" / ("f" * 201)).write_bytes(b"x")
+    with Participant(
+        trainer.root, role=roles[1], roles=roles, run_key="run", settings=settings
+    ) as part:
+        for folders in ({"../x": tmp_path / "storage"}, {"x": tmp_path / "too long"}):
+            with pytest.raises(ConfigError, match="pass a path below the folder"):
+                part.save(1, {}, folders=folders)
+        trainer.save(1, MODEL)
+        part.save(1, {}, folders={"storage": tmp_path / "storage"})
+        part.wait_all(60)
+
+
 def test_a_participant_that_died_alone_cannot_go_on_with_an_older_state(
     coordinator: Make, settings: Settings
 ) -> None:
