@@ -135,13 +135,18 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_a_type_checker_knows_which_names_there_are(tmp_path: Path) -> None:
-    (tmp_path / "x.py").write_text("from trinity_sync import CheckpointCoordinator, Nothing\n")
+    packages = ["trinity_sync", "trinity_sync.integrations.verl", "trinity_sync.integrations.vllm"]
+    (tmp_path / "x.py").write_text(
+        "from trinity_sync import CheckpointCoordinator\n"
+        + "".join(f"from {each} import Nothing as {each[-4:]}\n" for each in packages)
+    )
     command = [sys.executable, "-m", "mypy", "--config-file=", "--no-site-packages"]
     command += ["--ignore-missing-imports", "--follow-imports=silent", str(tmp_path / "x.py")]
     command += ["--cache-dir", str(tmp_path / "cache")]
     said = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True).stdout
-    (error,) = (line for line in said.splitlines() if "error:" in line)
-    assert 'has no attribute "Nothing"' in error
+    errors = [line for line in said.splitlines() if "error:" in line]
+    assert len(errors) == len(packages), said
+    assert all('has no attribute "Nothing"' in line for line in errors)
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:

@@ -11,10 +11,11 @@ if TYPE_CHECKING:
 
 __all__ = ["VLLMUpdater"]
 
+if not TYPE_CHECKING:  # a type checker would take any name for one of this package
 
-def __getattr__(name: str) -> Any:
-    if name != "VLLMUpdater":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from trinity_sync.integrations.vllm.updater import VLLMUpdater
+    def __getattr__(name: str) -> Any:
+        if name != "VLLMUpdater":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from trinity_sync.integrations.vllm.updater import VLLMUpdater
 
-    return VLLMUpdater
+        return VLLMUpdater
