@@ -22,8 +22,8 @@ from trinity_sync.fs.process import is_process_alive, read_process_identity
 
 POLL_S = 0.1
 ERROR_LINE = re.compile(
-    r"error|exception|fail|timed out|cannot|refused|denied|in use", re.IGNORECASE
-)
+    r"error|exception(?! occurred)|fail|timed out|cannot|refused|denied|in use", re.IGNORECASE
+)  # Prefect's last line is "An exception occurred."
 ANSI_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 _started: list[subprocess.Popen[bytes]] = []
