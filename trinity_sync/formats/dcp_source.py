@@ -24,11 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.tensors.dtensor_shards import compute_chunk
-from trinity_sync.tensors.torch_private import (
-    DCP_INDEX_CLASSES,
-    make_dtensor,
-    unflatten_state_dict,
-)
+from trinity_sync.tensors.torch_private import make_dtensor
+from trinity_sync.tensors.torch_private_dcp import DCP_INDEX_CLASSES, unflatten_state_dict
 
 Paths = Mapping[str, tuple[Any, ...]]
 """Path of each entry in the saved state, by name of the entry."""

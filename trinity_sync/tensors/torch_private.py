@@ -54,7 +54,7 @@ def _arguments(function: Callable[..., Any]) -> SimpleNamespace:
     return SimpleNamespace(**inspect.signature(function).parameters)
 
 
-def _attributes(function: Callable[..., Any]) -> SimpleNamespace:
+def find_attributes(function: Callable[..., Any]) -> SimpleNamespace:
     """Find the attributes that a function reads or sets; some are of instances and no class."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return SimpleNamespace(**dict.fromkeys(code.co_names if code else ()))
@@ -112,7 +112,7 @@ disable_subclasses: Callable[[], AbstractContextManager[Any]] = look_up(
 # Pickles
 
 look_up("torch.TypedStorage._internal", _arguments(torch.TypedStorage))
-look_up("torch.TypedStorage._untyped_storage", _attributes(torch.TypedStorage.__init__))
+look_up("torch.TypedStorage._untyped_storage", find_attributes(torch.TypedStorage.__init__))
 _rebuild_tensor: Callable[..., torch.Tensor] = look_up("torch._utils._rebuild_tensor_v2")
 
 get_new_dtypes: Callable[[], Collection[torch.dtype]] = look_up("torch.storage._new_dtypes")
@@ -150,7 +150,7 @@ HASHED: tuple[Any, ...] = (_DTensorSpec, DeviceMesh)
 """Types that keep their hash, and compute it where it is None."""
 
 for _type in HASHED:
-    look_up(f"{_type.__module__}.{_type.__name__}._hash", _attributes(_type.__hash__))
+    look_up(f"{_type.__module__}.{_type.__name__}._hash", find_attributes(_type.__hash__))
 
 
 def reduce_without_hash(obj: Any) -> Any:
@@ -162,12 +162,13 @@ def reduce_without_hash(obj: Any) -> Any:
     return make, arguments, {**state, "_hash": None}, *rest
 
 
-# Device meshes and DTensors without process groups, and DCP
+# Device meshes and DTensors without process groups
 
 for _name in ("_init_backend", "_rank"):
     look_up(f"torch.distributed.device_mesh.DeviceMesh.{_name}", _arguments(DeviceMesh))
 look_up(
-    "torch.distributed.device_mesh.DeviceMesh._dim_group_names", _attributes(DeviceMesh.__init__)
+    "torch.distributed.device_mesh.DeviceMesh._dim_group_names",
+    find_attributes(DeviceMesh.__init__),
 )
 _TensorMeta: Callable[..., Any] = look_up("torch.distributed.tensor._dtensor_spec.TensorMeta")
 
@@ -219,50 +220,11 @@ def compute_shard_of_coordinate(
         return _compute_shard(tuple(shape), tuple(mesh_shape), list(coordinate), placements)
 
 
-unflatten_state_dict: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]] = look_up(
-    "torch.distributed.checkpoint._nested_dict.unflatten_state_dict"
-)
-"""Nest the entries of a DCP checkpoint as they were in the state that was saved."""
-
-DCP_INDEX_CLASSES: Mapping[str, Collection[str]] = {
-    "torch.distributed.checkpoint.metadata": ["_MEM_FORMAT_ENCODING"],
-    "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],
-    # in the indexes of PyTorch before 2.3
-    "torch.distributed._shard.sharded_tensor.metadata": ["TensorProperties", "MEM_FORMAT_ENCODING"],
-    "torch.serialization": ["_get_layout"],
-}
-"""Names that the index of a DCP checkpoint needs in its unpickler, by module."""
-
-for _module, _names in DCP_INDEX_CLASSES.items():
-    for _name in _names:
-        look_up(f"{_module}.{_name}")
-
-
-make_dcp_place: Callable[[str, int, int], Any] = look_up(
-    "torch.distributed.checkpoint.filesystem._StorageInfo"
-)
-"""Return what the index of a DCP checkpoint says of an item: its file, offset and length."""
-
-look_up(
-    "torch.distributed.checkpoint.default_planner.DefaultSavePlanner._enable_plan_caching",
-    _attributes(look_up("torch.distributed.checkpoint.DefaultSavePlanner.__init__")),
-)
-
-
-def disable_plan_cache(planner: Any) -> None:
-    """Have a save planner of DCP return each plan, and not an empty one for a plan it knows.
-
-    DCP has one cache for all planners of a class, and so for all states of a process.
-    """
-    if hasattr(planner, "_enable_plan_caching"):
-        planner._enable_plan_caching = False
-
-
 # Modules and FSDP
 
 look_up(
     "torch.distributed.fsdp.FullyShardedDataParallel._handle",
-    _attributes(look_up("torch.distributed.fsdp._common_utils._FSDPState.__init__")),
+    find_attributes(look_up("torch.distributed.fsdp._common_utils._FSDPState.__init__")),
 )
 for _name in (
     "_is_padding_mask",

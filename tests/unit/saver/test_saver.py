@@ -1,5 +1,6 @@
 """Without a stack, a process of the client's environment commits what trainers save."""
 
+import ast
 import asyncio
 import os
 import shutil
@@ -46,6 +47,36 @@ def test_what_a_trainer_has_saved_before_it_was_killed_is_committed(
     await_that(lambda: not savers_of(settings.spool), "it ends after its trainers")
     assert not is_locked(settings.spool / LOCK)
     assert not [*settings.spool.glob("*/*.ticket")]
+
+
+PLAIN = """
+import sys, torch
+model = torch.nn.Linear(4, 4)
+optim = torch.optim.AdamW(model.parameters())  # imports DTensor and torch._dynamo, as all do
+before = set(sys.modules)
+from trinity_sync import CheckpointCoordinator, Settings
+root, spool, home = sys.argv[1:]
+settings = Settings(spool=spool, home=home, saver="auto")
+with CheckpointCoordinator(root, settings=settings) as saves:
+    saves.save(1, {"model": model.state_dict(), "optim": optim.state_dict()}).wait(60)
+new = set(sys.modules) - before
+print(sorted({name.partition(".")[0] for name in new} - sys.stdlib_module_names))
+print(sorted(name for name in new if name.startswith("torch.")))
+"""
+
+
+def test_a_plain_training_that_saves_imports_nothing_heavy_for_it(
+    job: Job, settings: Settings
+) -> None:
+    command = [sys.executable, "-c", PLAIN, job.root, settings.spool, settings.home]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
+    packages, of_torch = map(ast.literal_eval, done.stdout.splitlines())
+    assert set(packages) <= {
+        *("trinity_sync", "torch", "msgspec", "psutil", "xxhash"),
+        *("pydantic", "pydantic_core", "pydantic_settings", "annotated_types"),
+        *("dotenv", "typing_inspection", "certifi", "zstandard"),
+    }
+    assert of_torch == ["torch.utils.serialization", "torch.utils.serialization.config"]
 
 
 def test_a_trainer_that_saves_again_later_finds_the_same_saver(

@@ -36,11 +36,8 @@ from torch.futures import Future
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError, ImageError
 from trinity_sync.snapshot.image import LaidOut, Layout, Storages, lay_out, require_data
-from trinity_sync.tensors.torch_private import (
-    disable_plan_cache,
-    get_spec_and_shard,
-    make_dcp_place,
-)
+from trinity_sync.tensors.torch_private import get_spec_and_shard
+from trinity_sync.tensors.torch_private_dcp import disable_plan_cache, make_dcp_place
 
 ALIGNMENT = 64
 
