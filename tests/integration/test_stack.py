@@ -3,6 +3,9 @@
 import os
 import signal
 import stat
+import subprocess
+from collections.abc import Callable
+from configparser import ConfigParser
 from pathlib import Path
 
 import httpx
@@ -11,7 +14,8 @@ import pytest
 from prefect.events.schemas.automations import Automation, AutomationCore, EventTrigger
 
 from tests.conftest import left_of, processes_of
-from tests.integration.test_cli import run
+from tests.integration.test_cli import COMMAND, run
+from tests.support.waiting import until
 from tests.unit.cli.test_output import check_document
 from trinity_sync import Settings, StackError
 from trinity_sync.orchestration import deploy
@@ -26,6 +30,7 @@ from trinity_sync.orchestration.worker import HEARTBEAT_S
 from trinity_sync.settings import StackSettings
 from trinity_sync.stack import embedded, services
 from trinity_sync.stack.services import StackState
+from trinity_sync.stack.state_file import lock_home
 
 
 @pytest.fixture
@@ -241,6 +246,50 @@ def test_down_leaves_no_process_and_no_file(
     assert not Path(state.ray_folder).exists()
     assert embedded.find(another) is None
     assert not embedded.down(another)
+
+
+UNIT = Path(__file__).parents[2] / "deploy/systemd/trinity-sync.service"
+
+
+def test_what_the_systemd_unit_runs_starts_again_what_ends_and_stops_all_when_it_is_stopped(
+    another: Settings, stack: StackState
+) -> None:
+    unit = ConfigParser(interpolation=None)
+    unit.read(UNIT)
+    (_, *arguments) = unit["Service"]["ExecStart"].split()
+    env = {**os.environ, "TRINITY_SYNC_HOME": str(another.home), "PREFECT_API_URL": ""}
+
+    def started(is_new: Callable[[StackState], bool]) -> StackState:
+        def look() -> StackState | None:
+            if running.poll() is not None:
+                raise AssertionError(f"it ended with {running.returncode}")
+            with lock_home(another.home):  # no start is under way
+                state = embedded.find(another)
+            return state if state and len(state.daemons) == 3 and is_new(state) else None
+
+        return until(look, "the stack", 120)
+
+    with subprocess.Popen([*COMMAND, *arguments, "--cpus", "1"], env=env) as running:
+        try:
+            first = started(lambda state: True)
+            assert first.worker
+            os.kill(first.worker.pid, signal.SIGKILL)
+            second = started(lambda state: state.worker != first.worker)
+            assert (second.server, second.ray) == (first.server, first.ray)
+            assert second.ray
+            os.kill(second.ray.pid, signal.SIGKILL)
+            third = started(lambda state: state.ray != second.ray)
+            assert third.api_url == first.api_url
+            assert third.lives
+            processes = processes_of(third)
+            running.terminate()
+            assert running.wait(60) == 0
+            assert not left_of(processes)
+            assert embedded.find(another) is None
+        finally:
+            running.kill()
+            embedded.down(another)
+            deploy.deploy(StackSettings(worker={"pool": "trinity-sync"}))
 
 
 def test_what_was_started_is_stopped_when_the_rest_fails(

@@ -47,11 +47,14 @@ Timeout = Annotated[
 ]
 
 
-@app.command("up", "up --cpus 4", "up -o json", panel="Run the stack", stack=True)
+@app.command("up", "up --cpus 4", "up --block", "up -o json", panel="Run the stack", stack=True)
 def up(
     cpus: Cpus = None,
     worker: WithWorker = True,
     timeout: Timeout = 180.0,
+    block: Annotated[
+        bool, typer.Option("--block", help="Stay, and start again what ends; stop all at SIGTERM.")
+    ] = False,
     config: ConfigFile = None,
     output: Output = "table",
 ) -> None:
@@ -63,11 +66,18 @@ def up(
     from trinity_sync.stack import embedded
 
     settings, start = read_settings(), time.monotonic()
+    if block:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     with Console(stderr=True).status("starting the stack"):
         state = embedded.up(settings, num_cpus=cpus, worker=worker, timeout_s=timeout)
     seconds = time.monotonic() - start
     report = embedded.status(settings)
     print_object("stack", report, output, lambda: _print_ready(settings, state, report, seconds))
+    if block:
+        try:
+            embedded.keep_up(settings, state, num_cpus=cpus, worker=worker, timeout_s=timeout)
+        except KeyboardInterrupt:
+            embedded.down(settings)
 
 
 @app.command("restart", panel="Run the stack", stack=True)

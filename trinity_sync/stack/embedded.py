@@ -155,6 +155,23 @@ def up(
     return now
 
 
+def keep_up(settings: Settings, state: StackState, **arguments: Any) -> None:
+    """Start again what ends of a stack, as `up` does, until `down` stops it.
+
+    Raises:
+        StackError: A service did not start.
+    """
+    while True:
+        while state.lives:
+            time.sleep(daemon.POLL_S)
+        with lock_home(settings.home):  # `down` holds it until it has stopped all
+            state = read_state(settings.home) or StackState()
+        if not state.daemons:
+            return
+        if not state.lives:  # otherwise another process has started it
+            state = up(settings, **arguments)
+
+
 def _serves(state: StackState, external: Mapping[str, Any]) -> bool:
     """Return whether the stack's server and Ray node run, and external ones are those of now."""
     lives = all(part.lives for part in (state.server, state.ray) if part)
