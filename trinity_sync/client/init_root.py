@@ -6,6 +6,7 @@ and locked has to exist there, and to be locked. All ranks raise the same error.
 the ranks run a collective every minute, so none of them exceeds a collective's time-out.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -61,7 +62,7 @@ def resolve_root(root: str | Path) -> Path:
         ConfigError: it is a URL, or cannot be created.
     """
     refuse_url(root)
-    folder = Path(root).resolve()
+    folder = Path(os.path.realpath(root))  # before Python 3.13, resolve() raises for a loop
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

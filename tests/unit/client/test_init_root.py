@@ -74,7 +74,7 @@ def test_nodes_that_share_a_root_begin_and_disks_of_their_own_are_refused_on_all
     assert (kind, f"node node-1 does not see in {own} (tmpfs" in why) == ("RootError", True)
     assert "copy its steps to a remote" in why
     assert [kind for kind, _ in one[2:4]] == ["ConfigError", "ConfigError"]
-    assert [kind for kind, _ in one[4:]] == ["RootError", "RootError", "RemoteError"]
+    assert [kind for kind, _ in one[4:]] == ["ConfigError", "RootError", "RemoteError"]
     assert "loop" in one[4][1]
     assert "rank 1 on node node-1 has the root" in one[5][1]
     assert sorted(path.name for path in own.iterdir()) == [".trinity_sync", "loop"]
