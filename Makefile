@@ -11,14 +11,19 @@ VLLM := .venv-vllm
 TRL := .venv-trl
 TORCHTITAN := .venv-torchtitan
 VEOMNI := .venv-veomni
+LOWEST := .venv-lowest
+LOWEST_TESTS := tests/unit/fs $(patsubst %,tests/unit/%.py,settings/test_settings cli/test_help cli/test_saves_without_a_stack) \
+  $(patsubst %,tests/unit/%.py,tensors/test_deserialize snapshot/test_stager snapshot/test_image snapshot/test_ticket storage/test_restore) \
+  $(patsubst %,tests/unit/%.py,client/test_journal client/test_rollout_ledger saver/test_saver weights/test_delta weights/test_weights_without_ray)
 TORCH_TESTS := tests/integration/fsdp tests/integration/weights/test_broadcast.py \
   $(patsubst %,tests/unit/%.py,tensors/test_* snapshot/test_image snapshot/test_overlap snapshot/test_stager storage/test_restore) \
-  $(patsubst %,tests/unit/%.py,formats/test_convert formats/test_export weights/test_delta weights/test_weight_reader)
+  $(patsubst %,tests/unit/%.py,formats/test_convert formats/test_export weights/test_delta weights/test_weights_without_ray)
 
 # torch comes by its exact version, so that nothing pulls another build of it; all else by the lock.
 TORCH ?= torch==2.13.0
 LOCK ?= constraints.txt
 WITH ?=
+EXTRA ?= dev
 
 SYNC ?= checkpoint
 MODEL ?= tiny
@@ -27,7 +32,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help demo smollm client newest prefect-oldest torch-oldest torch-newest torch-suites lock test unit models integration faults e2e chaos whole-run lint audit bench scale history verl megatron veomni trinity trl torchtitan vllm bench-vllm pytorch-suite nfs slurm tutorials docs clean
+.PHONY: help demo smollm client newest prefect-oldest lowest torch-oldest torch-newest torch-suites lock test unit models integration faults e2e chaos whole-run lint audit bench scale history verl megatron veomni trinity trl torchtitan vllm bench-vllm pytorch-suite nfs slurm tutorials docs clean
 
 help: ## what there is
 	@grep -E '^[a-z0-9 -]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 28
@@ -74,6 +79,9 @@ client: $(CLIENT)/.ready $(STACK)/.ready ## the suites of FSDP, veRL and the cal
 
 newest prefect-oldest: ## the tests with the newest of everything and those of its defects, or on the oldest Prefect that is supported
 	$(MAKE) test VENV=.venv-$@ LOCK= $(if $(filter newest,$@),MARKED="not slow",WITH="prefect==3.7.5")
+
+lowest: $(LOWEST)/.ready ## the client with the oldest of all that it names: saves, images, weights, commands
+	$(LOWEST)/bin/python -m pytest -m "not slow and not upstream" $(LOWEST_TESTS)
 
 lock: $(READY) ## write down what is installed, for all who install it later
 	$(BIN)/python -m pip freeze --exclude-editable | grep -v -e ^torch= -e '^-e ' > $(LOCK)
@@ -164,7 +172,7 @@ define install
 endef
 
 $(READY): pyproject.toml $(LOCK)
-	$(call install,$(VENV),[dev])
+	$(call install,$(VENV),[$(EXTRA)])
 	touch $@
 
 $(CLIENT)/.ready: pyproject.toml $(LOCK)
@@ -173,6 +181,14 @@ $(CLIENT)/.ready: pyproject.toml $(LOCK)
 
 $(STACK)/.ready: pyproject.toml $(LOCK)
 	$(call install,$(STACK),[stack])
+	touch $@
+
+$(LOWEST)/.ready: LOCK = $(LOWEST).txt
+$(LOWEST)/.ready: TORCH = torch==2.10.0
+$(LOWEST)/.ready: WITH = pytest pytest-timeout hypothesis
+$(LOWEST)/.ready: pyproject.toml $(READY)
+	$(BIN)/uv pip compile --quiet --resolution lowest-direct pyproject.toml --output-file $(LOWEST).txt
+	$(call install,$(LOWEST),)
 	touch $@
 
 # Trinity comes with veRL 0.8 and so NumPy 1, which newer versions of pyarrow do not start with.

@@ -35,7 +35,7 @@ from prefect.workers.base import (
 
 from trinity_sync.errors import MissingPackageError, UnsupportedPrefectError
 
-SUPPORTED = ">=3.7.5,<3.9"
+SUPPORTED = ">=3.7.5,<3.10"
 """Supported versions of Prefect, as in pyproject.toml."""
 
 logger = logging.getLogger(__name__)
