@@ -7,7 +7,8 @@ of the commit. Where one trainer rank holds a whole tensor, a tensor-parallel wo
 part only.
 
 After an error during the load itself, the model has parts of two versions. The worker then ends:
-vLLM stops the engine, instead of serving it.
+vLLM stops the engine, instead of serving it. Whether a load without an error has put each value in
+its place is a call of its own.
 """
 
 import logging
@@ -15,7 +16,7 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from vllm.distributed.parallel_state import get_world_group
@@ -31,6 +32,7 @@ from vllm.model_executor.model_loader.reload import (
 
 from trinity_sync.errors import TrinitySyncError, WeightSyncError
 from trinity_sync.integrations.vllm.model_fit import (
+    Named,
     Outline,
     quiet_loaders,
     require_fit,
@@ -47,12 +49,14 @@ from trinity_sync.weights.reader import WeightReader, make_reader_name
 from trinity_sync.weights.versions import Version
 from trinity_sync.weights.weight_group import WeightGroup, join_weight_group
 
+if TYPE_CHECKING:
+    from trinity_sync.integrations.vllm.served import ServedValues
+
 logger = logging.getLogger(__name__)
 
 OPEN_S = 5.0
 """Seconds in which a version that was found has to be opened: the engine does not generate."""
 
-Named = tuple[str, torch.Tensor]
 T = TypeVar("T")
 
 
@@ -68,6 +72,8 @@ class TrinitySyncInitInfo(WeightTransferInitInfo):
     """Compare the digests of files that are read from a commit."""
     compare: bool = True
     """Compare the tensors with the model before they are loaded."""
+    values: str = "sample"
+    """The values that ``check`` compares: ``sample``, ``all`` or ``none``."""
     address: str = ""
     """Host of the trainer's rank 0, to receive broadcasts instead; see `join_weight_group`."""
     port: int = 0
@@ -84,6 +90,9 @@ class TrinitySyncInitInfo(WeightTransferInitInfo):
 @dataclass
 class TrinitySyncUpdateInfo(Wanted, WeightTransferUpdateInfo):
     """What ``/update_weights`` takes; while it waits for a version, nothing is generated."""
+
+    check: bool = False
+    """Load nothing: compare what the model computes with with the version that was loaded last."""
 
 
 class TrinitySyncEngine(WeightTransferEngine):
@@ -102,6 +111,8 @@ class TrinitySyncEngine(WeightTransferEngine):
         """The model and the tensors that were compared last, and fit in this worker."""
         self._taken: dict[str, int] = {}
         """The elements of them that this worker takes."""
+        self._served: ServedValues | None = None
+        """What the model has to compute with, until it was compared."""
 
     def init_transfer_engine(self, init_info: TrinitySyncInitInfo) -> None:
         """Open the job, or join the group of its broadcasts; the same call again does nothing.
@@ -149,17 +160,21 @@ class TrinitySyncEngine(WeightTransferEngine):
         self._claim = {}
 
     def receive_weights(self, update_info: TrinitySyncUpdateInfo) -> None:
-        """Load a version into the model.
+        """Load a version into the model, or compare the one that was loaded.
 
         Raises:
-            WeightSyncError: no such version could be opened in time, or it does not fit the model,
-                here or in another worker: no worker has loaded anything. Only the last worker
-                raises it: vLLM reads the answers in order, up to the first error, and would take
-                those behind it for the answers to the next call. ``finish_weight_update`` then
-                ends the update in the others.
+            WeightSyncError: the model computes with other values; or no such version could be
+                opened in time, or it does not fit the model, here or in another worker: no worker
+                has loaded anything. Only the last worker raises it: vLLM reads the answers in
+                order, up to the first error, and would take those behind it for the answers to the
+                next call. ``finish_weight_update`` then ends the update in the others.
         """
         try:
             with ExitStack() as opened:
+                if update_info.check:
+                    if problem := self._compare():
+                        self._raise_in_last(problem)
+                    return
                 tensors, problem = self._open(update_info, opened)
                 if tensors is not None:
                     self._load(tensors)
@@ -217,7 +232,7 @@ class TrinitySyncEngine(WeightTransferEngine):
 
     def _pin(self, reader: WeightReader, version: Version, opened: ExitStack) -> Iterable[Named]:
         view = opened.enter_context(pin_version(reader, version))
-        self._require_fit(view.list_outlines())
+        self._prepare(view.list_outlines())
         source = view.version.source
         logger.info("loading version %d (run %d) from %s", version.step, version.run, source)
         return view.iter_views()
@@ -226,8 +241,27 @@ class TrinitySyncEngine(WeightTransferEngine):
         """Receive a whole broadcast before any of it is loaded, in memory of the host."""
         with receive_weights(group) as (_, tensors):
             received = [(name, tensor.to("cpu", copy=True)) for name, tensor in tensors]
-        self._require_fit([(name, tuple(each.shape), each.dtype) for name, each in received])
+        self._prepare([(name, tuple(each.shape), each.dtype) for name, each in received])
         return received
+
+    def _prepare(self, outlines: list[Outline]) -> None:
+        self._served = None
+        self._require_fit(outlines)
+        values = self._info.values if self._info else "none"
+        if values == "none":
+            return
+        try:  # of a vLLM or a model that has other layers
+            from trinity_sync.integrations.vllm.served import ServedValues
+
+            self._served = ServedValues(self.model, outlines, every=values == "all")
+        except Exception as error:
+            logger.warning("the values that are served are not compared: %r", error)
+
+    def _compare(self) -> str:
+        """Return what one of the workers computes with that is not of the version, in words."""
+        served, self._served = self._served, None
+        _, problem = _attempt(served.compare) if served else (None, "")
+        return next((each for each in _gather(problem) if each), "")
 
     def _require_fit(self, outlines: list[Outline]) -> None:
         """Raise an error unless the tensors fill the model; compares the same ones only once."""
@@ -244,6 +278,8 @@ class TrinitySyncEngine(WeightTransferEngine):
             self._fitting = self.model, outlines
 
     def _load(self, tensors: Iterable[Named]) -> None:
+        if self._served:
+            tensors = self._served.sample(tensors)
         try:
             with quiet_loaders():
                 initialize_layerwise_reload(self.model)

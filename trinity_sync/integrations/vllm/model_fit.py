@@ -29,6 +29,7 @@ OPTIONAL = ("scale", "scale_inv", "zero_point", "scales", "scale_2")
 SHOWN = 5
 """Problems that a message names."""
 
+Named = tuple[str, torch.Tensor]
 Outline = tuple[str, tuple[int, ...], torch.dtype]
 """Name, shape and dtype of a tensor."""
 

@@ -34,6 +34,7 @@ CHECK_S = 5.0
 Pause = Literal["wait", "abort", "keep"]
 """What becomes of requests in flight: they end first; they are aborted; or they are frozen, and go
 on with the new weights, which compute the cache of their tokens again."""
+Values = Literal["sample", "all", "none"]
 
 
 class VLLMUpdater:
@@ -47,6 +48,8 @@ class VLLMUpdater:
         verify: compare the digests of files that are read from a commit.
         compare: compare the tensors with the model before they are loaded, and refuse an update
             that does not fill it; False for a model with parameters that no trainer sends.
+        values: compare what the model computes with after the load with the version: a ``sample``
+            of the values, ``all`` or ``none``.
         api_key: the key of the server, if it has one.
         timeout_s: seconds for an answer of the engine. Requests in flight count, if it waits for
             them.
@@ -66,6 +69,7 @@ class VLLMUpdater:
         role: str = "actor",
         verify: bool = False,
         compare: bool = True,
+        values: Values = "sample",
         api_key: str | None = None,
         timeout_s: float = 600.0,
     ) -> None:
@@ -87,6 +91,7 @@ class VLLMUpdater:
             "role": role,
             "verify": verify,
             "compare": compare,
+            "values": values,
         }
         self._reader = WeightReader(root=root, role=role, name=make_reader_name("updater"))
         self.version: Version | None = None
@@ -117,8 +122,9 @@ class VLLMUpdater:
         Raises:
             WeightSyncError: there is no such version in time, another updater updates the engine,
                 or the engine refused the version; it serves the one that it had. If the engine has
-                not answered, it may have loaded it: `get_served_step` is None then, and the next
-                update loads the newest.
+                not answered, it may have loaded it, and it has if it computes with other values
+                than the version's: `get_served_step` is None then, and the next update loads the
+                newest.
         """
         newest = wait_for(self._reader, min_step or 0, timeout_s)
         if self._serves(newest):
@@ -179,7 +185,7 @@ class VLLMUpdater:
         return False
 
     def _load(self, version: Version, pause: Pause) -> None:
-        engine, self.version = self._engine, None
+        engine, self.version, is_loaded = self._engine, None, False
         claim = make_claim(self._name, 8 * self._timeout_s)  # an update has as many calls
         init_info = {**self._init_info, "claim": claim}
         engine.call("init_weight_transfer_engine", init_info=init_info)
@@ -198,12 +204,15 @@ class VLLMUpdater:
                     "images": [asdict(image) for image in version.images],
                 }
                 engine.call("update_weights", update_info=update_info)
+                is_loaded = True
+                if self._init_info["values"] != "none":
+                    engine.call("update_weights", update_info={"check": True})
                 engine.call("update_weight_version", new_version=str(version.step))
             # then another updater may pause the engine
             engine.call("finish_weight_update", weight_version=None)
         except BaseException as error:
             _end_update(engine)
-            if not isinstance(error, RefusedError):
+            if is_loaded or not isinstance(error, RefusedError):
                 with suppress(WeightSyncError):  # it may have loaded it
                     engine.call("update_weight_version", new_version=UNKNOWN)
             raise
