@@ -12,6 +12,7 @@ import transformers
 
 from tests.vllm.engines import randomize, running_engine
 from trinity_sync import CheckpointCoordinator, WeightSyncError
+from trinity_sync.integrations.canary import check_canary, score_llm, score_model, take_canary
 from trinity_sync.integrations.vllm import VLLMUpdater
 
 pytestmark = pytest.mark.timeout(600)
@@ -122,11 +123,9 @@ def test_matrices_that_a_trainer_transposes_are_not_compared_and_raise_nothing(
             assert update(step) == step
         torch.save(model.state_dict(), tmp_path / "state.pt")
         [found] = llm.collective_rpc(compare_all, args=(tmp_path / "state.pt",))
-    layer = "transformer.h.0."
-    matrices = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-    assert [each for each in found if each.startswith(layer)] == [
-        f"{layer}{each}.weight" for each in matrices
-    ]
+    turned = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+    expected = [f"transformer.h.0.{each}" for each in ("attn.c_attn.bias", *turned)]
+    assert [each for each in found if each.startswith("transformer.h.")] == expected
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -280,8 +279,17 @@ def test_a_tied_head_that_does_not_serve_the_embedding_is_named(root: Path, tmp_
             assert found == [expected], name
 
 
-def test_values_that_are_not_compared_serve_a_fault(root: Path, tmp_path: Path) -> None:
+def test_a_fault_is_served_if_no_values_are_compared_and_the_canary_notices_it(
+    root: Path, tmp_path: Path
+) -> None:
     model = make("Llama", **SIZES)
+    prompts = [[5, 6, 7, 8], [40, 2, 40, 2, 9]]
     with serving(tmp_path / "model", root, model, values="none") as (llm, update):
-        llm.collective_rpc(scale)
         assert update(1) == 1
+        canary = take_canary(score_model(model), prompts)
+        assert check_canary(canary, score_llm(llm), prompts) < 1e-3
+        llm.collective_rpc(scale)
+        assert update(2) == 2
+        canary = take_canary(score_model(model), prompts)
+        with pytest.raises(WeightSyncError, match="does not serve what was trained: canary_"):
+            check_canary(canary, score_llm(llm), prompts)

@@ -19,7 +19,8 @@ from tests.vllm.engines import (
     randomize,
     running_server,
 )
-from trinity_sync import CheckpointCoordinator, WeightSyncError
+from trinity_sync import CheckpointCoordinator, Checkpoints, WeightSyncError
+from trinity_sync.integrations.canary import check_canary, score_model, score_server, take_canary
 from trinity_sync.integrations.vllm import VLLMUpdater
 
 pytestmark = pytest.mark.timeout(600)
@@ -47,6 +48,26 @@ def serving(folder: Path) -> Iterator[Server]:
     backend = '--weight-transfer-config={"backend": "trinity_sync"}'
     with running_server(folder, folder / "server.log", backend, VLLM_SERVER_DEV_MODE="1") as server:
         yield server
+
+
+def test_a_server_that_was_sent_unmerged_weights_does_not_pass_the_canary(
+    server: Server, folder: Path, root: Path
+) -> None:
+    model = make_model(1)
+    score = score_server(server.url, str(folder))
+    with CheckpointCoordinator(root) as saves, VLLMUpdater(server.url, root) as updater:
+        saves.record_metrics(1, take_canary(score_model(model), PROMPTS[::2]))
+        saves.upload(1, model.state_dict)
+        saves.wait_staged()
+        updater.update()
+        saves.record_metrics(2, take_canary(score_model(randomize(model, 2)), PROMPTS[::2]))
+        saves.upload(2, randomize(model, 1).state_dict)
+        saves.wait_staged()
+        assert updater.update(min_step=2) == 2  # it does serve what was published
+    steps = Checkpoints(root)
+    assert check_canary(steps.metrics(1), score, PROMPTS[::2]) < 1e-3
+    with pytest.raises(WeightSyncError, match="does not serve what was trained: canary_"):
+        check_canary(steps.metrics(2), score, PROMPTS[::2])
 
 
 @pytest.mark.parametrize("pause", ["wait", "abort", "keep"])

@@ -22,10 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from vllm.distributed.parallel_state import get_tp_group
-from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
-    UnquantizedFusedMoEMethod,
-)
+from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
@@ -254,8 +251,8 @@ def _multiply(layer: Any, size: tuple[int, int], start: int) -> torch.Tensor:
     """Return columns of the matrix that a layer multiplies with, from ``start`` on."""
     rows = torch.zeros(size, dtype=layer.params_dtype, device=layer.weight.device)
     rows.diagonal(start).fill_(1)
-    product: torch.Tensor = layer.quant_method.apply(layer, rows, None)
-    return product.t()
+    product: torch.Tensor = layer.quant_method.apply(layer, rows, None).t()
+    return product
 
 
 def _embed(layer: Any, start: int, count: int) -> torch.Tensor:
@@ -273,15 +270,14 @@ def _compare(
         part, served = served[: len(each)], served[len(each) :]
         expected = each.to(part.device, dtype)
         wrong = ~torch.isclose(part, expected, 2e-3 if rounds else 0.0, 1e-37, equal_nan=True)
-        problem = ""
         if wrong.any() and each.ndim == 2 and torch.equal(part.sort(0)[0], expected.sort(0)[0]):
-            is_reordered = True
-        elif wrong.any():
-            problem = (
-                f"{int(wrong.sum()):,} of {wrong.numel():,} compared values differ, the first is "
-                f"{part[wrong][0]:.6g} instead of {expected[wrong][0]:.6g}"
-            )
-        problems.append(problem)
+            wrong, is_reordered = torch.zeros_like(wrong), True
+        problems.append(
+            f"{int(wrong.sum()):,} of {wrong.numel():,} compared values differ, the first is "
+            f"{part[wrong][0]:.6g} instead of {expected[wrong][0]:.6g}"
+            if wrong.any()
+            else ""
+        )
     return None if is_reordered and not any(problems) else problems
 
 
