@@ -288,7 +288,7 @@ def test_a_fault_is_served_if_no_values_are_compared_and_the_canary_notices_it(
         assert update(1) == 1
         canary = take_canary(score_model(model), prompts)
         assert check_canary(canary, score_llm(llm), prompts) < 1e-3
-        llm.collective_rpc(scale)
+        llm.collective_rpc(drop, args=("lm_head.weight",))
         assert update(2) == 2
         canary = take_canary(score_model(model), prompts)
         with pytest.raises(WeightSyncError, match="does not serve what was trained: canary_"):

@@ -35,8 +35,8 @@ from trinity_sync.integrations.vllm.model_fit import SHOWN, Named, Outline
 
 logger = logging.getLogger(__name__)
 
-SAMPLE = 16
-"""Adjacent columns that are a sample of a matrix: a cache line of each row."""
+SAMPLE = 8
+"""Adjacent columns that are a sample of a matrix: a cache line of each row, or less."""
 BLOCK = 1024
 """Columns to ask for at a time if all are compared."""
 STACKED = ("qkv_proj", "gate_up_proj")
@@ -93,6 +93,7 @@ class ServedValues:
             for name, module in modules
             if isinstance(module, LinearBase)
         )
+        self._has_head = any(isinstance(module, ParallelLMHead) for _, module in modules)
         self._probes = [probe for each in modules for probe in self._plan(*each)]
         self.incomparable: set[str] = set()
         """The parameters that could not be compared."""
@@ -158,12 +159,13 @@ class ServedValues:
                 yield _Probe(full, parts, partial(compare, parameter.detach))
                 continue
             rows, columns = parts[0].index
-            if not isinstance(module, LinearBase | ParallelLMHead):
+            is_embedding = not isinstance(module, LinearBase | ParallelLMHead)
+            if is_embedding:
                 for few, start in self._choose(rows):
                     read = partial(_embed, module, start, few.stop - few.start)
                     part = _Part(parts[0].tensor, (few, columns))
                     yield _Probe(full, [part], partial(compare, read))
-            for few, start in self._choose(columns):
+            for few, start in [] if is_embedding and self._has_head else self._choose(columns):
                 size = few.stop - few.start, columns.stop - columns.start
                 taken = [_Part(each.tensor, (each.index[0], few)) for each in parts]
                 yield _Probe(full, taken, partial(compare, partial(_multiply, module, size, start)))
