@@ -11,13 +11,15 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+import torch
 from prefect.events.schemas.automations import Automation, AutomationCore, EventTrigger
 
 from tests.conftest import left_of, processes_of
+from tests.faults.slow_save import kill_server, kill_worker
 from tests.integration.test_cli import COMMAND, run
 from tests.support.waiting import until
 from tests.unit.cli.test_output import check_document
-from trinity_sync import Settings, StackError
+from trinity_sync import CheckpointCoordinator, Settings, StackError
 from trinity_sync.orchestration import deploy
 from trinity_sync.orchestration.deploy import (
     CORRUPTED_AUTOMATION,
@@ -118,6 +120,39 @@ def test_a_killed_worker_is_started_again_and_the_rest_left_alone(
     assert after.worker != before.worker
     assert (after.server, after.ray) == (before.server, before.ray)
     assert part(stack_settings, "worker").state == "running"
+
+
+def test_a_cleaner_of_old_files_removes_nothing_of_a_running_stack(
+    stack: StackState, stack_settings: Settings
+) -> None:
+    before = embedded.find(stack_settings)
+    assert before
+    folders = [stack_settings.home, Path(before.ray_folder)]
+    files = [each for folder in folders for each in [folder, *folder.rglob("*")]]
+    for path in files:
+        os.utime(path, (0, 0), follow_symlinks=False)
+    secret = stack_settings.home / "ray_token"
+    kill_worker(stack_settings)
+    embedded.up(stack_settings)
+    until(lambda: secret.stat().st_mtime, "the worker to touch the files")
+    until(lambda: folders[1].stat().st_mtime, "the worker to touch those of Ray")
+    clean = ["find", *map(str, folders), "-mtime", "+9", "-delete", "-print"]
+    assert subprocess.run(clean, check=True, capture_output=True, text=True).stdout == ""
+
+
+def test_a_stack_starts_again_without_the_secrets_in_its_home(
+    saves: CheckpointCoordinator, stack_settings: Settings
+) -> None:
+    before = embedded.find(stack_settings)
+    assert before
+    for name in ("ray_token", services.PASSWORD_FILE):
+        (stack_settings.home / name).unlink()
+    kill_worker(stack_settings)
+    embedded.up(stack_settings)
+    saves.save(1, {"model": {"w": torch.zeros(9)}})
+    saves.wait_all(60)
+    kill_server(stack_settings)
+    assert embedded.up(stack_settings).api_auth == before.api_auth
 
 
 def test_a_stack_whose_server_died_is_stopped_and_started_again_at_its_addresses(

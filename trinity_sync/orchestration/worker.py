@@ -17,9 +17,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from functools import partial
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -70,8 +71,9 @@ from trinity_sync.orchestration.recovery.flow_runs import (
     try_tell,
 )
 from trinity_sync.orchestration.recovery.node import NodeRecovery
+from trinity_sync.orchestration.root_threads import run_in_thread
 from trinity_sync.pipeline.pending import warn_once
-from trinity_sync.settings import Settings, StackSettings
+from trinity_sync.settings import RAY_FOLDER, Settings, StackSettings
 from trinity_sync.snapshot.spool import try_run_lock
 
 logger = logging.getLogger(__name__)
@@ -84,6 +86,8 @@ ENTRYPOINT_S = 60.0
 """Seconds for which a worker does not ask again which flow a deployment runs."""
 POLL_S = 5.0
 """Seconds between two polls, unless an event wakes the worker before."""
+TOUCH_S = 3600.0
+"""Seconds between two calls of `touch_files`."""
 
 
 def _is_away(error: Exception) -> bool:
@@ -167,7 +171,7 @@ class TrinitySyncWorker(
                 state = Cancelled(message=message)
                 await self.client.set_flow_run_state(flow_run.id, state, force=True)
             if state and state.is_completed():
-                await self._tell(flow_run, "completed")
+                await self._tell(flow_run, "completed", state.message or "")
             elif state and state.is_final() and not state.is_crashed():  # that is retried
                 await self._tell(flow_run, "failed", describe_end(state.name, state.message))
         finally:
@@ -345,6 +349,8 @@ class TrinitySyncWorker(
             lambda: self._recovery.recover_images(self._api),
         ]
         self.start_service(partial(self._serve, self._listen))
+        touch = partial(run_in_thread, touch_files, self._trinity.home)
+        self.start_service(partial(self._serve, partial(self._poll, touch, TOUCH_S)))
         for work in polled:
             self.start_service(partial(self._serve, partial(self._poll, work)))
 
@@ -411,15 +417,29 @@ class TrinitySyncWorker(
                 else:
                     self._cancel(UUID(event.resource.id.rpartition(".")[2]))
 
-    async def _poll(self, work: Callable[[], Any]) -> None:
+    async def _poll(self, work: Callable[[], Any], pause_s: float = POLL_S) -> None:
         while True:
             await work()
-            await anyio.sleep(POLL_S)
+            await anyio.sleep(pause_s)
 
 
 HEARTBEAT_S = 30
 """Seconds between two heartbeats of a flow run, Prefect's minimum. ``worker.heartbeat_timeout``
 must be several times as long."""
+
+
+def touch_files(home: Path) -> None:
+    """Set the times of the stack's files to now: a cleaner of old files must not remove them.
+
+    They are those in its home, and those of its Ray node in ``/tmp``.
+    """
+    ray = os.environ.get("RAY_TMPDIR", "")
+    folders = [home / name for name in ("logs", "prefect", "roots")]
+    folders += [Path(ray)] if Path(ray).name.startswith(RAY_FOLDER) else []
+    below = (each for folder in folders for each in folder.rglob("*"))
+    for path in [home, *home.glob("*"), *folders, *below]:
+        with suppress(OSError):  # removed meanwhile, or of a home that cannot be written
+            os.utime(path, follow_symlinks=False)
 
 
 def load_flow(entrypoint: str | None) -> Flow[..., Any]:

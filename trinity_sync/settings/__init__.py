@@ -108,6 +108,8 @@ PREFIX = "TRINITY_SYNC_"
 STACK_PREFIX = "TRINITY_SYNC_STACK__"
 LOCAL_HOST = "127.0.0.1"
 """Host of a stack that no other machine can join."""
+RAY_FOLDER = "trinity-ray-"
+"""Prefix of the folder in ``/tmp`` of a stack's own Ray node."""
 
 
 class _Environment(EnvSettingsSource):

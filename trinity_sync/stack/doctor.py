@@ -32,6 +32,7 @@ from trinity_sync.stack.services import StackState
 STALE_S = 600.0
 SKEW_S = 5.0
 SYSTEM_UID_MAX = 999
+CLEANED = "/tmp", "/var/tmp"
 LINGERING = Path("/var/lib/systemd/linger")
 REMOVES_IPC = [
     *("busctl", "get-property", "org.freedesktop.login1", "/org/freedesktop/login1"),
@@ -54,6 +55,7 @@ def run_checks(settings: Settings, root: Path | None = None) -> Iterator[Check]:
     else:
         found = f"not installed in {sys.prefix}; server, worker and Ray are not checked"
         yield Check("stack", "ok", found, 'for one: uv tool install "trinity-sync[stack]"')
+    yield from _guard("home", lambda: _check_home(settings.home))
     yield from _guard("spool", lambda: _check_spool(settings.spool))
     if root is not None:
         yield from _guard("root", lambda: check_root(root, settings))
@@ -216,6 +218,17 @@ def _check_access(stack: StackSettings, state: StackState | None) -> Iterator[Ch
             "it can run code as its user",
             "start it with RAY_AUTH_MODE=token, or let no one else reach it",
         )
+
+
+def _check_home(home: Path) -> Iterator[Check]:
+    """Warn of a home in a folder from which systemd-tmpfiles and the like remove old files."""
+    cleaned = [each for each in CLEANED if home.resolve().is_relative_to(each)]
+    if cleaned and home.is_dir():
+        found = (
+            f"{home} is in {cleaned[0]}, where old files are removed: a worker keeps those of a "
+            "running stack, and nothing keeps the database and the password of a stopped one"
+        )
+        yield Check("home", "warn", found, "set TRINITY_SYNC_HOME to a local folder elsewhere")
 
 
 # -------------------------------------------------------------------- shared memory

@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import certifi
 import httpx
 
 from trinity_sync.client.prefect_connection import bypass_proxies
 from trinity_sync.errors import StackError
 from trinity_sync.fs.atomic import replace_file
 from trinity_sync.orchestration.pipeline import INSTALLED, PACKAGES
-from trinity_sync.settings import LOCAL_HOST, Settings, StackSettings, stack_variable
+from trinity_sync.settings import LOCAL_HOST, RAY_FOLDER, Settings, StackSettings, stack_variable
 from trinity_sync.stack import daemon
 from trinity_sync.stack.daemon import Daemon, free_port
 
@@ -35,6 +34,9 @@ SERVER_MODULE = "trinity_sync.stack.prefect_server"
 PASSWORD_FILE = "server_password"
 """File in the home of the stack with what the Prefect UI asks for, as ``user:password``."""
 RAY_ADDRESS = stack_variable("ray", "address")
+NO_AUTHORITY = Path(__file__).with_name("no_authority.pem")
+"""A certificate whose key was thrown away, for processes that use plain HTTP. Prefect's client
+loads a file of authorities nevertheless; all take 40 ms, and a save creates a dozen clients."""
 
 _QUIET = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -154,7 +156,7 @@ def start_server(settings: Settings, stack: StackSettings, state: StackState) ->
     """
     host = stack.server.host
     port = free_port(state.api_url, host, first=stack.server.port)
-    auth = _server_auth(settings, stack)
+    auth = _server_auth(settings, stack, state)
     url = f"http://{host}:{port}/api"
     state = replace(state, api_url=url, api_auth=auth, host=host, server=None)
     command = ["-m", SERVER_MODULE, "server", "start", "--host", host, "--port", str(port)]
@@ -208,7 +210,7 @@ def _start_ray_node(
 ) -> StackState:
     remove_ray_folder(state)
     # the paths of its sockets must be shorter than 108 characters, whatever TMPDIR says
-    state = replace(state, ray_folder=tempfile.mkdtemp(prefix="trinity-ray-", dir="/tmp"))
+    state = replace(state, ray_folder=tempfile.mkdtemp(prefix=RAY_FOLDER, dir="/tmp"))
     command = ["-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *options]
     command += [f"--temp-dir={_ray_temp(state)}", f"--node-name={settings.node}"]
     command += [f"--num-cpus={stack.ray.cpus or os.cpu_count() or 1}"]
@@ -285,7 +287,7 @@ def build_environment(
         *([state.host] if state.host else []),
     )
     if state.api_url.startswith("http://"):
-        env.setdefault("PREFECT_API_SSL_CERT_FILE", str(_single_authority_file(settings)))
+        env.setdefault("PREFECT_API_SSL_CERT_FILE", str(NO_AUTHORITY))
     return env
 
 
@@ -299,21 +301,6 @@ def _retention_variables(stack: StackSettings) -> dict[str, str]:
         "PREFECT_SERVER_EVENTS_RETENTION_PERIOD": f"PT{events_s or 1:.0f}S",
         "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD": str(runs_s),
     }
-
-
-def _single_authority_file(settings: Settings) -> Path:
-    """Return a file with a single certificate authority, for processes that use plain HTTP.
-
-    Prefect's client loads the file even for HTTP. All authorities take 40 ms per client, and a save
-    creates a dozen clients.
-    """
-    path = settings.home.absolute() / "one_authority.pem"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        end = "-----END CERTIFICATE-----\n"
-        first = Path(certifi.where()).read_text().partition(end)[0]
-        replace_file(path, first + end)
-    return path
 
 
 def accepts_connections(address: str) -> bool:
@@ -350,27 +337,27 @@ def _ray_auth(home: Path) -> dict[str, str]:
     """
     if os.environ.get("RAY_AUTH_MODE", "disabled") not in ("", "disabled"):
         return {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")}
-    path = _secret(home, "ray_token")
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}
+    # the token itself: processes that Ray starts later need no file
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _secret(home, "ray_token")}
 
 
-def _server_auth(settings: Settings, stack: StackSettings) -> str:
-    """Return ``user:password`` for the server.
+def _server_auth(settings: Settings, stack: StackSettings, state: StackState) -> str:
+    """Return ``user:password`` for the server: as before, since trainers may have it.
 
     Empty if it asks for none, or the caller configures a password.
     """
     if stack.server.password == "none" or os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
         return ""
-    return _secret(settings.home, PASSWORD_FILE, user="trinity-sync:").read_text()
+    return state.api_auth or _secret(settings.home, PASSWORD_FILE, user="trinity-sync:")
 
 
-def _secret(home: Path, name: str, *, user: str = "") -> Path:
-    """Return a file of the stack with 64 random digits after ``user``, created once."""
+def _secret(home: Path, name: str, *, user: str = "") -> str:
+    """Return 64 random digits after ``user``, from a file of the stack that is created once."""
     path = home.absolute() / name
     if not _is_secret(path):
         make_home(home)
         replace_file(path, user + secrets.token_hex(32), mode=0o600)
-    return path
+    return path.read_text()
 
 
 def _is_secret(path: Path) -> bool:

@@ -455,9 +455,9 @@ def test_credentials_of_the_stack_can_be_read_by_no_other_user(
     with environment({"RAY_AUTH_MODE": ""}):
         auth = services._ray_auth(tmp_path)
     state_file.write_state(tmp_path, StackState(ray_auth=auth))
-    token = Path(auth["RAY_AUTH_TOKEN_PATH"])
+    token = tmp_path / "ray_token"
     assert (mode_of(token), mode_of(tmp_path / "stack.json")) == (0o600, 0o600)
-    assert token.read_text() != "known to all"
+    assert auth["RAY_AUTH_TOKEN"] == token.read_text() != "known to all"
     (tmp_path / "stack.json").chmod(0o644)
     assert embedded.find(Settings(home=tmp_path)) == StackState(ray_auth=auth)
     assert mode_of(tmp_path / "stack.json") == 0o600
@@ -542,10 +542,10 @@ def test_the_server_asks_for_a_password_that_only_its_user_can_read_unless_it_is
 ) -> None:
     settings = Settings(home=tmp_path)
     with environment({}):
-        first = services._server_auth(settings, StackSettings())
-        assert services._server_auth(settings, StackSettings()) == first
+        first = services._server_auth(settings, StackSettings(), StackState())
+        assert services._server_auth(settings, StackSettings(), StackState()) == first
         without = StackSettings(server={"password": "none"})
-        assert services._server_auth(settings, without) == ""
+        assert services._server_auth(settings, without, StackState()) == ""
     file = tmp_path / services.PASSWORD_FILE
     assert (file.read_text(), mode_of(file)) == (first, 0o600)
     user, _, password = first.partition(":")

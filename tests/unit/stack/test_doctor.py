@@ -5,6 +5,7 @@ import os
 import pwd
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -84,6 +85,17 @@ def test_a_server_that_wants_a_login_is_asked_with_it(committed: Job) -> None:
         found = checks(committed)
         assert "401" in found["prefect server"].found
         assert "PREFECT_API_AUTH_STRING" in found["prefect server"].found
+
+
+def test_a_home_in_a_folder_that_is_cleaned_is_a_warning(tmp_path: Path) -> None:
+    (home := Path(tempfile.mkdtemp(dir="/var/tmp"))).chmod(0o700)
+    try:
+        found = {check.name: check for check in run_checks(Settings(home=home, spool=tmp_path))}
+    finally:
+        home.rmdir()
+    assert (found["home"].state, f"{home} is in /var/tmp" in found["home"].found) == ("warn", True)
+    elsewhere = run_checks(Settings(home=Path(__file__).parent, spool=tmp_path))
+    assert "home" not in {check.name for check in elsewhere}
 
 
 def test_a_spool_that_is_open_to_others_fails(committed: Job) -> None:
