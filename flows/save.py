@@ -18,6 +18,7 @@ from typing import Any
 
 from prefect import flow, get_run_logger, task
 from prefect.client.schemas.objects import State
+from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 from ray.exceptions import RayError, RayTaskError
 
@@ -25,9 +26,10 @@ from flows.maintenance import request_replication
 from tasks.on_ray import list_living_nodes, run_on_node
 from tasks.save import PERSIST_TASKS, commit_step, create_failure_artifact, upload
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.errors import SaveError, TrinitySyncError
+from trinity_sync.errors import HiddenSpoolError, SaveError, TrinitySyncError
 from trinity_sync.orchestration import metrics, on_node
 from trinity_sync.orchestration.on_node import Outcome, persist_node
+from trinity_sync.orchestration.recovery.flow_runs import try_tell
 from trinity_sync.orchestration.root_threads import run_in_thread
 from trinity_sync.orchestration.run_page import FailedTask, StepOutcome, make_failed_task
 from trinity_sync.orchestration.step_events import emit_step_event
@@ -40,6 +42,7 @@ from trinity_sync.pipeline.save import (
     list_shares,
     mark_images_failed,
 )
+from trinity_sync.pipeline.several_nodes import await_commit
 from trinity_sync.storage.job_settings import read_job_settings, read_required_remote
 from trinity_sync.storage.placement import NodeShards, await_node_shards
 from trinity_sync.storage.save import Persisted
@@ -47,7 +50,10 @@ from trinity_sync.storage.save import Persisted
 MOST_SINGLE_NODES = 8
 """Nodes up to which each component of each node has a task run of its own."""
 NODES_PER_GROUP = 64
-BY_SAVER = "Committed by the saver of the node, since no flow run had begun it in time."
+BY_SAVER = (
+    "Committed by the saver of the node: no flow run had begun it in time, or the stack does not "
+    "see the trainer's /dev/shm."
+)
 _MOST_REASONS = 10
 """Errors that the state of a group's task run quotes; it names all nodes that failed."""
 
@@ -226,9 +232,14 @@ async def save_step(request: SaveRequest) -> State[Any] | None:
     """
     started_at = time.time()
     nodes: list[NodeSave] = []
+    hidden: HiddenSpoolError | None = None
     try:
         nodes = await find_nodes(request)
-        await persist_images(request, nodes)
+        try:
+            await persist_images(request, nodes)
+        except HiddenSpoolError as error:
+            hidden = error
+            await leave_to_saver(request, nodes, error)
         persisted = [result for node in nodes for result in node.persisted]
         persisted_at = time.time()
         done = await commit_step(request, persisted, nodes[0].shards, started_at, persisted_at)
@@ -258,7 +269,25 @@ async def save_step(request: SaveRequest) -> State[Any] | None:
         await request_replication(request)
     if request.keep or request.kind != "checkpoint":
         await prune(request, nodes[0])
-    return Completed(message=BY_SAVER) if done.by_saver else None
+    return Completed(message=str(hidden or BY_SAVER)) if done.by_saver else None
+
+
+async def leave_to_saver(
+    request: SaveRequest, nodes: Sequence[NodeSave], why: HiddenSpoolError
+) -> None:
+    """Tell the trainer that the saver has to commit a save, and wait until it has.
+
+    Raises:
+        HiddenSpoolError: It has not begun within ``rank_timeout_s`` of the job.
+    """
+    get_run_logger().error("%s", why)
+    await try_tell(request, "pending", str(why), url="", start=flow_run.run_count)
+    job = await run_in_thread(read_job_settings, request.root)
+    shards = [node.shards for node in nodes]
+    try:
+        await run_in_thread(await_commit, request, shards, rank_timeout_s=job.rank_timeout_s / 2)
+    except SaveError as error:
+        raise why from error
 
 
 def report_step(outcome: StepOutcome, request: SaveRequest, **payload: Any) -> None:

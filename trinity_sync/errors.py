@@ -9,6 +9,7 @@
      ├─ FormatError                 a root, spool, manifest or run is of another release
      ├─ SpoolError                  the spool of this node cannot be used
      │   ├─ SpoolFullError          too little shared memory; says how many bytes are needed
+     │   ├─ HiddenSpoolError        the stack has another shared memory than the trainer
      │   └─ TicketError             a ticket is torn or corrupted
      ├─ ImageError                  a state cannot be staged, or an image cannot be read
      ├─ SaveError                   a save cannot be committed
@@ -119,6 +120,10 @@ class SpoolError(TrinitySyncError):
 
 class SpoolFullError(SpoolError):
     """Too little shared memory; the message says how many bytes are needed."""
+
+
+class HiddenSpoolError(SpoolError):
+    """The stack does not see the spool of a trainer on its node: it has another ``/dev/shm``."""
 
 
 class TicketError(SpoolError):

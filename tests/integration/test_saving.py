@@ -3,8 +3,10 @@
 import asyncio
 import logging
 import os
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -450,3 +452,22 @@ def test_a_save_that_no_worker_begins_is_committed_by_the_saver_and_its_run_says
     assert "Committed by the saver" in str(state.message)
     (timing,) = require_committed(root, 40).timings
     assert timing.by_saver
+
+
+def test_a_database_that_is_locked_for_long_holds_no_save(
+    stack: StackState, stack_settings: Settings, api: Api, root: Path
+) -> None:
+    patient = {"saver": "auto", "saver_after_s": 600.0, "slots": 1}
+    saves = CheckpointCoordinator(root, settings=stack_settings.model_copy(update=patient))
+    with closing(sqlite3.connect(stack_settings.home / "prefect/prefect.db")) as backup:
+        backup.execute("BEGIN EXCLUSIVE")
+        for step in (50, 51):
+            saves.save(step, {"model": STATE})
+        assert require_committed(root, 50).timings[0].by_saver
+        backup.rollback()
+    saves.wait_all(90)
+    saves.close()
+    for step in (50, 51):
+        state = api.ended(api.run_of(key_of(root, step)).id).state
+        assert state
+        assert state.is_completed()

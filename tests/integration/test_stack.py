@@ -1,5 +1,6 @@
 """The stack on one machine: started once, repaired, stopped without a trace."""
 
+import asyncio
 import os
 import signal
 import stat
@@ -20,6 +21,8 @@ from tests.integration.test_cli import COMMAND, run
 from tests.support.waiting import until
 from tests.unit.cli.test_output import check_document
 from trinity_sync import CheckpointCoordinator, Settings, StackError
+from trinity_sync.client.prefect_api import FlowRun, PrefectApi
+from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.orchestration import deploy
 from trinity_sync.orchestration.deploy import (
     CORRUPTED_AUTOMATION,
@@ -28,8 +31,11 @@ from trinity_sync.orchestration.deploy import (
     SAVE_FAILED_AUTOMATION,
     open_client,
 )
+from trinity_sync.orchestration.recovery.node import NodeRecovery
 from trinity_sync.orchestration.worker import HEARTBEAT_S
+from trinity_sync.pipeline.pending import find_pending_saves
 from trinity_sync.settings import StackSettings
+from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.stack import embedded, services
 from trinity_sync.stack.services import StackState
 from trinity_sync.stack.state_file import lock_home
@@ -100,6 +106,31 @@ def test_no_other_user_reads_the_folder_of_ray(stack: StackState, stack_settings
     found = embedded.find(stack_settings)  # another test may have had it started again
     assert found
     assert stat.S_IMODE(Path(found.ray_folder).stat().st_mode) == 0o700
+
+
+def test_a_worker_leaves_the_saves_of_another_stack_in_its_spool_to_that(
+    stack: StackState, stack_settings: Settings, root: Path
+) -> None:
+    now = embedded.find(stack_settings)
+    assert now
+
+    async def recover() -> list[FlowRun]:
+        recovery = NodeRecovery(stack_settings.spool, "here/1/1", lambda _: True, lambda _: None)
+        async with PrefectApi(stack_settings, now.api_url) as api:
+            await recovery.recover_images(api)
+            return await api.read_job_runs(job_id(root))
+
+    theirs = SaveTrigger(stack_settings, "http://127.0.0.1:9/api")
+    saves = CheckpointCoordinator(root, settings=stack_settings, trigger=theirs)
+    try:
+        saves.save(1, {"model": {"w": torch.zeros(9)}})
+        until(lambda: find_pending_saves(saves.spool), "the save to be orphaned")
+        assert asyncio.run(recover()) == []
+        SaveTrigger(stack_settings, now.api_url).begin(saves.spool.folder.name)
+        assert len(asyncio.run(recover())) == 1
+        saves.wait_all(60)
+    finally:
+        saves.close(0)
 
 
 def test_a_killed_worker_is_started_again_and_the_rest_left_alone(

@@ -25,7 +25,13 @@ from trinity_sync.client.pending_save import PendingSave
 from trinity_sync.client.run_context import RunContext
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
-from trinity_sync.errors import FormatError, SaveTimeoutError, SpoolError, TrinitySyncError
+from trinity_sync.errors import (
+    FormatError,
+    SaveError,
+    SaveTimeoutError,
+    SpoolError,
+    TrinitySyncError,
+)
 from trinity_sync.snapshot.spool import JobSpool
 
 logger = logging.getLogger(__name__)
@@ -42,6 +48,8 @@ RETRY_S = 1.0
 """Seconds after which the thread continues after an error."""
 SAY_S = 15.0
 """Seconds after which `wait` logs what it waits for."""
+HURRY_S = 5.0
+"""Seconds after which the saver commits what no flow run has begun while a process waits for it."""
 MANY = 64
 """Pending saves at which a rank without a standing thread starts one to read their status."""
 
@@ -70,6 +78,8 @@ class CommitWatcher:
         # no reference: the thread lives on, and a coordinator that is gone has no living run
         self._own_run = weakref.ref(run) if run and self._leads else None
         self._watch_at = 0.0
+        self._hidden = False
+        """Whether it was logged that the stack does not see this node's spool."""
         self._journal: Journal | None = None
         self._pending: dict[str, PendingSave] = {}
         self._failures: list[str] = []
@@ -120,8 +130,10 @@ class CommitWatcher:
             self._sweeps |= not self._leads and len(self._pending) >= self._sweep_at
             self._start()
 
-    def begin(self) -> None:
+    def begin(self, *, waits: bool = False) -> None:
         """Have everything ready that commits a save after the death of this process.
+
+        A process that ``waits`` for saves calls `hurry` as well.
 
         Raises:
             SaveError: the saver cannot be started.
@@ -129,6 +141,13 @@ class CommitWatcher:
         with suppress(OSError, SpoolError):  # staging tells why, and the request is retried
             self._spool.make()
             self._trigger.begin(self._spool.folder.name)
+        if waits:
+            self.hurry()
+
+    def hurry(self) -> None:
+        """Have the saver commit soon what no flow run has begun, because this process waits."""
+        with suppress(SaveError):  # the flow run may begin
+            self._trigger.hurry(self._spool.folder.name, HURRY_S)
 
     def has_failed(self, key: str) -> bool:
         """Return whether this process knows that a save has failed."""
@@ -373,6 +392,8 @@ class CommitWatcher:
         save.look_at = now + min(max(least, (now - save.since) / 25), LOOK_S[1])
         try:
             failure = save.find_result(entry, self._spool)
+            if failure is None and self._leads and entry and entry.message:
+                failure = self._leave_to_saver(save, entry.message)
         except Exception as error:  # ESTALE, EIO: without this thread `wait` would hang
             if isinstance(error, FormatError) and entry and entry.state != "pending":
                 # no later look can read it either
@@ -391,6 +412,15 @@ class CommitWatcher:
             self._note_seconds(save)
         if failure is not None:
             self._end(save, failure)
+
+    def _leave_to_saver(self, save: PendingSave, why: str) -> str | None:
+        """Have the saver commit what the stack cannot; return a failure if it commits nothing."""
+        if not self._trigger.hurry(self._spool.folder.name, 0.0):
+            return f"{save.describe('committed')}: {why}"
+        if not self._hidden:
+            logger.warning("%s. The saver of this node commits its saves until then", why)
+        self._hidden = True
+        return None
 
     def _end(self, save: PendingSave, failure: str) -> None:
         request = save.request

@@ -158,9 +158,11 @@ class CheckpointCoordinator:
         self._places = tuple(places) or group_by_node([here] * world_size)
         if any(place.ranks[0] == rank for place in self._places):  # one rank of each node
             remove_replaced_spools(self.settings.spool, self.root)
+        run_key = run_key or self.settings.run_key or make_run_key()
+        self.spool.mark_run(run_key)
         self._run = RunContext(
             self.root,
-            run_key or self.settings.run_key or make_run_key(),
+            run_key,
             leads=rank == 0,
             takes_over=self.settings.take_over if take_over is None else take_over,
         )
@@ -170,7 +172,7 @@ class CheckpointCoordinator:
             self.root,
             self.spool,
             self._run,
-            self._watcher.begin,
+            partial(self._watcher.begin, waits=True),
             rank=rank,
             world_size=world_size,
             places=self._places,
@@ -189,7 +191,10 @@ class CheckpointCoordinator:
             write_concurrency=concurrency,
         )
         self._stager = Stager(
-            self.spool, slots=self.settings.slots, slot_wait_s=self.settings.slot_wait_s
+            self.spool,
+            slots=self.settings.slots,
+            slot_wait_s=self.settings.slot_wait_s,
+            on_long_wait=self._watcher.hurry,
         )
         self._states = StateSaver(
             self._stager,

@@ -176,6 +176,10 @@ class Journal:
         """Return the state of a save by its request key; None if nothing has begun it."""
         return self._entries.get(key)
 
+    def find_last(self) -> Entry | None:
+        """Return what was written last; None if nothing was."""
+        return max(self._entries.values(), key=lambda entry: entry.at, default=None)
+
     def list_failures(self) -> list[Entry]:
         """Return the saves whose last attempt has failed."""
         last: dict[tuple[int, int, Kind, str], Entry] = {}

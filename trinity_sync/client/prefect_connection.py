@@ -70,6 +70,11 @@ class Server:
     """Whether it is the server of this user's local stack, which is reached without a proxy."""
 
     @property
+    def identity(self) -> str:
+        """What tells two servers apart on this node."""
+        return _normalize(self.ui_url)
+
+    @property
     def ui_url(self) -> str:
         """URL of the Prefect UI, without the user and the password in it."""
         return hide_password(self.url).rstrip("/").removesuffix("/api")

@@ -11,9 +11,11 @@ started before each save, so it outlives trainer and server.
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +29,7 @@ from trinity_sync.errors import (
     TicketError,
     TrinitySyncError,
 )
+from trinity_sync.fs.atomic import replace_file
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import failure_path
@@ -36,6 +39,8 @@ from trinity_sync.storage.save_functions import has_request
 
 logger = logging.getLogger(__name__)
 
+SERVER = "server"
+"""File in the folder of a job in the spool with the URL of the server that its trainer uses."""
 BACK_OFF_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Seconds between attempts to request a flow run; the last value repeats."""
 CHECK_S = 5.0
@@ -54,9 +59,14 @@ class SaveTrigger:
         self._api = PrefectApi(self._settings, api_url)
         self._saver = SaverControl(self._settings.spool, self._settings.home)
         self._after_s: float | None = None
-        """What `saver_after_s` was when it was asked last."""
+        """Seconds after which the saver of this node commits what no flow run has begun: 0 if it
+        commits all saves, and none is requested; None if it commits none."""
+        self._server = ""
+        """Identity of the server; empty without one."""
+        self._hurry_s = math.inf
+        """As `hurry`, until the next `begin`."""
         self._has_begun = False
-        """Whether it was asked."""
+        """Whether a server was looked for."""
         self._lacks_saver = False
         """Whether it was logged that the saver cannot be started."""
         self._unsent: deque[tuple[SaveRequest, float]] = deque()
@@ -67,8 +77,9 @@ class SaveTrigger:
 
     def warn_without_stack(self, root: Path, spool: Path) -> None:
         """Log a warning if nothing would commit the saves of a root, which wait in its spool."""
-        if self.saver_after_s is not None:
-            if not self.saver_after_s:
+        self._find_stack()
+        if self._after_s is not None:
+            if not self._after_s:
                 logger.info("No stack: the saver of this node commits the saves of %s", root)
             return
         try:
@@ -78,19 +89,15 @@ class SaveTrigger:
                 "%s. Until then saves of %s wait in %s and are not committed", error, root, spool
             )
 
-    @property
-    def saver_after_s(self) -> float | None:
-        """Seconds after which the saver of this node commits what no flow run has begun.
-
-        0 if it commits all saves, and none is requested; None if it commits none.
-        """
-        if self._settings.saver != "auto":
-            return 0.0 if self._settings.saver == "built-in" else None
-        try:
-            self._api.find_server()
-        except PrefectApiError:
-            return 0.0
-        return self._settings.saver_after_s
+    def _find_stack(self) -> None:
+        """Look for a server, which decides what the saver of this node commits."""
+        self._server = ""
+        with suppress(PrefectApiError):
+            self._server = self._api.find_server().identity
+        if self._settings.saver == "auto":
+            self._after_s = self._settings.saver_after_s if self._server else 0.0
+        else:
+            self._after_s = 0.0 if self._settings.saver == "built-in" else None
 
     def begin(self, job: str) -> None:
         """Start the saver, if it is needed: a save of a job that follows outlives this process.
@@ -99,15 +106,34 @@ class SaveTrigger:
             SaveError: no stack is known, and the saver cannot be started.
         """
         if not self._has_begun:  # later, `send` reads the stack's file
-            self._after_s, self._has_begun = self.saver_after_s, True
+            self._find_stack()
+            self._has_begun = True
+        self._hurry_s = 0.0 if self._hurry_s == 0 else math.inf
         self._prepare(job)
 
+    def hurry(self, job: str, after_s: float) -> bool:
+        """Have the saver commit earlier what no flow run has begun, until the next `begin`.
+
+        With 0 seconds the saver commits everything from now on: the stack cannot reach this node's
+        memory. Return False if the saver commits nothing.
+        """
+        self._hurry_s = min(self._hurry_s, after_s)
+        if self._after_s is None:
+            return False
+        self._prepare(job)
+        return True
+
     def _prepare(self, job: str) -> None:
-        """Have the saver serve a job, or leave it to the stack."""
+        """Have the saver serve a job, or leave it to the stack, and name the stack's server."""
+        with suppress(OSError):  # the folder is gone, or shared memory is full
+            path = self._settings.spool / job / SERVER
+            if not path.exists() or path.read_text() != self._server:
+                replace_file(path, self._server, sync=False)
         if self._after_s is None:
             self._saver.release(job)
         else:
-            self._reach_saver(partial(self._saver.serve, job, self._after_s))
+            after_s = min(self._after_s, self._hurry_s)
+            self._reach_saver(partial(self._saver.serve, job, after_s))
 
     def _reach_saver(self, reach: Callable[[], None]) -> None:
         try:
@@ -145,7 +171,7 @@ class SaveTrigger:
                 if time.monotonic() - since > BACK_OFF_S[0] and self._find_lost([request]):
                     break
                 try:
-                    self._after_s = await asyncio.to_thread(lambda: self.saver_after_s)
+                    await asyncio.to_thread(self._find_stack)
                     await asyncio.to_thread(self._prepare, request.job)
                     if self._after_s != 0:
                         await self._api.create_flow_run(request.flow_run)
@@ -173,7 +199,7 @@ class SaveTrigger:
         ``begun`` are the keys of saves that the stack or a saver works on.
         """
         found = {}
-        self._after_s = self.saver_after_s
+        self._find_stack()
         if self._after_s is not None:
             try:
                 self._reach_saver(self._saver.wake)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.errors import SaveError, TrinitySyncError
+from trinity_sync.errors import HiddenSpoolError, SaveError, TrinitySyncError
 from trinity_sync.fs.direct_io import RateLimit
 from trinity_sync.layout import FOLDERS, Component
 from trinity_sync.pipeline.several_nodes import (
@@ -27,7 +27,8 @@ from trinity_sync.pipeline.several_nodes import (
 from trinity_sync.retention.prune import plan_prune, prune
 from trinity_sync.retention.removal import RemovalPlan, Rules
 from trinity_sync.settings import StackSettings
-from trinity_sync.snapshot.spool import get_job_spool
+from trinity_sync.snapshot.save_id import SaveId
+from trinity_sync.snapshot.spool import JobSpool, get_job_spool
 from trinity_sync.storage.block_reuse import can_reuse_blocks
 from trinity_sync.storage.commit import commit, free_committed_slots
 from trinity_sync.storage.export_requests import list_missing_exports
@@ -117,6 +118,7 @@ def persist_share(
     save = request.save
     refuse_other_job(save)
     spool = get_job_spool(shards.spool, save)  # refuses another job's, before anything is read
+    _require_visible(save, shards, spool)
     rate = writing.max_mb_per_s * 1e6
     job = read_job_settings(save.root)
     options = WriteOptions(
@@ -129,6 +131,25 @@ def persist_share(
     statuses = await_callable_saves(spool, save) if share.awaits_callables else []
     sync_callable_files(save, statuses)
     return Persisted(written, statuses)
+
+
+def _require_visible(save: SaveId, shards: NodeShards, spool: JobSpool) -> None:
+    """Require that this process sees the memory of the trainer, unless the save is committed.
+
+    Raises:
+        HiddenSpoolError: it does not.
+        SaveError: the save was committed and removed before.
+    """
+    if spool.has_run(save.run_key) or spool.read_step(save.run, save.step)[0]:
+        return
+    if read_run_manifest(save.root, save.run, save.step) is None:
+        refuse_removed(save)
+        raise HiddenSpoolError(
+            f"{save}: the stack on node {shards.node} does not see the trainer's {spool.folder}: "
+            "it has another /dev/shm (a container, Slurm's job_container/tmpfs), or a program has "
+            "removed the folder. Start the stack where the training runs, or have both share the "
+            "host's /dev/shm (--ipc=host)"
+        )
 
 
 def commit_images(

@@ -72,16 +72,22 @@ class SlotPool:
     """The slots of one process, by role, component and rank; they stay mapped between saves.
 
     A component has ``count`` slots; slots are added while slow readers hold them all. ``wait_s`` is
-    ``slot_wait_s`` of `Stager`, ``clock`` as there.
+    ``slot_wait_s`` of `Stager`, ``clock`` and ``on_long_wait`` as there.
     """
 
     def __init__(
-        self, spool: JobSpool, count: int, wait_s: float, clock: Callable[[], float]
+        self,
+        spool: JobSpool,
+        count: int,
+        wait_s: float,
+        clock: Callable[[], float],
+        on_long_wait: Callable[[], None],
     ) -> None:
         self._spool = spool
         self._count = count
         self._wait_s = wait_s
         self._clock = clock
+        self._on_long_wait = on_long_wait
         self._slots: dict[tuple[str, str, int], list[Slot]] = {}
 
     def wait_at_most(self, seconds: float) -> None:
@@ -186,6 +192,7 @@ class SlotPool:
                 slot.unlock()  # another trainer has just sealed an image there
             if waited >= LONG_WAIT_S and not warned:
                 warned = True
+                self._on_long_wait()
                 logger.warning(
                     "Step %d waits for a slot for %s, for up to %.0f s: no image of the steps "
                     "before it is persisted yet. Is the stack up? See trinity-sync status",

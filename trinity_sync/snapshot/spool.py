@@ -11,7 +11,8 @@
         actor.model.rank0.1.slot.published      version of the weights: ``ticket``
         receipts/...                            statuses of save functions: `save_functions`
         job.json                                the job's root, and the format of the folder
-        saver                                   the saver serves the job: ``saver_control``
+        0f3c9a11d2b7e648.run                    a run has a trainer that sees this folder
+        saver, server                           who commits: ``saver_control``, ``save_trigger``
 
 The client and the stack of a job may be of different releases. So ``job.json`` names the format of
 everything in the folder, and is read before anything else there: a folder of another release is
@@ -20,6 +21,7 @@ refused as a whole.
 
 import contextlib
 import fcntl
+import hashlib
 import logging
 import os
 import shutil
@@ -100,6 +102,23 @@ class JobSpool:
         if self.read_root() is None and self.of:
             owner = encode_record(_Owner(str(self.of)))
             replace_file(self.folder / JOB_FILE, owner, sync=False)
+
+    def mark_run(self, run_key: str) -> None:
+        """Leave a mark of a run that saves here, by which the stack sees that it sees this folder.
+
+        Raises:
+            SpoolError, FormatError: as `make`.
+        """
+        self.make()
+        with contextlib.suppress(OSError):  # shared memory is full: nothing can be saved either
+            self._mark(run_key).touch()
+
+    def has_run(self, run_key: str) -> bool:
+        """Return whether a run has left its mark here."""
+        return self._mark(run_key).exists()
+
+    def _mark(self, run_key: str) -> Path:
+        return self.folder / f"{hashlib.sha256(run_key.encode()).hexdigest()[:16]}.run"
 
     def slot(self, role: str, component: str, rank: int, number: int) -> Path:
         """Return the path of a slot; ``number`` counts from 0."""

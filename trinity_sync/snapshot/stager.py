@@ -106,7 +106,7 @@ class Stager:
     With two ``slots`` per component, one image is persisted while the next is staged. For
     ``slot_wait_s`` staging waits for a slot, and the image of a checkpoint cannot be evicted.
     ``clock`` returns monotonic seconds, the same for all processes of the node: setting a wall
-    clock forward would age new images.
+    clock forward would age new images. ``on_long_wait`` is called while a save waits for a slot.
     """
 
     def __init__(
@@ -116,9 +116,10 @@ class Stager:
         slots: int = 2,
         slot_wait_s: float = 300.0,
         clock: Callable[[], float] = time.monotonic,
+        on_long_wait: Callable[[], None] = lambda: None,
     ) -> None:
         self._clock = clock
-        self._slots = SlotPool(spool, slots, slot_wait_s, clock)
+        self._slots = SlotPool(spool, slots, slot_wait_s, clock, on_long_wait)
         self._layouts: dict[tuple[str, str, int], Layout] = {}
         self.waiting_since: float | None = None
         """When the trainer began to wait for an overlapped copy (`time.perf_counter`), which the

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from trinity_sync.client.journal import Journal
 from trinity_sync.errors import CommitError, FormatError, RootError, TrinitySyncError
 from trinity_sync.fs.capabilities import Capabilities, probe_capabilities
 from trinity_sync.fs.memory import find_room
@@ -69,6 +70,11 @@ def check_root(root: Path, settings: Settings) -> Iterator[Check]:
             spool, settings, int(latest.nbytes * _compute_local_fraction(root, settings))
         )
     yield _check_steps(root)
+    journal = Journal(root)
+    journal.read()
+    if (last := journal.find_last()) and last.message:
+        found = f"the last {last.kind}, of step {last.step}, is {last.state}: {last.message}"
+        yield Check("last save", "warn", found, f"see: trinity-sync runs {root}")
 
 
 def _check_records(root: Path) -> Check:

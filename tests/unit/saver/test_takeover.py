@@ -20,9 +20,11 @@ from tests.support.job import Job
 from tests.support.savers import await_that, savers_of, train
 from tests.unit.saver.conftest import Make
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
+from trinity_sync.client import commit_watcher
 from trinity_sync.client.saver_control import LOG
 from trinity_sync.pipeline.pending import find_pending_saves
 from trinity_sync.saver import _is_of_stack
+from trinity_sync.snapshot import slot_pool
 from trinity_sync.storage.commit import acquire_commit_lock
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.latest_pointer import read_latest_pointer
@@ -88,6 +90,23 @@ def test_a_stack_that_is_away_delays_no_commit_for_long(
         saves.wait_all(60)
         assert is_by_saver(job.root, step)
     assert load_states(job.root, 2, "actor")["model"]["w"].tolist() == [2.0] * 9
+
+
+def test_a_save_that_waits_for_a_slot_and_a_start_that_waits_for_a_save_have_the_saver_commit(
+    job: Job, known: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_pool, "LONG_WAIT_S", 0.2)
+    monkeypatch.setattr(commit_watcher, "HURRY_S", 0.2)
+    patient = known.model_copy(update={"saver_after_s": 600.0, "slots": 1})
+    saves = CheckpointCoordinator(job.root, settings=patient)
+    for step in (1, 2):
+        saves.save(step, {"model": {"w": torch.full((9,), float(step))}})
+    assert is_by_saver(job.root, 1)
+    assert find_pending_saves(saves.spool, grace_s=0)
+    saves.close(timeout=0)
+    again = CheckpointCoordinator(job.root, settings=patient)
+    assert again.latest_step() == 2
+    again.close(timeout=0)
 
 
 def test_what_was_saved_is_committed_although_trainer_and_stack_are_gone(

@@ -5,16 +5,17 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from uuid import UUID
 
 from trinity_sync.client.prefect_api import FAILED, UNDER_WAY, FlowRun, PrefectApi
 from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.client.save_trigger import SERVER
 from trinity_sync.errors import PrefectApiError, RequestRefusedError
 from trinity_sync.fs.locks import try_acquire_file_lock
 from trinity_sync.layout import PRIVATE_FOLDER
-from trinity_sync.orchestration.job_registry import ANSWER_S
+from trinity_sync.orchestration.job_registry import ANSWER_S, is_allowed
 from trinity_sync.orchestration.recovery.flow_runs import (
     LATE_S,
     allow_eviction,
@@ -25,14 +26,32 @@ from trinity_sync.orchestration.recovery.flow_runs import (
 )
 from trinity_sync.orchestration.root_threads import run_in_thread
 from trinity_sync.pipeline.pending import compare_late_images, find_pending_saves, warn_once
+from trinity_sync.settings import StackSettings
 from trinity_sync.snapshot.spool import JobSpool, list_job_spools, try_run_lock
 
 logger = logging.getLogger(__name__)
 
 ENDED_S = 86400.0, 600.0
 """Seconds for which a run may have ended at the first poll of a worker, and at the later ones."""
+OTHERS_S = 300.0
+"""Age in seconds from which a worker takes images of a job of another stack, which may be gone."""
 CRASH_GRACE_S = LATE_S + 15.0
 """Seconds for which a worker may still retry a crashed run, from when this one has seen it."""
+
+
+def find_own_saves(job: JobSpool, server: str) -> list[SaveRequest]:
+    """Return what `find_pending_saves` finds, for the stack of a server.
+
+    A spool may serve several stacks of a user. The saves of another one are left to it, and taken
+    after `OTHERS_S` where this stack may write their root.
+    """
+    named = ""
+    with suppress(OSError):  # no trainer of this release has saved there
+        named = (job.folder / SERVER).read_text()
+    if named in ("", server):
+        return find_pending_saves(job)
+    stack, late = StackSettings(), find_pending_saves(job, grace_s=OTHERS_S)
+    return [request for request in late if is_allowed(stack, request.root)]
 
 
 class NodeRecovery:
@@ -125,7 +144,7 @@ class NodeRecovery:
             raise error
 
     async def _recover_job(self, api: PrefectApi, job: JobSpool) -> None:
-        requests = await run_in_thread(find_pending_saves, job)
+        requests = await run_in_thread(find_own_saves, job, api.find_server().identity)
         if not requests:
             return
         for request in requests:
