@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import stat
 import subprocess
 from collections.abc import Callable
@@ -356,6 +357,65 @@ def test_what_the_systemd_unit_runs_starts_again_what_ends_and_stops_all_when_it
             running.kill()
             embedded.down(another)
             deploy.deploy(StackSettings(worker={"pool": "trinity-sync"}))
+
+
+def test_parts_that_work_run_on_if_the_worker_does_not_start_and_the_next_up_starts_it(
+    another: Settings,
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        metrics = f"127.0.0.1:{taken.getsockname()[1]}"
+        stack = StackSettings(worker={"pool": "another", "metrics": metrics, "nice": 0})
+        with pytest.raises(StackError, match=rf"the flow worker ended.*{metrics}") as caught:
+            embedded.up(another, stack)
+    assert "what works runs on (ray); trinity-sync up" in caught.value.hint
+    before = embedded.find(another)
+    try:
+        assert before
+        assert before.ray
+        assert before.ray.lives
+        after = embedded.up(another, stack)
+        assert (after.ray, after.lives) == (before.ray, True)
+    finally:
+        embedded.down(another)
+        deploy.deploy(StackSettings(worker={"pool": "trinity-sync"}))
+
+
+def test_a_node_with_too_little_memory_for_ray_is_named(
+    another: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_memory_usage_threshold", "0.01")
+    why = "Ray ends its processes as they start: .*running low on memory"
+    try:
+        with pytest.raises(StackError, match=why):
+            embedded.up(another, StackSettings(worker={"pool": "another", "nice": 0}))
+    finally:
+        embedded.down(another)
+        deploy.deploy(StackSettings(worker={"pool": "trinity-sync"}))
+
+
+def test_a_server_runs_on_if_ray_does_not_start_and_the_next_up_starts_it(
+    another: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PREFECT_API_URL")
+    monkeypatch.delenv("PREFECT_API_AUTH_STRING")
+    stack = StackSettings(server={"port": 0}, worker={"pool": "another", "nice": 0})
+    with monkeypatch.context() as wrong:
+        wrong.setenv("RAY_TLS_SERVER_CERT", "/none")
+        wrong.setenv("RAY_USE_TLS", "1")
+        with pytest.raises(StackError, match="the Ray node") as caught:
+            embedded.up(another, stack, worker=False)
+    assert "runs on (server)" in caught.value.hint
+    before = embedded.find(another)
+    try:
+        assert before
+        assert (bool(before.server), before.ray) == (True, None)
+        after = embedded.up(another, stack, worker=False)
+        assert (after.server, after.lives) == (before.server, True)
+        assert after.ray
+    finally:
+        embedded.down(another)
 
 
 def test_what_was_started_is_stopped_when_the_rest_fails(

@@ -42,9 +42,7 @@ Cpus = Annotated[
     int | None, typer.Option(min=1, help="CPUs of the Ray node; by default all of the machine.")
 ]
 WithWorker = Annotated[bool, typer.Option(help="Start the flow worker as well.")]
-Timeout = Annotated[
-    float, typer.Option(min=1, help="Time-out in seconds of all services together.")
-]
+Timeout = Annotated[float, typer.Option(min=1, help="Time-out in seconds of each service.")]
 
 
 @app.command("up", "up --cpus 4", "up --block", "up -o json", panel="Run the stack", stack=True)

@@ -30,8 +30,8 @@ def serve(settings: Settings, stack: StackSettings) -> None:
     """Join the Ray cluster of the settings and run flows until SIGTERM or Ctrl-C.
 
     Raises:
-        StackError: The cluster cannot be joined, its workers cannot import the tasks, or metrics
-            cannot be served.
+        StackError: The cluster cannot be joined, its workers cannot import the tasks or have too
+            little memory, or metrics cannot be served.
     """
     import ray
 
@@ -55,7 +55,15 @@ def serve(settings: Settings, stack: StackSettings) -> None:
     os.chdir(started_in)
     try:
         try:
-            ray.get([ray.remote(num_cpus=0)(_import_work).remote() for _ in COMPONENTS])
+            # a process that Ray has ended for want of memory would be started again without end
+            importing = ray.remote(num_cpus=0, max_retries=0)(_import_work)
+            ray.get([importing.remote() for _ in COMPONENTS])
+        except ray.exceptions.OutOfMemoryError as error:
+            raise StackError(
+                f"Ray ends its processes as they start: {str(error).strip().splitlines()[0]} Free "
+                "memory on this node, or raise the threshold: RAY_memory_usage_threshold=0.99 "
+                "trinity-sync restart"
+            ) from error
         except ray.exceptions.RayError as error:
             raise StackError(
                 f"the workers of the Ray cluster at {address} cannot import the stack's tasks: "

@@ -107,28 +107,38 @@ def lower_priority(daemon: Daemon, nice: int) -> None:
 
 
 def await_ready(
-    service: str, daemon: Daemon, is_ready: Callable[[], bool], deadline: float
+    service: str, daemon: Daemon, is_ready: Callable[[], bool], timeout_s: float
 ) -> None:
-    """Poll a daemon until it is ready; ``deadline`` is by `time.monotonic`.
+    """Poll a daemon until it is ready; the time for which it waits for a CPU does not count.
 
     Raises:
         StackError: The daemon ended, or was not ready in time.
     """
+    began = time.monotonic()
     while not is_ready():
-        if not daemon.lives:
+        lives, waited_s = daemon.lives, time.monotonic() - began - _read_cpu_wait(daemon)
+        if not lives or waited_s > timeout_s:
             line = find_error_line(daemon)
             raise StackError(
-                f"{service} ended while it started"
+                (
+                    f"{service} was not ready within {timeout_s:g} s"
+                    if lives
+                    else f"{service} ended while it started"
+                )
                 + (f": {line}. " if line else ". ")
-                + f"Its log {daemon.log} has the rest. Correct that, and start it again."
-            )
-        if time.monotonic() > deadline:
-            raise StackError(
-                f"{service} was not ready in time. Look into its log {daemon.log}, or try again "
-                "with a longer time-out."
+                + f"Its log {daemon.log} has the rest. Correct that, and start it again"
+                + (", or with a longer time-out." if lives else ".")
             )
         with suppress(psutil.NoSuchProcess):
             psutil.wait_procs([psutil.Process(daemon.pid)], POLL_S)
+
+
+def _read_cpu_wait(daemon: Daemon) -> float:
+    """Return the seconds for which a daemon could have run, and others had the CPUs."""
+    try:
+        return int(Path(f"/proc/{daemon.pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):  # it has ended, or the kernel does not count them
+        return 0.0
 
 
 def find_error_line(daemon: Daemon) -> str:

@@ -33,8 +33,6 @@ from trinity_sync.stack.state_file import (
 )
 
 API_URL, RAY_ADDRESS = "PREFECT_API_URL", "ray.address"
-WORKER_S = 60.0
-"""Minimum time for the flow worker in seconds: server and Ray may take up the whole time-out."""
 STOP_S = 20.0
 """Seconds after which a service that was asked to stop is killed."""
 
@@ -94,18 +92,17 @@ def up(
     the settings that it was started with. Saves in flight are then retried from their images.
 
     ``stack`` are the settings of a new stack, by default those of the environment and the file;
-    ``num_cpus`` is used instead of its ``ray.cpus``. ``timeout_s`` is for all services together,
-    but the flow worker, which is last, gets at least `WORKER_S`. ``joining`` is the stack of
-    another machine that this machine joins.
+    ``num_cpus`` is used instead of its ``ray.cpus``. ``timeout_s`` is for each service, see
+    `daemon.await_ready`. ``joining`` is the stack of another machine that this machine joins.
 
     Raises:
         StackError: A service did not start or accepts connections without credentials, or an
-            external one cannot be reached. The services that this call started are stopped.
+            external one cannot be reached. Server and Ray node run on once they work; otherwise
+            the services that this call started are stopped.
     """
     named = "" if stack else os.environ.get(CONFIG, "")
     config = str(Path(named).absolute()) if named else ""
     stack = stack or StackSettings()
-    deadline = time.monotonic() + timeout_s
     with lock_home(settings.home):
         before = read_state(settings.home) or StackState()
         if joining:
@@ -124,31 +121,41 @@ def up(
         if num_cpus:
             ray = stack.ray.model_copy(update={"cpus": num_cpus})
             stack = stack.model_copy(update={"ray": ray})
-        kept = before if _serves(before, external) else StackState()
+        works = kept = before if _serves(before, external) else StackState()
         try:
             if kept.daemons:
                 now = kept
-                if not worker or (now.worker and now.worker.lives):
-                    _await_server(now, deadline)
+                has_ray = now.ray or now.joined or "ray_address" in external
+                if has_ray and (not worker or (now.worker and now.worker.lives)):
+                    _await_server(now, timeout_s)
                     return now
                 if now.worker:
                     daemon.stop(now.worker, STOP_S)
+                if not has_ray:
+                    now = _start(services.start_ray, settings, stack, now)
             else:
                 _stop(before)
                 now = joining or (before if before.daemons else read_last_addresses(settings.home))
                 now = replace(now, server=None, ray=None, worker=None, ray_folder="")
                 now = replace(now, settings=started_with, config=config)
                 now = _start_server_and_ray(settings, stack, now, external)
-            _await_server(now, deadline)
+            _await_server(now, timeout_s)
             if not now.joined:
-                _deploy(settings, stack, now, deadline)
-            now = _await_ray(now, deadline)
+                _deploy(settings, stack, now, timeout_s)
+            require_refusals(stack, replace(now, ray_auth=None))
+            works = replace(now, ray=None, ray_folder="", worker=None)
+            now = _await_ray(now, timeout_s)
             require_refusals(stack, now)
+            works = replace(now, worker=None)
             if worker:
-                now = _start_worker(settings, stack, now, deadline)
+                now = _start_worker(settings, stack, now, timeout_s)
             write_state(settings.home, now)
             write_invitation(settings, now)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, StackError) and works is not kept and works.daemons:
+                kept = before = works
+                names = " and ".join(part for part in ("server", "ray") if getattr(works, part))
+                error.hint = f"what works runs on ({names}); trinity-sync up starts the rest"
             _stop(read_state(settings.home) or StackState(), keep=kept)
             write_state(settings.home, before)
             raise
@@ -320,28 +327,28 @@ def _start_server_and_ray(
     return now
 
 
-def _await_server(state: StackState, deadline: float) -> None:
+def _await_server(state: StackState, timeout_s: float) -> None:
     if state.server:
         daemon.await_ready(
-            "the Prefect server", state.server, lambda: services.is_server_ready(state), deadline
+            "the Prefect server", state.server, lambda: services.is_server_ready(state), timeout_s
         )
 
 
-def _await_ray(state: StackState, deadline: float) -> StackState:
+def _await_ray(state: StackState, timeout_s: float) -> StackState:
     """Wait until the Ray node is ready, and return the stack with its address."""
     ray = state.ray
     if ray is None:
         return state
     if state.joined:
-        daemon.await_ready("the Ray node", ray, lambda: services.has_ray_joined(ray), deadline)
+        daemon.await_ready("the Ray node", ray, lambda: services.has_ray_joined(ray), timeout_s)
         return state
     daemon.await_ready(
-        "the Ray node", ray, lambda: bool(services.find_ray_address(state)), deadline
+        "the Ray node", ray, lambda: bool(services.find_ray_address(state)), timeout_s
     )
     return replace(state, ray_address=services.find_ray_address(state) or "")
 
 
-def _deploy(settings: Settings, stack: StackSettings, state: StackState, deadline: float) -> None:
+def _deploy(settings: Settings, stack: StackSettings, state: StackState, timeout_s: float) -> None:
     """Apply the deployments in a separate process.
 
     The caller may be a user's script with other packages ``flows`` and ``tasks``, and must not
@@ -357,19 +364,19 @@ def _deploy(settings: Settings, stack: StackSettings, state: StackState, deadlin
             capture_output=True,
             text=True,
             errors="replace",  # the output may have any bytes
-            timeout=deadline - time.monotonic(),
+            timeout=timeout_s,
         )
     except subprocess.TimeoutExpired:
         raise StackError(
-            f"the deployments were not registered at {state.api_url} in time. Look into the "
-            "server's log, or try again with a longer time-out."
+            f"the deployments were not registered at {state.api_url} within {timeout_s:g} s. Look "
+            "into the server's log, or try again with a longer time-out."
         ) from None
     if done.returncode:
         raise StackError(done.stderr.strip().removeprefix("error: "))
 
 
 def _start_worker(
-    settings: Settings, stack: StackSettings, state: StackState, deadline: float
+    settings: Settings, stack: StackSettings, state: StackState, timeout_s: float
 ) -> StackState:
     def read_online() -> set[str]:
         return ask_server(settings, lambda api: api.read_workers(stack.worker.pool), state.api_url)
@@ -381,7 +388,7 @@ def _start_worker(
         "the flow worker",
         now.worker,
         lambda: bool(read_online() - before),  # each start has a new name
-        max(deadline, time.monotonic() + WORKER_S),
+        timeout_s,
     )
     return now
 

@@ -65,7 +65,10 @@ def test_up_waits_no_longer_than_it_was_told_to(listening: int, tmp_path: Path) 
     }
     with environment(named):
         settings = Settings(home=tmp_path / "home", spool=tmp_path / "spool")
-    with environment(named), pytest.raises(StackError, match=f"at http://{address}/api in time"):
+    with (
+        environment(named),
+        pytest.raises(StackError, match=f"at http://{address}/api within 0.5 s"),
+    ):
         embedded.up(settings, timeout_s=0.5)
     assert embedded.find(settings) is None
 
