@@ -24,6 +24,10 @@ WHAT_TO_DO = {
         "Free shared memory or enlarge it (`df -h /dev/shm`), or set `TRINITY_SYNC_SLOTS=1`, see "
         "[Size and tune](../operations/size.md#shared-memory)."
     ),
+    "HiddenSpoolError": (
+        "Start the stack where the training runs, or have both share the host's `/dev/shm`. Saves "
+        "go on: the saver of the node commits them."
+    ),
     "TicketError": (
         "Save the step again. If it repeats, another process changes files of the spool."
     ),

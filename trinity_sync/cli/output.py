@@ -223,7 +223,7 @@ def use_color() -> bool:
 
 @contextmanager
 def progress_bar(what: str, *, of_steps: bool = False) -> Iterator[OnProgress]:
-    """Show a progress bar of bytes or steps, and yield the callback that updates it.
+    """Yield the callback that updates a progress bar of bytes or steps, from its first call on.
 
     ``what`` describes the work, such as ``reading``.
     """
@@ -234,7 +234,7 @@ def progress_bar(what: str, *, of_steps: bool = False) -> Iterator[OnProgress]:
     from rich.console import Console
 
     bytes_columns = [progress.DownloadColumn(), progress.TransferSpeedColumn()]
-    with progress.Progress(
+    bar = progress.Progress(
         progress.TextColumn("{task.description}", markup=False),
         progress.BarColumn(),
         *([progress.MofNCompleteColumn()] if of_steps else bytes_columns),
@@ -242,6 +242,14 @@ def progress_bar(what: str, *, of_steps: bool = False) -> Iterator[OnProgress]:
         console=Console(stderr=True),
         transient=True,
         redirect_stdout=False,  # stdout may be a file
-    ) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, advance=done, total=total)
+    )
+    task = bar.add_task(what, total=None)
+
+    def show(done: int, total: int) -> None:
+        bar.start()  # not before: an error of the first step stands alone
+        bar.update(task, advance=done, total=total)
+
+    try:
+        yield show
+    finally:
+        bar.stop()

@@ -132,8 +132,8 @@ def _check_server(settings: Settings, stack: StackSettings) -> list[Check]:
     try:
         ask_server(settings, ask)
     except PrefectApiError as error:
-        todo = "run: trinity-sync up, or correct PREFECT_API_URL"
-        found.append(Check("prefect server", "fail", str(error), todo))
+        why, _, todo = str(error).partition(". ")
+        found.append(Check("prefect server", "fail", why, todo))
     return found
 
 

@@ -32,7 +32,7 @@ class Told:
         self.wholes.add(whole)
 
 
-def at_a_terminal(*arguments: object, home: Path) -> tuple[str, str]:
+def at_a_terminal(*arguments: object, home: Path, code: int = 0) -> tuple[str, str]:
     """The output of a command, and what a terminal showed as its stderr."""
     ours, its = pty.openpty()
     command = subprocess.Popen(
@@ -52,7 +52,7 @@ def at_a_terminal(*arguments: object, home: Path) -> tuple[str, str]:
     finally:
         os.close(ours)
     output, _ = command.communicate(timeout=60)
-    assert command.returncode == 0, shown
+    assert command.returncode == code, shown
     return output, shown.decode()
 
 
@@ -80,6 +80,16 @@ def test_a_terminal_shows_a_bar_next_to_the_output_and_a_pipe_gets_the_output_al
     )
     assert piped.stderr == ""
     assert piped.stdout.splitlines()[0].split()[:2] == output.splitlines()[0].split()[:2]
+
+
+def test_an_error_before_the_first_byte_is_shown_without_a_bar(tmp_path: Path) -> None:
+    commit_files(tmp_path / "ckpts", 1)
+    (tmp_path / "file").touch()
+    url = f"file://{tmp_path}/file/store"
+    command = ("remote", "push", tmp_path / "ckpts", 1, url)
+    _, shown = at_a_terminal(*command, home=tmp_path / "home", code=4)
+    assert shown.startswith("error: ")
+    assert "uploading" not in shown
 
 
 def test_reading_and_copying_tell_of_every_byte(job: Job, tmp_path: Path) -> None:

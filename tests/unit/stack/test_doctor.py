@@ -83,8 +83,10 @@ def test_a_server_that_wants_a_login_is_asked_with_it(committed: Job) -> None:
         assert found["prefect server"].state == "ok"
         assert found["work pool"].found == "there is no work pool trinity-sync"
         found = checks(committed)
-        assert "401" in found["prefect server"].found
-        assert "PREFECT_API_AUTH_STRING" in found["prefect server"].found
+        assert found["prefect server"].found.endswith("(401): the password is missing or wrong")
+        assert found["prefect server"].todo.startswith(
+            "Set PREFECT_API_AUTH_STRING to the server's"
+        )
 
 
 def test_a_home_in_a_folder_that_is_cleaned_is_a_warning(tmp_path: Path) -> None:
