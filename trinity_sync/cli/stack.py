@@ -58,8 +58,8 @@ def up(
 ) -> None:
     """Start the stack: Prefect server, Ray and flow worker.
 
-    A missing worker is started alone. If the server or Ray died, all services are stopped and
-    started again, at the same addresses.
+    What has not started before is started alone. If the server or Ray died, all services are
+    stopped and started again, at the same addresses.
     """
     from trinity_sync.stack import embedded
 

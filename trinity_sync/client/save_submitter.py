@@ -111,6 +111,7 @@ class SaveSubmitter:
             self._placed.add(role)
         if any(place.ranks[0] == self._rank for place in self._places):
             self._watcher.begin()
+            self._spool.mark_run(self._run.get().key)  # a program may have removed the folder
 
     def check_components(
         self, step: int, components: Mapping[str, Any], role: str, kind: Kind
