@@ -144,7 +144,7 @@ def up(
                 _deploy(settings, stack, now, timeout_s)
             require_refusals(stack, replace(now, ray_auth=None))
             works = replace(now, ray=None, ray_folder="", worker=None)
-            now = _await_ray(now, timeout_s)
+            now, works = _await_ray(now, timeout_s), kept  # a Ray that admits all ends everything
             require_refusals(stack, now)
             works = replace(now, worker=None)
             if worker:
