@@ -258,7 +258,6 @@ async def save_step(request: SaveRequest) -> State[Any] | None:
         get_run_logger().error("%s", error)
         return Failed(name=outcome.capitalize(), message=str(error))
     metrics.METRICS.count_committed_save(request, done)
-    get_run_logger().info("%s", done.summary)
     report_step("committed", request, seconds=committed_at - started_at)
     if done.alarms:
         report_step("unhealthy", request, problems=[*done.alarms])

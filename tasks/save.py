@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, get_args
 
-from prefect import Task, task
+from prefect import Task, get_run_logger, task
 from prefect.artifacts import acreate_markdown_artifact
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.runtime import flow_run
@@ -84,6 +84,7 @@ async def commit_step(
     run = str(flow_run.id)
     arguments = (request, persisted, shards, started_at, persisted_at, run)
     done = await run_on_node(shards.node, request.root, on_node.commit_step, *arguments)
+    get_run_logger().info("%s", done.summary)
     try:
         key = make_artifact_key("save", request.root)
         await acreate_markdown_artifact(key=key, markdown=done.page, description=done.summary)
