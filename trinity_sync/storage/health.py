@@ -20,14 +20,16 @@ if TYPE_CHECKING:
 
 COMPARED = ("model", "optim", "dcp")
 """Components that a training changes from step to step."""
+DISTCP = ".distcp"
+"""Suffix of a rank's file of DCP or Megatron, which only they read."""
 NAMED = 3
 
 Magnitude = Annotated[float, msgspec.Meta(ge=0)]
 
 
 def is_looked_into(component: str, path: str) -> bool:
-    """Return whether the values of a file are looked at: those of DCP and Megatron are not."""
-    return component in ("model", "optim") and path.endswith(".pt")
+    """Return whether the values of a file are looked at."""
+    return component in COMPARED and path.endswith((".pt", DISTCP))
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class FileHealth:
     largest: Magnitude
     """Largest magnitude of the finite values."""
     names: tuple[str, ...]
-    """The first tensors with values that are not finite."""
+    """The first tensors with values that are not finite; in a file of DCP, where they start."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class ComponentHealth(FileHealth):
     role: str
     """Folder below the step's folder."""
     component: str
-    """``model`` or ``optim``."""
+    """``model``, ``optim`` or ``dcp``."""
     nonfinite_ranks: tuple[int, ...]
     """Ranks with values that are not finite."""
     unchanged_since: int | None

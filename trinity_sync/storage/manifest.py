@@ -36,7 +36,7 @@ from trinity_sync.layout import (
     step_folder,
 )
 from trinity_sync.snapshot.save_id import Export
-from trinity_sync.storage.health import ComponentHealth, FileHealth, sum_up_health
+from trinity_sync.storage.health import DISTCP, ComponentHealth, FileHealth, sum_up_health
 from trinity_sync.storage.save_timing import SaveTiming
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class FileRecord:
     @property
     def is_distcp(self) -> bool:
         """Whether the file is one rank's of DCP or Megatron, which only they read."""
-        return self.path.endswith(".distcp")
+        return self.path.endswith(DISTCP)
 
     @property
     def is_weights(self) -> bool:

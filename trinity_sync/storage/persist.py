@@ -49,7 +49,7 @@ from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import Ticket, failure_path, lock_image, lock_slot, read_ticket
 from trinity_sync.storage.block_reuse import acquire_spare, remove_spares
 from trinity_sync.storage.gather import gather_images
-from trinity_sync.storage.health import FileHealth, is_looked_into, sum_up_health
+from trinity_sync.storage.health import DISTCP, FileHealth, is_looked_into, sum_up_health
 from trinity_sync.storage.manifest import FileRecord, read_run_manifest
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Written, remove_files
@@ -262,7 +262,7 @@ def _scan(ticket: Ticket, content: memoryview) -> "ValueScan | None":
     from trinity_sync.tensors.health import ValueScan  # imports NumPy, for those who write
 
     try:
-        return ValueScan(content)
+        return ValueScan(content, of_items=ticket.path.endswith(DISTCP))
     except Exception as error:  # of any state that can be pickled; it is saved all the same
         logger.warning("cannot look at the values of %s: %r", ticket.what, error)
         return None

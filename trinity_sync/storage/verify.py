@@ -208,7 +208,7 @@ def measure_files(
             try:
                 with open_no_follow(path) as file:
                     image = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-                scan = ValueScan(image)
+                scan = ValueScan(image, of_items=record.is_distcp)
             except Exception as error:
                 raise CommitError(
                     f"cannot look at the values of {path}: {error!r}. Compare its digest: "

@@ -18,6 +18,21 @@ from typing import Any, NamedTuple
 
 from trinity_sync.errors import ImageError
 
+ITEM_ALIGNMENT = 64
+"""Multiple of which the archives in a file of DCP start."""
+_ENTRY, _END, _END_BYTES = b"PK\3\4", b"PK\5\6", 22
+_HEADERS = 4096
+"""Bytes within which the next record that matters starts, in an archive of one tensor."""
+_LONGEST_PICKLE = 1 << 20
+_ITEM_BYTES = {
+    **dict.fromkeys(("Byte", "Char", "Bool", "Untyped", "QInt8", "QUInt8"), 1),
+    **dict.fromkeys(("Short", "Half", "BFloat16"), 2),
+    **dict.fromkeys(("Int", "Float", "QInt32"), 4),
+    **dict.fromkeys(("Long", "Double", "ComplexFloat"), 8),
+    "ComplexDouble": 16,
+}
+"""Bytes of an element, by the class of its storage in torch."""
+
 
 def open_image(image: memoryview) -> io.RawIOBase:
     """Return the bytes of a file as a file, without a copy."""
@@ -34,8 +49,7 @@ def list_storages(image: memoryview, archive: zipfile.ZipFile) -> dict[str, int]
         if entry.compress_type != zipfile.ZIP_STORED:
             raise ImageError(f"record {entry.filename} is compressed; torch.save writes none so")
         # the local header may be longer than the directory's: it holds the padding
-        name, extra = struct.unpack_from("<HH", image, entry.header_offset + 26)
-        records[key] = entry.header_offset + 30 + name + extra
+        records[key] = _skip_header(image, entry.header_offset)
     return records
 
 
@@ -118,6 +132,51 @@ def list_tensors(image: memoryview) -> list[ArchivedTensor]:
     return sorted(found.values(), key=lambda each: (each.storage_start, each.offset))
 
 
+def list_tensors_of_items(image: memoryview) -> list[ArchivedTensor]:
+    """Return the tensors in a rank's file of DCP, which has an archive for each, then other values.
+
+    Such a file has no names: a tensor's is the byte at which its archive starts.
+
+    Raises:
+        Exception: the bytes are no such file, or a tensor is of an unknown dtype.
+    """
+    found, at = list[ArchivedTensor](), 0
+    while end := _find_end_of_tensor(image, at):
+        for each in list_tensors(image[at:end]):
+            start = at + each.storage_start
+            found.append(each._replace(name=f"at byte {at:,}", storage_start=start))
+        at = -(-end // ITEM_ALIGNMENT) * ITEM_ALIGNMENT
+    return found
+
+
+def _find_end_of_tensor(image: memoryview, at: int) -> int:
+    """Return the end of the archive of a tensor; 0 if none starts there.
+
+    No header says how long a record is, so each is sought after the one before: a pickle ends by
+    itself, it tells how long the data is, and all else is short.
+    """
+    if image[at : at + 4] != _ENTRY:
+        return 0
+    start = _skip_header(image, at)
+    pickled = io.BytesIO(image[start : start + _LONGEST_PICKLE])
+    outliner = _Outliner(pickled)
+    if not isinstance(outliner.load(), _View | _Stub) or not outliner.storages:
+        return 0
+    kind, _, length = outliner.storages[0]
+    after = start + pickled.tell()
+    if length:
+        data = after + bytes(image[after : after + _HEADERS]).index(b"/data/0")
+        entry = after + bytes(image[after:data]).rindex(_ENTRY)
+        after = _skip_header(image, entry) + length * _ITEM_BYTES[kind.removesuffix("Storage")]
+    return after + bytes(image[after : after + _HEADERS]).index(_END) + _END_BYTES
+
+
+def _skip_header(image: memoryview, at: int) -> int:
+    """Return where the content of the entry starts whose header is at a byte."""
+    name, extra = struct.unpack_from("<HH", image, at + 26)
+    return int(at + 30 + name + extra)
+
+
 class _File(io.RawIOBase):
     def __init__(self, content: memoryview) -> None:
         self._content = content
@@ -183,9 +242,15 @@ class _Outliner(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         return _MADE.get((module, name)) or type(name, (_Stub,), {})
 
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.storages: list[tuple[str, str, int]] = []
+        """Class, key and number of elements, for each tensor."""
+
     def persistent_load(self, named: Any) -> tuple[str, str, int]:
         _, kind, key, _, length = named
-        return kind.__name__, key, length
+        self.storages.append((kind.__name__, key, length))
+        return self.storages[-1]
 
 
 def _iter_views(

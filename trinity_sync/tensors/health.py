@@ -1,4 +1,4 @@
-"""Health of the values of a ``.pt`` file: how many are not finite, their norm and the largest.
+"""Health of the values of a file: how many are not finite, their norm and the largest.
 
 It is measured in the process that persists the file, while that digests it: each slice is in the
 processor's cache when it is looked at. Every value is looked at. Compared as integers, floats of
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trinity_sync.errors import ImageError
-from trinity_sync.tensors.archive import ArchivedTensor, list_tensors
+from trinity_sync.tensors.archive import ArchivedTensor, list_tensors, list_tensors_of_items
 
 Ints = npt.NDArray[np.signedinteger[Any]]
 Floats = npt.NDArray[np.floating[Any]]
@@ -46,14 +46,15 @@ _INFINITIES = {
 
 
 class ValueScan:
-    """Measures the values of a file while its bytes are digested.
+    """Measures the values of a file, or ``of_items`` of one of DCP, while its bytes are digested.
 
     Raises:
         Exception: the bytes are no file of ``torch.save``.
     """
 
-    def __init__(self, image: memoryview) -> None:
-        floats = (each for each in list_tensors(image) if each.storage in _INFINITIES)
+    def __init__(self, image: memoryview, *, of_items: bool = False) -> None:
+        found = (list_tensors_of_items if of_items else list_tensors)(image)
+        floats = (each for each in found if each.storage in _INFINITIES)
         self._tensors = [(each, *_INFINITIES[each.storage]) for each in floats if each.numel]
         for each, nbytes, _ in self._tensors:
             if each.storage_start + nbytes * (each.offset + each.spanned) > len(image):

@@ -34,6 +34,7 @@ from trinity_sync.layout import step_folder, steps_on_disk
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.restore import load_states
+from trinity_sync.storage.verify import measure_files
 from trinity_sync.storage.verify_load import load_newest
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -563,3 +564,41 @@ def test_frozen_parameters_are_left_out_by_pytorchs_option_and_stay_those_of_the
     )
     assert same(dict(again.state_dict()), dict(model.state_dict()))
     assert same(its_optimizer.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+def test_each_tensor_of_a_file_of_dcp_is_looked_into(saves: CheckpointCoordinator) -> None:
+    """Also one after values of other dtypes, of odd sizes, or of none."""
+    dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
+    dtypes += [torch.float8_e4m3fn, torch.float16, torch.float64, torch.uint8, torch.int16]
+    state: dict[str, Any] = {
+        f"{number}.{size}": torch.ones(size).to(dtype)
+        for size in (1, 33, 5000, 0)
+        for number, dtype in enumerate(dtypes)
+    }
+    state |= {"turned": torch.ones(70, 30).t(), "scalar": torch.tensor(2.0), "text": "no tensor"}
+    state |= {"nested": {"more": [torch.ones(9)]}, "values": torch.get_rng_state()}
+    saver = DcpSaver(saves)
+    save(saver, 1, state).result()
+    (health,) = require_committed(saves.root, 1).health
+    floats = [
+        each
+        for each in [*state.values(), torch.ones(9)]
+        if isinstance(each, torch.Tensor) and each.numel()
+        if each.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    ]
+    assert health.tensors == len(floats)
+    assert health.norm == pytest.approx(
+        sum(float(each.double().pow(2).sum()) for each in floats) ** 0.5
+    )
+    assert not health.nonfinite
+    state["turned"][3, 5] = float("nan")
+    state["7.5000"][-1] = -float("inf")
+    save(saver, 2, state).result()
+    (health,) = require_committed(saves.root, 2).health
+    assert health.nonfinite == 2
+    path = step_folder(saves.root, 2) / "actor/.metadata"
+    places = parse_index(path.read_bytes(), path).storage_data
+    names = {f"at byte {place.offset:,}": index.fqn for index, place in places.items()}
+    assert {names[each] for each in health.names} == {"turned", "7.5000"}
+    (again,) = measure_files(saves.root, 2)
+    assert (again.nonfinite, again.state) == (2, "nonfinite")

@@ -36,10 +36,9 @@ from torch.futures import Future
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError, ImageError
 from trinity_sync.snapshot.image import LaidOut, Layout, Storages, lay_out, require_data
+from trinity_sync.tensors.archive import ITEM_ALIGNMENT
 from trinity_sync.tensors.torch_private import get_spec_and_shard
 from trinity_sync.tensors.torch_private_dcp import disable_plan_cache, make_dcp_place
-
-ALIGNMENT = 64
 
 _Form = tuple[torch.dtype, torch.Size, tuple[int, ...]]
 
@@ -182,7 +181,7 @@ class PlannedFile(NoStorage):
             place = make_dcp_place(self._name, start, archive.nbytes)
             results.append(WriteResult(item.index, archive.nbytes, place))
             end = start + archive.nbytes
-            start = -(-end // ALIGNMENT) * ALIGNMENT
+            start = -(-end // ITEM_ALIGNMENT) * ITEM_ALIGNMENT
             extents.append((end, bytes(start - end)))  # a slot has old bytes there
         return LaidOut(self._path, Layout(start, extents, holes), storages), results
 
@@ -195,7 +194,7 @@ class PlannedFile(NoStorage):
         tensor = value.detach()
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
         if not plain or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-            return lay_out(tensor.to("cpu", copy=True), alignment=ALIGNMENT)
+            return lay_out(tensor.to("cpu", copy=True), alignment=ITEM_ALIGNMENT)
         if _count_spanned(tensor) != tensor.numel():  # a view with gaps or overlaps
             tensor = tensor.contiguous()
         storage = tensor.untyped_storage()
@@ -207,7 +206,7 @@ class PlannedFile(NoStorage):
             like = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
             )
-            self._archives[form] = lay_out(like, alignment=ALIGNMENT)[0]
+            self._archives[form] = lay_out(like, alignment=ITEM_ALIGNMENT)[0]
         return self._archives[form], [storage] if tensor.nbytes else []
 
     # ------------------------------------------------------------ storage writer
