@@ -56,7 +56,7 @@ class RunContext:
         self._key = key
         self._leads = leads
         self._takes_over = takes_over
-        _contexts[root] = self
+        _contexts[str(root)] = self
         _living.add(self)
         self._run: Run | None = None
         self._later: list[Run] = []
@@ -326,8 +326,9 @@ def make_run_key() -> str:
     return uuid.uuid4().hex
 
 
-_contexts: "WeakValueDictionary[Path, RunContext]" = WeakValueDictionary()
-"""By root, the context that this process made last."""
+_contexts: "WeakValueDictionary[str, RunContext]" = WeakValueDictionary()
+"""By root, as text, which can be compared while Python ends: the context that this process made
+last."""
 _living: "WeakSet[RunContext]" = WeakSet()
 """All contexts of this process."""
 
@@ -337,5 +338,5 @@ def find_run_key(root: Path) -> str | None:
 
     The root is a path that `init_root.resolve_root` has returned.
     """
-    context = _contexts.get(root)
+    context = _contexts.get(str(root))
     return context._key if context else None

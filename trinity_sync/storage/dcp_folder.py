@@ -48,7 +48,7 @@ def link_step(root: str | Path, step: int, role: str) -> None:
     """
     files = step_folder(root, step) / role
     try:
-        name = (files / FOLDER_FILE).read_text()
+        name = os.fsdecode((files / FOLDER_FILE).read_bytes())
     except FileNotFoundError:
         return
     manifest = read_manifest(root, step)

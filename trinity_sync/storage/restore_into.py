@@ -60,32 +60,31 @@ def fill_states(
         CommitError: as `load_states`; the message says which components have changed.
         ConfigError: the step has no such component, or other tensors; nothing was changed.
     """
-    records = find_own_shards(root, manifest, role, rank, world_size)
-    if unknown := sorted(live.keys() - records.keys()):
-        raise ConfigError(
-            f"step {manifest.step} in {root}, role {role}, has no component {', '.join(unknown)} "
-            f"to fill: it has {', '.join(records)}"
-        )
-    folder = step_folder(root, manifest.step)
-    with ExitStack() as opened:
-        shards = [_LiveShard(folder, records[name], live[name], spool) for name in live]
-        for shard in shards:
+    folder, shards = step_folder(root, manifest.step), list[_LiveShard]()
+
+    def open_all() -> None:
+        records = find_own_shards(root, manifest, role, rank, world_size)
+        if unknown := sorted(live.keys() - records.keys()):
+            raise ConfigError(
+                f"step {manifest.step} in {root}, role {role}, has no component "
+                f"{', '.join(unknown)} to fill: it has {', '.join(records)}"
+            )
+        for name, state in live.items():
+            shards.append(shard := _LiveShard(folder, records[name], state, spool))
             opened.callback(shard.close)
-        run_together(lambda: _open_all(shards))
+            shard.open()
+
+    with ExitStack() as opened:
+        run_together(open_all)
         run_together(lambda: _fill_all(shards))
         return {shard.component: shard.state for shard in shards}
-
-
-def _open_all(shards: "Sequence[_LiveShard]") -> None:
-    for shard in shards:
-        shard.open()
 
 
 def _fill_all(shards: "Sequence[_LiveShard]") -> None:
     for number, shard in enumerate(shards):
         try:
             shard.fill()
-        except CommitError as error:
+        except Exception as error:
             done, rest = (
                 ", ".join(each.component for each in part) or "none"
                 for part in (shards[:number], shards[number + 1 :])

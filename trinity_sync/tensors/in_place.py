@@ -5,6 +5,7 @@ compared with the live one by name. Then each byte of the file belongs to a live
 to it later, as for a tensor that is not contiguous, or is no tensor's.
 """
 
+import copy
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,9 +15,10 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import ConfigError, ImageError
 from trinity_sync.tensors.deserialize import UnreadStorage, deserialize_unread
 from trinity_sync.tensors.memcpy import copy_pieces, view_bytes, view_memory
 from trinity_sync.tensors.torch_private import get_shard, get_storage_id
@@ -114,14 +116,55 @@ def plan_filling(image: memoryview, live: Any) -> Filling:
     """
     saved, storages = deserialize_unread(image)
     matching = _match(saved, live)
-    filling = Filling(matching.state, filled=[pair.live for pair in matching.pairs])
     by_storage = defaultdict[int, list[Pair]](list)
     for pair in matching.pairs:
         by_storage[get_storage_id(pair.source.untyped_storage())].append(pair)
+    if lost := [key for key, pairs in by_storage.items() if key not in storages and _size(pairs)]:
+        raise ImageError(f"{len(lost)} storages of the state are not in the file")
+    for key in storages.keys() - by_storage.keys():  # such as the ranks of meshes
+        unread = storages.pop(key)
+        nbytes = unread.storage.nbytes()
+        part = torch.frombuffer(image, dtype=torch.uint8, count=nbytes, offset=unread.start)
+        view_bytes(unread.storage).copy_(part)
+    matching.require_equal()
+    plans = {key: _place(unread, by_storage[key]) for key, unread in storages.items()}
+    shared = _find_shared(plans)
+    filling = Filling(matching.state, filled=[pair.live for pair in matching.pairs])
     for key, unread in storages.items():
-        _plan_storage(filling, unread, by_storage[key], in_place=matching.is_plain)
+        spans, tied = plans[key] or ([], [])
+        is_on_cpu = all(span.target.device.type == "cpu" for span in spans)
+        if plans[key] is None or key in shared or not (matching.is_plain or is_on_cpu):
+            end = unread.start + unread.storage.nbytes()
+            filling.spans.append(Span(unread.start, end, view_bytes(unread.storage)))
+            filling.copies += by_storage[key]
+            continue
+        filling.spans += spans
+        filling.copies += tied
+        for pair in by_storage[key] if not matching.is_plain else ():
+            pair.source.data = pair.live  # an object that has the tensor as well sees its values
     filling.spans.sort(key=attrgetter("start"))
     return filling
+
+
+def _size(pairs: Sequence[Pair]) -> int:
+    return sum(pair.source.nbytes for pair in pairs)
+
+
+def _find_shared(plans: Mapping[int, "_Placed | None"]) -> set[int]:
+    """Return the storages whose bytes go where those of another one go as well."""
+    targets = [
+        (str(span.target.device), span.target.data_ptr(), span.end - span.start, key)
+        for key, placed in plans.items()
+        for span in (placed[0] if placed else ())
+    ]
+    shared, before, last, end = set[int](), "", 0, 0
+    for device, start, nbytes, key in sorted(targets):
+        if device == before and start < end:
+            shared |= {last, key}
+        if device != before or start + nbytes > end:
+            last, end = key, start + nbytes
+        before = device
+    return shared
 
 
 def plan_copies(saved: Any, live: Any) -> Filling:
@@ -131,6 +174,7 @@ def plan_copies(saved: Any, live: Any) -> Filling:
         ConfigError: as `plan_filling`.
     """
     matching = _match(saved, live)
+    matching.require_equal()
     return Filling(
         matching.state, copies=matching.pairs, filled=[pair.live for pair in matching.pairs]
     )
@@ -149,6 +193,8 @@ class _Matching:
     state: Any = None
     pairs: list[Pair] = field(default_factory=list)
     differing: list[str] = field(default_factory=list)
+    meshes: dict[tuple[int, int], tuple[str, DeviceMesh, DeviceMesh]] = field(default_factory=dict)
+    """Those of DTensors, saved and live, each with the name of the first."""
     is_plain: bool = True
     """Whether there is no object that may have tensors of the state as well."""
 
@@ -157,20 +203,24 @@ class _Matching:
         if isinstance(saved, torch.Tensor) and isinstance(live, torch.Tensor):
             if why := _find_difference(saved, live):
                 self.differing.append(f"{name[1:]} {why}")
+            elif isinstance(saved, DTensor) and isinstance(live, DTensor):
+                meshes = saved.device_mesh, live.device_mesh
+                self.meshes.setdefault((id(meshes[0]), id(meshes[1])), (name[1:], *meshes))
             self.pairs.append(Pair(get_shard(saved), get_shard(live).detach()))
             return live
         if isinstance(saved, dict) and isinstance(live, Mapping):
+            state = copy.copy(saved)  # it may be in the state twice, and live may not
             for key in [*saved, *(key for key in live if key not in saved)]:
                 found = self.replace(saved.get(key), live.get(key), f"{name}.{key}")
                 if key in saved:
-                    saved[key] = found
-            return saved
+                    state[key] = found
+            return state
         if isinstance(saved, list | tuple) and isinstance(live, list | tuple):
             both = enumerate(zip_longest(saved, live))
             items = [self.replace(*two, f"{name}.{n}") for n, two in both][: len(saved)]
             if isinstance(saved, list):
-                saved[:] = items
-            elif any(item is not was for item, was in zip(items, saved, strict=True)):
+                return type(saved)(items)
+            if any(item is not was for item, was in zip(items, saved, strict=True)):
                 return saved._make(items) if hasattr(saved, "_make") else tuple(items)
             return saved
         self.differing += (f"{each} is not among those to fill" for each in _tensors(saved, name))
@@ -178,16 +228,28 @@ class _Matching:
         self.is_plain &= isinstance(saved, _PLAIN)
         return saved
 
+    def require_equal(self) -> None:
+        """Raise an error if the tensors differ, once the ranks of meshes are read."""
+        for name, *meshes in self.meshes.values():
+            ranks = [each.mesh for each in meshes]
+            if not torch.equal(*ranks):
+                places = "was saved on ranks {}, and is on {}"
+                self.differing.append(f"{name} {places.format(*(each.tolist() for each in ranks))}")
+        if differing := self.differing:
+            more = f", and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
+            raise ConfigError(
+                "the step has other tensors than those to fill: "
+                f"{'; '.join(differing[:_NAMED])}{more}. Nothing was changed. Pass a state of the "
+                "structure that was saved, or use load"
+            )
+
 
 def _match(saved: Any, live: Any) -> _Matching:
     matching = _Matching()
-    matching.state = matching.replace(saved, live)
-    if differing := matching.differing:
-        more = f", and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
-        raise ConfigError(
-            f"the step has other tensors than those to fill: {'; '.join(differing[:_NAMED])}{more}"
-            ". Nothing was changed. Pass a state of the structure that was saved, or use load"
-        )
+    try:
+        matching.state = matching.replace(saved, live)
+    except RecursionError as error:
+        raise ConfigError("a state that contains itself cannot be filled; use load") from error
     return matching
 
 
@@ -205,11 +267,25 @@ def _find_difference(saved: torch.Tensor, live: torch.Tensor) -> str:
     for each in (saved, live):
         if type(each) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, DTensor):
             return f"is a {type(each).__name__}, which cannot be filled in place"
+        if each.layout != torch.strided or each.is_quantized:
+            return "is not dense"
     kinds = [_describe(each) for each in (saved, live)]
     if kinds[0] != kinds[1]:
         return "was saved as {}, and is {}".format(*kinds)
-    if live.is_meta or live.layout != torch.strided or live.is_quantized:
-        return f"is {'on the meta device' if live.is_meta else 'not dense'}"
+    return _find_fault(get_shard(live))
+
+
+def _find_fault(live: torch.Tensor) -> str:
+    """Return why a tensor cannot be written to, in words."""
+    if live.is_meta:
+        return "is on the meta device"
+    steps = [*zip(live.shape, live.stride(), strict=True)]
+    if any(size > 1 and not stride for size, stride in steps):
+        return "is expanded: elements share their memory"
+    if live.numel():
+        last = live.storage_offset() + sum((size - 1) * stride for size, stride in steps)
+        if (last + 1) * live.element_size() > live.untyped_storage().nbytes():
+            return "has no memory: its storage was resized"
     return ""
 
 
@@ -220,10 +296,12 @@ def _describe(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}{placed}"
 
 
-def _plan_storage(
-    filling: Filling, unread: UnreadStorage, pairs: Sequence[Pair], *, in_place: bool
-) -> None:
-    """Plan where the bytes of a storage go: to live tensors, or to the storage, to be copied."""
+_Placed = tuple[list[Span], list[Pair]]
+"""Where the bytes of a storage go, and what is copied from there to tensors that are not tied."""
+
+
+def _place(unread: UnreadStorage, pairs: Sequence[Pair]) -> _Placed | None:
+    """Find where the bytes of a storage go; None if they have to be copied from the storage."""
     placed: dict[Any, Pair] = {}
     tied: list[Pair] = []
     for pair in pairs:
@@ -232,18 +310,14 @@ def _plan_storage(
         first = placed.setdefault(place, pair)
         if first.live.data_ptr() != pair.live.data_ptr():
             tied.append(Pair(first.live, pair.live))
-    spans = [Span(start, end, pair.live) for (start, end, *_), pair in placed.items()]
+    spans = [Span(place[0], place[1], pair.live) for place, pair in placed.items()]
     spans.sort(key=attrgetter("start"))
     are_apart = all(one.end <= other.start for one, other in pairwise(spans))
     # no tensor that is not filled, as an attribute of a dict, has a part of the storage
     are_all = len({id(pair.source) for pair in pairs}) == unread.tensors
-    if in_place and are_apart and are_all and all(map(_has_same_bytes, pairs)):
-        filling.spans += (span._replace(target=_view_bytes(span.target)) for span in spans)
-        filling.copies += tied
-    else:
-        end = unread.start + unread.storage.nbytes()
-        filling.spans.append(Span(unread.start, end, view_bytes(unread.storage)))
-        filling.copies += pairs
+    if not (are_apart and are_all and all(map(_has_same_bytes, pairs))):
+        return None
+    return [span._replace(target=_view_bytes(span.target)) for span in spans], tied
 
 
 def _has_same_bytes(pair: Pair) -> bool:

@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 from tests.support.savers import savers_of
+from trinity_sync import CheckpointCoordinator, Settings
 
 PROGRAM = """
 import sys
@@ -69,3 +72,37 @@ def test_a_switch_without_a_root_is_refused_before_the_program(
     done = run(tmp_path, variables, "program.py")
     assert "TRINITY_SYNC_ROOT is not set" in done.stderr
     assert not done.stdout
+
+
+SECOND = """
+import os, sys
+from trinity_sync.storage import runs
+runs.WAIT_S = 0.0
+import trinity_sync.integrations.dcp.switch
+import torch
+import torch.distributed.checkpoint as dcp
+state = {"w": torch.ones(3)}
+dcp.save(state, checkpoint_id=sys.argv[1] + "/critic")
+if child := os.fork():
+    os.waitpid(child, 0)
+else:
+    dcp.save(state, checkpoint_id=sys.argv[1] + "/evaluation")
+"""
+
+
+def test_a_second_program_with_the_root_and_a_forked_child_save_by_dcp(
+    tmp_path: Path, variables: dict[str, str], spool_folder: Path
+) -> None:
+    """As a critic's process group beside the actor's."""
+    settings = Settings(spool=spool_folder, home=tmp_path / "home")
+    with CheckpointCoordinator(tmp_path / "saves", settings=settings) as first:
+        first.begin()
+        command = [sys.executable, "-c", SECOND, str(tmp_path)]
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "what this process saves is saved by DCP" in done.stderr
+    for name in ("critic", "evaluation"):
+        found = {"w": torch.zeros(3)}
+        dcp.load(found, checkpoint_id=tmp_path / name, no_dist=True)
+        assert found["w"].all()
+        assert not (tmp_path / name / ".trinity_sync.json").exists()

@@ -1,6 +1,5 @@
 """A committed step comes back into tensors that live, in place, or nothing is changed."""
 
-import copy
 import io
 import zipfile
 from collections import OrderedDict, namedtuple
@@ -8,9 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tests.support.job import Job
@@ -231,6 +233,57 @@ def test_tensors_of_any_layout_are_filled(
         assert torch.equal(each, want)
 
 
+def test_a_part_that_the_saved_state_has_twice_is_filled_twice(job: Job) -> None:
+    """At its start, a reference is its actor."""
+    own = {"w": torch.arange(5000.0), "more": [torch.ones(3)]}
+    job.stage(1, {"model": {"actor": own, "ref": own, "list": own["more"]}})
+    job.commit(1)
+    parts = ("actor", "ref")
+    live: dict[str, Any] = {
+        name: {"w": torch.zeros(5000), "more": [torch.zeros(3)]} for name in parts
+    }
+    live["list"] = [torch.zeros(3)]
+    found = into(job, 1, {"model": live})["model"]
+    assert_equal([live["actor"], live["ref"], live["list"]], [own, own, own["more"]])
+    assert found["ref"]["w"] is live["ref"]["w"]
+    assert found["actor"]["w"] is live["actor"]["w"]
+
+
+@PLACES
+@pytest.mark.parametrize("shift", [0, 1000])
+def test_tensors_that_share_memory_here_alone_get_the_later_values(
+    job: Job, shift: int, from_spool: bool
+) -> None:
+    """As ``load_state_dict`` leaves them, and never a mix."""
+    pairs = range(8)
+    saved_state = {
+        f"{n}.{part}": torch.full((1 << 20,), float(part)) for n in pairs for part in (1, 2)
+    }
+    job.stage(1, {"model": saved_state})
+    job.commit(1)
+    whole = [torch.zeros((1 << 20) + shift) for _ in pairs]
+    live = {
+        f"{n}.{part}": whole[n][: 1 << 20] if part == 1 else whole[n][shift:]
+        for n in pairs
+        for part in (1, 2)
+    }
+    into(job, 1, {"model": live}, from_spool=from_spool)
+    for each in whole:
+        assert (each[:shift] == 1).all()
+        assert (each[shift:] == 2).all()
+
+
+def test_a_dtensor_on_ranks_in_another_order_is_refused() -> None:
+    def on(*ranks: int) -> DTensor:
+        mesh: Any = DeviceMesh("cpu", torch.tensor(ranks), _init_backend=False, _rank=0)
+        return DTensor.from_local(torch.zeros(3), mesh, [Shard(0)], run_check=False)
+
+    image = memoryview(bytearray(image_of({"w": on(0, 1)})))
+    plan_filling(image, {"w": on(0, 1)})
+    with pytest.raises(ConfigError, match=r"w was saved on ranks \[0, 1\], and is on \[1, 0\]"):
+        plan_filling(image, {"w": on(1, 0)})
+
+
 def unfilled(state: Any) -> list[torch.Tensor]:
     """The tensors that are not among the items of lists and dictionaries."""
     held = [
@@ -244,6 +297,13 @@ def unfilled(state: Any) -> list[torch.Tensor]:
 class Own(torch.Tensor):
     def __deepcopy__(self, _: Any) -> torch.Tensor:
         return self.clone().as_subclass(Own)
+
+
+def without_memory() -> torch.Tensor:
+    """As FSDP frees what it has gathered."""
+    tensor = torch.zeros(2)
+    tensor.untyped_storage().resize_(4)
+    return tensor
 
 
 DIFFERENT: dict[str, tuple[Any, str]] = {
@@ -269,6 +329,14 @@ DIFFERENT: dict[str, tuple[Any, str]] = {
         {"a": torch.zeros(3), "b": {"c": torch.zeros(2).to_sparse()}},
         r"b\.c is not dense",
     ),
+    "without memory": (
+        {"a": torch.zeros(3), "b": {"c": without_memory()}},
+        r"b\.c has no memory",
+    ),
+    "expanded": (
+        {"a": torch.zeros(3), "b": {"c": torch.zeros(1).expand(2)}},
+        r"b\.c is expanded",
+    ),
     "of another class": (
         {
             "a": torch.zeros(3),
@@ -285,7 +353,6 @@ def test_other_tensors_are_refused_and_nothing_is_changed(
     job: Job, case: str, from_spool: bool
 ) -> None:
     live, message = DIFFERENT[case]
-    live = copy.deepcopy(live)
     first = {"w": torch.zeros(7)}
     job.stage(
         1, {"model": {"w": torch.ones(7)}, "optim": {"a": torch.ones(3), "b": {"c": torch.ones(2)}}}
@@ -366,15 +433,17 @@ def test_a_file_of_another_user_is_filled_from_as_plain_values(job: Job) -> None
 
 @PLACES
 def test_it_takes_no_memory_of_the_size_of_the_state(job: Job, from_spool: bool) -> None:
-    state = {f"w{n}": torch.full((1 << 20,), float(n)) for n in range(32)}
-    job.stage(1, {"model": state})
+    """Nor with other values than tensors, as Transformer Engine has."""
+    weights = {f"w{n}": torch.full((1 << 20,), float(n)) for n in range(32)}
+    others = {"scale": np.float32(1), "extra": io.BytesIO(b"1"), "names": {"a"}}
+    job.stage(1, {"model": {**weights, **others}})
     job.commit(1)
-    for tensor in state.values():
+    for tensor in weights.values():
         tensor.fill_(-1)
     before = anonymous_memory()
-    into(job, 1, {"model": state}, from_spool=from_spool)
+    into(job, 1, {"model": {**weights, **others}}, from_spool=from_spool)
     assert anonymous_memory() - before < 64 << 20
-    assert all((tensor == n).all() for n, tensor in enumerate(state.values()))
+    assert all((tensor == n).all() for n, tensor in enumerate(weights.values()))
 
 
 def test_a_coordinator_resumes_by_it(coordinator_of: Open, job: Job) -> None:

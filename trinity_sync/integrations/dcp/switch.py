@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 
 from trinity_sync import CheckpointCoordinator
-from trinity_sync.errors import CommitError, ConfigError, SaveError
+from trinity_sync.errors import CommitError, ConfigError, RootInUseError, SaveError
 from trinity_sync.fs.direct_io import digest_cached_file
 from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.integrations.after_import import rebind
@@ -72,8 +72,7 @@ class _Saves:
         self.planner = DefaultSavePlanner()
         self.saver = DcpSaver(self.coordinator, planner=lambda: copy.copy(self.planner))
         self.step = self.coordinator.latest_step() or 0
-        if self.step:
-            self.coordinator.resumed_from(self.step)
+        self.coordinator.resumed_from(self.step)
 
     def make_writer(self, folder: Path, name: str, planner: Any) -> "_FolderWriter":
         """Return the writer of the next call; all ranks call it."""
@@ -90,7 +89,7 @@ class _FolderWriter(StepWriter):
 
     def __init__(self, saver: DcpSaver, step: int, folder: Path, name: str) -> None:
         # what is linked needs no second name, so the root keeps the newest only
-        super().__init__(saver, step, keep=1, files={FOLDER_FILE: name.encode()})
+        super().__init__(saver, step, keep=1, files={FOLDER_FILE: os.fsencode(name)})
         self._folder = folder
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -140,6 +139,9 @@ class _FolderReader(FileSystemReader):
 
 _saves: _Saves | None = None
 """The saves of this process, made by the first call."""
+_is_refused = False
+"""Whether other processes of the program save to the root, so that these leave all calls to DCP."""
+_PROCESS = os.getpid()
 
 
 def _find_folder(
@@ -155,7 +157,8 @@ def _find_folder(
     """Return the folder of a call and its name in a step; None if the call remains DCP's.
 
     It does if the folder is not below the root's parent, the writer, planner or stager is one of
-    the caller's own, not all ranks save, or another thread calls, as DCP's own thread does.
+    the caller's own, not all ranks save, or another thread calls, as DCP's own thread does. So do
+    all calls of a forked child, and of a second group of processes with the same root.
     """
     is_taken = (
         (planner is None or type(planner) is DefaultSavePlanner)
@@ -174,7 +177,7 @@ def _find_folder(
     if not is_taken or not _is_folder(given):
         return None
     folder = Path(given).absolute()
-    if name := get_folder_name(_get_root(), folder):
+    if name := get_folder_name(_ROOT, folder):
         return folder, name
     logger.warning("%s is saved by DCP: it is not next to TRINITY_SYNC_ROOT", folder)
     return None
@@ -191,15 +194,22 @@ def _get_root() -> Path:
 
 def _make_writer(options: dict[str, Any]) -> _FolderWriter | None:
     """Return the writer of a call with these arguments; None if the call remains DCP's."""
-    global _saves
-    if not (found := _find_folder(**options)):
+    global _saves, _is_refused
+    found = _find_folder(**options)
+    if not found or _is_refused or os.getpid() != _PROCESS:
         return None
     group = dist.group.WORLD if dist.is_initialized() else None
     if _saves and _saves.group is not group:  # the program has made another
         _saves.coordinator.close()
         _saves = None
-    _saves = _saves or _Saves(_get_root(), group)
-    return _saves.make_writer(*found, options.get("planner"))
+    try:
+        _saves = _saves or _Saves(_ROOT, group)
+    except RootInUseError as error:  # on all ranks
+        logger.warning("what this process saves is saved by DCP: %s", error)
+        _is_refused = True
+        return None
+    folder, name = found
+    return _saves.make_writer(folder, name, options.get("planner"))
 
 
 def _wrap_save(save: Call) -> Call:
@@ -253,7 +263,7 @@ def _is_folder(checkpoint_id: Any) -> bool:
     return isinstance(checkpoint_id, (str, os.PathLike)) and "://" not in str(checkpoint_id)
 
 
-_get_root()
+_ROOT = _get_root()
 for _module, _name, _wrap in (
     (state_dict_saver, "save", _wrap_save),
     (state_dict_saver, "async_save", _wrap_async_save),
