@@ -35,6 +35,7 @@ from trinity_sync.layout import KINDS, Kind
 from trinity_sync.orchestration.on_node import commit_step
 from trinity_sync.retention.prune import RootSteps
 from trinity_sync.retention.removal import describe_steps
+from trinity_sync.snapshot import packed
 from trinity_sync.snapshot.job_identity import open_identity
 from trinity_sync.snapshot.packed import pack
 from trinity_sync.snapshot.ticket import ticket_path
@@ -874,7 +875,10 @@ def test_an_empty_save_is_refused(job: Job) -> None:
         commit(job.save(1), [])
 
 
-def test_paths_in_metadata_cannot_leave_the_steps_folder(job: Job) -> None:
+def test_paths_in_metadata_cannot_leave_the_steps_folder(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed, "require_names", lambda _: None)  # another program made the image
     evil = pack({"../../outside": b""})
     job.stager().stage(job.origin(1), {"model": state(1)}, metadata=evil)
     with pytest.raises(ImageError, match="outside"):
