@@ -35,6 +35,7 @@ from trinity_sync import (
     CheckpointCoordinator,
     Checkpoints,
     SaveFailedError,
+    Settings,
     WeightReader,
 )
 from trinity_sync.weights.broadcast import receive_weights, send_weights
@@ -109,11 +110,15 @@ def check_save(of: Try) -> Result:
 
 
 def check_overlap(of: Try) -> Result:
-    """Change a state while it is copied: it is saved as it was, or not at all."""
+    """Change a state while it is copied: it is saved as it was, or not at all.
+
+    With a digest taken at the call, which alone finds a change that ends after the copy.
+    """
     state = of.make_state(20)
     before = _digest(state)
     with ExitStack() as opened:
-        saves = opened.enter_context(closing(CheckpointCoordinator(of.root)))
+        settings = Settings(overlap="check")
+        saves = opened.enter_context(closing(CheckpointCoordinator(of.root, settings=settings)))
         saves.save(20, {"model": {"before": state["scalar"]}}).wait(ANSWER_S)
         handle = saves.save(21, {"model": state}, overlap=True)
         state["large"] += 1

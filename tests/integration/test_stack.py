@@ -318,6 +318,7 @@ def test_down_leaves_no_process_and_no_file(
 UNIT = Path(__file__).parents[2] / "deploy/systemd/trinity-sync.service"
 
 
+@pytest.mark.slow
 def test_what_the_systemd_unit_runs_starts_again_what_ends_and_stops_all_when_it_is_stopped(
     another: Settings, stack: StackState
 ) -> None:
@@ -395,6 +396,7 @@ def test_a_node_with_too_little_memory_for_ray_is_named(
         deploy.deploy(StackSettings(worker={"pool": "trinity-sync"}))
 
 
+@pytest.mark.slow
 def test_a_server_runs_on_if_ray_does_not_start_and_the_next_up_starts_it(
     another: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

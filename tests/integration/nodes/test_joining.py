@@ -148,6 +148,7 @@ def test_a_machine_that_could_not_join_has_not_joined(
     assert embedded.find(settings) is None
 
 
+@pytest.mark.slow
 def test_a_head_that_ran_is_restarted_where_it_was_whatever_the_shell_says(
     head: StackState, machines: tuple[Settings, Settings]
 ) -> None:
@@ -164,6 +165,7 @@ def test_a_head_that_ran_is_restarted_where_it_was_whatever_the_shell_says(
     assert (after.api_url, after.api_auth) == (before.api_url, before.api_auth)
 
 
+@pytest.mark.slow
 def test_a_head_that_was_stopped_comes_back_where_the_joined_machine_looks_for_it(
     head: StackState, joined: StackState, machines: tuple[Settings, Settings]
 ) -> None:
