@@ -23,7 +23,7 @@ from trinity_sync.snapshot.stager import Stager
 from trinity_sync.storage.block_reuse import remove_folder
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.placement import NodeShards
-from trinity_sync.storage.restore import load_shards
+from trinity_sync.storage.restore import load_shards, load_states
 from trinity_sync.storage.restore_into import fill_states
 
 if TYPE_CHECKING:
@@ -133,18 +133,18 @@ class InPlace(Trinity):
     loads_in_place = True
 
     def _load(self, step: int, spool: JobSpool | None) -> None:
-        state = self.training.state()
-        loaded = fill_states(
-            self.folder,
-            require_committed(self.folder, step, paths=()),
-            ROLES[0],
-            {"model": state["model"], "optim": state["optim"]},
-            rank=self.training.rank,
-            world_size=self.training.size.ranks,
-            spool=spool,
-        )
-        del loaded["model"]
-        self.training.resume(loaded.items())
+        manifest = require_committed(self.folder, step, paths=())
+        own: Any = {
+            "rank": self.training.rank,
+            "world_size": self.training.size.ranks,
+            "spool": spool,
+            "manifest": manifest,
+        }
+        live = self.training.state()
+        del live["extra_state"]
+        filled = fill_states(self.folder, role=ROLES[0], live=live, **own)
+        rest = load_states(self.folder, step, ROLES[0], besides=[*live], **own)
+        self.training.resume({"optim": filled["optim"], **rest}.items())
 
 
 class Overlapped(Trinity):
