@@ -275,21 +275,31 @@ def scatter_fd(
     shorter file has the digest of its own bytes.
     """
     digest = xxhash.xxh3_128()
+    waiting: deque[Future[list[memoryview]]] = deque()
 
-    def read(at: int) -> Iterator[memoryview]:
+    def read(at: int) -> list[memoryview]:
         parts = places(at, min(SCATTERED, nbytes - at))
+        found: list[memoryview] = []
         for first in range(0, len(parts), _MOST_PARTS):
             into = parts[first : first + _MOST_PARTS]
             left = os.preadv(fd, into, at)
             at += left
             for part in into:
-                yield part[:left]
+                found.append(part[:left])
                 left = max(0, left - len(part))
+        return found
+
+    def digest_next() -> None:
+        for part in waiting.popleft().result():
+            digest.update(part)
 
     with ThreadPoolExecutor(readers, thread_name_prefix="reader") as pool:
-        for parts in pool.map(lambda at: [*read(at)], range(0, nbytes, SCATTERED)):
-            for part in parts:
-                digest.update(part)
+        for at in range(0, nbytes, SCATTERED):
+            if len(waiting) == 2 * readers:  # further ahead, they would not be in the cache
+                digest_next()
+            waiting.append(pool.submit(read, at))
+        while waiting:
+            digest_next()
     return f"{DIGEST}:{digest.hexdigest()}"
 
 
