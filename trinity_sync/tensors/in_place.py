@@ -90,9 +90,9 @@ class Filling:
 
     def _cut(self, start: int, end: int) -> Iterator[tuple[int, int, Span | None]]:
         """Yield the parts of a part of the file, each of a span or of none."""
-        number = max(0, bisect_right(self.spans, start, key=attrgetter("start")) - 1)
-        for span in self.spans[number:]:
-            if span.start >= end:
+        first = max(0, bisect_right(self.spans, start, key=attrgetter("start")) - 1)
+        for number in range(first, len(self.spans)):
+            if (span := self.spans[number]).start >= end:
                 break
             if span.end <= start:
                 continue
