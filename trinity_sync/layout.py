@@ -140,11 +140,11 @@ def shard_file(component: str, world_size: int, rank: int) -> str:
 
 def steps_on_disk(root: str | Path) -> list[int]:
     """Return the steps with a folder (or a link to one) in a root, committed or not, in order."""
-    base = Path(root)
-    if not base.is_dir():
+    try:
+        with os.scandir(root) as entries:
+            found = {step_of_folder(entry.name): entry for entry in entries}
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    with os.scandir(base) as entries:
-        found = {step_of_folder(entry.name): entry for entry in entries}
     return sorted(
         step
         for step, entry in found.items()

@@ -135,7 +135,10 @@ def list_uncached(folder: Path, pattern: str) -> list[Path]:
     """
     revalidate_folder(folder.parent.parent)
     revalidate_folder(folder.parent)
-    return sorted(folder.glob(pattern))  # opens the folder
+    try:
+        return sorted(folder.glob(pattern))  # opens the folder
+    except FileNotFoundError:  # removed between two calls of ``glob``
+        return []
 
 
 def make_folder(folder: Path) -> None:

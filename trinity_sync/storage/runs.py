@@ -101,10 +101,13 @@ def list_runs(root: str | Path, *, after: int = -1) -> list[Run]:
         FormatError: another release has begun a run, so what it supersedes is unknown.
     """
     paths = list_uncached(_folder(root), "[0-9]*.json")
-    numbers = {path: parse_number(path.stem) for path in paths}
-    return [
-        _read(path) for path, number in numbers.items() if number is not None and number > after
-    ]
+    runs = list[Run]()
+    for path in paths:
+        number = parse_number(path.stem)
+        if number is not None and number > after:
+            with suppress(FileNotFoundError):  # the root is being removed
+                runs.append(_read(path))
+    return runs
 
 
 def add_run(root: str | Path, run: Run) -> None:

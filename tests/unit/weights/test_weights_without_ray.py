@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,20 @@ def test_a_reader_that_runs_on_follows_the_training_that_begins_again_whatever_i
     assert reader.load_into(target) == 2
     again.stager().close()
     reader.close()
+
+
+def test_a_root_that_is_removed_while_it_is_read_has_no_version_and_no_error(
+    job: Job, registry: FileRegistry, settings: Settings
+) -> None:
+    def begin_again_and_again() -> None:
+        for _ in range(200):
+            begin_again(job, settings)
+
+    with ThreadPoolExecutor(1) as pool:
+        trainings = pool.submit(begin_again_and_again)
+        while not trainings.done():
+            assert registry.latest() is None
+        trainings.result()
 
 
 def test_a_reader_that_opens_without_a_wait_goes_to_the_training_that_began_again(
