@@ -24,7 +24,7 @@ from trinity_sync.client.journal import Entry, Journal, append
 from trinity_sync.client.pending_save import PendingSave
 from trinity_sync.client.run_context import RunContext
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.client.save_trigger import SaveTrigger
+from trinity_sync.client.save_trigger import SaveTrigger, run_in_thread
 from trinity_sync.errors import (
     FormatError,
     SaveError,
@@ -448,7 +448,7 @@ class CommitWatcher:
         journal = self._read_journal(saves[0].request)
         begun = {save.request.key for save in saves if journal.find(save.request.key)}
         requests = [save.request for save in saves]
-        found = await asyncio.to_thread(self._trigger.find_failures, requests, begun)
+        found = await run_in_thread(self._trigger.find_failures, requests, begun)
         journal = self._read_journal(saves[0].request)
         for save in saves:
             request, known = save.request, journal.find(save.request.key)

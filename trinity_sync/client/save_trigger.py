@@ -12,12 +12,15 @@ import asyncio
 import itertools
 import logging
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from trinity_sync.client.prefect_api import PrefectApi, ask_server
 from trinity_sync.client.save_request import SaveRequest
@@ -39,12 +42,32 @@ from trinity_sync.storage.save_functions import has_request
 
 logger = logging.getLogger(__name__)
 
+R = TypeVar("R")
+
 SERVER = "server"
 """File in the folder of a job in the spool with the URL of the server that its trainer uses."""
 BACK_OFF_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Seconds between attempts to request a flow run; the last value repeats."""
 CHECK_S = 5.0
 """Seconds to wait for the server's answer in `SaveTrigger.require_stack`."""
+
+
+async def run_in_thread(function: Callable[..., R], *args: object) -> R:
+    """Do as ``asyncio.to_thread``, also once the program has ended but for other threads of it.
+
+    From then on executors take no work.
+    """
+    future: Future[R] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    future.set_running_or_notify_cancel()
+    threading.Thread(target=run, name="save-trigger", daemon=True).start()
+    return await asyncio.wrap_future(future)
 
 
 class SaveTrigger:
@@ -171,12 +194,12 @@ class SaveTrigger:
                 if time.monotonic() - since > BACK_OFF_S[0] and self._find_lost([request]):
                     break
                 try:
-                    await asyncio.to_thread(self._find_stack)
-                    await asyncio.to_thread(self._prepare, request.job)
+                    await run_in_thread(self._find_stack)
+                    await run_in_thread(self._prepare, request.job)
                     if self._after_s != 0:
                         await self._api.create_flow_run(request.flow_run)
                     if self._after_s is not None:
-                        await asyncio.to_thread(self._reach_saver, self._saver.connect)
+                        await run_in_thread(self._reach_saver, self._saver.connect)
                 except (RequestRefusedError, SaveError) as error:
                     self._refused[request.key] = str(error)
                     break

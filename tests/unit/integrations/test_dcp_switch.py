@@ -25,6 +25,7 @@ async_save(state, checkpoint_id=sys.argv[1] + "/step_2").result()
 found = {"w": torch.zeros(3), "n": 0}
 load(found, checkpoint_id=sys.argv[1] + "/step_2")
 print(__name__, sys.argv[2:], found["n"], found["w"].tolist())
+async_save(state, checkpoint_id=sys.argv[1] + "/step_3")  # ends meanwhile
 """
 
 
@@ -62,7 +63,8 @@ def test_a_program_is_started_as_by_python_and_its_folders_are_those_of_commits(
     done = run(tmp_path, variables, *named)
     assert done.stdout.strip() == "__main__ ['--steps', '2'] 7 [1.0, 1.0, 1.0]", done.stderr
     found = {path.parent.name for path in tmp_path.glob("*/.trinity_sync.json")}
-    assert found == {"step_1", "step_2"}
+    assert found == {"step_1", "step_2", "step_3"}
+    assert "retrying" not in done.stderr
 
 
 def test_a_switch_without_a_root_is_refused_before_the_program(
