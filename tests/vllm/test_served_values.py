@@ -1,5 +1,6 @@
 """What a real vLLM on the CPU computes with after updates, and faults on the way to it."""
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -128,12 +129,21 @@ def test_matrices_that_a_trainer_transposes_are_not_compared_and_raise_nothing(
     assert [each for each in found if each.startswith("transformer.h.")] == expected
 
 
+MIXTURE = {
+    **GROUPED,
+    "moe_intermediate_size": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "head_dim": 32,
+    "decoder_sparse_step": 1,
+}
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_experts_that_vllm_on_the_cpu_does_not_repack_are_found(
     workers: int, root: Path, tmp_path: Path
 ) -> None:
-    sizes = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
-    model = make("Qwen3Moe", **GROUPED, **sizes, head_dim=32, decoder_sparse_step=1)
+    model = make("Qwen3Moe", **MIXTURE)
     torch.save(model.state_dict(), tmp_path / "state.pt")
     options = {"tensor_parallel_size": workers}
     with serving(tmp_path / "model", root, model, **options) as (llm, update):
@@ -144,6 +154,16 @@ def test_experts_that_vllm_on_the_cpu_does_not_repack_are_found(
             WeightSyncError, match=r"mlp\.experts does not have .*outputs of expert"
         ):
             update(1)
+
+
+def test_experts_whose_outputs_are_not_numbers_are_found(root: Path, tmp_path: Path) -> None:
+    model = make("Qwen3Moe", **MIXTURE)
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    for parameter in model.model.layers[1].mlp.experts.parameters():
+        torch.nn.init.constant_(parameter, math.nan)
+    problem = pytest.raises(Exception, match=r"layers\.1\.mlp\.experts .*differ by nan%")
+    with serving(tmp_path / "model", root, model) as (llm, _), problem:
+        llm.collective_rpc(compare_all, args=(tmp_path / "state.pt",))
 
 
 LAYER = "model.layers.1"

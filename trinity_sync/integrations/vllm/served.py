@@ -295,7 +295,9 @@ def _can_ask_experts(layer: Any) -> bool:
     )
 
 
-def _compare_expert(layer: Any, expert: int, start: int, parts: list[torch.Tensor]) -> list[str]:
+def _compare_expert(
+    layer: Any, expert: int, start: int, parts: list[torch.Tensor]
+) -> list[str] | None:
     """Ask an expert with inputs so large that its activation is far from linear."""
     device, dtype = layer.w13_weight.device, layer.params_dtype
     gate, up, down = (each.to(device, dtype).float() for each in parts)
@@ -308,5 +310,9 @@ def _compare_expert(layer: Any, expert: int, start: int, parts: list[torch.Tenso
     outputs = layer.quant_method.apply(layer, rows, weights, chosen, None, None)
     inner = _ACTIVATIONS[layer.activation.value](gate * scale) * (up * scale)
     expected = (down @ inner).t()
-    error = float((outputs[:, start : start + SAMPLE] - expected).norm() / expected.norm())
-    return [f"outputs of expert {expert} differ by {error:.0%}"] if error > TOLERANCE else [""]
+    norm = float(expected.norm())
+    if not 0 < norm < math.inf:
+        return None
+    error = float((outputs[:, start : start + SAMPLE] - expected).norm()) / norm
+    # not a number either, if the outputs are not
+    return [""] if error <= TOLERANCE else [f"outputs of expert {expert} differ by {error:.0%}"]
