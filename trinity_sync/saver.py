@@ -143,6 +143,7 @@ class Saver:
 
     def _look_at(self, job: JobSpool) -> None:
         after_s = read_served(job.folder) or 0.0
+        job.remove_closed()
         waiting = find_pending_saves(job, grace_s=0, settle_s=SETTLE_S)
         due = waiting
         if waiting and after_s:

@@ -55,7 +55,7 @@ CHECK_S = 5.0
 async def run_in_thread(function: Callable[..., R], *args: object) -> R:
     """Do as ``asyncio.to_thread``, also once the program has ended but for other threads of it.
 
-    From then on executors take no work.
+    From then on executors take no work. A task that is cancelled ends when the function does.
     """
     future: Future[R] = Future()
 
@@ -66,8 +66,12 @@ async def run_in_thread(function: Callable[..., R], *args: object) -> R:
             future.set_exception(error)
 
     future.set_running_or_notify_cancel()
-    threading.Thread(target=run, name="save-trigger", daemon=True).start()
-    return await asyncio.wrap_future(future)
+    thread = threading.Thread(target=run, name="save-trigger", daemon=True)
+    thread.start()
+    try:
+        return await asyncio.wrap_future(future)
+    finally:
+        thread.join()
 
 
 class SaveTrigger:

@@ -32,9 +32,11 @@ from trinity_sync.fs.memory import find_room
 from trinity_sync.snapshot.image import Layout
 from trinity_sync.snapshot.ticket import (
     Ticket,
-    cached_file_path,
     failure_path,
+    is_named,
+    remove_records,
     ticket_path,
+    try_remove_slot,
     version_tag_path,
 )
 
@@ -70,7 +72,7 @@ class Slot:
     @property
     def has_file(self) -> bool:
         """Whether the locked file still has the slot's name."""
-        return _is_named(self._file, self.path)
+        return is_named(self._file, self.path)
 
     @property
     def fd(self) -> int:
@@ -145,17 +147,12 @@ class Slot:
         Call it under the exclusive lock. From here on no process uses the earlier content, even if
         this process dies at once.
         """
-        self._remove_records()
+        remove_records(self.path)
         self.holds = None
         memory = self.image(nbytes)
         self._filled = name.encode()
         os.pwrite(self._file.fd, self._filled, len(memory) - len(self._filled))
         return memory
-
-    def _remove_records(self) -> None:
-        """Remove the records of what the bytes are, under the exclusive lock."""
-        for record in (cached_file_path(self.path), version_tag_path(self.path)):
-            record.unlink(missing_ok=True)
 
     def image(self, nbytes: int) -> torch.Tensor:
         """Return the slot's memory as a ``uint8`` tensor with at least ``nbytes`` elements.
@@ -199,18 +196,15 @@ class Slot:
             self._pinned = False
 
     def close(self, *, remove: bool) -> None:
-        """Unmap the slot; with ``remove``, delete its file unless it holds a sealed image.
+        """Unmap the slot; with ``remove``, as `try_remove_slot`.
 
         In a forked child it does nothing: the slot is the parent's.
         """
         if self._file.fd < 0:
             return
         self._unmap()
-        # readers finish first, and a process that was started meanwhile keeps the file
-        unused = remove and self._file.try_acquire(shared=True) and self.free
-        if unused and self._file.try_acquire_range(fcntl.F_WRLCK) and self.has_file:
-            self._remove_records()
-            self.path.unlink(missing_ok=True)
+        if remove:
+            try_remove_slot(self._file, self.path)
         self._file.close()
 
 
@@ -219,17 +213,9 @@ def _kept(path: Path) -> LockFile:
     while True:
         file = LockFile(path, os.O_RDWR | os.O_CREAT)
         file.wait(partial(file.try_acquire_range, fcntl.F_RDLCK), REMOVE_S)
-        if _is_named(file, path):  # otherwise it has just been removed
+        if is_named(file, path):  # otherwise it has just been removed
             return file
         file.close()
-
-
-def _is_named(file: LockFile, path: Path) -> bool:
-    """Return whether the path leads to this open file."""
-    try:
-        return os.path.samestat(os.fstat(file.fd), path.lstat())
-    except FileNotFoundError:
-        return False
 
 
 def allocate_slot(fd: int, path: Path, size: int) -> None:

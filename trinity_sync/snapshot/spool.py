@@ -9,6 +9,7 @@
         actor.model.rank0.1.slot                free: has no ticket
         actor.model.rank0.1.slot.kept           committed file that it still holds: ``ticket``
         actor.model.rank0.1.slot.published      version of the weights: ``ticket``
+        actor.model.rank0.1.slot.closed         its trainer has left it to who frees it: ``ticket``
         receipts/...                            statuses of save functions: `save_functions`
         job.json                                the job's root, and the format of the folder
         0f3c9a11d2b7e648.run                    a run has a trainer that sees this folder
@@ -19,7 +20,6 @@ everything in the folder, and is read before anything else there: a folder of an
 refused as a whole.
 """
 
-import contextlib
 import fcntl
 import hashlib
 import logging
@@ -27,7 +27,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -35,13 +35,14 @@ from uuid import UUID
 
 from trinity_sync.errors import FormatError, SpoolError, SpoolFullError, TicketError
 from trinity_sync.fs.atomic import replace_file
-from trinity_sync.fs.locks import has_no_other_users, open_lock_file
+from trinity_sync.fs.locks import LockFile, has_no_other_users, open_lock_file
 from trinity_sync.fs.memory import find_room
 from trinity_sync.fs.records import Record, encode_record, read_record
 from trinity_sync.layout import SPOOL_FORMAT, check_name, job_id_of
 from trinity_sync.snapshot.job_identity import job_id, read_identity
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.ticket import (
+    CLOSED_SUFFIX,
     KEPT_SUFFIX,
     PUBLISHED_SUFFIX,
     TICKET_SUFFIX,
@@ -51,6 +52,7 @@ from trinity_sync.snapshot.ticket import (
     read_cached_file,
     read_ticket,
     read_version_tag,
+    try_remove_slot,
 )
 
 logger = logging.getLogger(__name__)
@@ -110,7 +112,7 @@ class JobSpool:
             SpoolError, FormatError: as `make`.
         """
         self.make()
-        with contextlib.suppress(OSError):  # shared memory is full: nothing can be saved either
+        with suppress(OSError):  # shared memory is full: nothing can be saved either
             self._mark(run_key).touch()
 
     def has_run(self, run_key: str) -> bool:
@@ -147,7 +149,7 @@ class JobSpool:
         used = 0
         for folder, _, names in os.walk(self.folder):  # ignores folders that are removed meanwhile
             for name in names:
-                with contextlib.suppress(FileNotFoundError):
+                with suppress(FileNotFoundError):
                     used += Path(folder, name).lstat().st_blocks * 512
         return used
 
@@ -214,12 +216,12 @@ class JobSpool:
         The ranks of a job end together, so the folder may disappear during the call. Another
         trainer may begin during the call: its slots and statuses stay.
         """
-        with contextlib.suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
             if any(self.folder.glob(f"*{SLOT_SUFFIX}*")) or any(self.receipts.glob("*")):
                 return
             for path in self.folder.iterdir():
                 if path == self.receipts:
-                    with contextlib.suppress(OSError):  # a status has just been written
+                    with suppress(OSError):  # a status has just been written
                         path.rmdir()
                 elif SLOT_SUFFIX not in path.name:
                     path.unlink(missing_ok=True)
@@ -229,6 +231,16 @@ class JobSpool:
                 return
             except OSError:  # it is not empty
                 self.make()  # another trainer uses it, so it needs the root's name again
+
+    def remove_closed(self) -> None:
+        """Remove the slots that their trainer has closed while their images were in use.
+
+        The folder stays: another trainer may be about to save there.
+        """
+        for mark in self.folder.glob(f"*{SLOT_SUFFIX}{CLOSED_SUFFIX}"):
+            slot = mark.with_name(mark.name.removesuffix(CLOSED_SUFFIX))
+            with suppress(FileNotFoundError), closing(LockFile(slot, os.O_RDWR)) as file:
+                try_remove_slot(file, slot)
 
     def require_room(self, nbytes: int) -> None:
         """Check that images of ``nbytes`` bytes in total will fit.

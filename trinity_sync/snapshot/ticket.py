@@ -22,6 +22,7 @@ lock of its ticket, so a slow reader delays neither.
 The module does not import torch, which saves the processes that persist images seconds of import.
 """
 
+import fcntl
 import math
 import os
 import re
@@ -164,6 +165,8 @@ def _invalid(path: Path, why: str, content: bytes) -> TicketError:
 
 
 KEPT_SUFFIX = ".kept"
+CLOSED_SUFFIX = ".closed"
+"""Of the mark on a slot that its trainer has closed while it was in use."""
 
 
 @dataclass(frozen=True)
@@ -242,6 +245,36 @@ def hold_slot(path: Path, *, limit_s: float = FILL_S) -> Iterator[int]:
     """
     with _under_lock(path, shared=True, limit_s=limit_s) as lock:
         yield lock.fd
+
+
+def try_remove_slot(file: LockFile, path: Path) -> bool:
+    """Remove the slot that is open as ``file``, unless it has an image or another process has it.
+
+    Otherwise leave a mark on it, for who frees it; return whether it is removed.
+    """
+    # readers finish first, and a process that was started meanwhile keeps the file
+    free = file.try_acquire(shared=True) and not ticket_path(path).exists()
+    if free and file.try_acquire_range(fcntl.F_WRLCK) and is_named(file, path):
+        remove_records(path)
+        path.unlink(missing_ok=True)
+        return True
+    with suppress(OSError):  # shared memory is full, or the folder is gone
+        path.with_name(path.name + CLOSED_SUFFIX).touch()
+    return False
+
+
+def remove_records(slot: Path) -> None:
+    """Remove the records of what the bytes of a slot are, under its exclusive lock."""
+    for suffix in (CLOSED_SUFFIX, KEPT_SUFFIX, PUBLISHED_SUFFIX):
+        slot.with_name(slot.name + suffix).unlink(missing_ok=True)
+
+
+def is_named(file: LockFile, path: Path) -> bool:
+    """Return whether a path leads to this open file."""
+    try:
+        return os.path.samestat(os.fstat(file.fd), path.lstat())
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager

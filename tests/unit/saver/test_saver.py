@@ -79,6 +79,16 @@ def test_a_plain_training_that_saves_imports_nothing_heavy_for_it(
     assert of_torch == ["torch.utils.serialization", "torch.utils.serialization.config"]
 
 
+def test_a_trainer_that_ends_before_its_save_is_committed_leaves_no_image_in_memory(
+    coordinator: Make, settings: Settings, job: Job
+) -> None:
+    saves = coordinator()
+    saves.save(1, {"model": {"w": torch.ones(1 << 20)}})
+    saves.close()
+    await_that(lambda: read_latest_pointer(job.root, "checkpoint") == 1, "step 1 is committed")
+    await_that(lambda: not [*settings.spool.glob("*/*.slot*")], "the saver removes its slot")
+
+
 def test_a_trainer_that_saves_again_later_finds_the_same_saver(
     coordinator: Make, settings: Settings
 ) -> None:

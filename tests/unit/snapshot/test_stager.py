@@ -455,13 +455,19 @@ def test_another_users_spool_is_refused(tmp_path: Path) -> None:
         open_job_spool(link, tmp_path)
 
 
-def test_closing_removes_free_slots_and_keeps_sealed_slots(job: Job) -> None:
+def test_closing_removes_free_slots_and_the_others_are_removed_once_their_image_is_committed(
+    job: Job,
+) -> None:
     job.stage(1, {"model": {"w": torch.zeros(3)}})
     job.stagers.pop(0).close()
-    left = {path.name for path in job.spool.folder.glob("*.slot*")}
-    assert left == {"actor.model.rank0.0.slot", "actor.model.rank0.0.slot.ticket"}
-    job.spool.remove_if_unused()
-    assert job.spool.folder.exists()
+    for _ in range(2):
+        left = {path.name.partition(".slot")[2] for path in job.spool.folder.glob("*.slot*")}
+        assert left == {"", ".ticket", ".closed"}
+        job.spool.remove_if_unused()
+        job.spool.remove_closed()
+    job.commit(1)
+    job.spool.remove_closed()
+    assert not [*job.spool.folder.glob("*.slot*")]
 
 
 def test_a_job_that_has_ended_leaves_nothing_in_shared_memory(job: Job) -> None:

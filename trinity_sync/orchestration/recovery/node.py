@@ -144,6 +144,7 @@ class NodeRecovery:
             raise error
 
     async def _recover_job(self, api: PrefectApi, job: JobSpool) -> None:
+        await run_in_thread(job.remove_closed)
         requests = await run_in_thread(find_own_saves, job, api.find_server().identity)
         if not requests:
             return
