@@ -24,7 +24,13 @@ from ray.exceptions import RayError, RayTaskError
 
 from flows.maintenance import request_replication
 from tasks.on_ray import list_living_nodes, run_on_node
-from tasks.save import PERSIST_TASKS, commit_step, create_failure_artifact, upload
+from tasks.save import (
+    PERSIST_TASKS,
+    commit_step,
+    create_failure_artifact,
+    show_progress,
+    upload,
+)
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import HiddenSpoolError, SaveError, TrinitySyncError
 from trinity_sync.orchestration import metrics, on_node
@@ -236,7 +242,11 @@ async def save_step(request: SaveRequest) -> State[Any] | None:
     try:
         nodes = await find_nodes(request)
         try:
-            await persist_images(request, nodes)
+            writing = asyncio.ensure_future(persist_images(request, nodes))
+            # nodes of a large job are about equally far
+            shown = [node.shards for node in nodes[:MOST_SINGLE_NODES]]
+            showing = asyncio.create_task(show_progress(request, shown, writing))
+            await writing
         except HiddenSpoolError as error:
             hidden = error
             await leave_to_saver(request, nodes, error)
@@ -244,6 +254,7 @@ async def save_step(request: SaveRequest) -> State[Any] | None:
         persisted_at = time.time()
         done = await commit_step(request, persisted, nodes[0].shards, started_at, persisted_at)
         committed_at = time.time()
+        await showing  # it has ended meanwhile
         await free_remaining_slots(request, nodes[1:])
         await upload_if_required(request, nodes[0])
     except Exception as error:

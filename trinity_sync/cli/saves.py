@@ -6,7 +6,6 @@ images in shared memory.
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from trinity_sync.client.prefect_api import FAILED, FlowRun, State, ask_server
@@ -89,8 +88,9 @@ def list_saves_of_files(
             reason = failure_path(image.slot).read_text()
             saves[save] = make_save(*save, State("FAILED", "Failed", reason, ticket.sealed_at))
         else:
-            state = State("RUNNING", "Running") if entry else State("SCHEDULED", "Scheduled")
-            saves[save] = make_save(*save, replace(state, since=ticket.sealed_at))
+            state = State("SCHEDULED", "Scheduled", since=ticket.sealed_at)
+            begun = State("RUNNING", "Running", since=entry.at) if entry else None
+            saves[save] = make_save(*save, begun or state)
     return _sort([*saves.values(), *list_failed_saves(root, saves)], step)
 
 

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
@@ -16,6 +17,7 @@ from trinity_sync.cli.app import (
     Step,
     app,
     is_root,
+    read_settings,
     require_existing,
     resolve_step_argument,
     with_hint,
@@ -182,12 +184,14 @@ def _read_saves(root: Path) -> dict[int, "FlowRun"]:
 
 def _read_rows(root: Path, steps: list[int], saves: dict[int, "FlowRun"]) -> list[StepRow]:
     from trinity_sync.layout import step_folder
-    from trinity_sync.orchestration.report.steps import read_steps
+    from trinity_sync.orchestration.report.steps import read_progress, read_steps
     from trinity_sync.storage.discovery import list_known_runs
 
+    settings = read_settings()
+    progress = {step: read_progress(settings, root, save) for step, save in saves.items()}
     runs = list_known_runs(root)
     return [
-        _add_save(row, saves.get(row.step), runs)
+        replace(_add_save(row, saves.get(row.step), runs), progress=progress.get(row.step))
         for row in read_steps(root, steps, runs)
         # otherwise committed or removed between the two looks
         if row.step in saves or row.run is not None or step_folder(root, row.step).is_dir()

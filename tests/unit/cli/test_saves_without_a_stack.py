@@ -1,6 +1,7 @@
 """What the commands say of saves where no Prefect server is known: what the files say."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ from tests.support.job import Job
 from tests.support.steps import commit_files
 from trinity_sync.cli.commands import app
 from trinity_sync.client.journal import append
+from trinity_sync.fs.direct_io import CHUNK, IN_FLIGHT, RateLimit
+from trinity_sync.storage.block_reuse import remove_folder
+from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.save import mark_failed
 
@@ -60,6 +64,34 @@ def test_ls_shows_saves_that_are_not_committed(saves: Job) -> None:
         30: "pending",
     }
     assert "retry" not in done.stderr  # there is no flow run
+
+
+@pytest.mark.parametrize("over_a_spare_file", [True, False])
+def test_ls_tells_how_far_the_writes_of_a_save_are(job: Job, over_a_spare_file: bool) -> None:
+    state = {"w": torch.zeros((IN_FLIGHT + 2) * CHUNK, dtype=torch.uint8)}
+    if over_a_spare_file:
+        removed = job.root / "removed"
+        removed.mkdir()
+        (removed / "shard.pt").write_bytes(bytes((IN_FLIGHT + 3) * CHUNK))
+        remove_folder(job.root, removed, keep=1 << 30)
+    job.stage(7, {"model": state, "optim": {"step": 7}})
+    append(job.request(7), "pending")
+    seen: list[tuple[Result, Result]] = []
+
+    def look(_: float) -> None:  # before each chunk but the first
+        seen.append((run(job, "ls", job.root, "-o", "json"), run(job, "ls", job.root)))
+
+    limit = RateLimit(job.spool.folder / "rate", CHUNK, clock=lambda: 0.0, sleep=look)
+    persist(job.share, job.save(7), "model", WriteOptions(limit=limit))
+    ((row,), (text,)) = rows_of(seen[-2][0], "steps"), seen[-2][1].stdout.splitlines()
+    found = row["progress"]
+    least = IN_FLIGHT * CHUNK * (not over_a_spare_file)  # a new file grows with any chunk
+    assert row["status"] == "writing"
+    assert (IN_FLIGHT + 2) * CHUNK < found["bytes"] < (IN_FLIGHT + 3) * CHUNK
+    assert 2 * CHUNK <= found["written_bytes"] <= 2 * CHUNK + least
+    assert re.search(r"\d+ % of 100.7 MB, [\d.]+ \w?B/s", text)
+    (row,) = rows_of(run(job, "ls", job.root, "-o", "json"), "steps")
+    assert row["progress"]["written_bytes"] > (IN_FLIGHT + 2) * CHUNK  # all of the model
 
 
 def test_wait_ends_with_the_reason_of_a_failed_save(saves: Job) -> None:

@@ -11,6 +11,8 @@ from trinity_sync.client.prefect_api import FlowRun, State
 from trinity_sync.errors import TrinitySyncError
 from trinity_sync.layout import KINDS, Kind
 from trinity_sync.orchestration.report.facts import StepRow
+from trinity_sync.settings import Settings
+from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.storage.discovery import list_known_runs, read_step_state
 from trinity_sync.storage.job_settings import is_replicated, read_required_remote
 from trinity_sync.storage.latest_pointer import read_latest_pointer
@@ -18,6 +20,7 @@ from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.metrics import read_metrics
 from trinity_sync.storage.pins import list_steps_in_use, list_tags
 from trinity_sync.storage.runs import Run, find_superseding_run
+from trinity_sync.storage.write_progress import WriteProgress, measure_progress
 
 
 def read_steps(root: Path, steps: Iterable[int], known: Sequence[Run]) -> Iterator[StepRow]:
@@ -70,6 +73,14 @@ def add_manifest(row: StepRow, manifest: Manifest) -> StepRow:
         save_functions=manifest.callables,
         health=manifest.health,
     )
+
+
+def read_progress(settings: Settings, root: Path, save: FlowRun) -> WriteProgress | None:
+    """Return how far the writes of a save are; None if it is not being written, as far as seen."""
+    if save.state.type != "RUNNING":
+        return None
+    spool = settings.spool / job_id(root)
+    return measure_progress(root, save.run, save.step, save.kind, spool, save.state.since)
 
 
 def read_journal(root: Path) -> Journal:
