@@ -72,6 +72,7 @@ def render_report(report: JobReport) -> str:
             for kind, title in KINDS.items()
             if (charts := [*chart_saves(report, kind), *chart_norms(report, kind)])
         },
+        disk=list(chart_disk(report)),
         shown=newest_first[:OPEN_ROWS],
         more=newest_first[OPEN_ROWS:MAX_ROWS],
         left_out=max(len(newest_first) - MAX_ROWS, 0),
@@ -136,6 +137,34 @@ def chart_norms(report: JobReport, kind: str) -> Iterator[Chart]:
         where = f"; non-finite values: {', '.join(bad[-5:])}" if bad else ""
         norms = [(step, (each.norm,)) for step, each in found]
         yield from draw_bars(f"Norm of {name}", norms, "{:.4g}".format, where=where)
+
+
+def chart_disk(report: JobReport) -> Iterator[Chart]:
+    """Yield the chart of the bytes of all steps, by save, and of what the next save found removed.
+
+    Steps that the log of saves lacks, such as imported ones, count from their commit on.
+    """
+    logged = {(each.run, each.step) for each in report.saves}
+    saves = [
+        (each.committed_at, each.step, each.run, each.timing.nbytes) for each in report.saves
+    ] + [
+        (row.committed_at, row.step, row.run, row.nbytes)
+        for row in report.steps
+        if row.run is not None and row.committed_at and (row.run, row.step) not in logged
+    ]
+    removals = [(each.removed_at, each.step, each.run, None) for each in report.removals]
+    on_disk: dict[int, tuple[int, int]] = {}
+    bars: list[tuple[int, tuple[float, ...]]] = []
+    for _, step, run, nbytes in sorted([*saves, *removals], key=lambda each: each[0]):
+        of, known = on_disk.get(step, (run, 0))
+        if nbytes is not None:
+            on_disk[step] = run, nbytes + known * (of == run)
+            bars.append((step, (sum(size for _, size in on_disk.values()), 0)))
+        elif of == run and known and bars:
+            del on_disk[step]
+            bars[-1] = bars[-1][0], (bars[-1][1][0] - known, bars[-1][1][1] + known)
+    names = ("kept", "removed after the save")
+    yield from draw_bars("Disk used by steps", bars, format_bytes, names=names)
 
 
 def draw_bars(

@@ -47,6 +47,7 @@ from trinity_sync.storage.quarantine import TIME_FORMAT, quarantine_folder
 from trinity_sync.storage.runs import find_newest_run, refuse_superseded
 from trinity_sync.storage.save import is_being_written
 from trinity_sync.storage.save_functions import read_statuses
+from trinity_sync.storage.save_timing import append_removal
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +137,7 @@ class RootSteps:
                 for lock in (changes, removal):
                     lock.require_held()
                 _move_to_trash(self.root, step_folder(self.root, step.step))
+                append_removal(self.root, step.run, step.step, time.time())
             return why
 
     def _describe(self, manifest: Manifest) -> StepInfo:

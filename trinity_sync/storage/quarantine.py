@@ -49,6 +49,7 @@ from trinity_sync.storage.leases import acquire_removal_lock, list_leases
 from trinity_sync.storage.manifest import read_run_number
 from trinity_sync.storage.pins import Pin, list_pins, unpin
 from trinity_sync.storage.runs import open_run, read_fresh_start_time
+from trinity_sync.storage.save_timing import append_removal
 
 logger = logging.getLogger(__name__)
 
@@ -193,6 +194,7 @@ def rewind(
             assert folder is not None  # there are newer steps
             for lock in (changes, removal):
                 lock.require_held()
+            append_removal(base, read_run_number(base, other), other, clock())
             step_folder(base, other).rename(step_folder(folder, other))
             sync_folder(folder)
             sync_folder(base)

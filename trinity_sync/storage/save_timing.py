@@ -3,18 +3,19 @@
 The manifest keeps it, so a report needs no Prefect server. A manifest cannot contain the time of
 its own write, so the commit phase ends right before it.
 
-``root/.trinity_sync/saves.jsonl`` has a line for each committed save, also of steps removed since.
-Retention removes manifests; the log keeps what a report needs to show that saves become slower. It
-is best effort: a crash may lose its last line. It also tells a retry that its step was removed.
+``root/.trinity_sync/saves.jsonl`` has a line for each committed save, also of steps removed since,
+and for each removal. Retention removes manifests; the log keeps what a report needs to show that
+saves become slower, and the disk that they used. It is best effort: a crash may lose its last line.
+It also tells a retry that its step was removed.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -26,6 +27,8 @@ from trinity_sync.snapshot.save_id import SaveId
 
 if TYPE_CHECKING:
     from trinity_sync.storage.manifest import Manifest
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -101,16 +104,34 @@ class LoggedSave:
     timing: SaveTiming
 
 
+@dataclass(frozen=True)
+class LoggedRemoval:
+    """A step that retention has removed or a rewind has quarantined."""
+
+    run: Count
+    step: Count
+    removed_at: Seconds
+    """Seconds since the epoch."""
+
+
 def append_save(root: str | Path, manifest: "Manifest") -> None:
     """Log the newest save of a manifest. Call it under the commit lock.
 
     Raises:
         OSError: the log cannot be written.
     """
+    timing = manifest.timings[-1]
+    _append(root, LoggedSave(manifest.run, manifest.step, manifest.committed_at, timing))
+
+
+def append_removal(root: str | Path, run: int, step: int, now: float) -> None:
+    """Log a removal; a failure is ignored. Call it under the commit lock."""
+    with suppress(OSError):
+        _append(root, LoggedRemoval(run, step, now))
+
+
+def _append(root: str | Path, entry: LoggedSave | LoggedRemoval) -> None:
     path = _path(root)
-    entry = LoggedSave(
-        manifest.run, manifest.step, manifest.committed_at, timing=manifest.timings[-1]
-    )
     if path.exists() and path.stat().st_size > MAX_BYTES:
         lines = path.read_bytes().splitlines(keepends=True)
         replace_file(path, b"".join(lines[len(lines) // 2 :]), sync=False)
@@ -121,18 +142,24 @@ def append_save(root: str | Path, manifest: "Manifest") -> None:
 
 def read_saves(root: str | Path) -> Sequence[LoggedSave]:
     """Return the logged saves, oldest first, each once; lines that are torn are skipped."""
-    try:
-        lines = _path(root).read_bytes().splitlines()
-    except FileNotFoundError:
-        return []
     found: dict[tuple[object, ...], LoggedSave] = {}
-    for line in lines:
-        with suppress(ValueError):
-            each = msgspec.convert(json.loads(line), LoggedSave)
-            # a flow run that is retried after its commit logs the save again
-            save = (each.run, each.step, each.timing.kind, each.timing.roles)
-            found.setdefault(save, each)
+    for each in _read(root, LoggedSave):
+        # a flow run that is retried after its commit logs the save again
+        save = (each.run, each.step, each.timing.kind, each.timing.roles)
+        found.setdefault(save, each)
     return list(found.values())
+
+
+def read_removals(root: str | Path) -> Sequence[LoggedRemoval]:
+    """Return the logged removals, oldest first."""
+    return list(_read(root, LoggedRemoval))
+
+
+def _read(root: str | Path, kind: type[T]) -> Iterator[T]:
+    with suppress(FileNotFoundError):
+        for line in _path(root).read_bytes().splitlines():
+            with suppress(ValueError):
+                yield msgspec.convert(json.loads(line), kind)
 
 
 def refuse_removed(save: SaveId) -> None:

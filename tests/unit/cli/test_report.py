@@ -16,9 +16,11 @@ from typer.testing import CliRunner
 from tests.conftest import environment
 from tests.support.job import Job
 from tests.support.leases import acquire_lease
+from tests.support.steps import commit_files
 from trinity_sync.cli.commands import app
 from trinity_sync.cli.output import to_json
 from trinity_sync.cli.report_html import MAX_BARS, render_report
+from trinity_sync.orchestration.quantities import format_bytes
 from trinity_sync.orchestration.report.collect import collect_report
 from trinity_sync.orchestration.report.facts import (
     FailureGroup,
@@ -26,7 +28,10 @@ from trinity_sync.orchestration.report.facts import (
     JobReport,
     StepRow,
 )
+from trinity_sync.retention.prune import plan_prune, prune
+from trinity_sync.retention.removal import Rules
 from trinity_sync.settings import Settings
+from trinity_sync.storage.job_settings import JobSettings
 from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.pins import pin
 from trinity_sync.storage.quarantine import rewind
@@ -169,7 +174,8 @@ def test_charts_show_stall_phases_speed_and_size_of_each_save(facts: JobReport) 
     page = render_report(facts)
     bars = bars_of(page)
     titles = ["Trainer stall", "Submitted to committed", "Write speed", "Size"]
-    assert list(bars) == [*titles, "Norm of actor/model"]
+    assert list(bars) == [*titles, "Norm of actor/model", "Disk used by steps"]
+    assert [title.partition(":")[0] for title in bars.pop("Disk used by steps")][-1] == "step 35"
     assert bars.pop("Norm of actor/model")[0] == "step 10: 0"
     for titles in bars.values():  # also the step that the rewind removed
         assert [title.partition(":")[0] for title in titles] == [
@@ -194,6 +200,24 @@ def test_the_highest_bar_fills_the_chart_and_the_others_are_in_proportion(facts:
     assert re.findall(r"style='height:(.*?)%'", size) == ["25.00", "100.00", "0.00"]
     assert "<div class=top>2.0 kB</div>" in size
     assert re.search(r"<span>step 1</span><span>step 3</span>", size)
+
+
+def test_the_disk_is_drawn_before_and_after_what_was_removed(job: Job, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        job.stage(step, {"model": {"w": torch.zeros(step << 8)}})
+        job.commit(step)
+        prune(job.root, plan_prune(job.root, Rules.of_job(JobSettings(keep="last=1")), 0.0))
+    commit_files(job.root, 9, at=4e9)  # not by a save
+    with environment({}):
+        report = collect_report(Settings(home=tmp_path, spool=tmp_path / "none"), job.root)
+    one, two, three = (each.timing.nbytes for each in report.saves)
+    bars = bars_of(render_report(report))["Disk used by steps"]
+    found = {bar.partition(":")[0]: bar.partition(": ")[2] for bar in bars}
+    kept, gone = format_bytes(two), format_bytes(one)
+    assert found["step 1"] == f"kept {gone}, removed after the save 0 B"
+    assert found["step 2"] == f"kept {kept}, removed after the save {gone}"
+    assert found["step 3"] == f"kept {format_bytes(three)}, removed after the save {kept}"
+    assert set(found) == {"step 1", "step 2", "step 3", "step 9"}
 
 
 def test_charts_leave_out_what_is_not_finite(facts: JobReport) -> None:

@@ -15,11 +15,15 @@ from tests.support.waiting import until
 from trinity_sync.cli.commands import app
 from trinity_sync.client.savers import StateSaver
 from trinity_sync.errors import SaveError
+from trinity_sync.retention.prune import plan_prune, prune
+from trinity_sync.retention.removal import Rules
 from trinity_sync.snapshot.ticket import Ticket
 from trinity_sync.storage import save_timing
 from trinity_sync.storage.commit import commit
+from trinity_sync.storage.job_settings import JobSettings
 from trinity_sync.storage.manifest import read_manifest
-from trinity_sync.storage.save_timing import Stall, read_saves, refuse_removed
+from trinity_sync.storage.quarantine import rewind
+from trinity_sync.storage.save_timing import Stall, read_removals, read_saves, refuse_removed
 
 STATE: Mapping[str, Any] = {"model": {"w": torch.zeros(9)}, "optim": {"w": torch.ones(9)}}
 
@@ -116,6 +120,20 @@ def test_the_log_of_saves_outlives_a_step_and_survives_torn_lines(job: Job) -> N
     assert [(each.run, each.step) for each in found] == [(1, 4), (1, 5)]
     assert found[1].committed_at == manifest.committed_at
     assert found[1].timing == manifest.timings[0]
+
+
+def test_the_log_of_saves_tells_when_steps_were_removed(job: Job) -> None:
+    for step in (1, 2, 3, 4):
+        job.stage(step, dict(STATE))
+        job.commit(step, "model", "optim")
+    prune(job.root, plan_prune(job.root, Rules.of_job(JobSettings(keep="last=2")), 0.0))
+    rewind(job.root, 3, clock=lambda: 1.7e9)
+    first, second, rewound = read_removals(job.root)
+    assert [each.step for each in (first, second, rewound)] == [1, 2, 4]
+    assert (rewound.run, rewound.removed_at) == (1, 1.7e9)
+    saved = [each.committed_at for each in read_saves(job.root)]
+    assert len(saved) == 4
+    assert first.removed_at > saved[-1]
 
 
 def test_the_log_of_saves_does_not_grow_without_end(

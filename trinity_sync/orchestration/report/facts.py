@@ -9,7 +9,7 @@ from trinity_sync.layout import Kind
 from trinity_sync.orchestration.quantities import describe_progress
 from trinity_sync.storage.health import ComponentHealth
 from trinity_sync.storage.manifest import CallableRecord
-from trinity_sync.storage.save_timing import LoggedSave, SaveTiming
+from trinity_sync.storage.save_timing import LoggedRemoval, LoggedSave, SaveTiming
 from trinity_sync.storage.write_progress import WriteProgress
 
 HealthStatus = Literal["ok", "late", "failed", "empty"]
@@ -215,6 +215,8 @@ class JobReport:
     """By step."""
     saves: tuple[LoggedSave, ...] = ()
     """Committed saves in order of time, also of steps removed since; the newest thousand."""
+    removals: tuple[LoggedRemoval, ...] = ()
+    """Steps that were removed or quarantined, in order of time."""
     runs: tuple[RunRow, ...] = ()
     """Starts of the training."""
     in_flight: tuple[InFlight, ...] = ()
