@@ -29,6 +29,7 @@ import hashlib
 import operator
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -79,7 +80,9 @@ _BELOW = re.compile(
 manifest names thousands of paths."""
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)")
 _READABLE = 100
-"""Characters of the root's name in a job's identifier: file names of at most 255 contain it."""
+"""Characters of the job's name in its identifier: file names of at most 255 contain it."""
+_COMMON_NAMES = {"ckpt", "ckpts", "checkpoint", "checkpoints"}
+"""Names of folders that name no job without their parent."""
 
 
 def refuse_url(root: str | Path) -> None:
@@ -213,13 +216,27 @@ def check_name(what: str, value: str) -> str:
     return value
 
 
+def name_job(real: Path, others: Iterable[Path] = ()) -> str:
+    """Return the name of a job: its folder's, with the parents that tell it from other jobs.
+
+    ``real`` and ``others`` are full paths of roots. A folder with a common name has its parent.
+    """
+    parts = real.parts[1:]
+    rivals = [other.parts for other in others if other != real]
+    least = 1 + (real.name.lower() in _COMMON_NAMES)
+    for count in range(least, len(parts)):
+        if not any(rival[-count:] == parts[-count:] for rival in rivals):
+            return "/".join(parts[-count:])
+    return "/".join(parts)
+
+
 def job_id_of(real: Path, identity: str = "") -> str:
     """Return the identifier of a job; it asks no file system.
 
     ``real`` is the root's full path, without symbolic links. Without an identity, the identifier is
     that of the path alone.
     """
-    readable = re.sub(r"[^A-Za-z0-9_-]+", "-", real.name)[:_READABLE].strip("-") or "job"
+    readable = re.sub(r"[^A-Za-z0-9_-]+", "-", name_job(real))[-_READABLE:].strip("-") or "job"
     digest = hashlib.sha256(b"\0".join([os.fsencode(real), identity.encode()]))
     return f"{readable}-{digest.hexdigest()[:8]}"
 

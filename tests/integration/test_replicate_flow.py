@@ -13,6 +13,7 @@ from tests.support.job import Job
 from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.layout import name_job
 from trinity_sync.orchestration.quantities import make_artifact_key
 from trinity_sync.remote.remote_root import Remote
 from trinity_sync.stack.services import StackState
@@ -37,7 +38,7 @@ def test_a_checkpoint_is_copied_by_a_run_of_its_own(
     ended = api.ended(run.id)
     assert ended.state
     assert ended.state.is_completed(), ended.state.message
-    assert ended.name == run.name == f"{job.root.name}: replicate step 4"
+    assert ended.name == run.name == f"{name_job(job.root)}: replicate step 4"
     assert Remote(url).read_step(4).state == "valid"
     (artifact,) = until(lambda: api.artifacts_of(run), "the artifact")
     assert artifact.key == make_artifact_key("replicated", job.root)

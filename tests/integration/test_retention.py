@@ -14,7 +14,7 @@ from tests.support.leases import acquire_lease
 from tests.support.steps import commit_files
 from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, SaveFailedError
-from trinity_sync.layout import steps_on_disk
+from trinity_sync.layout import name_job, steps_on_disk
 from trinity_sync.orchestration.quantities import make_artifact_key
 from trinity_sync.storage.discovery import find_newest, require_committed
 
@@ -77,7 +77,7 @@ def test_the_flow_shows_its_plan_and_then_carries_it_out(
     rows = {row["step"]: row for row in json.loads(artifact.data)}
     assert rows[2]["why"] == "leased by explorer"
     assert artifact.key == make_artifact_key("retention", root)
-    assert done.name == f"{root.name}: retention"
+    assert done.name == f"{name_job(root)}: retention"
     assert f"1 steps of `{root}` removed, 2.0 kB" in artifact.description
     assert steps_on_disk(root) == [2, 3]
 

@@ -29,7 +29,7 @@ from trinity_sync import (
     Settings,
 )
 from trinity_sync.client.prefect_api import PrefectApi, ask_server
-from trinity_sync.layout import Kind, step_folder
+from trinity_sync.layout import Kind, name_job, step_folder
 from trinity_sync.orchestration.quantities import format_duration, make_artifact_key
 from trinity_sync.orchestration.recovery.flow_runs import retry_crashed
 from trinity_sync.stack import embedded
@@ -62,14 +62,14 @@ def test_a_save_is_a_flow_run_that_can_be_read_in_the_ui(
     saves.wait_all(90)
     assert torch.equal(load(root, 40)["w"], STATE["w"])
     run = api.ended(api.run_of(key(saves, 40)).id)
-    assert run.name == f"{root.name}: save actor step 40"
+    assert run.name == f"{name_job(root)}: save actor step 40"
     assert {f"job:{saves.spool.folder.name}", "run:1", "step:40", "kind:checkpoint"} <= {*run.tags}
     saved = ("extra_state", "metadata", "model", "optim")
     names = ["commit", *(f"persist-{name}" for name in saved)]
     assert sorted(map(kind_of, api.ended_tasks(run, *names))) == names
     (artifact,) = api.artifacts_of(run)
     assert (artifact.type, artifact.key) == ("markdown", make_artifact_key("save", root))
-    assert f"### {root.name}: save actor step 40: committed" in artifact.data
+    assert f"### {name_job(root)}: save actor step 40: committed" in artifact.data
     (timing,) = read_manifest(root, 40).timings
     assert f"**{format_duration(timing.stalls[0].seconds)}** (slowest rank: 0)" in artifact.data
     assert timing.queue_s + timing.write_s + timing.commit_s > 0

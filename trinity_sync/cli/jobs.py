@@ -200,11 +200,12 @@ def forget(
     """Remove a finished job from the catalog and from the scheduled flows of this node."""
     from trinity_sync.catalog.database import get_catalog_url, list_jobs_at, open_catalog
     from trinity_sync.catalog.mirror import remove_job
-    from trinity_sync.orchestration.job_registry import list_registered_roots, unregister_job
+    from trinity_sync.orchestration.job_registry import unregister_job
+    from trinity_sync.snapshot.job_identity import list_registered_roots
 
     settings = read_settings()
     with open_catalog(get_catalog_url(settings)) as engine:
-        registered = root.resolve() in list_registered_roots(settings)
+        registered = root.resolve() in list_registered_roots(settings.home)
         if not registered and not list_jobs_at(engine, root):
             raise with_hint(ConfigError(f"no job at {root} is known"), "trinity-sync jobs ls")
         confirm(

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from trinity_sync.errors import FormatError
-from trinity_sync.layout import SPOOL_FORMAT, Component, Kind, check_name
+from trinity_sync.layout import SPOOL_FORMAT, Component, Kind, check_name, name_job
 from trinity_sync.snapshot.save_id import SaveId
 
 SAVE_DEPLOYMENT = "save-step/save-step"
@@ -137,8 +137,8 @@ class SaveRequest(BaseModel):
 
     @property
     def flow_run_name(self) -> str:
-        """Name of the flow run in the Prefect UI, e.g. ``ckpts: save actor step 40``."""
-        return f"{Path(self.root).name}: {self.run_name}"
+        """Name of the flow run in the Prefect UI, e.g. ``exp1/ckpts: save actor step 40``."""
+        return f"{name_job(Path(self.root))}: {self.run_name}"
 
     @property
     def tags(self) -> list[str]:

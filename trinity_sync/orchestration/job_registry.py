@@ -14,6 +14,7 @@ from trinity_sync.fs.locks import create_file
 from trinity_sync.layout import job_id_of
 from trinity_sync.orchestration.root_threads import RootVisits
 from trinity_sync.settings import Settings, StackSettings
+from trinity_sync.snapshot.job_identity import list_registered_roots
 
 ANSWER_S = 10.0
 """Seconds in which a root answers, unless its file system hangs."""
@@ -40,7 +41,7 @@ def list_known_roots(settings: Settings, stack: StackSettings | None = None) -> 
     longer covers, are left out.
     """
     known = partial(_is_known, stack or StackSettings())
-    found = _visits.visit(list_registered_roots(settings), known, limit_s=ANSWER_S)
+    found = _visits.visit(list_registered_roots(settings.home), known, limit_s=ANSWER_S)
     return [root for root, is_known in found.items() if is_known]
 
 
@@ -49,20 +50,6 @@ def _is_known(stack: StackSettings, root: Path) -> bool:
         return is_allowed(stack, root) and root.is_dir()
     except OSError:  # such as of a mount whose server is gone
         return False
-
-
-def list_registered_roots(settings: Settings) -> list[Path]:
-    """Return all roots in the registry, sorted by name, also those that do not exist now.
-
-    It does not look at the roots, whose file systems may hang.
-    """
-    roots = []
-    for entry in sorted((settings.home / "roots").glob("*.json")):
-        try:
-            roots.append(Path(json.loads(entry.read_text())["root"]))
-        except (FileNotFoundError, ValueError, TypeError, KeyError):
-            continue  # removed meanwhile, or not an entry
-    return roots
 
 
 def unregister_job(settings: Settings, root: str | Path) -> None:

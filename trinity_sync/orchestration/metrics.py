@@ -23,11 +23,11 @@ from prometheus_client.registry import Collector
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import EvictedError, StackError, SupersededError, TrinitySyncError
 from trinity_sync.layout import CORRUPTION_MARK, KINDS, Kind, step_folder, steps_on_disk
-from trinity_sync.orchestration.job_registry import ANSWER_S, is_allowed, list_registered_roots
+from trinity_sync.orchestration.job_registry import ANSWER_S, is_allowed
 from trinity_sync.orchestration.root_threads import RootVisits
 from trinity_sync.orchestration.run_page import StepOutcome
 from trinity_sync.settings import Settings, StackSettings
-from trinity_sync.snapshot.job_identity import job_id
+from trinity_sync.snapshot.job_identity import job_id, list_registered_roots
 from trinity_sync.snapshot.spool import list_job_spools
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import Manifest, read_manifest
@@ -244,7 +244,7 @@ class RootObserver(Collector):
         """Read the roots of all known jobs; never raises."""
         errors: dict[Path, str] = {}
         try:
-            registered = list_registered_roots(self._settings)
+            registered = list_registered_roots(self._settings.home)
         except Exception as error:
             registered, errors[self._settings.home] = [], str(error)
         found = self._visits.visit(registered, self._observe, limit_s=ANSWER_S)

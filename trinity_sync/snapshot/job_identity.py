@@ -17,6 +17,7 @@ own. Whoever opens a root reads it first, so a root of another release is refuse
 read or changed there.
 """
 
+import json
 import uuid
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,7 +47,7 @@ class JobIdentity(Record, format=ROOT_FORMAT):
 
 
 def job_id(root: str | Path) -> str:
-    """Return the identifier of the job at a root: the folder's name and a digest.
+    """Return the identifier of the job at a root: the job's name and a digest.
 
     It asks the root's file system, which may hang; `SaveId.job` does not.
 
@@ -87,6 +88,20 @@ def open_identity(root: Path, *, adopted: str = "") -> str:
         if error.errno not in UNWRITABLE:
             raise
         return found.identity if found else ""
+
+
+def list_registered_roots(home: Path) -> list[Path]:
+    """Return the roots in the registry in a stack's home, sorted by name, also those that are gone.
+
+    It does not look at the roots, whose file systems may hang.
+    """
+    roots = []
+    for entry in sorted((home / "roots").glob("*.json")):
+        try:
+            roots.append(Path(json.loads(entry.read_text())["root"]))
+        except (FileNotFoundError, ValueError, TypeError, KeyError):
+            continue  # removed meanwhile, or not an entry
+    return roots
 
 
 def _write(root: Path, found: JobIdentity | None, made: JobIdentity, adopted: str) -> str:

@@ -3,7 +3,7 @@
 ::
 
     /dev/shm/trinity_sync-1000/                 mode 0700, of one user
-      ckpts-1a2b3c4d/                           one job
+      exp1-ckpts-1a2b3c4d/                      one job
         actor.model.rank0.0.slot                memory, reused
         actor.model.rank0.0.slot.ticket         sealed: a save that is not committed yet
         actor.model.rank0.1.slot                free: has no ticket

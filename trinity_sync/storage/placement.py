@@ -5,7 +5,7 @@ flow run can be requested on any node without knowledge of the others, and the f
 are the same at any scale::
 
     root/.trinity_sync/placements/1.actor.json      run 1, role actor
-        {"run_key": "...", "spools": {"/dev/shm/trinity_sync-0/ckpts-1a2b3c4d": {"node-0": "0-7"}}}
+        {"run_key": "...", "spools": {"/dev/shm/trinity_sync-0/grpo-1a2b3c4d": {"node-0": "0-7"}}}
 """
 
 import time

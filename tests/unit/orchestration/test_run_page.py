@@ -11,7 +11,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from tests.support.job import Job
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import SaveError
-from trinity_sync.layout import KINDS
+from trinity_sync.layout import KINDS, name_job
 from trinity_sync.orchestration import step_events
 from trinity_sync.orchestration.quantities import (
     format_bytes,
@@ -46,7 +46,7 @@ def test_the_page_of_a_commit_says_first_how_it_went(job: Job) -> None:
         clock=lambda: submitted + 1.5,
     )
     page = describe_commit(request_of(job, 40), manifest, written)
-    assert page.startswith(f"### {job.root.name}: save actor step 40: committed\n")
+    assert page.startswith(f"### {name_job(job.root)}: save actor step 40: committed\n")
     for words in (
         f"**{format_duration(written[0].stall_s)}** (slowest rank: 0)",
         "**1.5 s** = queue 0.25 + write 1.00 + commit 0.25 s",

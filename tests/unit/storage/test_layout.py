@@ -15,6 +15,7 @@ from trinity_sync.layout import (
     is_path,
     is_step_folder,
     job_id_of,
+    name_job,
     refuse_url,
     split_role_path,
     step_folder,
@@ -100,6 +101,27 @@ def test_a_root_of_any_name_saves_and_is_known(
     settings = Settings(home=tmp_path / "home")
     register_job(settings, root)
     assert list_known_roots(settings) == [root]
+
+
+@pytest.mark.parametrize(
+    ("root", "others", "name"),
+    [
+        ("/a/grpo", [], "grpo"),
+        ("/a/exp1/ckpts", [], "exp1/ckpts"),
+        ("/a/exp1/Checkpoints", ["/a/exp2/Checkpoints"], "exp1/Checkpoints"),
+        ("/a/exp1/ckpts", ["/a/exp1/ckpts", "/b/exp1/ckpts"], "a/exp1/ckpts"),
+        ("/a/grpo", ["/b/c/grpo", "/grpo"], "a/grpo"),
+        ("/grpo", ["/b/grpo"], "grpo"),
+        ("/ckpts", [], "ckpts"),
+    ],
+)
+def test_the_name_of_a_job_tells_it_from_others(root: str, others: list[str], name: str) -> None:
+    assert name_job(Path(root), map(Path, others)) == name
+
+
+def test_the_identifier_of_a_job_in_a_folder_with_a_common_name_has_the_parent() -> None:
+    assert job_id_of(Path("/a/exp 1/ckpts")).startswith("exp-1-ckpts-")
+    assert "-ckpts-" in job_id_of(Path(f"/a/{'x' * 200}/ckpts"))
 
 
 def test_a_root_whose_name_is_no_text_is_refused_and_has_a_job_of_its_own(tmp_path: Path) -> None:
