@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trinity_sync.cli.app import Root, app, read_settings, require_existing
+from trinity_sync.cli.completion import complete_root
 from trinity_sync.cli.output import Output, print_document, print_object, print_table
 from trinity_sync.errors import ConfigError
 from trinity_sync.fs.atomic import replace_file
 from trinity_sync.orchestration.quantities import format_duration
 
 if TYPE_CHECKING:
+    from trinity_sync.orchestration.report.facts import JobReport
     from trinity_sync.weights.state_files import SyncReport
 
 
@@ -54,31 +56,51 @@ def _print_report(report: "SyncReport | None", root: str) -> None:
 
 
 @app.command(
-    "report ckpts", "report ckpts --html /tmp/ckpts.html", "report ckpts -o json",
+    "report ckpts", "report ckpts --html /tmp/ckpts.html", "report ckpts -o json", "report",
     panel="Look at a job",
     note="Failures, flow runs and verifications come from the Prefect server, if one answers.",
 )  # fmt: skip
 def report(
-    root: Root,
+    root: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[ROOT]",
+            autocompletion=complete_root,
+            help="Root of the job; by default all jobs that have saved on this node.",
+        ),
+    ] = None,
     html: Annotated[Path, typer.Option("--html", help="File to write.")] = Path("report.html"),
     output: Output = "table",
 ) -> None:
     """Write an HTML page about a job: its health, failures with what to type, cost of saves.
 
-    With -o json no page is written.
+    Without ROOT, the page lists all jobs, and links the page of each, which is written next to it.
+    With -o json no page is written, and the reports of all jobs are a list.
     """
-    from trinity_sync.cli.report_html import render_report
-    from trinity_sync.orchestration.report.collect import collect_report
+    from trinity_sync.cli.report_html import render_report, render_reports
+    from trinity_sync.orchestration.report.collect import collect_report, collect_reports
 
     if html.is_dir():
         raise ConfigError(f"{html} is a folder; pass a file as --html")
-    found = collect_report(read_settings(), require_existing(root))
+    settings = read_settings()
+    found = (
+        [collect_report(settings, require_existing(root))] if root else collect_reports(settings)
+    )
     if output == "json":
-        print_document("report", found)
+        print_document("report" if root else "reports", found[0] if root else found)
         return
+
+    def name_page(report: "JobReport") -> str:
+        return html.name if root else f"{html.stem}-{report.job}.html"
+
     try:
-        replace_file(html, render_report(found), sync=False)
+        for each in found:
+            replace_file(html.with_name(name_page(each)), render_report(each), sync=False)
+            typer.echo(
+                f"{each.root}: " * (not root) + f"{each.health.status}: {each.health.sentence}"
+            )
+        if not root:
+            replace_file(html, render_reports(found, name_page), sync=False)
     except OSError as error:
         raise ConfigError(f"cannot write {html}: {error.strerror}; pass another --html") from error
-    typer.echo(f"{found.health.status}: {found.health.sentence}")
     typer.echo(f"wrote {html}; open it in a browser")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from trinity_sync.cli.output import format_time
+from trinity_sync.layout import name_job
 from trinity_sync.orchestration.quantities import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -53,8 +55,7 @@ class Chart:
     """The first and the last step."""
 
 
-def render_report(report: JobReport) -> str:
-    """Return the report of a job as one HTML page that loads nothing else."""
+def _render(template: str, **values: object) -> str:
     environment = Environment(
         loader=PackageLoader("trinity_sync", "cli"),
         autoescape=True,
@@ -63,8 +64,21 @@ def render_report(report: JobReport) -> str:
         lstrip_blocks=True,
     )
     environment.filters.update(size=format_bytes, time=format_time, duration=format_duration)
+    return environment.get_template(template).render(values)
+
+
+def render_reports(reports: Sequence[JobReport], page: Callable[[JobReport], str]) -> str:
+    """Return an HTML page of all jobs; ``page`` returns the address of the report of one."""
+    roots = [Path(each.root) for each in reports]
+    names = [name_job(root, roots) for root in roots]
+    return _render("reports.html.j2", names=list(zip(reports, names, strict=True)), page=page)
+
+
+def render_report(report: JobReport) -> str:
+    """Return the report of a job as one HTML page that loads nothing else."""
     newest_first = sorted(report.steps, key=lambda row: (row.run or 0, row.step), reverse=True)
-    return environment.get_template("report.html.j2").render(
+    return _render(
+        "report.html.j2",
         report=report,
         figures=summarize(report),
         charts={

@@ -20,6 +20,9 @@ from tests.support.steps import commit_files
 from trinity_sync.cli.commands import app
 from trinity_sync.cli.output import to_json
 from trinity_sync.cli.report_html import MAX_BARS, render_report
+from trinity_sync.client.journal import append
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.orchestration.job_registry import register_job
 from trinity_sync.orchestration.quantities import format_bytes
 from trinity_sync.orchestration.report.collect import collect_report
 from trinity_sync.orchestration.report.facts import (
@@ -31,6 +34,7 @@ from trinity_sync.orchestration.report.facts import (
 from trinity_sync.retention.prune import plan_prune, prune
 from trinity_sync.retention.removal import Rules
 from trinity_sync.settings import Settings
+from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.job_settings import JobSettings
 from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.pins import pin
@@ -256,6 +260,37 @@ def test_it_says_that_no_training_runs(job: Job, tmp_path: Path) -> None:
         assert "no training runs" in collect_report(settings, job.root).health.sentence
         with hold_run(job.root, 1):
             assert "no training runs" not in collect_report(settings, job.root).health.sentence
+
+
+def test_without_a_root_all_jobs_of_the_node_have_a_row_and_a_page(
+    tmp_path: Path, spool_folder: Path
+) -> None:
+    settings = Settings(home=tmp_path / "home", spool=spool_folder)
+    one, two, gone = (tmp_path / name for name in ("a/x/ckpts", "b/x/ckpts", "gone"))
+    commit_files(one, 7, nbytes=5000)
+    (one / ".trinity_sync").mkdir()
+    Job(two, open_job_spool(spool_folder, two)).stage(3, {"model": {"w": torch.zeros(9)}})
+    for root in (one, gone):
+        register_job(settings, root)
+    append(SaveRequest(root=str(one), step=8, run=1), "failed", "the disk is <full>")
+    env = {**settings.to_variables(), "PREFECT_API_URL": ""}
+    page = tmp_path / "pages/all.html"
+    page.parent.mkdir()
+    done = CliRunner().invoke(app, ["report", "--html", str(page)], env=env)
+    assert done.exit_code == 0, done.output
+    rows = table_of(page.read_text(), "jobs")
+    assert set(rows) == {"job", "a/x/ckpts", "b/x/ckpts", "gone"}
+    assert "FAILED" in rows["a/x/ckpts"]
+    assert re.search(r"\|7\|.* ago\|5.0 kB\|.* ago: the disk is <full>", rows["a/x/ckpts"])
+    assert "nothing is committed" in rows["b/x/ckpts"]
+    assert f"trinity-sync jobs forget {gone}" in rows["gone"]
+    links = re.findall(r"href='(.*?)'", page.read_text())
+    assert len(links) == 3
+    assert str(one) in (page.parent / links[0]).read_text()
+    printed = CliRunner().invoke(app, ["report", "-o", "json"], env=env)
+    found = json.loads(printed.stdout)["reports"]
+    health = {each["root"]: each["health"]["status"] for each in found}
+    assert health == {str(one): "failed", str(two): "empty", str(gone): "failed"}
 
 
 def test_a_job_without_steps_has_a_page_too(tmp_path: Path) -> None:
