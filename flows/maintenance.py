@@ -33,7 +33,7 @@ from trinity_sync.orchestration.root_threads import run_in_thread
 from trinity_sync.orchestration.step_events import emit_step_event
 from trinity_sync.retention.removal import RemovalPlan
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.job_identity import job_id, list_registered_roots
+from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.storage.gc import Finding
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.verify import VerifiedStep
@@ -44,13 +44,9 @@ logger = logging.getLogger(__name__)
 def name_run() -> str:
     """Return the name of the flow run that begins: its jobs, what it does, and of which step."""
     given = flow_run.parameters
-    jobs = _name_job(given["root"]) if given.get("root") else "all jobs"
+    jobs = name_job(Path(given["root"])) if given.get("root") else "all jobs"
     step = "" if given.get("step") is None else f" step {given['step']}"
     return f"{jobs}: {flow_run.flow_name.removesuffix('-step')}{step}"
-
-
-def _name_job(root: str) -> str:
-    return name_job(Path(root), list_registered_roots(Settings().home))
 
 
 _OPTIONS: Any = {"flow_run_name": name_run, "persist_result": False, "retries": 0}
@@ -139,7 +135,7 @@ async def request_replication(request: SaveRequest) -> None:
             return
         fields = {
             "parameters": {"root": request.root, "step": request.step, "url": job.remote},
-            "name": f"{_name_job(request.root)}: replicate step {request.step}",
+            "name": f"{name_job(Path(request.root))}: replicate step {request.step}",
             "tags": request.tags,
             "idempotency_key": f"{request.key}/replicate",
         }

@@ -11,7 +11,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,7 +29,6 @@ from trinity_sync.client.prefect_api import PrefectApi
 from trinity_sync.client.prefect_connection import ANSWER_S
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import PrefectApiError, RequestRefusedError
-from trinity_sync.orchestration.job_registry import register_job
 from trinity_sync.stack.daemon import free_port
 from trinity_sync.stack.services import StackState
 
@@ -174,19 +172,6 @@ def test_one_flow_run_is_created_for_an_idempotency_key_by_the_clock_of_the_serv
     assert run.parameters["request"] == request.model_dump(mode="json")
     assert run.expected_start_time is not None
     assert before <= run.expected_start_time <= datetime.now(UTC)
-
-
-def test_the_name_of_a_flow_run_tells_its_job_from_others(
-    stack: StackState, tmp_path: Path
-) -> None:
-    here, there = tmp_path / "a/exp1/ckpts", tmp_path / "b/exp1/ckpts"
-    for root in (here, there):
-        root.mkdir(parents=True)
-        register_job(Settings(home=tmp_path), root)
-    request = SaveRequest(root=str(here), step=1, run=1, components=())
-    create = partial(PrefectApi.create_save_run, request=request)
-    run = ask(stack.api_url, create, home=tmp_path, **login(stack))
-    assert run.name == "a/exp1/ckpts: save actor step 1"
 
 
 def test_the_flow_runs_of_a_job_are_read_the_newest_first(stack: StackState, root: Path) -> None:

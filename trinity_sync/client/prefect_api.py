@@ -12,15 +12,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, TypeVar
 
 from trinity_sync.client.prefect_connection import PrefectConnection
-from trinity_sync.client.save_request import SAVE_DEPLOYMENT, SaveRequest
+from trinity_sync.client.save_request import SAVE_DEPLOYMENT
 from trinity_sync.errors import PrefectApiError
-from trinity_sync.layout import name_job
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.job_identity import list_registered_roots
 
 T = TypeVar("T")
 PAGE = 200
@@ -126,15 +123,6 @@ class PrefectApi(PrefectConnection):
             path = f"/deployments/name/{name}"
             self._deployments[name] = await self.call(path, lambda it: str(uuid.UUID(it["id"])))
         return self._deployments[name]
-
-    async def create_save_run(self, request: SaveRequest) -> FlowRun:
-        """Create the flow run of a save, see `create_flow_run`.
-
-        Its name tells the job from others with such a folder that are registered here.
-        """
-        known = await asyncio.to_thread(list_registered_roots, self._home)
-        job = name_job(Path(request.root), known)
-        return await self.create_flow_run(request.flow_run | {"name": f"{job}: {request.run_name}"})
 
     async def create_flow_run(
         self, fields: Mapping[str, Any], deployment: str = SAVE_DEPLOYMENT

@@ -201,7 +201,7 @@ class SaveTrigger:
                     await run_in_thread(self._find_stack)
                     await run_in_thread(self._prepare, request.job)
                     if self._after_s != 0:
-                        await self._api.create_save_run(request)
+                        await self._api.create_flow_run(request.flow_run)
                     if self._after_s is not None:
                         await run_in_thread(self._reach_saver, self._saver.connect)
                 except (RequestRefusedError, SaveError) as error:

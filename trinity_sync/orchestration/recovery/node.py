@@ -150,7 +150,7 @@ class NodeRecovery:
             return
         for request in requests:
             try:
-                run = await api.create_save_run(request)
+                run = await api.create_flow_run(request.flow_run)
             except RequestRefusedError as error:  # others are unaffected
                 warn_once(f"{request.run_name} of {request.root}: {error}")
                 continue
