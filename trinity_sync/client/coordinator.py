@@ -511,9 +511,11 @@ class CheckpointCoordinator:
                 set for the job keeps.
             export: once the step is committed, also write the model's FSDP shards as a Hugging Face
                 model into ``<role>/huggingface/``. `wait_all` waits for it.
-            replicated: components that are equal on all ranks, as with DDP, of a ``checkpoint``:
-                rank 0 alone saves them, and `load` returns them on all ranks. The others may leave
-                them out; each rank has another component, such as ``extra_state``, as well.
+            replicated: components of a ``checkpoint`` that several ranks have alike. Without
+                DTensors, as with DDP, rank 0 alone saves them, and the others may leave them out.
+                With DTensors, as with HSDP under FSDP2, the first of the ranks with the same shards
+                saves them, and its files have the names of all. `load` returns them on all ranks.
+                Each rank has another component, such as ``extra_state``, as well.
 
         Returns:
             What was staged, the seconds for which the caller was stalled, and whether the save is
@@ -985,8 +987,11 @@ class CheckpointCoordinator:
     ) -> SaveHandle:
         self._require_own_process()
         step = check_number("step", step)
+        replicas: dict[str, tuple[int, ...]] = {}
         if replicated:
-            components = select_own(step, components, replicated, kind, self.rank)
+            components, replicated, replicas = select_own(
+                step, components, replicated, kind, self.rank
+            )
         keep = check_number(f"step {step}: keep, of which 0 keeps all steps,", keep)
         self._submitter.check_components(step, components, role, kind)
         self._submitter.require_not_monitored(step, kind)
@@ -998,6 +1003,7 @@ class CheckpointCoordinator:
             keep=keep if kind == "checkpoint" else 0,
             export=export,
             replicated=replicated,
+            replicas=replicas,
             again=self._run.has_saved(step, role, kind),
         )
         self._metrics.record_early()

@@ -27,6 +27,7 @@ from trinity_sync.snapshot.stager import Staged
 from trinity_sync.snapshot.ticket import list_components
 from trinity_sync.storage.placement import NodeRanks, read_placement, write_placement
 from trinity_sync.storage.save_functions import write_request
+from trinity_sync.tensors.replicas import find_replicas
 
 
 class SaveSubmitter:
@@ -77,6 +78,7 @@ class SaveSubmitter:
         keep: int = 0,
         export: Export = "",
         replicated: Collection[str] = (),
+        replicas: Mapping[str, tuple[int, ...]] | None = None,
         again: bool = False,
     ) -> Origin:
         """Return the origin of this rank's images of a save that is submitted now.
@@ -97,6 +99,7 @@ class SaveSubmitter:
             export=export,
             write_concurrency=self._write_concurrency,
             replicated=tuple(sorted(replicated)),
+            replicas=dict(replicas or {}),
         )
 
     def prepare(self, role: str) -> None:
@@ -154,7 +157,7 @@ class SaveSubmitter:
 
     def submit_states(self, origin: Origin, staged: Staged) -> None:
         """Submit a save whose images are sealed."""
-        components: Sequence[str] = staged.components
+        components: Sequence[str] = (*staged.components, *origin.replicas)
         if origin.kind == "checkpoint":
             self._attachments.discard_before(origin.step)
         if len(origin.roles) > 1:  # the first role's request counts; other roles may have more
@@ -231,12 +234,18 @@ class SaveSubmitter:
 
 def select_own(
     step: int, components: Mapping[str, Any], replicated: Collection[str], kind: Kind, rank: int
-) -> dict[str, Any]:
-    """Return the components that a rank saves itself, without those that rank 0 saves for all.
+) -> tuple[dict[str, Any], Collection[str], dict[str, tuple[int, ...]]]:
+    """Return the components that a rank saves itself, and those that are saved for several ranks.
+
+    The latter are those that rank 0 saves for all, and the replicas of those with DTensors.
 
     Raises:
         ConfigError: they are not saved together with something of each rank in a checkpoint.
     """
+    shared = [components[n] for n in replicated if isinstance(components.get(n), Mapping)]
+    ranks = find_replicas(shared, rank)
+    if ranks == (rank,):  # shards that no other rank has
+        return dict(components), (), {}
     lacking = {*replicated} - {*components} if rank == 0 else set()
     own = {name: state for name, state in components.items() if name not in replicated}
     if isinstance(replicated, str) or lacking or not own or kind != "checkpoint":
@@ -245,7 +254,8 @@ def select_own(
             "pass a tuple of components that rank 0 saves, in a checkpoint in which each rank has "
             "another component, such as extra_state"
         )
-    return dict(components) if rank == 0 else own
+    saved = dict(components) if rank == (ranks or (0,))[0] else own
+    return (saved, (), dict.fromkeys(replicated, ranks)) if ranks else (saved, replicated, {})
 
 
 def _key(save: SaveId) -> str:

@@ -112,6 +112,14 @@ class StateSaver:
             if submitted and not (again if each == kind else self._has_failed(submitted))
         }
         known = self._staged.get((role, step), [])
+        # another rank has saved these for this one
+        covered = {
+            name
+            for each in pending
+            if kind in SERVES_AS[each] and (of := last[each])
+            for name in {*of.replicated, *of.replicas}.difference(known)
+        }
+        components = {name: each for name, each in components.items() if name not in covered}
         # a sync has no components of the checkpoint, and what failed is staged again
         others = (name for name in known if name not in components and kind == "checkpoint")
         earlier = [name for name in others if not (again and name in FOLDERS)]

@@ -78,6 +78,8 @@ class Origin(SaveId):
     """The trainer's write concurrency, which all tasks of the job apply."""
     replicated: tuple[str, ...] = ()
     """Components that rank 0 alone saves, for all ranks."""
+    replicas: dict[str, tuple[Count, ...]] = field(default_factory=dict, hash=False)
+    """Ranks that have a component as this one has it, by component; the first saves it for all."""
 
     def count_ranks(self, component: str) -> int:
         """Return the number of ranks that save a component."""

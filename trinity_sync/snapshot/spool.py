@@ -183,14 +183,9 @@ class JobSpool:
         good, bad = self.tickets()
         return [s for s in good if (s.ticket.run, s.ticket.step) == (run, step)], bad
 
-    def find_cached_slots(
-        self, role: str, component: str, rank: int, digest: str
-    ) -> Iterator[Path]:
-        """Yield free slots whose records say that they still hold the file of this digest.
-
-        Only slots of ``rank``, which saved the file, are looked at.
-        """
-        names = f"{role}.{component}.rank{rank}.*{SLOT_SUFFIX}{KEPT_SUFFIX}"
+    def find_cached_slots(self, role: str, component: str, digest: str) -> Iterator[Path]:
+        """Yield free slots whose records say that they still hold the file of this digest."""
+        names = f"{role}.{component}.rank*{SLOT_SUFFIX}{KEPT_SUFFIX}"
         for record in sorted(self.folder.glob(names)):
             slot = record.with_name(record.name.removesuffix(KEPT_SUFFIX))
             kept = read_cached_file(slot)

@@ -24,10 +24,10 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,7 +42,7 @@ from trinity_sync.fs.atomic import (
 )
 from trinity_sync.fs.direct_io import RateLimit, digest_bytes, digest_cached_file, write_file
 from trinity_sync.fs.locks import acquire_file_lock
-from trinity_sync.layout import PRIVATE_FOLDER
+from trinity_sync.layout import PRIVATE_FOLDER, shard_file
 from trinity_sync.snapshot.packed import unpack
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
@@ -151,7 +151,8 @@ def _write(
     try:
         with acquire_write_permit(JobSpool(Path(shards.spool)), ticket):
             write = partial(_write_one, shards.node, save, sealed, options, attempt)
-            return [write(*file) for file in unpack_image(ticket, image)]
+            written = [write(*file) for file in unpack_image(ticket, image)]
+            return [*written, *_link_replicas(save, ticket, attempt, written)]
     except OSError as error:
         raise SaveError(
             f"{save} is not committed: cannot write {ticket.what} to "
@@ -253,6 +254,32 @@ def _write_one(
         submitted_at=ticket.sealed_at if own else 0.0,
         stall_s=ticket.stall_s if own else 0.0,
     )
+
+
+def _link_replicas(
+    save: SaveId, ticket: Ticket, attempt: str, written: Sequence[Written]
+) -> Iterator[Written]:
+    """Give the shard of several ranks the names of the others as well, where veRL's loader looks.
+
+    The others' submissions are those of their own images.
+    """
+    for file in written:
+        for rank in ticket.replicas.get(ticket.component, ()):
+            if rank != ticket.rank:
+                name = shard_file(ticket.component, ticket.world_size, rank)
+                final = save.folder / ticket.role / name
+                temporary = make_attempt_path(final, attempt, ticket.image)
+                link_or_copy(Path(file.temporary), temporary)
+                yield replace(
+                    file,
+                    record=replace(file.record, path=f"{ticket.role}/{name}", rank=rank),
+                    temporary=os.fspath(temporary),
+                    identity=read_file_identity(temporary),
+                    components=(),
+                    sealed_s=0.0,
+                    submitted_at=0.0,
+                )
+        sync_folder(Path(file.temporary).parent)
 
 
 def _scan(ticket: Ticket, content: memoryview) -> "ValueScan | None":

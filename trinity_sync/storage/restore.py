@@ -259,7 +259,7 @@ def _read_from_spool(spool: JobSpool, record: FileRecord, locks: ExitStack | Non
     With ``locks``, they are a mapping of the slot, whose lock is added to ``locks``.
     """
     cores = len(os.sched_getaffinity(0))  # unlike reads of a disk, copies want a core each
-    for slot in spool.find_cached_slots(record.role, record.component, record.rank, record.digest):
+    for slot in spool.find_cached_slots(record.role, record.component, record.digest):
         try:
             with ExitStack() as lock:
                 fd = lock.enter_context(hold_slot(slot, limit_s=SLOT_S))

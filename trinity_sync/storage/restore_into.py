@@ -104,7 +104,7 @@ class _LiveShard:
     def __init__(self, folder: Path, record: FileRecord, live: Any, spool: JobSpool | None) -> None:
         self.component = record.component
         self._path, self._record, self._live = folder / record.path, record, live
-        key = record.role, record.component, record.rank, record.digest
+        key = record.role, record.component, record.digest
         self._slots = iter(spool.find_cached_slots(*key) if spool else ())
         self._opened = ExitStack()
         self._slot: Path | None = None

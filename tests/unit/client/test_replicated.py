@@ -1,4 +1,4 @@
-"""What is equal on all ranks is saved once, by rank 0, and loaded by all."""
+"""What is equal on several ranks is saved once, by the first of them, and loaded by all."""
 
 from pathlib import Path
 
@@ -9,7 +9,10 @@ from tests.support.job import Job
 from tests.unit.conftest import Open
 from trinity_sync import CheckpointCoordinator, Checkpoints
 from trinity_sync.errors import CommitError, ConfigError, MissingShardsError
-from trinity_sync.layout import step_folder
+from trinity_sync.layout import FULL_CHECKPOINT_MARK, shard_file, step_folder
+from trinity_sync.snapshot.ticket import list_components
+from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.restore import load_shards, load_states
 
 REPLICATED = ("model", "optim")
 
@@ -105,3 +108,55 @@ def test_what_cannot_be_replicated_is_refused(
         ranks[0].save(4, {"extra_state": {}}, replicated=("model",))
     with pytest.raises(ConfigError, match="in a checkpoint"):
         ranks[0].save(4, states(0), replicated=("model",), kind="state_dict")
+
+
+REPLICAS = ((0, 2), (1, 3))
+"""Ranks with the same shards."""
+
+
+def stage_shards(job: Job, step: int, *, without: tuple[int, ...] = ()) -> None:
+    """Stage as four ranks with HSDP do; those ``without`` a model lose it."""
+    job.world_size = 4
+    for ranks in REPLICAS:
+        for rank in ranks:
+            own = {"extra_state": states(rank)["extra_state"]}
+            if rank == ranks[0] and rank not in without:
+                own["model"] = {"w": torch.full((5000,), float(rank))}
+            job.stage(step, own, rank=rank, replicas={"model": ranks})
+
+
+def test_a_commit_of_shards_with_several_names_is_repeated_without_effect(job: Job) -> None:
+    stage_shards(job, 4)
+    first = job.commit(4, "model", "extra_state")
+    committed = read_manifest(job.root, 4)
+    job.commit(4, "model", "extra_state")
+    assert read_manifest(job.root, 4) == committed
+    folder = step_folder(job.root, 4)
+    model = [record for record in first.files if record.component == "model"]
+    assert sorted(record.rank for record in model) == [0, 1, 2, 3]
+    inodes = {record.rank: (folder / record.path).stat().st_ino for record in model}
+    assert inodes[0] == inodes[2] != inodes[1] == inodes[3]
+    loaded = load_states(job.root, 4, "actor", rank=3, world_size=4)
+    assert torch.equal(loaded["model"]["w"], torch.ones(5000))
+    assert loaded["extra_state"]["rng"].tolist() == [3.0] * 3
+    assert not [path for path in folder.rglob(".*") if path.name != FULL_CHECKPOINT_MARK]
+
+
+def test_the_shard_of_another_rank_is_loaded_from_its_slot(job: Job) -> None:
+    stage_shards(job, 4)
+    job.commit(4, "model", "extra_state")
+    paths = [f"actor/{shard_file('model', 4, rank)}" for rank in range(4)]
+    shards = load_shards(job.root, 4, paths, spool=job.spool)
+    assert [shard.source for shard in shards] == ["spool"] * 4
+
+
+def test_a_shard_that_none_of_its_ranks_has_saved_is_missing(job: Job) -> None:
+    stage_shards(job, 4, without=(1,))
+    with pytest.raises(MissingShardsError, match=r"lacks model of ranks 1,3"):
+        job.commit(4, "model", "extra_state")
+
+
+def test_tickets_of_one_replica_name_what_the_other_saves(job: Job) -> None:
+    stage_shards(job, 4)
+    tickets = [sealed.ticket for sealed in job.spool.tickets()[0]]
+    assert "model" in list_components([each for each in tickets if each.rank > 1])

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.tensor import DTensor
 from verl.utils.checkpoint.fsdp_checkpoint_manager import (
     FSDPCheckpointManager as VerlFSDPCheckpointManager,
 )
@@ -44,6 +45,7 @@ from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.restore import RestoredShard, load_shards
 from trinity_sync.storage.restore_into import fill_states
+from trinity_sync.tensors.replicas import find_replicas, rebind
 from trinity_sync.weights.publisher import Publisher
 from trinity_sync.weights.ray_cluster import in_ray_cluster
 from trinity_sync.weights.synchronizer import Synchronizer
@@ -104,6 +106,7 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
         self._saved: dict[str, int] = {}
         self._waits_before_steps = False
         self._is_placed = False
+        self._has_replicas: bool | None = None
 
     def save_checkpoint(
         self,
@@ -410,6 +413,8 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
                     f"{', '.join(result.unexpected_keys)}; give it the same LoRA settings"
                 )
         elif component == "optim":
+            own = (p.device_mesh for p in self.model.parameters() if isinstance(p, DTensor))
+            state = rebind(state, {mesh: mesh for mesh in own})
             backfilled = getattr(self, "_backfill_optimizer_state", None)  # veRL 0.8 has none
             self.optimizer.load_state_dict(backfilled(state) if backfilled else state)
         else:
@@ -465,13 +470,26 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
             overlap=overlap,
             keep=keep,
             export=how if export else "",
+            replicated=self._list_replicated(states) if kind == "checkpoint" else (),
         )
-        self._saved.update(dict.fromkeys(staged.components, step))
+        if staged.components:  # another rank may have staged some of the states
+            self._saved.update(dict.fromkeys((*states, *staged.components), step))
         if kind == "checkpoint" and staged.components:
             self._saved["checkpoint"] = step
             if export:
                 self._saved["hf_model"] = step
         return staged
+
+    def _list_replicated(self, states: Mapping[str, Any]) -> list[str]:
+        """Return the components of which HSDP's replicas are saved once.
+
+        Under FSDP1 they are not: its shards name the process groups of the rank that saved them.
+        """
+        if fsdp_version(self.model) != 2 or not {"model", "extra_state"} <= states.keys():
+            return []
+        if self._has_replicas is None:
+            self._has_replicas = len(find_replicas([states["model"]], self.rank)) > 1
+        return [name for name in ("model", "optim") if name in states and self._has_replicas]
 
 
 class TrainerCheckpointManager(CommitsDriverFiles, FSDPCheckpointManager):  # type: ignore[misc]

@@ -1,0 +1,174 @@
+"""Replicas under HSDP and FSDP2: the first saves for all, in files with the names of all."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.integration.fsdp.models import Trained
+from tests.integration.fsdp.ranks import on_ranks
+from tests.support.states import copied, differences
+from trinity_sync.formats.hf_export import export_step
+from trinity_sync.layout import step_folder
+from trinity_sync.storage.verify import choose_files
+
+STEP = 3
+REPLICAS = ((0, 2), (1, 3))
+
+
+def _save(tiny: Path, root: Path, scratch: Path, replicas: int) -> dict[str, Any]:
+    """Save with our manager; return the bytes that this rank staged, by component."""
+    import torch.distributed as dist
+    from verl.trainer.config import CheckpointConfig
+
+    from tests.integration.fsdp.commits import CommitsHere
+    from trinity_sync import CheckpointCoordinator
+    from trinity_sync.integrations.verl import FSDPCheckpointManager
+
+    trained = Trained(tiny, 2, replicas=replicas)
+    for _ in range(STEP):
+        trained.step()
+    torch.save(trained.state(), scratch / f"rank{dist.get_rank()}.pt")
+    coordinator = CheckpointCoordinator.of_process_group(root, trigger=CommitsHere())
+    manager = FSDPCheckpointManager(
+        trained.model,
+        trained.optimizer,
+        trained.schedule,
+        trained.tokenizer,
+        CheckpointConfig(),
+        coordinator=coordinator,
+    )
+    staged = manager.save_checkpoint(str(step_folder(root, STEP) / "actor"), STEP)
+    assert staged is not None
+    again = manager.save_checkpoint(str(step_folder(root, STEP) / "actor"), STEP)
+    sync = manager.save_state_dict(str(step_folder(root, STEP) / "actor"), STEP)
+    manager.wait_on_save_thread()
+    coordinator.close()
+    return {"components": sorted(staged.components), "more": [again, sync]}
+
+
+def _load(ours: bool, tiny: Path, root: Path, scratch: Path) -> dict[str, Any]:
+    """Load into other ranks, with our manager or veRL's; return what is not as it was."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+    from verl.trainer.config import CheckpointConfig
+    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager as Theirs
+
+    from trinity_sync.integrations.verl import FSDPCheckpointManager
+
+    trained = Trained(tiny, 2, seed=1000, replicas=2)
+    trained.step()
+    make = FSDPCheckpointManager if ours else Theirs
+    manager = make(trained.model, trained.optimizer, trained.schedule, None, CheckpointConfig())
+    manager.load_checkpoint(str(step_folder(root, STEP) / "actor"))
+    expected = torch.load(scratch / f"rank{dist.get_rank()}.pt", weights_only=False)
+    moments = [each["exp_avg"] for each in trained.optimizer.state.values()]
+    assert all(isinstance(each, DTensor) for each in moments)
+    # veRL's loader takes the mesh in the file, whose process groups are those of the first replica
+    whole = [each.full_tensor().sum().item() for each in moments] if ours else []
+    return {"differing": differences(expected, trained.state()), "whole": whole}
+
+
+@pytest.fixture(scope="module")
+def job(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[Any]]:
+    scratch = tmp_path_factory.mktemp("hsdp")
+    root = scratch / "job"
+    saved = on_ranks(_save, tiny, root, scratch, 2, scratch=scratch, world_size=4)
+    return root, scratch, saved
+
+
+def test_the_first_replica_saves_model_and_optimizer_in_one_file_with_all_names(
+    job: tuple[Path, Path, list[Any]],
+) -> None:
+    root, _, saved = job
+    own = ["extra_state", "metadata", "model", "optim"]
+    components = [each["components"] for each in saved]
+    assert components == [own, [own[0], *own[2:]], ["extra_state"], ["extra_state"]]
+    assert [each["more"] for each in saved] == [[None, None]] * 4
+    folder = step_folder(root, STEP) / "actor"
+    for component in ("model", "optim", "extra_state"):
+        inodes = [
+            (folder / f"{component}_world_size_4_rank_{rank}.pt").stat().st_ino for rank in range(4)
+        ]
+        assert len({*inodes}) == (4 if component == "extra_state" else 2)
+        if component != "extra_state":
+            assert all(len({inodes[rank] for rank in ranks}) == 1 for ranks in REPLICAS)
+    assert len(choose_files(root, step=STEP, newest=0)) > 12  # the manifest names all of them
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "veRLs"])
+def test_each_rank_loads_the_files_of_its_name_bit_for_bit(
+    ours: bool, job: tuple[Path, Path, list[Any]], tiny: Path, tmp_path: Path
+) -> None:
+    root, scratch, _ = job
+    found = on_ranks(_load, ours, tiny, root, scratch, scratch=tmp_path, world_size=4)
+    assert [each["differing"] for each in found] == [[]] * 4
+    assert all(each["whole"] == found[0]["whole"] for each in found)
+
+
+def test_verls_merger_and_ours_read_the_model(
+    job: tuple[Path, Path, list[Any]], tmp_path: Path
+) -> None:
+    from verl.model_merger.base_model_merger import ModelMergerConfig
+    from verl.model_merger.fsdp_model_merger import FSDPModelMerger
+
+    folder = step_folder(job[0], STEP) / "actor"
+    FSDPModelMerger(
+        ModelMergerConfig(
+            operation="merge",
+            backend="fsdp",
+            local_dir=str(folder),
+            hf_model_config_path=str(folder / "huggingface"),
+            target_dir=str(tmp_path),
+        )
+    ).merge_and_save()
+    export_step(job[0], STEP, to=tmp_path / "ours", dtype="bf16")
+    theirs, ours = (load_file(each / "model.safetensors") for each in (tmp_path, tmp_path / "ours"))
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[name], ours[name]) for name in ours)
+
+
+def _save_named(tiny: Path, root: Path, replicas: int) -> dict[str, Any]:
+    """Save with a plain coordinator that names model and optimizer as replicated, and load."""
+    import torch.distributed as dist
+
+    from tests.integration.fsdp.commits import CommitsHere
+    from trinity_sync import CheckpointCoordinator
+
+    trained = Trained(tiny, 2, replicas=replicas)
+    trained.step()
+    states = {
+        "model": trained.model.state_dict(),
+        "optim": trained.optimizer.state_dict(),
+        "extra_state": {"rank": torch.tensor(dist.get_rank())},
+    }
+    with CheckpointCoordinator.of_process_group(root, trigger=CommitsHere()) as saves:
+        staged = saves.save(4, states, replicated=("model", "optim"))
+        sync = saves.save(4, {"model": states["model"]}, kind="state_dict")
+        saves.wait_all()
+        left = len(saves.spool.tickets()[0])
+    with CheckpointCoordinator.of_process_group(root, run_key="next") as saves:
+        loaded = saves.load(4)
+    return {
+        "components": sorted(staged.components),
+        "sync": sync.components,
+        "left": left,
+        "differing": differences(copied(states), copied(loaded)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("replicas", "staging"),
+    [(2, [0, 1]), (1, [0, 1, 2, 3]), (4, [0])],
+    ids=["HSDP", "FSDP", "DDP"],
+)
+def test_a_coordinator_saves_once_what_several_ranks_have_alike_and_all_shards(
+    replicas: int, staging: list[int], tiny: Path, tmp_path: Path
+) -> None:
+    found = on_ranks(_save_named, tiny, tmp_path / "job", replicas, scratch=tmp_path, world_size=4)
+    assert [rank for rank, each in enumerate(found) if "model" in each["components"]] == staging
+    assert [each["sync"] for each in found] == [()] * 4
+    assert [each["left"] for each in found] == [0] * 4
+    assert [each["differing"] for each in found] == [[]] * 4
