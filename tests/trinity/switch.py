@@ -15,6 +15,7 @@ import pytest
 import transformers
 
 from tests.trinity.conftest import Configure
+from trinity_sync import Checkpoints
 from trinity_sync.integrations.trinity.switch import PLUGINS
 from trinity_sync.layout import step_folder, steps_on_disk
 from trinity_sync.stack.services import StackState
@@ -66,6 +67,8 @@ def test_a_training_by_trinitys_own_launcher_is_committed_pruned_exported_and_re
     shards = [(f.component, f.rank) for f in manifest.files if f.path.endswith(".pt")]
     assert sorted(shards) == [(c, r) for c in ("extra_state", "model", "optim") for r in (0, 1)]
     assert position(root, 3)["sample_strategy_state"] == {"current_index": 12}
+    metrics = Checkpoints(root).metrics(3)  # what the trainer's monitor has logged of the step
+    assert {"actor/lr", "sample/task_count"} <= metrics.keys()
     whole = step_folder(root, 3) / "actor" / "huggingface"
     transformers.AutoModelForCausalLM.from_pretrained(whole)
 

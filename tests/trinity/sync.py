@@ -13,8 +13,10 @@ import pytest
 
 from tests.support.waiting import until
 from tests.trinity.conftest import Configure
+from trinity_sync import Checkpoints
 from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.trinity.switch import PLUGINS
+from trinity_sync.integrations.verl.driver import open_metrics
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.latest_pointer import read_latest_pointer
@@ -56,6 +58,27 @@ def synchronizer(cluster: Any, config: Any) -> Iterator[Any]:
     actor = Synchronizer.get_actor(config)
     yield actor
     actor.stop.remote()
+
+
+def test_what_an_explorer_logs_is_recorded_for_the_version_that_it_has_measured(
+    config: Any, root: Path
+) -> None:
+    from trinity.utils.monitor import MONITOR
+
+    config.trainer.save_interval = 2
+    named = {"project": "tests", "group": "", "name": "sft", "role": config.explorer.name}
+    monitor = MONITOR.get(config.monitor.monitor_type)(**named, config=config)
+    for version, step in ((1, 10), (2, 11), (9, 12)):
+        monitor.log({"rollout/model_version": version, "rollout/reward/mean": 0.5}, step=step)
+        monitor.log({"eval/copy/accuracy:mean@1": version / 10}, step)
+    monitor.log({"bench/copy/accuracy/mean@1": 0.75}, 3)
+    monitor.close()
+    open_metrics(root).close()
+    found = {step: Checkpoints(root).metrics(step) for step in (1, 2, 3, 9)}
+    measured = {step: metrics.get("eval/copy/accuracy_mean@1") for step, metrics in found.items()}
+    assert measured == {1: None, 2: 0.2, 3: None, 9: 0.9}
+    assert found[2]["rollout/reward/mean"] == 0.5
+    assert found[3] == {"bench/copy/accuracy/mean@1": 0.75}
 
 
 @pytest.mark.timeout(600)

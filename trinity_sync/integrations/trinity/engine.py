@@ -15,6 +15,7 @@ from trinity.trainer.verl import trainer as theirs
 from trinity_sync.adapter import MANIFEST, step_folder
 from trinity_sync.formats.hf_export import export_step
 from trinity_sync.integrations.trinity.job import POSITION, Job, read_position
+from trinity_sync.integrations.verl.driver import LOGGED, open_metrics
 from trinity_sync.integrations.verl.manager import restore_attachment
 
 
@@ -73,6 +74,7 @@ class Engine(theirs.VERLTrainer):
                     max_ckpt_to_keep=self._job.keep,
                 )
             self._submitted_step = step
+            LOGGED.note_saved(step, open_metrics(Path(self._job.root)).record)
         if block_until_saved:
             await self.wait_for_save()
             if save_as_hf:  # the step may have been submitted without it before

@@ -41,6 +41,12 @@ def _position(module: ModuleType) -> None:
     module.SampleStrategy.__init__ = wrap_sample_strategy_init(module.SampleStrategy.__init__)
 
 
+def _monitor(module: ModuleType) -> None:
+    from trinity_sync.integrations.trinity.metrics import wrap_get_monitor
+
+    module.MONITOR.get = wrap_get_monitor(module.MONITOR.get)
+
+
 def _engine(module: ModuleType) -> None:
     from trinity_sync.integrations.trinity import engine, workers
 
@@ -63,6 +69,7 @@ PATCHES: dict[str, Patch] = {
     "trinity.common.config": _launch,
     "trinity.manager.synchronizer": _synchronizer,
     "trinity.trainer.verl.trainer": _engine,
+    "trinity.utils.monitor": _monitor,
     "verl.utils.checkpoint.checkpoint_manager": _resume,
 }
 """Patch of each module of Trinity or veRL, by the module's name."""

@@ -92,7 +92,7 @@ def wrap_save_checkpoint(original: Callable[[Any], None]) -> Callable[[Any], Non
         for call in deferred:
             call()
         root = Path(trainer.config.trainer.default_local_dir).resolve()
-        LOGGED.note_saved(trainer.global_steps, _open_metrics(root).record)
+        LOGGED.note_saved(trainer.global_steps, open_metrics(root).record)
         if _expires_soon(trainer):
             getattr(trainer.actor_rollout_wg, WAIT)(blocking=True)
 
@@ -146,7 +146,7 @@ def wrap_log(original: Callable[..., None]) -> Callable[..., None]:
 
 
 @functools.lru_cache(maxsize=1)
-def _open_metrics(root: Path) -> MetricsLog:
+def open_metrics(root: Path) -> MetricsLog:
     """Return what records metrics of the run of this process's trainer, in one thread."""
 
     def find_run(_: int) -> int:
