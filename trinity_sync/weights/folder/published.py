@@ -29,7 +29,7 @@ from trinity_sync.weights.folder.delta import Tensors, compute_checksum, view_by
 
 MARKER = "latest.json"
 VERSION_FILE = "version.json"
-_FOLDER = re.compile(r"weight_v(\d{6,})")
+FOLDER = re.compile(r"weight_v(\d{6,})")
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def list_chain(out: Path, version: PublishedVersion) -> list[PublishedVersion]:
 def iter_version_folders(out: Path) -> Iterator[tuple[int, Path]]:
     """Yield number and folder of all versions, complete or orphaned."""
     for path in sorted(out.iterdir()):
-        if match := _FOLDER.fullmatch(path.name):
+        if match := FOLDER.fullmatch(path.name):
             yield int(match[1]), path
 
 
@@ -138,11 +138,15 @@ def require_checksum(version: PublishedVersion, tensors: Tensors) -> None:
 
 
 def _read_record(path: Path, out: Path) -> PublishedVersion:
-    content = read_uncached(path)
+    return decode_version(read_uncached(path), path, out)
+
+
+def decode_version(content: bytes, where: str | Path, out: Path) -> PublishedVersion:
+    """Return the version in ``out`` that the content of a file at ``where`` names."""
     try:
-        record = decode_record(VersionRecord, content, path)
+        record = decode_record(VersionRecord, content, where)
     except ValueError as error:
         raise WeightSyncError(
-            f"{path} is corrupted ({error}); publish into an empty folder"
+            f"{where} is corrupted ({error}); publish into an empty folder"
         ) from error
     return PublishedVersion(**vars(record), folder=version_folder(out, record.version))

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from trinity_sync.errors import WeightSyncError, from_extra
+from trinity_sync.errors import RemoteError, WeightSyncError, from_extra
+from trinity_sync.weights.folder.bucket import open_bucket
 from trinity_sync.weights.folder.delta import apply_delta
 from trinity_sync.weights.folder.published import (
     PublishedVersion,
@@ -20,6 +21,8 @@ from trinity_sync.weights.folder.published import (
 
 POLL_S = 0.2
 """Seconds between two looks at the marker."""
+BUCKET_POLL_S = 2.0
+"""The same in an object store, where each is paid for."""
 
 Tensors = dict[str, torch.Tensor]
 
@@ -59,14 +62,15 @@ class FolderReader:
     It keeps the tensors of the version read last, and applies the deltas since then.
 
     Args:
-        out: the folder of the versions.
+        out: the folder of the versions, or its URL in an object store.
+        cache: with a URL, local folder for the files of the newest version.
 
     Attributes:
         version: the version that was read last; None before the first.
     """
 
-    def __init__(self, out: str | Path) -> None:
-        self._out = Path(out).absolute()
+    def __init__(self, out: str | Path, *, cache: str | Path | None = None) -> None:
+        self._bucket, self._out = open_bucket(out, cache)
         self._tensors: Tensors = {}
         self._config = b""
         self.version: PublishedVersion | None = None
@@ -82,12 +86,12 @@ class FolderReader:
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            latest = read_latest(self._out)
+            latest = await asyncio.to_thread(self._read_latest)
             if latest and latest != self.version:
                 return latest
             if deadline is not None and time.monotonic() >= deadline:
                 return None
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(BUCKET_POLL_S if self._bucket else POLL_S)
 
     @contextmanager
     def open(self) -> Iterator[PublishedView]:
@@ -101,14 +105,16 @@ class FolderReader:
             WeightSyncError: nothing was published, or the weights are not as published.
         """
         while True:
-            latest = read_latest(self._out)
+            latest = self._read_latest()
             if latest is None:
                 raise WeightSyncError(f"nothing was published in {self._out} yet; wait_newer waits")
             try:
                 self._read(latest)
                 break
-            except (WeightSyncError, FileNotFoundError):
-                if read_latest(self._out) == latest:  # else it was removed after a newer one
+            except (WeightSyncError, RemoteError, FileNotFoundError) as error:
+                if self._bucket and isinstance(error, WeightSyncError):
+                    self._bucket.clear_cache()
+                if self._read_latest() == latest:  # else it was removed after a newer one
                     raise
         yield PublishedView(latest, self._tensors, self._config)
 
@@ -121,9 +127,14 @@ class FolderReader:
         with self.open() as view:
             return view.tensors
 
+    def _read_latest(self) -> PublishedVersion | None:
+        return self._bucket.read_latest() if self._bucket else read_latest(self._out)
+
     def _read(self, latest: PublishedVersion) -> None:
         if latest == self.version:
             return
+        if self._bucket:
+            self._bucket.fetch(latest)
         chain = list_chain(self._out, latest)
         if self.version in chain:
             tensors, config = self._tensors, self._config

@@ -21,6 +21,7 @@ from trinity_sync.formats.hf_files import ADAPTER_CONFIG
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, replace_file, sync_folder
 from trinity_sync.fs.locks import try_acquire_file_lock
 from trinity_sync.fs.records import encode_record
+from trinity_sync.weights.folder.bucket import open_bucket
 from trinity_sync.weights.folder.delta import Change, encode_change, view_bytes, write_delta
 from trinity_sync.weights.folder.files import (
     View,
@@ -68,7 +69,8 @@ class WeightFolder:
     into a folder.
 
     Args:
-        out: folder of the versions; created if it is missing.
+        out: folder of the versions, created if it is missing; or URL of one in an object store,
+            such as ``s3://bucket/weights``.
         model: folder with config and tokenizer, which are copied into each version; or with
             ``adapter_config.json``, as ``peft_config.save_pretrained`` writes it.
         deltas: number of versions after a complete one that are published as deltas to the version
@@ -77,6 +79,7 @@ class WeightFolder:
         keep: number of versions that stay, together with those that they build on.
         max_shard_bytes: maximum bytes of a file of weights; a larger tensor gets a file of its own.
         trust_remote_code: whether source files of the model may be imported.
+        cache: with a URL, local folder of the versions that this process publishes.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -92,8 +95,10 @@ class WeightFolder:
         keep: int = 2,
         max_shard_bytes: int = 5_000_000_000,
         trust_remote_code: bool = False,
+        cache: str | Path | None = None,
     ) -> None:
-        self.out, self._model = Path(out).absolute(), Path(model)
+        self._bucket, self.out = open_bucket(out, cache)
+        self._model = Path(model)
         self._is_adapter = is_adapter(self._model)
         if not self._is_adapter and not (self._model / "config.json").is_file():
             raise ConfigError(
@@ -143,7 +148,7 @@ class WeightFolder:
 
     def latest(self) -> PublishedVersion | None:
         """Return the version that the marker names; None if nothing was published."""
-        return read_latest(self.out)
+        return self._bucket.read_latest() if self._bucket else read_latest(self.out)
 
     def _publish(self, view: View) -> PublishedVersion:
         make_folder(self.out)
@@ -162,8 +167,13 @@ class WeightFolder:
                     self._require_same(view, latest)
                     return latest
             published = self._write(view, latest)
+            if self._bucket:
+                self._bucket.push(published, _encode(published).encode())
             replace_file(self.out / MARKER, _encode(published))
             self._remove_old(published)
+            if self._bucket:
+                kept = [number for number, _ in iter_version_folders(self.out)]
+                self._bucket.remove_old(published.version, kept)
             logger.info(
                 "published step %d of run %d in %s", version.step, version.run, published.folder
             )
@@ -184,7 +194,9 @@ class WeightFolder:
 
     def _write(self, view: View, latest: PublishedVersion | None) -> PublishedVersion:
         """Write a version under a temporary name, and rename it."""
-        version, number = view.version, latest.version + 1 if latest else 1
+        version, base_number = view.version, latest.version if latest else 0
+        used = self._bucket.list_numbers() if self._bucket else ()
+        number = max((base_number, *used)) + 1
         final = version_folder(self.out, number)
         scratch = self.out / f".{final.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
         last, self._last = self._last, None  # a failed version is followed by a complete one
@@ -204,13 +216,13 @@ class WeightFolder:
                     config=config,
                 )
             else:
-                write_delta(scratch, number, number - 1, _encode_changes(base, tensors))
+                write_delta(scratch, number, base_number, _encode_changes(base, tensors))
                 lines = [describe_tensor(*item) for item in items]
             published = PublishedVersion(
                 version=number,
                 step=version.step,
                 run=version.run,
-                base=None if base is None else number - 1,
+                base=None if base is None else base_number,
                 checksum=summarize(lines),
                 root=str(version.root),
                 identity=version.identity,
