@@ -244,8 +244,6 @@ def select_own(
     """
     shared = [components[n] for n in replicated if isinstance(components.get(n), Mapping)]
     ranks = find_replicas(shared, rank)
-    if ranks == (rank,):  # shards that no other rank has
-        return dict(components), (), {}
     lacking = {*replicated} - {*components} if rank == 0 else set()
     own = {name: state for name, state in components.items() if name not in replicated}
     if isinstance(replicated, str) or lacking or not own or kind != "checkpoint":

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from tests.integration.fsdp.models import Trained
 from tests.integration.fsdp.ranks import on_ranks
 from tests.support.states import copied, differences
+from tests.support.waiting import until
 from trinity_sync.formats.hf_export import export_step
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.verify import choose_files
@@ -148,13 +149,12 @@ def _save_named(tiny: Path, root: Path, replicas: int) -> dict[str, Any]:
         staged = saves.save(4, states, replicated=("model", "optim"))
         sync = saves.save(4, {"model": states["model"]}, kind="state_dict")
         saves.wait_all()
-        left = len(saves.spool.tickets()[0])
+        until(lambda: not saves.spool.tickets()[0], "the slots of the commit to be free")
     with CheckpointCoordinator.of_process_group(root, run_key="next") as saves:
         loaded = saves.load(4)
     return {
         "components": sorted(staged.components),
         "sync": sync.components,
-        "left": left,
         "differing": differences(copied(states), copied(loaded)),
     }
 
@@ -170,5 +170,30 @@ def test_a_coordinator_saves_once_what_several_ranks_have_alike_and_all_shards(
     found = on_ranks(_save_named, tiny, tmp_path / "job", replicas, scratch=tmp_path, world_size=4)
     assert [rank for rank, each in enumerate(found) if "model" in each["components"]] == staging
     assert [each["sync"] for each in found] == [()] * 4
-    assert [each["left"] for each in found] == [0] * 4
     assert [each["differing"] for each in found] == [[]] * 4
+
+
+def _save_on_mesh(root: Path) -> tuple[tuple[str, ...], list[float]]:
+    """Save on a mesh whose first replica is not that of rank 0; return what was staged, and w."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    from tests.integration.fsdp.commits import CommitsHere
+    from trinity_sync import CheckpointCoordinator
+
+    mesh, rank = DeviceMesh("cpu", [[2, 3], [0, 1]]), dist.get_rank()
+    own = torch.full((3,), float(rank % 2))
+    weights = DTensor.from_local(own, mesh, [Replicate(), Shard(0)], run_check=False)
+    states = {"model": {"w": weights}, "extra_state": {"rank": torch.tensor(rank)}}
+    with CheckpointCoordinator.of_process_group(root, trigger=CommitsHere()) as saves:
+        staged = saves.save(4, states, replicated=["model"])
+        saves.wait_all()
+    with CheckpointCoordinator.of_process_group(root, run_key="next") as saves:
+        return staged.components, saves.load(4)["model"]["w"].to_local().tolist()
+
+
+def test_the_first_replica_need_not_be_that_of_rank_0(tmp_path: Path) -> None:
+    found = on_ranks(_save_on_mesh, tmp_path / "job", scratch=tmp_path, world_size=4)
+    assert [rank for rank, (components, _) in enumerate(found) if "model" in components] == [2, 3]
+    assert [w for _, w in found] == [[0.0] * 3, [1.0] * 3] * 2
