@@ -87,7 +87,7 @@ class Bucket(Remote):
                         self._fs.put_file(str(path), f"{self._base}/{name}/{path.name}")
             if is_first and before is None:
                 self._create(MARKER, record)
-            elif is_first and (self._same or self._read(MARKER) == before):
+            elif is_first and self._read(MARKER) == before:
                 try:
                     self._fs.pipe_file(f"{self._base}/{MARKER}", record, **self._same)
                 except Exception:  # stores differ in how they refuse

@@ -103,6 +103,7 @@ class FolderReader:
         Raises:
             DeltaError: a version is missing, out of order, or torn.
             WeightSyncError: nothing was published, or the weights are not as published.
+            RemoteError: the object store cannot be read.
         """
         while True:
             latest = self._read_latest()

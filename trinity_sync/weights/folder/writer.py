@@ -131,6 +131,7 @@ class WeightFolder:
 
         Raises:
             WeightSyncError: no version can be read, or another process publishes into the folder.
+            RemoteError: the object store cannot be written.
             ConfigError: the folder has a later step, or other weights of this step, so that engines
                 would not load these; or ``source`` is a view that rounds what transformers keeps in
                 ``float32``.
