@@ -69,7 +69,9 @@ def _load(ours: bool, tiny: Path, root: Path, scratch: Path) -> dict[str, Any]:
     assert all(isinstance(each, DTensor) for each in moments)
     # veRL's loader takes the mesh in the file, whose process groups are those of the first replica
     whole = [each.full_tensor().sum().item() for each in moments] if ours else []
-    return {"differing": differences(expected, trained.state()), "whole": whole}
+    differing = differences(expected, trained.state())
+    trained.step()
+    return {"differing": differing, "whole": whole}
 
 
 @pytest.fixture(scope="module")
