@@ -19,8 +19,10 @@ STEP = 3
 REPLICAS = ((0, 2), (1, 3))
 
 
-def _save(tiny: Path, root: Path, scratch: Path, replicas: int) -> dict[str, Any]:
-    """Save with our manager; return the bytes that this rank staged, by component."""
+def _save(
+    tiny: Path, root: Path, scratch: Path, replicas: int, has_buffer: bool = False
+) -> dict[str, Any]:
+    """Save with our manager; return the components that this rank staged."""
     import torch.distributed as dist
     from verl.trainer.config import CheckpointConfig
 
@@ -31,6 +33,8 @@ def _save(tiny: Path, root: Path, scratch: Path, replicas: int) -> dict[str, Any
     trained = Trained(tiny, 2, replicas=replicas)
     for _ in range(STEP):
         trained.step()
+    if has_buffer:
+        trained.model.register_buffer("mean_of_own_data", torch.full((1,), float(dist.get_rank())))
     torch.save(trained.state(), scratch / f"rank{dist.get_rank()}.pt")
     coordinator = CheckpointCoordinator.of_process_group(root, trigger=CommitsHere())
     manager = FSDPCheckpointManager(
@@ -99,6 +103,14 @@ def test_the_first_replica_saves_model_and_optimizer_in_one_file_with_all_names(
         if component != "extra_state":
             assert all(len({inodes[rank] for rank in ranks}) == 1 for ranks in REPLICAS)
     assert len(choose_files(root, step=STEP, newest=0)) > 12  # the manifest names all of them
+
+
+def test_replicas_with_buffers_of_their_own_are_saved_by_each_rank(
+    tiny: Path, tmp_path: Path
+) -> None:
+    given = tiny, tmp_path / "job", tmp_path, 2, True
+    saved = on_ranks(_save, *given, scratch=tmp_path, world_size=4)
+    assert all({"model", "optim"} <= {*each["components"]} for each in saved)
 
 
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "veRLs"])

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor
 from verl.utils.checkpoint.fsdp_checkpoint_manager import (
     FSDPCheckpointManager as VerlFSDPCheckpointManager,
@@ -484,11 +485,15 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
         """Return the components of which HSDP's replicas are saved once.
 
         Under FSDP1 they are not: its shards name the process groups of the rank that saved them.
+        Nor is a model with other tensors than DTensors, such as statistics of each rank's own data.
         """
         if fsdp_version(self.model) != 2 or not {"model", "extra_state"} <= states.keys():
             return []
         if self._has_replicas is None:
-            self._has_replicas = len(find_replicas([states["model"]], self.rank)) > 1
+            model = states["model"]
+            tensors = (each for each in model.values() if isinstance(each, torch.Tensor))
+            is_sharded = all(isinstance(each, DTensor) for each in tensors)
+            self._has_replicas = is_sharded and len(find_replicas([model], self.rank)) > 1
         return [name for name in ("model", "optim") if name in states and self._has_replicas]
 
 
