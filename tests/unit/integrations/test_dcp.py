@@ -323,6 +323,8 @@ def test_a_first_save_that_cannot_be_planned_raises_at_once(saves: CheckpointCoo
         save(saver, 1, {"f": lambda: None})
     with pytest.raises(ImageError, match=r"step 1, .*: w cannot be pickled, .* has no data"):
         save(saver, 1, {"w": torch.ones(3, device="meta")})
+    with pytest.raises(ImageError, match=r"w cannot be pickled, .*DCP does not load .*sparse_coo"):
+        save(saver, 1, {"w": torch.eye(3).to_sparse()})  # as DCP refuses it
     save(saver, 2, {"w": torch.ones(3)}).result(30)
 
 

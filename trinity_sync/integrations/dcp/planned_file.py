@@ -191,8 +191,10 @@ class PlannedFile(NoStorage):
             content = value.getvalue()
             return Layout(len(content), [(0, content)], []), []
         require_data(value)
+        if value.layout is not torch.strided:  # DCP would load zeros without an error
+            raise ValueError(f"DCP does not load tensors of {value.layout}; save its dense parts")
         tensor = value.detach()
-        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+        plain = type(tensor) is torch.Tensor
         if not plain or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             return lay_out(tensor.to("cpu", copy=True), alignment=ITEM_ALIGNMENT)
         if _count_spanned(tensor) != tensor.numel():  # a view with gaps or overlaps
