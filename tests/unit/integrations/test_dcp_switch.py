@@ -56,6 +56,13 @@ def run(folder: Path, variables: dict[str, str], *named: str) -> subprocess.Comp
     )
 
 
+def run_code(
+    code: str, folder: Path, variables: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, str(folder)]
+    return subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+
+
 @pytest.mark.parametrize("named", [["program.py"], ["-m", "program"]])
 def test_a_program_is_started_as_by_python_and_its_folders_are_those_of_commits(
     tmp_path: Path, variables: dict[str, str], named: list[str]
@@ -99,8 +106,7 @@ def test_a_second_program_with_the_root_and_a_forked_child_save_by_dcp(
     settings = Settings(spool=spool_folder, home=tmp_path / "home")
     with CheckpointCoordinator(tmp_path / "saves", settings=settings) as first:
         first.begin()
-        command = [sys.executable, "-c", SECOND, str(tmp_path)]
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+        done = run_code(SECOND, tmp_path, variables)
     assert done.returncode == 0, done.stderr
     assert "what this process saves is saved by DCP" in done.stderr
     for name in ("critic", "evaluation"):
@@ -108,3 +114,48 @@ def test_a_second_program_with_the_root_and_a_forked_child_save_by_dcp(
         dcp.load(found, checkpoint_id=tmp_path / name, no_dist=True)
         assert found["w"].all()
         assert not (tmp_path / name / ".trinity_sync.json").exists()
+
+
+OTHER_SAVES = """
+import sys
+import trinity_sync.integrations.dcp.switch
+import torch
+import torch.distributed.checkpoint as dcp
+folder = sys.argv[1] + "/step_1"
+dcp.save({"w": torch.ones(3)}, checkpoint_id=folder)
+dcp.save({"w": torch.full((3,), 2.0)}, checkpoint_id=folder, no_dist=True)  # remains DCP's
+state = {"w": torch.zeros(3)}
+dcp.load(state, checkpoint_id=folder)
+print(state["w"].tolist())
+dcp.save({"w": torch.full((3,), 3.0)}, checkpoint_id=folder)
+dcp.load(state, checkpoint_id=folder)
+print(state["w"].tolist())
+"""
+
+
+def test_a_folder_is_loaded_as_the_newest_save_to_it_also_if_that_is_of_dcp_itself(
+    tmp_path: Path, variables: dict[str, str]
+) -> None:
+    done = run_code(OTHER_SAVES, tmp_path, variables)
+    assert done.stdout.splitlines() == ["[2.0, 2.0, 2.0]", "[3.0, 3.0, 3.0]"], done.stderr
+
+
+UNKNOWN_OPTION = """
+import sys
+import trinity_sync.integrations.dcp.switch
+import torch.distributed.checkpoint as dcp
+for call in dcp.save, dcp.async_save:
+    try:
+        call({}, checkpoint_id=sys.argv[1] + "/step_1", of_later=1)
+    except TypeError as error:
+        print(error)
+"""
+
+
+def test_a_call_with_an_option_that_is_not_known_remains_that_of_dcp(
+    tmp_path: Path, variables: dict[str, str]
+) -> None:
+    done = run_code(UNKNOWN_OPTION, tmp_path, variables)
+    unexpected = "() got an unexpected keyword argument 'of_later'"
+    assert done.stdout.splitlines() == ["save" + unexpected, "async_save" + unexpected], done.stderr
+    assert not (tmp_path / "step_1").exists()

@@ -116,6 +116,11 @@ class _FolderReader(FileSystemReader):
     DCP raises an error of one rank's plan on all ranks.
     """
 
+    def set_up_storage_reader(self, metadata: Metadata, *args: Any, **kwargs: Any) -> None:
+        """Note whether DCP has saved to the folder since, whose own index has an id of its save."""
+        super().set_up_storage_reader(metadata, *args, **kwargs)
+        self._is_ours = not (metadata.storage_meta and metadata.storage_meta.save_id)
+
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Compare the files that this rank reads from with their digests.
 
@@ -123,7 +128,7 @@ class _FolderReader(FileSystemReader):
             CommitError: a file has other content than its save.
         """
         folder = Path(self.path)
-        if manifest := read_record(folder):
+        if self._is_ours and (manifest := read_record(folder)):
             digests = {record.path: record.digest for record in manifest.files}
             names = {self.storage_data[item.storage_index].relative_path for item in plan.items}
             for name in sorted({INDEX, *names}):
@@ -152,16 +157,19 @@ def _find_folder(
     no_dist: bool = False,
     use_collectives: bool = True,
     async_stager: Any = None,
-    **_: Any,
+    async_checkpointer_type: Any = None,
+    **others: Any,
 ) -> tuple[Path, str] | None:
     """Return the folder of a call and its name in a step; None if the call remains DCP's.
 
     It does if the folder is not below the root's parent, the writer, planner or stager is one of
     the caller's own, not all ranks save, or another thread calls, as DCP's own thread does. So do
-    all calls of a forked child, and of a second group of processes with the same root.
+    calls with other options, which DCP refuses or a later release of it has, and all calls of a
+    forked child, and of a second group of processes with the same root.
     """
     is_taken = (
-        (planner is None or type(planner) is DefaultSavePlanner)
+        not others
+        and (planner is None or type(planner) is DefaultSavePlanner)
         and not no_dist
         and use_collectives
         and async_stager is None
