@@ -11,7 +11,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache, lru_cache
 from typing import Any, cast
 
@@ -132,7 +132,10 @@ def _copy_all(
 ) -> None:
     copy = copy or _copy
     helpers = min((threads or torch.get_num_threads()) - 1, len(pieces) - 1)
-    running = [_pool().submit(_copy_until_empty, pieces, copy) for _ in range(helpers)]
+    running = []
+    with suppress(RuntimeError):  # the interpreter ends and starts no thread: this one copies all
+        for _ in range(helpers):
+            running.append(_pool().submit(_copy_until_empty, pieces, copy))
     for piece in small:
         _copy_at_once(*piece)
     try:

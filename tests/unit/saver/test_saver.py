@@ -317,6 +317,31 @@ def test_a_save_after_the_end_of_its_saver_outlives_the_trainer(
     )
 
 
+AT_EXIT = """
+import atexit, sys, torch
+from trinity_sync import CheckpointCoordinator, Settings
+
+root, spool, home = sys.argv[1:]
+saves = CheckpointCoordinator(root, settings=Settings(spool=spool, home=home, saver="auto"))
+torch.set_num_threads(2)  # of which one would be started
+
+@atexit.register
+def save_the_last():
+    saves.save(1, {"model": {"w": torch.ones(4 << 20)}})
+    saves.wait_all(60)
+    saves.close()
+"""
+
+
+def test_a_save_at_the_exit_of_a_trainer_commits_although_no_thread_can_be_started(
+    tmp_path: Path, settings: Settings
+) -> None:
+    command = [sys.executable, "-c", AT_EXIT, tmp_path / "ckpts", settings.spool, settings.home]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True)
+    assert not done.stderr
+    assert read_latest_pointer(tmp_path / "ckpts", "checkpoint") == 1
+
+
 def test_a_trainer_that_comes_as_the_saver_ends_keeps_it(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
