@@ -57,9 +57,9 @@ def run(folder: Path, variables: dict[str, str], *named: str) -> subprocess.Comp
 
 
 def run_code(
-    code: str, folder: Path, variables: dict[str, str]
+    code: str, folder: Path, variables: dict[str, str], *more: Path
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", code, str(folder)]
+    command = [sys.executable, "-c", code, *map(str, (folder, *more))]
     return subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
 
 
@@ -159,3 +159,35 @@ def test_a_call_with_an_option_that_is_not_known_remains_that_of_dcp(
     unexpected = "() got an unexpected keyword argument 'of_later'"
     assert done.stdout.splitlines() == ["save" + unexpected, "async_save" + unexpected], done.stderr
     assert not (tmp_path / "step_1").exists()
+
+
+LEFT_TO_DCP = """
+import sys, threading
+import trinity_sync.integrations.dcp.switch
+import torch.distributed.checkpoint as dcp
+
+class OwnPlanner(dcp.DefaultSavePlanner):
+    pass
+
+def save(**options):
+    dcp.save({"n": 1}, **{"checkpoint_id": sys.argv[1] + "/step_1"} | options)
+
+for _ in range(2):
+    save(no_dist=True)
+    save(planner=OwnPlanner())
+    save(checkpoint_id=sys.argv[2])
+    thread = threading.Thread(target=save)
+    thread.start()
+    thread.join()
+"""
+
+
+def test_what_remains_to_dcp_is_logged_once_for_each_reason(
+    tmp_path: Path, variables: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    outside = tmp_path_factory.mktemp("outside")
+    done = run_code(LEFT_TO_DCP, tmp_path, variables, outside)
+    told = [line for line in done.stderr.splitlines() if line.startswith("DCP itself saves")]
+    why = ["with no_dist", "with a planner of another class", "with another thread"]
+    why.insert(2, f"to {outside}, which is not next to {tmp_path / 'saves'}")
+    assert told == [f"DCP itself saves what is saved {each}" for each in why], done.stderr

@@ -24,7 +24,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -167,28 +167,42 @@ def _find_folder(
     calls with other options, which DCP refuses or a later release of it has, and all calls of a
     forked child, and of a second group of processes with the same root.
     """
-    is_taken = (
-        not others
-        and (planner is None or type(planner) is DefaultSavePlanner)
-        and not no_dist
-        and use_collectives
-        and async_stager is None
-        and (process_group is None or dist.get_world_size(process_group) == dist.get_world_size())
-        and threading.current_thread() is threading.main_thread()
-    )
-    given = checkpoint_id
-    if (writer := storage_writer) is not None:
-        given = given or getattr(writer, "path", None)
-        is_taken = is_taken and type(writer) is FileSystemWriter and writer.overwrite
-        is_taken = is_taken and not writer.transforms.extensions
-        is_taken = is_taken and writer.serialization_format is SerializationFormat.TORCH_SAVE
-    if not is_taken or not _is_folder(given):
+    given: Any = checkpoint_id or getattr(storage_writer, "path", None)
+    if not _is_folder(given):
         return None
+    reasons = {
+        "a planner of another class": planner and type(planner) is not DefaultSavePlanner,
+        "another storage_writer": storage_writer and not _writes_plain_files(storage_writer),
+        "an async_stager": async_stager,
+        "a process_group of some ranks": process_group
+        and dist.get_world_size(process_group) != dist.get_world_size(),
+        "no_dist": no_dist,
+        "use_collectives=False": not use_collectives,
+        "another thread": threading.current_thread() is not threading.main_thread(),
+        **dict.fromkeys(others, True),
+    }
+    why = ", ".join(reason for reason, is_given in reasons.items() if is_given)
     folder = Path(given).absolute()
-    if name := get_folder_name(_ROOT, folder):
+    name = get_folder_name(_ROOT, folder)
+    if name and not why:
         return folder, name
-    logger.warning("%s is saved by DCP: it is not next to TRINITY_SYNC_ROOT", folder)
+    _tell_once(f"with {why}" if name else f"to {folder}, which is not next to {_ROOT}")
     return None
+
+
+def _writes_plain_files(writer: Any) -> bool:
+    """Return whether a storage writer writes what it would with its default options."""
+    return (
+        type(writer) is FileSystemWriter
+        and writer.overwrite
+        and not writer.transforms.extensions
+        and writer.serialization_format is SerializationFormat.TORCH_SAVE
+    )
+
+
+@cache
+def _tell_once(what: str) -> None:
+    logger.warning("DCP itself saves what is saved %s", what)
 
 
 def _get_root() -> Path:
