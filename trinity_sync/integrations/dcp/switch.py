@@ -2,7 +2,7 @@
 
 ::
 
-    export TRINITY_SYNC_ROOT=/out/saves
+    export TRINITY_SYNC_ROOT=/runs/saves
     torchrun --nproc-per-node=8 -m trinity_sync.integrations.dcp.switch train.py --steps 100
 
 Importing this module before the program's own modules is the switch as well. `save` and
@@ -208,8 +208,8 @@ def _tell_once(what: str) -> None:
 def _get_root() -> Path:
     if not (root := os.environ.get("TRINITY_SYNC_ROOT")):
         raise ConfigError(
-            "TRINITY_SYNC_ROOT is not set; set it to a folder next to those that the program saves "
-            "to, such as /out/saves for /out/step_100"
+            "TRINITY_SYNC_ROOT is not set; set it to a folder next to that in which the program "
+            "has its checkpoints, such as /runs/saves for /runs/out/step_100"
         )
     return Path(root).absolute()
 
