@@ -67,7 +67,11 @@ async def run_in_thread(function: Callable[..., R], *args: object) -> R:
 
     future.set_running_or_notify_cancel()
     thread = threading.Thread(target=run, name="save-trigger", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # Python 3.12 starts none at its end
+        run()
+        return future.result()
     try:
         return await asyncio.wrap_future(future)
     finally:
