@@ -103,6 +103,8 @@ PIECE = 4 << 20
 READERS = 4
 SCATTERED = 1 << 20
 """Bytes of a read to many places: they are in a core's cache when they are digested."""
+_AHEAD = 2 * READERS
+"""Pieces that are read ahead: further ahead, they would not be in the cache."""
 _MOST_PARTS = 1024
 """Most parts of one read (``IOV_MAX``)."""
 
@@ -237,13 +239,15 @@ def _write_chunk(fd: int, chunk: memoryview, offset: int, direct: bool) -> None:
 
 
 @contextmanager
-def open_direct(path: Path) -> Iterator[int]:
+def open_to_read(path: Path, *, direct: bool = True) -> Iterator[int]:
     """Open a file, but no link, for reads past the page cache if the file system allows it.
+
+    A file that several processes of the node read is better not ``direct``: it is read once.
 
     Raises:
         OSError: the file is missing or the disk is broken.
     """
-    fd, _ = _open(path, os.O_RDONLY)
+    fd, _ = _open(path, os.O_RDONLY, direct)
     try:
         yield fd
     finally:
@@ -254,103 +258,82 @@ def digest_file(path: Path, nbytes: int, on_read: Callable[[int], object] = no_p
     """Return the digest of the first ``nbytes`` of a file, with a few pieces in memory at a time.
 
     A shorter file has the digest of its own bytes. ``on_read`` is called with the size of each
-    piece in bytes.
+    piece in bytes, in a reading thread.
     """
-    with open_direct(path) as fd:
-        return digest_fd(fd, nbytes, on_read)
+    with open_to_read(path) as fd:
+        return digest_fd(fd, nbytes, lambda _, piece: on_read(len(piece)))
 
 
 def digest_fd(
-    fd: int,
-    nbytes: int,
-    on_read: Callable[[int], object] = no_progress,
-    *,
-    take: Callable[[int, memoryview], object] | None = None,
+    fd: int, nbytes: int, take: Callable[[int, memoryview], object] = lambda _at, _piece: None
 ) -> str:
     """Return the digest of an open file as `digest_file` does.
 
     ``take`` is called with the first byte and the content of each piece, which it may copy, in a
     reading thread.
     """
-    digest = xxhash.xxh3_128()
-    waiting: deque[tuple[Future[int], memoryview, int]] = deque()
     room = -(-min(PIECE, nbytes) // ALIGNMENT) * ALIGNMENT  # direct reads end with a page
-    memory = _allocate(min(2 * READERS * room, nbytes + ALIGNMENT), huge=nbytes >= PIECE)
+    memory = _allocate(min(_AHEAD * room, nbytes + ALIGNMENT), huge=nbytes >= PIECE)
 
-    def read(piece: memoryview, at: int, size: int) -> int:
-        found = min(_read(fd, piece[: -(-size // ALIGNMENT) * ALIGNMENT], at), size)
-        if take:
-            take(at, piece[:found])
-        return found
+    def read(at: int, size: int) -> list[memoryview]:
+        start = at // PIECE % _AHEAD * room
+        piece = memory[start : start + -(-size // ALIGNMENT) * ALIGNMENT]
+        piece = piece[: min(_read(fd, piece, at), size)]
+        take(at, piece)
+        return [piece]
 
-    def digest_next() -> memoryview:
-        reading, piece, size = waiting.popleft()
-        digest.update(piece[: reading.result()])
-        on_read(size)
-        return piece
-
-    with ThreadPoolExecutor(READERS, thread_name_prefix="reader") as pool:
-        for number, at in enumerate(range(0, nbytes, PIECE)):
-            full = len(waiting) == 2 * READERS
-            piece = digest_next() if full else memory[number * room : (number + 1) * room]
-            size = min(PIECE, nbytes - at)
-            waiting.append((pool.submit(read, piece, at, size), piece, size))
-        while waiting:
-            digest_next()
-    return f"{DIGEST}:{digest.hexdigest()}"
+    return digest_parts(_read_ahead(nbytes, PIECE, read))
 
 
-def scatter_fd(
-    fd: int, nbytes: int, places: Callable[[int, int], Sequence[memoryview]], *, readers: int
-) -> str:
+def scatter_fd(fd: int, nbytes: int, places: Callable[[int, int], Sequence[memoryview]]) -> str:
     """Read an open file of the page cache to many places, without a buffer; return its digest.
 
     ``places`` returns the memory, in one or more parts, for a number of bytes from an offset on. A
     shorter file has the digest of its own bytes.
     """
-    digest = xxhash.xxh3_128()
-    waiting: deque[Future[list[memoryview]]] = deque()
 
-    def read(at: int) -> list[memoryview]:
-        parts = places(at, min(SCATTERED, nbytes - at))
-        found: list[memoryview] = []
+    def read(at: int, size: int) -> Iterator[memoryview]:
+        parts = places(at, size)
         for first in range(0, len(parts), _MOST_PARTS):
             into = parts[first : first + _MOST_PARTS]
-            left = os.preadv(fd, into, at)
-            at += left
+            at += (left := os.preadv(fd, into, at))
             for part in into:
-                found.append(part[:left])
+                yield part[:left]
                 left = max(0, left - len(part))
-        return found
 
-    def digest_next() -> None:
-        for part in waiting.popleft().result():
-            digest.update(part)
-
-    with ThreadPoolExecutor(readers, thread_name_prefix="reader") as pool:
-        for at in range(0, nbytes, SCATTERED):
-            if len(waiting) == 2 * readers:  # further ahead, they would not be in the cache
-                digest_next()
-            waiting.append(pool.submit(read, at))
-        while waiting:
-            digest_next()
-    return f"{DIGEST}:{digest.hexdigest()}"
+    return digest_parts(_read_ahead(nbytes, SCATTERED, lambda *part: [*read(*part)]))
 
 
-def read_fd(fd: int, nbytes: int, *, readers: int = READERS) -> tuple[memoryview, str]:
+def read_fd(fd: int, nbytes: int) -> tuple[memoryview, str]:
     """Read the first ``nbytes`` of an open file, with direct I/O if it was opened for that.
 
     Return the bytes, aligned to a page, writable and owned by the caller, and their digest in the
     form of `write_file`. A shorter file is padded with zeros, and has the digest of its own bytes.
     """
     memory = _allocate(nbytes)
-    digest = xxhash.xxh3_128()
-    starts = range(0, nbytes, PIECE)
-    with ThreadPoolExecutor(readers, thread_name_prefix="reader") as pool:
-        pieces = [pool.submit(_read, fd, memory[at : at + PIECE], at) for at in starts]
-        for at, piece in zip(starts, pieces, strict=True):
-            digest.update(memory[at : min(at + piece.result(), nbytes)])
-    return memory[:nbytes], f"{DIGEST}:{digest.hexdigest()}"
+
+    def read(at: int, size: int) -> list[memoryview]:
+        return [memory[at : at + min(_read(fd, memory[at : at + PIECE], at), size)]]
+
+    return memory[:nbytes], digest_parts(_read_ahead(nbytes, PIECE, read))
+
+
+def _read_ahead(
+    nbytes: int, size: int, read: Callable[[int, int], Iterable[memoryview]]
+) -> Iterator[memoryview]:
+    """Yield consecutive bytes, of which threads read the next `_AHEAD` pieces ahead.
+
+    ``read`` returns the parts of a piece for its first byte and its size. They are not used once
+    the next piece is: it may be read to the same memory, and is in the cache when it is digested.
+    """
+    ahead: deque[Future[Iterable[memoryview]]] = deque()
+    with ThreadPoolExecutor(READERS, thread_name_prefix="reader") as pool:
+        for at in range(0, nbytes, size):
+            if len(ahead) == _AHEAD:
+                yield from ahead.popleft().result()
+            ahead.append(pool.submit(read, at, min(size, nbytes - at)))
+        while ahead:
+            yield from ahead.popleft().result()
 
 
 def map_fd(fd: int, nbytes: int) -> memoryview:

@@ -17,23 +17,30 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from trinity_sync.errors import CommitError, ConfigError, LockTimeoutError
 from trinity_sync.fs.direct_io import (
-    READERS,
     digest_bytes,
     digest_cached_file,
     digest_fd,
     digest_file,
     map_fd,
     no_progress,
-    open_direct,
+    open_to_read,
     read_fd,
 )
 from trinity_sync.fs.locks import LockFile
@@ -50,9 +57,8 @@ logger = logging.getLogger(__name__)
 SLOT_S = 30.0
 """Seconds to wait for a slot that a process is filling; the file is also on disk."""
 
+T = TypeVar("T")
 Source = Literal["spool", "disk"]
-Read = tuple[memoryview, bool]
-"""The bytes of a file, and whether the file is trusted."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,8 @@ def load_shards(
     ``paths`` are below the step's folder, as in its manifest:
     ``actor/model_world_size_1_rank_0.pt``. Without the ``spool`` of the job on this node, files are
     read from disk. If this rank or another one has checked the ``manifest``, pass it: then no file
-    but those of ``paths`` is looked at.
+    but those of ``paths`` is looked at. What several ranks load is read through the page cache:
+    once for all ranks of a node.
 
     The caller only copies from the states of ``borrow``, some of the paths. Their tensors may be
     views of the slot, which costs no memory; they are valid until this generator is closed, and the
@@ -95,13 +102,16 @@ def load_shards(
     folder = step_folder(root, step)
     manifest = manifest or require_committed(root, step)
     records = [_find_record(root, manifest, path) for path in paths]
-    with ExitStack() as locks, ThreadPoolExecutor(1, thread_name_prefix="restore") as ahead:
-        reads = [
-            ahead.submit(_read, folder, record, spool, locks if record.path in borrow else None)
-            for record in records
-        ]
+    files = [
+        ShardFile(folder, record, spool, cached=is_for_several_ranks(manifest, record))
+        for record in records
+    ]
+    with ExitStack() as opened, ThreadPoolExecutor(1, thread_name_prefix="restore") as ahead:
+        for file in files:
+            opened.callback(file.close)
+        reads = [ahead.submit(_read, file, borrow=file.record.path in borrow) for file in files]
         while reads:  # keep no reference to a state after it was yielded
-            yield _unpickle(folder / records[-len(reads)].path, *reads.pop(0).result())
+            yield _unpickle(files[-len(reads)], reads.pop(0).result())
 
 
 def load_states(
@@ -135,11 +145,38 @@ def load_states(
             shards of this rank and world size.
         FormatError: another release has committed the step.
     """
+    own: Any = {"rank": rank, "world_size": world_size, "spool": spool, "manifest": manifest}
+    with open_states(root, step, role, **own, besides=besides, borrow=False) as states:
+        return states
+
+
+@contextmanager
+def open_states(
+    root: str | Path,
+    step: int,
+    role: str,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    spool: JobSpool | None = None,
+    manifest: Manifest | None = None,
+    besides: Collection[str] = (),
+    borrow: bool = True,
+) -> Iterator[dict[str, Any]]:
+    """Yield what `load_states` returns, as views that are valid within the block.
+
+    They are borrowed as in `load_shards`.
+
+    Raises:
+        CommitError, FormatError: as `load_states`.
+    """
     manifest = manifest or require_committed(root, step)
     records = find_own_shards(root, manifest, role, rank, world_size)
     paths = {name: record.path for name, record in records.items() if name not in besides}
-    shards = load_shards(root, step, [*paths.values()], spool=spool, manifest=manifest)
-    return {component: shard.state for component, shard in zip(paths, shards, strict=True)}
+    wanted = [*paths.values()]
+    how: Any = {"spool": spool, "manifest": manifest, "borrow": wanted if borrow else ()}
+    with closing(load_shards(root, step, wanted, **how)) as shards:
+        yield {name: next(shards).state for name in paths}  # its end would unlock the slots
 
 
 def find_own_shards(
@@ -174,6 +211,16 @@ def find_own_shards(
     return mine
 
 
+def is_for_several_ranks(manifest: Manifest, record: FileRecord) -> bool:
+    """Return whether several ranks load a file: it is replicated, or has several names."""
+    return any(
+        other.world_size > record.world_size
+        or (other.digest == record.digest and other.path != record.path)
+        for other in manifest.files
+        if other.role == record.role and other.is_shard
+    )
+
+
 def load_bytes(
     root: str | Path, step: int, path: str, *, manifest: Manifest | None = None
 ) -> bytes:
@@ -186,8 +233,7 @@ def load_bytes(
     """
     manifest = manifest or require_committed(root, step, paths=[path])
     record = _find_record(root, manifest, path)
-    content, _ = _read_from_disk(step_folder(root, step) / path, record)
-    return bytes(content)
+    return bytes(_read(ShardFile(step_folder(root, step), record, None)))
 
 
 def restore_folder(root: str | Path, manifest: Manifest, path: str, to: Path) -> None:
@@ -235,61 +281,98 @@ def _find_record(root: str | Path, manifest: Manifest, path: str) -> FileRecord:
     return record
 
 
-def _unpickle(path: Path, read: Read, source: Source) -> RestoredShard:
-    image, trusted = read
-    return RestoredShard(load_image(image, path, trusted=trusted), source, len(image))
+class ShardFile:
+    """The bytes of a committed file: in the first slot that still holds them, otherwise on disk.
 
-
-def _read(
-    folder: Path, record: FileRecord, spool: JobSpool | None, locks: ExitStack | None
-) -> tuple[Read, Source]:
-    start, path = time.perf_counter(), folder / record.path
-    read = _read_from_spool(spool, record, locks) if spool else None
-    source: Source = "disk" if read is None else "spool"
-    if read is None:
-        read = _read_from_disk(path, record)
-    seconds, gigabytes = time.perf_counter() - start, len(read[0]) / 1e9
-    logger.info("%s: %.2f GB from the %s in %.2f s", path, gigabytes, source, seconds)
-    return read, source
-
-
-def _read_from_spool(spool: JobSpool, record: FileRecord, locks: ExitStack | None) -> Read | None:
-    """Return the bytes of a file from a slot that still holds them, or None.
-
-    With ``locks``, they are a mapping of the slot, whose lock is added to ``locks``.
+    With ``cached``, the disk is read through the page cache. Close it once it is read.
     """
-    cores = len(os.sched_getaffinity(0))  # unlike reads of a disk, copies want a core each
-    for slot in spool.find_cached_slots(record.role, record.component, record.digest):
-        try:
-            with ExitStack() as lock:
-                fd = lock.enter_context(hold_slot(slot, limit_s=SLOT_S))
-                trusted = is_trusted(fd)
-                if locks is None:
-                    image, digest = read_fd(fd, record.nbytes, readers=min(READERS, cores))
-                else:
-                    image = map_fd(fd, record.nbytes)
-                    digest = digest_bytes(image)
-                if digest == record.digest:
-                    if locks is not None:
-                        locks.push(lock.pop_all())
-                    return image, trusted
-        except (OSError, LockTimeoutError) as error:
-            logger.warning("cannot read slot %s, reading the file instead: %s", slot, error)
-            continue
-        logger.warning("slot %s no longer holds %s; reading the file", slot, record.path)
-    return None
+
+    slot: Path | None = None
+    """The slot that is open, or was; None if it is the file."""
+    trusted = False
+    """Whether it may be unpickled in full."""
+
+    def __init__(
+        self, folder: Path, record: FileRecord, spool: JobSpool | None, *, cached: bool = False
+    ) -> None:
+        self.path, self.record, self._cached = folder / record.path, record, cached
+        key = record.role, record.component, record.digest
+        self._slots = iter(spool.find_cached_slots(*key) if spool else ())
+        self._opened = ExitStack()
+        self.fd: int | None = None
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether a slot or the page cache is read."""
+        return self._cached or self.slot is not None
+
+    def read(self, work: Callable[[int], tuple[T, str]]) -> tuple[T, str]:
+        """Return what ``work`` returns for the descriptor of the first source that is valid.
+
+        Its second result is the digest of the bytes, empty if it has not read them all. The source
+        stays open for the next call.
+
+        Raises:
+            CommitError: no source is valid: the file is corrupted, or cannot be read.
+        """
+        start = time.perf_counter()
+        while True:
+            try:
+                result = work(self._open_next() if self.fd is None else self.fd)
+            except (OSError, LockTimeoutError) as error:
+                if isinstance(error, OSError) and not self.slot:
+                    raise make_read_error(self.path, error) from error
+                logger.warning("cannot read slot %s, using the file: %s", self.slot, error)
+            else:
+                if result[1] in ("", self.record.digest):
+                    break
+                if not self.slot:
+                    require_digest(self.path, self.record, result[1])
+                logger.warning("slot %s no longer holds %s", self.slot, self.record.path)
+            self.close()
+        if result[1]:
+            seconds, gigabytes = time.perf_counter() - start, self.record.nbytes / 1e9
+            source = "spool" if self.slot else "disk"
+            logger.info("%s: %.2f GB from the %s in %.2f s", self.path, gigabytes, source, seconds)
+        return result
+
+    def _open_next(self) -> int:
+        self.slot = next(self._slots, None)
+        if self.slot:
+            source = hold_slot(self.slot, limit_s=SLOT_S)
+        else:
+            source = open_to_read(self.path, direct=not self._cached)
+        self.fd = fd = self._opened.enter_context(source)
+        self.trusted = is_trusted(fd)
+        if not self.slot:
+            require_size(self.path, self.record, os.fstat(fd).st_size)
+        return fd
+
+    def close(self) -> None:
+        """Close the source that is open."""
+        self.fd = None
+        self._opened.close()
 
 
-def _read_from_disk(path: Path, record: FileRecord) -> Read:
-    try:
-        with open_direct(path) as fd:
-            trusted, nbytes = is_trusted(fd), os.fstat(fd).st_size
-            image, digest = read_fd(fd, record.nbytes)
-    except OSError as error:
-        raise make_read_error(path, error) from error
-    require_digest(path, record, digest)
-    require_size(path, record, nbytes)
-    return image, trusted
+def _read(file: ShardFile, *, borrow: bool = False) -> memoryview:
+    """Return the bytes of a file; with ``borrow``, a mapping of its slot, which stays open."""
+    nbytes = file.record.nbytes
+
+    def read(fd: int) -> tuple[memoryview, str]:
+        if borrow and file.slot:
+            image = map_fd(fd, nbytes)
+            return image, digest_bytes(image)
+        return read_fd(fd, nbytes)
+
+    image, _ = file.read(read)
+    if not borrow:
+        file.close()
+    return image
+
+
+def _unpickle(file: ShardFile, image: memoryview) -> RestoredShard:
+    state = load_image(image, file.path, trusted=file.trusted)
+    return RestoredShard(state, "spool" if file.slot else "disk", len(image))
 
 
 def make_read_error(path: Path, error: OSError) -> CommitError:
@@ -358,7 +441,7 @@ class OpenFiles:
 
     def __init__(self, root: Path, manifest: Manifest) -> None:
         self._folder = step_folder(root, manifest.step)
-        self._fds: dict[str, int] = {}
+        self._files: dict[str, ShardFile] = {}
         self._opened = ExitStack()
         self.close = weakref.finalize(self, _close, self._opened, os.getpid())
 
@@ -371,18 +454,15 @@ class OpenFiles:
         records = [*records]
         _raise_limit(len(records))
         for record in records:
-            path = self._folder / record.path
-            try:
-                fd = self._opened.enter_context(open_direct(path))
-            except OSError as error:
-                raise make_read_error(path, error) from error
-            require_size(path, record, os.fstat(fd).st_size)
-            if unpickled and not is_trusted(fd):
+            file = ShardFile(self._folder, record, None, cached=True)  # it is loaded afterwards
+            self._opened.callback(file.close)
+            self._files[record.path] = file
+            file.read(lambda fd: (fd, ""))  # opens it
+            if unpickled and not file.trusted:
                 raise CommitError(
-                    f"{path} may have been written by another user, and its values besides tensors "
-                    "were not unpickled; see docs/operations/security.md"
+                    f"{file.path} may have been written by another user, and its values besides "
+                    "tensors were not unpickled; see docs/operations/security.md"
                 )
-            self._fds[record.path] = fd
 
     def compare(self, records: Iterable[FileRecord]) -> None:
         """Compare open files with their digests.
@@ -391,16 +471,12 @@ class OpenFiles:
             CommitError: a file is corrupted, or cannot be read.
         """
         for record in records:
-            path = self._folder / record.path
-            try:
-                found = digest_fd(self._fds[record.path], record.nbytes)
-            except OSError as error:
-                raise make_read_error(path, error) from error
-            require_digest(path, record, found)
+            file = self._files[record.path]
+            file.read(lambda fd: (fd, digest_fd(fd, file.record.nbytes)))  # noqa: B023
 
     def get_path(self, path: str) -> Path:
         """Return a path of the open file at ``path`` in the step; other processes cannot use it."""
-        return Path(f"/proc/self/fd/{self._fds[path]}")
+        return Path(f"/proc/self/fd/{self._files[path].fd}")
 
     def make_folder(self, name: str, names: Mapping[str, str]) -> Path:
         """Make a private folder of links to open files, which is removed when they are closed.

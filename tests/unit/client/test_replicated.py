@@ -1,10 +1,14 @@
 """What is equal on several ranks is saved once, by the first of them, and loaded by all."""
 
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests.support.disk import drop_cached
 from tests.support.job import Job
 from tests.unit.conftest import Open
 from trinity_sync import CheckpointCoordinator, Checkpoints
@@ -57,6 +61,55 @@ def test_it_is_one_file_that_all_ranks_load(
     model = torch.nn.ParameterDict({"w": torch.zeros(5000)})
     Checkpoints(job.root).load_into(4, model)
     assert torch.equal(model["w"], torch.arange(5000.0))
+
+
+RANK = """
+import sys, torch
+import torch.distributed as dist
+from pathlib import Path
+from tests.support.disk import count_read
+from trinity_sync import CheckpointCoordinator, Settings
+rank, rendezvous, spool, root = sys.argv[1:]
+dist.init_process_group("gloo", f"file://{rendezvous}", rank=int(rank), world_size=3)
+settings = Settings(spool=spool, home=spool)
+saves = CheckpointCoordinator.of_process_group(root, settings=settings)
+live = {"w": torch.zeros(4 << 20)}
+before = count_read()
+loaded = saves.load_into(4, {"model": live})
+print(count_read() - before, int(live["w"].sum() + loaded["optim"]["m"].sum()))
+saves.close(timeout=0)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    "how", [{"replicated": REPLICATED}, {"replicas": dict.fromkeys(REPLICATED, (0, 1, 2))}], ids=str
+)
+def test_all_ranks_of_a_node_read_it_from_the_disk_once(
+    job: Job, tmp_path: Path, spool_folder: Path, how: dict[str, Any]
+) -> None:
+    """What is filled in place, and what is loaded."""
+    job.world_size, size = 3, 4 << 20
+    own = {"model": {"w": torch.ones(size)}, "optim": {"m": torch.ones(size)}}
+    for rank in range(3):
+        more = {} if rank else own
+        job.stage(4, {"extra_state": {}, **more}, rank=rank, **how)
+    commit(job, 4)
+    for component in REPLICATED:
+        (path, *_) = (step_folder(job.root, 4) / "actor").glob(f"{component}_*")
+        drop_cached(path)
+    given = [tmp_path / "rendezvous", spool_folder / "of_the_ranks", job.root]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), *map(str, given)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    said = [rank.communicate(timeout=120)[0].split() for rank in ranks]
+    assert {total for _, total in said} == {str(2 * size)}
+    assert sum(int(nbytes) for nbytes, _ in said) < 1.5 * 2 * 4 * size
 
 
 def test_the_others_may_pass_it_and_have_no_image_of_it(

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import trinity_sync
+from tests.support.disk import count_read, drop_cached
 from tests.support.job import Job
 from trinity_sync.client.collective import open_on_all_ranks
 from trinity_sync.errors import CommitError
@@ -53,6 +54,18 @@ def test_links_lead_to_the_compared_files_until_they_are_closed(job: Job, step: 
         assert folder.parts[-2:] == ("a", "checkpoint-1")
         assert folder.parents[1].stat().st_mode & 0o777 == 0o700
     assert not folder.parents[1].exists()
+
+
+def test_a_file_that_is_compared_and_then_loaded_is_read_from_the_disk_once(job: Job) -> None:
+    job.stage(1, {"model": {"w": torch.rand(8 << 20)}})
+    step = job.commit(1)
+    drop_cached(step_folder(job.root, 1) / PATH)
+    before = count_read()
+    with OpenFiles(job.root, step) as files:
+        files.open(step.files, unpickled=True)
+        files.compare(step.files)
+        torch.load(files.get_path(PATH))
+    assert count_read() - before < 1.5 * step.nbytes
 
 
 @pytest.mark.parametrize(

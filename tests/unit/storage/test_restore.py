@@ -16,7 +16,7 @@ import torch
 
 from tests.support.job import Job
 from trinity_sync.errors import CommitError
-from trinity_sync.fs.direct_io import PIECE, digest_cached_file, open_direct, read_fd
+from trinity_sync.fs.direct_io import PIECE, digest_cached_file, open_to_read, read_fd
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
 from trinity_sync.snapshot.ticket import cached_file_path, read_cached_file, write_cached_file
@@ -287,7 +287,7 @@ def test_a_job_on_a_file_system_without_direct_io_is_restored(spool_folder: Path
 def test_files_of_any_length_are_read_whole(tmp_path: Path, nbytes: int) -> None:
     path = tmp_path / "file"
     path.write_bytes(torch.randint(256, (nbytes,), dtype=torch.uint8).numpy().tobytes())
-    with open_direct(path) as fd:
+    with open_to_read(path) as fd:
         content, digest = read_fd(fd, nbytes)
     assert bytes(content) == path.read_bytes()
     assert digest == digest_cached_file(path)

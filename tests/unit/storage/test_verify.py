@@ -22,7 +22,7 @@ from trinity_sync.fs.direct_io import (
     READERS,
     digest_cached_file,
     digest_file,
-    open_direct,
+    open_to_read,
     read_fd,
 )
 from trinity_sync.fs.locks import acquire_commit_lock
@@ -89,7 +89,7 @@ def test_a_file_that_was_cut_off_has_not_the_digest_of_the_whole(
     path.write_bytes(piece * READERS * 4)
     whole = digest_file(path, nbytes)
     os.truncate(path, nbytes - PIECE)
-    with open_direct(path) as fd:
+    with open_to_read(path) as fd:
         assert whole not in (digest_file(path, nbytes), read_fd(fd, nbytes)[1])
 
 

@@ -19,7 +19,7 @@ from tests.unit.snapshot.test_image import (
     states,
 )
 from trinity_sync.errors import ImageError
-from trinity_sync.fs.direct_io import open_direct, read_fd
+from trinity_sync.fs.direct_io import open_to_read, read_fd
 from trinity_sync.tensors.deserialize import deserialize
 
 
@@ -72,7 +72,7 @@ def test_a_tensor_that_is_kept_keeps_no_memory_of_the_others(
     large = {f"moment {n}": torch.full((1 << 18,), float(n)) for n in range(32)}
     (tmp_path / "state.pt").write_bytes(save({**small, **large}))
     nbytes = (tmp_path / "state.pt").stat().st_size
-    with open_direct(tmp_path / "state.pt") as fd:
+    with open_to_read(tmp_path / "state.pt") as fd:
         image, _ = read_fd(fd, nbytes)
     state = deserialize(image)
     del image
