@@ -7,7 +7,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -376,6 +376,33 @@ class CheckpointCoordinator:
         step = check_number("step", step)
         self.check_resume(step)
         return self._loader.load(step, role, states)
+
+    def open(self, step: int, *, role: str = "actor") -> AbstractContextManager[dict[str, Any]]:
+        """Open this rank's states of a committed step in place, and resume from it.
+
+        As `load`, but if this node still holds the states in memory, the tensors are views of it,
+        for code that copies from them itself::
+
+            with saves.open(step) as states:
+                engine.load_weights(states["model"].items())
+
+        All files are compared with their digests before the block begins. Within it, the tensors
+        keep their values while training saves on, and what is written to them does not change the
+        step. They must not be used after it.
+
+        Args:
+            step: training step.
+            role: role whose states are opened.
+
+        Returns:
+            Context manager of the state by component, as from `load`.
+
+        Raises:
+            CommitError, ConfigError, RootInUseError: as `load`, at the begin of the block.
+        """
+        step = check_number("step", step)
+        self.check_resume(step)
+        return self._loader.open(step, role, {})
 
     def check_resume(self, step: int) -> None:
         """Check that this run can resume from a step, before other code loads it.

@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.latest_pointer import warn_of_other_step
 from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.placement import NodeRanks
-from trinity_sync.storage.restore import load_states
+from trinity_sync.storage.restore import open_states
 from trinity_sync.storage.restore_into import fill_states
 
 T = TypeVar("T")
@@ -66,19 +67,28 @@ class StepLoader:
 
     def load(self, step: int, role: str, live: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """As `CheckpointCoordinator.load`, or with ``live`` as its `load_into`."""
-        live = live or {}
+        with self.open(step, role, live or {}, borrow=False) as states:
+            return states
+
+    @contextmanager
+    def open(
+        self, step: int, role: str, live: Mapping[str, Any], *, borrow: bool = True
+    ) -> Iterator[dict[str, Any]]:
+        """As `CheckpointCoordinator.open`; ``live`` is filled, and the rest borrowed or loaded."""
         if self._asks_together:
             lease = lease_on_rank_0(self.root, step)
         else:
             lease = lease_to_read(self.root, step, f"load by rank {self.rank}")
         own: Any = {"rank": self.rank, "world_size": self.world_size, "spool": self.spool}
         together = partial(self._run_together, step)
-        with lease as manifest:
-            filled = fill_states(self.root, manifest, role, live, run_together=together, **own)
-            others: Any = {"manifest": manifest, "besides": [*live]}
-            rest = together(lambda: load_states(self.root, step, role, **own, **others))
-            self.begin_at(step)  # from here on, retention spares the step for this run
-        return filled | rest
+        with ExitStack() as opened:
+            with lease as manifest:
+                filled = fill_states(self.root, manifest, role, live, run_together=together, **own)
+                own |= {"manifest": manifest, "besides": [*live], "borrow": borrow}
+                rest = open_states(self.root, step, role, **own)
+                states = filled | together(lambda: opened.enter_context(rest))
+                self.begin_at(step)  # from here on, retention spares the step for this run
+            yield states
 
     def require_can_begin_at(self, step: int, wait_staged: Callable[[], object]) -> None:
         """As `CheckpointCoordinator.check_resume`, after a call of ``wait_staged``.

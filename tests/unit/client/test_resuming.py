@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ from tests.support.job import Job
 from tests.unit.conftest import Open
 from trinity_sync.errors import CommitError, ConfigError, SaveError
 from trinity_sync.layout import KINDS, Kind, step_folder
+from trinity_sync.snapshot.slot import Slot
 from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.manifest import is_committed
 from trinity_sync.storage.runs import find_newest_run
+
+MODEL = "actor/model_world_size_1_rank_0.pt"
 
 
 def state(step: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -31,20 +35,46 @@ def saved(coordinator_of: Open, job: Job) -> Path:
     return job.root
 
 
+@pytest.mark.parametrize("opens", [False, True], ids=["load", "open"])
 def test_a_step_that_cannot_be_loaded_begins_nothing(
-    saved: Path, coordinator_of: Open, job: Job
+    saved: Path, coordinator_of: Open, job: Job, opens: bool
 ) -> None:
     for note in job.spool.folder.glob("*.kept"):
         note.unlink()
-    with (step_folder(saved, 40) / "actor/model_world_size_1_rank_0.pt").open("r+b") as shard:
+    with (step_folder(saved, 40) / MODEL).open("r+b") as shard:
         shard.seek(-3000, os.SEEK_END)
         shard.write(b"x")
     second = coordinator_of(run_key="second")
-    with pytest.raises(CommitError, match="or load another step"):
-        second.load(40)
+    with pytest.raises(CommitError, match="or load another step"), ExitStack() as opened:
+        opened.enter_context(second.open(40)) if opens else second.load(40)
     assert second.load(30)["model"]["w"][0] == 30
     assert find_newest_run(saved).resumed_from == 30
     assert list_leases(saved) == []
+
+
+@pytest.mark.parametrize("from_spool", [True, False], ids=["spool", "disk"])
+def test_an_opened_step_keeps_its_values_while_training_saves_on(
+    saved: Path, coordinator_of: Open, job: Job, from_spool: bool
+) -> None:
+    for note in job.spool.folder.glob("*.kept") if not from_spool else ():
+        note.unlink()
+    second = coordinator_of(run_key="second")
+    with second.open(40) as states:
+        assert find_newest_run(saved).resumed_from == 40
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        private = [each for each in maps if " rw-p " in each and str(job.spool.folder) in each]
+        assert bool(private) == from_spool
+        for step in (50, 60, 70):
+            second.save(step, state(step))
+            job.commit(step, run=2)
+        assert states["model"]["w"].unique() == 40
+        states["model"]["w"].zero_()
+    assert list_leases(saved) == []
+    assert torch.load(step_folder(saved, 40) / MODEL)["w"].unique() == 40
+    for path in job.spool.folder.glob("*.slot"):
+        slot = Slot(path)
+        assert slot.try_lock()
+        slot.close(remove=False)
 
 
 def test_a_run_begins_once(saved: Path, coordinator_of: Open) -> None:
