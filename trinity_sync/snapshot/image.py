@@ -417,8 +417,7 @@ def fill(
             if id(extent) not in written:
                 offset, content = extent
                 memory[offset : offset + len(content)] = content
-    parts = [(*hole, storage) for hole, storage in zip(layout.holes, storages, strict=True)]
-    copy_into(image, parts, computed=computed, threads=threads, file=file)
+    copy_into(image, layout.holes, storages, computed=computed, threads=threads, file=file)
 
 
 class _Sink:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache, lru_cache
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -30,17 +31,18 @@ Copy = Callable[[int, int, int], object]
 """Copies one `Piece`."""
 
 
+_get_device: Callable[[torch.UntypedStorage], torch.device] = attrgetter("device")
 ComputedEvents = Mapping[torch.device, torch.Event]
 """For each GPU, the event after which the storages to copy are computed."""
 
 
 def record_computed(storages: Iterable[torch.UntypedStorage]) -> ComputedEvents:
     """Record an event on the current stream of each GPU that holds one of the storages."""
-    return {
-        device: torch.accelerator.current_stream(device).record_event()
-        for device in {storage.device for storage in storages}
-        if device.type != "cpu"
-    }
+    computed = {}
+    for device in set(map(_get_device, storages)):
+        if device.type != "cpu":
+            computed[device] = torch.accelerator.current_stream(device).record_event()
+    return computed
 
 
 def use_device(computed: ComputedEvents) -> AbstractContextManager[object]:
@@ -49,8 +51,10 @@ def use_device(computed: ComputedEvents) -> AbstractContextManager[object]:
     The current device of a new thread is the first GPU, where CUDA would create a context of
     hundreds of MB.
     """
-    gpus = [device for device in computed if device.type == "cuda"]
-    return torch.cuda.device(gpus[0]) if gpus else nullcontext()
+    for device in computed:
+        if device.type == "cuda":
+            return torch.cuda.device(device)
+    return nullcontext()
 
 
 @cache
@@ -64,18 +68,18 @@ def get_staging_stream(device: torch.device) -> torch.Stream:
 
 def copy_into(
     image: torch.Tensor,
-    parts: Sequence[tuple[int, int, torch.UntypedStorage]],
+    holes: Sequence[tuple[int, int]],
+    storages: Sequence[torch.UntypedStorage],
     *,
     computed: ComputedEvents | None = None,
     threads: int = 0,
     file: int | None = None,
 ) -> None:
-    """Copy each storage to its offset in ``image``, a ``uint8`` tensor on the CPU.
+    """Copy each storage to its hole in ``image``, a ``uint8`` tensor on the CPU.
 
-    ``parts`` are (offset in bytes, length in bytes, storage). Storages on a GPU are copied on a
-    separate stream, which waits for ``computed`` (by default the work submitted to the current
-    stream so far) and is synchronized once, at the end. ``threads`` copy the others; 0 for torch's
-    intra-op threads.
+    ``holes`` are (offset, length) in bytes. Storages on a GPU are copied on a separate stream,
+    which waits for ``computed`` (by default the work submitted to the current stream so far) and is
+    synchronized once, at the end. ``threads`` copy the others; 0 for torch's intra-op threads.
 
     With ``file``, the descriptor of the file that ``image`` maps, another thread may free or resize
     storages on the CPU during the copy: the kernel reads them, which fails with an error where
@@ -85,14 +89,13 @@ def copy_into(
         ImageError: with ``file``, the memory of a storage was freed.
     """
     pieces: deque[Piece] = deque()
-    small: list[Piece] = []
     streams = set[torch.Stream]()
     base = image.data_ptr()
     if computed is None:
-        computed = record_computed(storage for *_, storage in parts)
+        computed = record_computed(storages)
     copy = _copy if file is None else _writing_to(file, base)
     try:
-        for offset, nbytes, storage in parts:
+        for (offset, nbytes), storage in zip(holes, storages, strict=True):
             if computed and (device := storage.device) in computed:
                 stream = get_staging_stream(device)
                 if stream not in streams:
@@ -101,9 +104,11 @@ def copy_into(
                 with stream:
                     target = image[offset : offset + nbytes]
                     target.copy_(view_bytes(storage), non_blocking=True)
-                continue
-            _cut(pieces, small, (base + offset, storage.data_ptr(), nbytes))
-        _copy_all(pieces, small, threads, copy)
+            elif nbytes <= SMALL:
+                _copy_at_once(base + offset, storage.data_ptr(), nbytes)
+            else:
+                _cut(pieces, base + offset, storage.data_ptr(), nbytes)
+        _copy_all(pieces, threads, copy)
     finally:  # no copy into the image outlives this call
         for stream in streams:
             stream.synchronize()
@@ -112,32 +117,24 @@ def copy_into(
 def copy_pieces(whole: Iterable[Piece], *, threads: int = 0) -> None:
     """Copy pieces of any length between addresses; ``threads`` as in `copy_into`."""
     pieces: deque[Piece] = deque()
-    small: list[Piece] = []
-    for each in whole:
-        _cut(pieces, small, each)
-    _copy_all(pieces, small, threads)
+    for piece in whole:
+        if piece[2] <= SMALL:
+            _copy_at_once(*piece)
+        else:
+            _cut(pieces, *piece)
+    _copy_all(pieces, threads, _copy)
 
 
-def _cut(pieces: "deque[Piece]", small: list[Piece], whole: Piece) -> None:
-    target, source, nbytes = whole
-    if nbytes <= SMALL:
-        small.append(whole)
-        return
+def _cut(pieces: "deque[Piece]", target: int, source: int, nbytes: int) -> None:
     for start in range(0, nbytes, PIECE):
         pieces.append((target + start, source + start, min(PIECE, nbytes - start)))
 
 
-def _copy_all(
-    pieces: "deque[Piece]", small: list[Piece], threads: int, copy: Copy | None = None
-) -> None:
-    copy = copy or _copy
-    helpers = min((threads or torch.get_num_threads()) - 1, len(pieces) - 1)
+def _copy_all(pieces: "deque[Piece]", threads: int, copy: Copy) -> None:
     running = []
     with suppress(RuntimeError):  # the interpreter ends and starts no thread: this one copies all
-        for _ in range(helpers):
+        for _ in range(min(threads or torch.get_num_threads(), len(pieces)) - 1):
             running.append(_pool().submit(_copy_until_empty, pieces, copy))
-    for piece in small:
-        _copy_at_once(*piece)
     try:
         _copy_until_empty(pieces, copy)
     finally:
@@ -157,13 +154,16 @@ def equal_bytes(
     are compared; 0 for all of it.
     """
     pieces: deque[Piece] = deque()
-    small: list[Piece] = []
     base = image.data_ptr()
     for offset, storage in parts:
         start, nbytes = 0, storage.nbytes()
         if sample and nbytes > SMALL:
             start, nbytes = nbytes // 2, sample
-        _cut(pieces, small, (base + offset + start, storage.data_ptr() + start, nbytes))
+        target, source = base + offset + start, storage.data_ptr() + start
+        if nbytes > SMALL:
+            _cut(pieces, target, source, nbytes)
+        elif _compare_at_once(target, source, nbytes):
+            return False
     found: list[Piece] = []
 
     def compare(target: int, source: int, nbytes: int) -> None:
@@ -171,9 +171,7 @@ def equal_bytes(
             found.append((target, source, nbytes))
             pieces.clear()
 
-    if any(_compare_at_once(*piece) for piece in small):
-        return False
-    _copy_all(pieces, [], 0, compare)
+    _copy_all(pieces, 0, compare)
     return not found
 
 

@@ -270,15 +270,15 @@ def test_memory_that_is_freed_while_it_is_copied_costs_the_save_and_not_the_trai
         file = os.open(Path(sys.argv[1]) / "slot", os.O_RDWR | os.O_CREAT)
         os.truncate(file, BYTES)
         image = torch.frombuffer(mmap.mmap(file, BYTES), dtype=torch.uint8)
-        copy_into(image, [(0, BYTES, storage)], file=file)
+        copy_into(image, [(0, BYTES)], [storage], file=file)
         assert image.all()
 
-        def parts():
-            yield 0, BYTES, storage
+        def storages():
+            yield storage
             storage.resize_(0)  # when its address was asked for
 
         try:
-            copy_into(image, parts(), computed={}, file=file)
+            copy_into(image, [(0, BYTES)], storages(), computed={}, file=file)
         except ImageError as error:
             sys.exit(0 if "freed while it was copied" in str(error) else 2)
         sys.exit(3)
