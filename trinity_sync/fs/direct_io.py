@@ -42,6 +42,9 @@ def no_progress(done: int, total: int = 0) -> None:
     """Ignore the progress."""
 
 
+OnWritten = Callable[[int, int], object]
+"""Called with the offset of what has been written, and its size in bytes."""
+
 LARGEST = 16 << 20
 """Most bytes that are admitted at a time."""
 _PAID_AT = struct.Struct("<d")
@@ -116,6 +119,7 @@ def write_file(
     direct: bool = True,
     limit: RateLimit | None = None,
     parts: Iterable[memoryview] = (),
+    on_written: OnWritten = no_progress,
 ) -> str:
     """Write a file durably and return its digest (``xxh3-128:...``).
 
@@ -123,6 +127,7 @@ def write_file(
     needs ``content`` aligned to a page in memory, as in a mapped slot; otherwise the page cache is
     used. ``limit`` leaves bandwidth of the node to others. ``parts`` are those of ``content`` in
     order, for a caller that looks at each once it is digested; it runs in the digesting thread.
+    ``on_written`` is called with each written chunk, in a writing thread.
 
     Raises:
         OSError: the disk is full, read-only or broken; ``path`` may be partially written.
@@ -134,7 +139,7 @@ def write_file(
             # it runs ahead, so the pages of a mapped slot are present when they are written
             digest = digester.submit(digest_parts, parts or (content,))
             whole = len(content) // ALIGNMENT * ALIGNMENT if direct else len(content)
-            _write_chunks(fd, content[:whole], direct, limit, marks=overwrites)
+            _write_chunks(fd, content[:whole], direct, limit, on_written, marks=overwrites)
             if whole < len(content):  # direct I/O ends with a page
                 _turn_off_direct(fd)
                 _write_chunk(fd, content[whole:], whole, direct=False)
@@ -207,7 +212,13 @@ def measure_written(path: Path) -> int:
 
 
 def _write_chunks(
-    fd: int, content: memoryview, direct: bool, limit: RateLimit | None, *, marks: bool
+    fd: int,
+    content: memoryview,
+    direct: bool,
+    limit: RateLimit | None,
+    on_written: OnWritten,
+    *,
+    marks: bool,
 ) -> None:
     """Write whole pages, which direct I/O requires; ``marks`` for `measure_written`."""
     in_flight: deque[Future[None]] = deque()
@@ -220,12 +231,14 @@ def _write_chunks(
             chunk = content[offset : offset + CHUNK]
             if limit:
                 limit.admit(len(chunk))
-            in_flight.append(writers.submit(_write_chunk, fd, chunk, offset, direct))
+            in_flight.append(writers.submit(_write_chunk, fd, chunk, offset, direct, on_written))
         for writing in in_flight:
             writing.result()
 
 
-def _write_chunk(fd: int, chunk: memoryview, offset: int, direct: bool) -> None:
+def _write_chunk(
+    fd: int, chunk: memoryview, offset: int, direct: bool, on_written: OnWritten = no_progress
+) -> None:
     done = 0
     while done < len(chunk):
         if direct and done % ALIGNMENT:  # a short write
@@ -236,6 +249,7 @@ def _write_chunk(fd: int, chunk: memoryview, offset: int, direct: bool) -> None:
             if not direct or error.errno not in _NO_DIRECT_IO:
                 raise
             direct = _turn_off_direct(fd)
+    on_written(offset, done)
 
 
 @contextmanager

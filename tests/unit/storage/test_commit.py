@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import threading
@@ -17,6 +18,7 @@ import torch
 
 from tests.conftest import environment
 from tests.support.job import Job
+from tests.support.meanwhile import when_opened
 from tests.support.steps import MODEL
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import (
@@ -29,7 +31,7 @@ from trinity_sync.errors import (
     SupersededError,
     TicketError,
 )
-from trinity_sync.fs.direct_io import digest_cached_file
+from trinity_sync.fs.direct_io import RateLimit, digest_cached_file
 from trinity_sync.fs.process import read_process_identity
 from trinity_sync.layout import KINDS, Kind
 from trinity_sync.orchestration.on_node import commit_step
@@ -93,6 +95,25 @@ def test_a_committed_step_names_every_file_with_size_and_digest(job: Job, tmp_pa
     )
     assert job.spool.tickets() == ([], [])  # the slots are free again
     assert not list(folder(job, 7).rglob("*.tmp"))
+
+
+def test_an_image_leaves_the_memory_of_its_writer_while_it_is_written(
+    job: Job, tmp_path: Path
+) -> None:
+    job.stage(1, {"extra_state": {"w": torch.ones(16 << 20)}})
+    slot = str(job.spool.slot("actor", "extra_state", 0, 0))
+    resident: list[int] = []
+
+    def look() -> None:
+        mappings = re.split(r"(?m)^(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text())
+        (own,) = (each for each in mappings if slot in each and " r--s " in each)
+        resident.append(int(own.split("Rss:")[1].split()[0]) << 10)
+
+    # the digest, which reads the pages as well, is ahead of a slow write
+    options = WriteOptions(limit=RateLimit(tmp_path / "rate", 100e6))
+    with when_opened(folder(job, 1) / "actor", look):  # once the file is written
+        persist(job.share, job.save(1), "extra_state", options)
+    assert resident[0] < 32 << 20
 
 
 def test_before_the_commit_no_file_has_its_name(job: Job) -> None:
