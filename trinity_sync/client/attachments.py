@@ -85,24 +85,21 @@ class Attachments:
     def take(self, step: int, role: str) -> Packed | None:
         """Return all attachments of a step, packed; afterwards the step accepts no more.
 
-        None if the step has none, or if another role of the step has taken them before.
+        None if the step has none, or if another role of the step has taken them before. Those of
+        earlier steps are deleted.
 
         Raises:
             OSError: a file of a folder cannot be looked at.
         """
         self._newest_taken = max(step, self._newest_taken)
+        for by_step in (self._pending, self._links, self._roles):
+            for other in sorted(by_step):
+                if other < step:
+                    del by_step[other]
         mine, links = self._pending.get(step, {}), self._links.get(step, {})
         if not (mine or links) or self._roles.setdefault(step, role) != role:
             return None
         return pack(mine, links)
-
-    def discard_before(self, step: int) -> None:
-        """Delete the attachments of the steps before one that is submitted."""
-        # in place: a trainer attaches while a thread stages
-        for other in {*self._pending, *self._links}:
-            if other < step:
-                for by_step in (self._pending, self._links, self._roles):
-                    by_step.pop(other, None)
 
     def _require_before_save(self, step: int, name: str) -> None:
         if step <= self._newest_taken:

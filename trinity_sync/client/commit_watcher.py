@@ -32,6 +32,7 @@ from trinity_sync.errors import (
     SpoolError,
     TrinitySyncError,
 )
+from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import JobSpool
 
 logger = logging.getLogger(__name__)
@@ -116,17 +117,15 @@ class CommitWatcher:
         """
         if submit:
             self._trigger.submit(request)
-        now = time.monotonic()
+        now, key = time.monotonic(), request.key
+        # a new object, so that `_end` keeps it if the thread has read the status of the old one
+        save = PendingSave(request, now, now, time.time(), self._rank, {*images}, {exports} - {""})
         with self._lock:
-            known = self._pending.get(request.key) or PendingSave(
-                request, now, now, time.time(), self._rank
-            )
-            # a new object, so that `_end` keeps it if the thread has read the status of the old one
-            self._pending[request.key] = replace(
-                known,
-                images=known.images | {*images},
-                exports=known.exports | {exports} - {""},
-            )
+            if known := self._pending.get(key):
+                save = replace(
+                    known, images=known.images | save.images, exports=known.exports | save.exports
+                )
+            self._pending[key] = save
             self._sweeps |= not self._leads and len(self._pending) >= self._sweep_at
             self._start()
 
@@ -139,8 +138,9 @@ class CommitWatcher:
             SaveError: the saver cannot be started.
         """
         with suppress(OSError, SpoolError):  # staging tells why, and the request is retried
-            self._spool.make()
-            self._trigger.begin(self._spool.folder.name)
+            is_new = self._spool.make()
+            # otherwise the thread prepares all once the save is submitted
+            self._trigger.begin(self._spool.folder.name, again=self._leads and not is_new)
         if waits:
             self.hurry()
 
@@ -154,20 +154,20 @@ class CommitWatcher:
         with self._lock:
             return key in self._failed
 
-    def find_attempt(self, request: SaveRequest) -> int:
-        """Return the first attempt of a save, from ``request`` on, that has not failed.
+    def find_attempt(self, save: SaveId) -> SaveId:
+        """Return the first attempt of a save, from ``save`` on, that has not failed.
 
         What the other processes of the save know is read from the root: one that has not submitted
         an attempt joins them in the next.
         """
-        journal = Journal.of(request)
+        journal = Journal(save.root, save.run_label)
         with suppress(OSError):
             journal.read()
         while True:
-            entry = journal.find(request.key)
-            if not (self.has_failed(request.key) or (entry and entry.state == "failed")):
-                return request.attempt
-            request = request.model_copy(update={"attempt": request.attempt + 1})
+            entry = journal.find(save.key)
+            if not (self.has_failed(save.key) or (entry and entry.state == "failed")):
+                return save
+            save = replace(save, attempt=save.attempt + 1)
 
     def wait(self, deadline: float | None) -> list[str]:
         """Wait until no save is pending; return the failures since the last call.

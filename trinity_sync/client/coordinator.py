@@ -182,7 +182,6 @@ class CheckpointCoordinator:
             self.spool,
             self._run,
             self._watcher,
-            self._attachments,
             identity=identity,
             rank=rank,
             world_size=world_size,
@@ -199,12 +198,14 @@ class CheckpointCoordinator:
         self._states = StateSaver(
             self._stager,
             self._submitter.submit_states,
-            self._submitter.has_failed,
+            self._watcher.has_failed,
             check_overlap=self.settings.overlap == "check",
         )
         self._callables = CallableSaver(self.root, self.spool)
         self._metrics = MetricsLog(self.root, self._run.find_run_of_metrics, self._run.has_begun)
         self._preemption = Preemption(self.settings.save_by)
+        self._began: float | None = None
+        """When `save_dcp`, which calls `save`, was called (`time.perf_counter`)."""
         self._has_waited = False
         """Whether an emergency save has waited for its commit."""
         self._failures: list[str] = []
@@ -559,17 +560,46 @@ class CheckpointCoordinator:
                 names the key. Errors of later saves do not stop the training: `wait_all` raises
                 them.
         """
-        return self._save(
+        self._require_own_process()
+        began, self._began = self._began, None
+        step = check_number("step", step)
+        replicas: dict[str, tuple[int, ...]] = {}
+        if replicated:
+            components, replicated, replicas = select_own(
+                step, components, replicated, kind, self.rank
+            )
+        keep = check_number(f"step {step}: keep, of which 0 keeps all steps,", keep)
+        self._submitter.check_components(step, components, role, kind)
+        self._run.require_not_superseded(step)
+        origin = self._submitter.origin(
             step,
-            components,
-            role=role,
-            kind=kind,
-            metadata=metadata,
-            overlap=overlap,
-            keep=keep,
+            role,
+            kind,
+            keep=keep if kind == "checkpoint" else 0,
             export=export,
             replicated=replicated,
+            replicas=replicas,
+            again=self._run.require_next_step(step, role, kind),
         )
+        self._metrics.record_early()
+        self._submitter.prepare(role)
+        attached = None
+        self._states.wait_staged()  # which may still fail and leave its attachments
+        with hold_handlers():
+            try:
+                if kind == "checkpoint":
+                    attached = self._attachments.take(step, role)
+            except OSError as error:
+                return self._handle(origin, self._states.fail(origin, error))
+            staged = self._states.save(
+                origin,
+                components,
+                metadata=metadata,
+                attachments=attached,
+                overlap=overlap,
+                began=began,
+            )
+        return self._handle(origin, staged)
 
     def save_dcp(
         self,
@@ -599,7 +629,8 @@ class CheckpointCoordinator:
             files, metadata = lay_out()
         except Exception as error:
             return self._handle(origin, self._states.fail(origin, error))
-        return self._save(step, files, role=role, metadata=metadata, keep=keep, began=began)
+        self._began = began
+        return self.save(step, files, role=role, metadata=metadata, keep=keep)
 
     def wait_staged(self) -> float:
         """Wait until an overlapped save is staged; after that the states may change.
@@ -998,69 +1029,12 @@ class CheckpointCoordinator:
 
     # ------------------------------------------------------------ private
 
-    def _save(
-        self,
-        step: int,
-        components: Mapping[str, Any],
-        *,
-        role: str,
-        kind: Kind = "checkpoint",
-        metadata: str | Path | Mapping[str, bytes | Path] | None = None,
-        overlap: bool = False,
-        keep: int = 0,
-        export: Export = "",
-        replicated: Collection[str] = (),
-        began: float | None = None,
-    ) -> SaveHandle:
-        self._require_own_process()
-        step = check_number("step", step)
-        replicas: dict[str, tuple[int, ...]] = {}
-        if replicated:
-            components, replicated, replicas = select_own(
-                step, components, replicated, kind, self.rank
-            )
-        keep = check_number(f"step {step}: keep, of which 0 keeps all steps,", keep)
-        self._submitter.check_components(step, components, role, kind)
-        self._submitter.require_not_monitored(step, kind)
-        self._run.require_not_superseded(step)
-        origin = self._submitter.origin(
-            step,
-            role,
-            kind,
-            keep=keep if kind == "checkpoint" else 0,
-            export=export,
-            replicated=replicated,
-            replicas=replicas,
-            again=self._run.has_saved(step, role, kind),
-        )
-        self._metrics.record_early()
-        self._submitter.prepare(role)
-        attached = None
-        self._run.require_next_step(step, role, kind)
-        self.wait_staged()  # the save in flight may still fail and leave its attachments
-        with hold_handlers():
-            try:
-                if kind == "checkpoint":
-                    attached = self._attachments.take(step, role)
-            except OSError as error:
-                return self._handle(origin, self._states.fail(origin, error))
-            staged = self._states.save(
-                origin,
-                components,
-                metadata=metadata,
-                attachments=attached,
-                overlap=overlap,
-                began=began,
-            )
-        return self._handle(origin, staged)
-
     def _handle(self, origin: Origin, staged: Staged) -> SaveHandle:
-        key = self._submitter.get_key(origin)
         return SaveHandle(
             **vars(staged),
             wait_staged=self.wait_staged,
-            wait_committed=partial(self._watcher.wait_for, key),
-            has_committed=partial(self._watcher.has_committed, key),
+            wait_committed=lambda deadline: self._watcher.wait_for(origin.key, deadline),
+            has_committed=lambda: self._watcher.has_committed(origin.key),
         )
 
     @property
@@ -1069,7 +1043,7 @@ class CheckpointCoordinator:
         return self._process == os.getpid()
 
     def _require_own_process(self) -> None:
-        if not self._is_own:
+        if self._process != os.getpid():
             raise ConfigError(
                 f"rank {self.rank} of {self.root}: process {self._process} created this "
                 f"coordinator, and this is process {os.getpid()}, a forked child without its "

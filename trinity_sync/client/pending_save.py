@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from trinity_sync.client.journal import Entry
 from trinity_sync.client.save_request import SaveRequest
@@ -47,8 +48,9 @@ class PendingSave:
     troubled: bool = False
     """Whether it was logged already that its status cannot be read."""
 
-    def __post_init__(self) -> None:
-        self._manifest_file = ReadOnChange(self.request.save.folder / MANIFEST, self._read_manifest)
+    @cached_property
+    def _manifest_file(self) -> ReadOnChange[Manifest | None]:
+        return ReadOnChange(self.request.save.folder / MANIFEST, self._read_manifest)
 
     def find_result(self, entry: Entry | None, spool: JobSpool) -> str | None:
         """Return why the save failed, empty for one that succeeded; None if it has not ended.

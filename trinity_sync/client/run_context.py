@@ -161,13 +161,10 @@ class RunContext:
         """Step that the run resumed from; 0 if it has not begun, or has loaded no step."""
         return self._run.resumed_from if self._run else 0
 
-    def has_saved(self, step: int, role: str, kind: Kind) -> bool:
-        """Return whether this process has begun to save a step before, also without success."""
-        return self._saved.get((role, kind)) == step
-
-    def require_next_step(self, step: int, role: str, kind: Kind) -> None:
+    def require_next_step(self, step: int, role: str, kind: Kind) -> bool:
         """Require that a step is not before the newest that this process has saved.
 
+        Return whether this process has begun to save the step before, also without success.
         A resume would not find such a step, and a policy would remove it first. Before a role's
         first checkpoint, the newest step that the run has committed counts; the step that it
         resumed from does not.
@@ -186,6 +183,7 @@ class RunContext:
                 "order of their saves; to repeat steps, load an earlier one in a new run"
             )
         self._saved[role, kind] = step
+        return step == newest
 
     def note_saved(self, step: int, roles: Iterable[str], kind: Kind) -> None:
         """Have a step count as saved, as `require_next_step` does, whose states others write."""
@@ -268,7 +266,7 @@ class RunContext:
         Raises:
             SupersededError: a later run does.
         """
-        if later := find_superseding_run(self._later, self.number, step):
+        if self._later and (later := find_superseding_run(self._later, self.number, step)):
             raise explain_superseded(self._root, self.number, step, later)
 
     def _join(self, step: int) -> tuple[Run, Run | None]:

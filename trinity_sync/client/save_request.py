@@ -119,10 +119,8 @@ class SaveRequest(BaseModel):
 
     @property
     def key(self) -> str:
-        """Idempotency key: an attempt has one flow run, however often it is requested."""
-        roles = "" if self.kind == "checkpoint" else f"/{'+'.join(sorted(self.roles))}"
-        attempt = "" if self.attempt == 1 else f"/attempt{self.attempt}"
-        return f"{self.job}/{self.save.run_label}/step{self.step}/{self.kind}{roles}{attempt}"
+        """The `SaveId.key`, with which the flow run is created."""
+        return self.save.key
 
     @property
     def key_digest(self) -> str:

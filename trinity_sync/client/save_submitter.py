@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from trinity_sync.client.attachments import Attachments
 from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.run_context import RunContext
 from trinity_sync.client.save_request import SaveRequest
@@ -15,7 +14,6 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.layout import (
     COMPONENTS,
     FOLDERS,
-    Component,
     Kind,
     WriteConcurrency,
     check_name,
@@ -42,7 +40,6 @@ class SaveSubmitter:
         spool: JobSpool,
         run: RunContext,
         watcher: CommitWatcher,
-        attachments: Attachments,
         *,
         identity: str,
         rank: int,
@@ -56,11 +53,12 @@ class SaveSubmitter:
         self._spool = spool
         self._run = run
         self._watcher = watcher
-        self._attachments = attachments
         self._rank = rank
         self._world_size = world_size
         self._roles = tuple(roles)
         self._places = tuple(places)
+        self._is_first = any(place.ranks[0] == rank for place in places)
+        """Whether this is the first rank of its node."""
         self._write_concurrency = write_concurrency
         self._placed: set[str] = set()
         """Roles whose placement this run has written."""
@@ -89,10 +87,14 @@ class SaveSubmitter:
         Raises:
             ConfigError: the role cannot be part of a file name.
         """
-        save = self._last_attempt(step, role, kind)
+        if role not in self._roles:
+            check_name("role", role)
+        save = self._save_id(step, kind, self._roles if kind == "checkpoint" else (role,))
+        if again or (step, kind) in self._monitored:
+            save = self._watcher.find_attempt(save)
         return Origin(
-            **vars(self._next_attempt(save) if again or (step, kind) in self._monitored else save),
-            role=check_name("role", role),
+            **vars(save),
+            role=role,
             rank=self._rank,
             world_size=self._world_size,
             keep=keep,
@@ -112,7 +114,7 @@ class SaveSubmitter:
             run = self._run.get()
             write_placement(self._root, run.number, run.key, role, self._places)
             self._placed.add(role)
-        if any(place.ranks[0] == self._rank for place in self._places):
+        if self._is_first:
             self._watcher.begin()
             self._spool.mark_run(self._run.get().key)  # a program may have removed the folder
 
@@ -123,11 +125,12 @@ class SaveSubmitter:
 
         Raises:
             ConfigError: there is no component or an unknown one, one is a module, or the role is
-                not the job's.
+                not the job's; or `submit_callables` has submitted the save, which may be committed.
         """
-        laid_out = {name for name, state in components.items() if isinstance(state, LaidOut)}
-        unknown = set(components) - (set(COMPONENTS) - {*FOLDERS, "dcp"} | laid_out)
-        if unknown or not components:
+        are_known = bool(components)
+        for name, state in components.items():
+            are_known &= isinstance(state, LaidOut) or name in {*COMPONENTS} - {*FOLDERS, "dcp"}
+        if not are_known:
             raise ConfigError(
                 f"step {step}: got the components {sorted(map(str, components))}; pass model, "
                 "optim or extra_state, such as {'model': model.state_dict()}, and put everything "
@@ -142,12 +145,6 @@ class SaveSubmitter:
                 f"that make one checkpoint, e.g. TRINITY_SYNC_ROLES=actor,{role}"
             )
 
-    def require_not_monitored(self, step: int, kind: Kind) -> None:
-        """Require that `submit_callables` has not submitted a save, or that it has failed.
-
-        Raises:
-            ConfigError: it has, and the save may be committed already.
-        """
         key = self._monitored.get((step, kind))
         if key is not None and not self._watcher.has_failed(key):
             raise ConfigError(
@@ -157,27 +154,19 @@ class SaveSubmitter:
 
     def submit_states(self, origin: Origin, staged: Staged) -> None:
         """Submit a save whose images are sealed."""
-        components: Sequence[str] = (*staged.components, *origin.replicas)
-        if origin.kind == "checkpoint":
-            self._attachments.discard_before(origin.step)
+        components: Collection[str] = (*staged.components, *origin.replicas)
         if len(origin.roles) > 1:  # the first role's request counts; other roles may have more
-            components = [name for name in COMPONENTS if name != "dcp" or name in components]
-        self._note_attempt(origin.save)
-        request = _request(origin.save, components, keep=origin.keep)
+            components = {*COMPONENTS} - {"dcp"} | {*components}
+        save = origin.save
+        if save.attempt > 1:
+            self._attempts[replace(save, attempt=1)] = save.attempt
+        request = _request(save, components, keep=origin.keep)
         self._watcher.follow(
             request,
             images=staged.images,
             exports=origin.role if origin.export else "",
             submit=self._rank == 0,
         )
-
-    def get_key(self, origin: Origin) -> str:
-        """Return the request key of the save of some images."""
-        return _key(origin.save)
-
-    def has_failed(self, origin: Origin) -> bool:
-        """Return whether this process knows that the save of submitted images has failed."""
-        return self._watcher.has_failed(_key(origin.save))
 
     def submit_callables(self, step: int, kind: Kind, expected: int) -> None:
         """Submit a step of save functions, with the states that are staged for it.
@@ -198,14 +187,15 @@ class SaveSubmitter:
         save = self._save_id(step, kind, roles)
         if mine:
             save = replace(save, attempt=max(ticket.attempt for ticket in mine))
-            if self._watcher.has_failed(_key(save)):
+            if self._watcher.has_failed(save.key):
                 raise ConfigError(
                     f"step {step}: its {kind} has failed; call save again before "
                     "register_and_monitor, so that its states are saved with its functions"
                 )
         else:
-            save = self._next_attempt(replace(save, attempt=self._attempts.get(save, 1)))
-        self._note_attempt(save)
+            save = self._watcher.find_attempt(save)
+        if save.attempt > 1:
+            self._attempts[replace(save, attempt=1)] = save.attempt
         request = _request(save, list_components(mine), keep=keep, expected=expected)
         write_request(self._spool, run.number, step, kind, request.model_dump_json())
         self._monitored = {k: v for k, v in self._monitored.items() if k[0] == step}
@@ -214,22 +204,12 @@ class SaveSubmitter:
         self._watcher.follow(request, submit=True)
 
     def _save_id(self, step: int, kind: Kind, roles: tuple[str, ...]) -> SaveId:
+        """Return the last attempt of a save."""
         run = self._run.get()
         root, identity = str(self._root), self._identity
-        return SaveId(root, run.number, run.key, step, kind, roles, identity=identity)
-
-    def _note_attempt(self, save: SaveId) -> None:
-        if save.attempt > 1:
-            self._attempts[replace(save, attempt=1)] = save.attempt
-
-    def _next_attempt(self, save: SaveId) -> SaveId:
-        """Return the attempt that is submitted now, after the last one."""
-        request = _request(save, (), keep=0)
-        return replace(save, attempt=self._watcher.find_attempt(request))
-
-    def _last_attempt(self, step: int, role: str, kind: Kind) -> SaveId:
-        save = self._save_id(step, kind, self._roles if kind == "checkpoint" else (role,))
-        return replace(save, attempt=self._attempts.get(save, 1))
+        save = SaveId(root, run.number, run.key, step, kind, roles, identity=identity)
+        attempt = self._attempts.get(save)
+        return replace(save, attempt=attempt) if attempt else save
 
 
 def select_own(
@@ -256,12 +236,13 @@ def select_own(
     return (saved, (), dict.fromkeys(replicated, ranks)) if ranks else (saved, replicated, {})
 
 
-def _key(save: SaveId) -> str:
-    return _request(save, (), keep=0).key
-
-
 def _request(
-    save: SaveId, components: Sequence[str], *, keep: int, expected: int = 0
+    save: SaveId, components: Collection[str], *, keep: int, expected: int = 0
 ) -> SaveRequest:
-    known: list[Component] = [name for name in COMPONENTS if name in components]
-    return SaveRequest(**vars(save), components=tuple(known), expected=expected, keep=keep)
+    # without its checks, which take longer than all else here: the values are this process's own
+    return SaveRequest.model_construct(
+        **vars(save),
+        components=tuple(filter(components.__contains__, COMPONENTS)),
+        expected=expected,
+        keep=keep,
+    )

@@ -130,16 +130,21 @@ class SaveTrigger:
         else:
             self._after_s = 0.0 if self._settings.saver == "built-in" else None
 
-    def begin(self, job: str) -> None:
+    def begin(self, job: str, *, again: bool = False) -> None:
         """Start the saver, if it is needed: a save of a job that follows outlives this process.
+
+        If an earlier call has found all else, it is called ``again``, and a saver that lives is not
+        woken.
 
         Raises:
             SaveError: no stack is known, and the saver cannot be started.
         """
+        self._hurry_s = 0.0 if self._hurry_s == 0 else math.inf
         if not self._has_begun:  # later, `send` reads the stack's file
             self._find_stack()
             self._has_begun = True
-        self._hurry_s = 0.0 if self._hurry_s == 0 else math.inf
+        elif again and (self._after_s is None or self._saver.is_reached):
+            return
         self._prepare(job)
 
     def hurry(self, job: str, after_s: float) -> bool:

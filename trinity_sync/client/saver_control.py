@@ -14,6 +14,7 @@ saves has ended, however it ended.
 import errno
 import logging
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -80,6 +81,15 @@ class SaverControl:
                 self._started = None  # why it has ended may have been repaired since
         self.wake()
 
+    @property
+    def is_reached(self) -> bool:
+        """Whether the saver that this process has woken last lives; it is not woken."""
+        poll = select.poll()
+        with self._lock:
+            if self._pipe >= 0:
+                poll.register(self._pipe, 0)
+            return self._pipe >= 0 and not poll.poll(0)  # an error tells that nobody reads
+
     def wake(self) -> None:
         """Have the saver look for images now.
 
@@ -91,7 +101,14 @@ class SaverControl:
                 if self._pipe < 0:
                     flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
                     self._pipe = os.open(self._spool / WAKE, flags)
-                _write(self._pipe)
+                before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
+                try:
+                    os.write(self._pipe, b"\n")
+                except BrokenPipeError:  # without SIGPIPE, which would end some programs
+                    signal.sigtimedwait({signal.SIGPIPE}, 0)
+                    raise
+                finally:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, before)
                 self._starts = 0
             except BlockingIOError:
                 return  # it has been told often enough
@@ -202,15 +219,3 @@ def read_served(folder: Path) -> float | None:
         return float((folder / SERVED).read_text())
     except FileNotFoundError:
         return None
-
-
-def _write(pipe: int) -> None:
-    """Wake the reader of a pipe; without one, raise also in a program that SIGPIPE would end."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
-    try:
-        os.write(pipe, b"\n")
-    except BrokenPipeError:
-        signal.sigtimedwait({signal.SIGPIPE}, 0)
-        raise
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

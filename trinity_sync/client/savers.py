@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from trinity_sync.errors import ConfigError, ImageError, SaveTimeoutError, TrinitySyncError
 from trinity_sync.fs.process import call_held_handlers, hold_handlers
-from trinity_sync.layout import FOLDERS, KINDS, SERVES_AS, Component, Kind, step_folder
+from trinity_sync.layout import FOLDERS, SERVES_AS, Component, Kind, step_folder
 from trinity_sync.snapshot.image import LaidOut
 from trinity_sync.snapshot.packed import Packed, pack, read_folder
 from trinity_sync.snapshot.save_id import Origin, SaveId
@@ -42,13 +42,22 @@ HELD_S = 0.1
 """Seconds for which a wait for an overlapped copy holds back handlers of signals."""
 
 
+@dataclass
+class _NewestStep:
+    """The last step of a role that was staged to be saved."""
+
+    step: int
+    components: tuple[str, ...] = ()
+    submitted: dict[Kind, Origin] = field(default_factory=dict)
+
+
 class StateSaver:
     """Stages and submits the states of one process.
 
     Args:
         stager: copies the states into slots.
         submit: called with the origin of the images and what was staged, once they are sealed.
-        has_failed: returns whether the save that images were submitted with has failed since.
+        has_failed: returns whether a save that was submitted has failed since, by request key.
         check_overlap: compare overlapped images with a digest taken at the call.
     """
 
@@ -56,7 +65,7 @@ class StateSaver:
         self,
         stager: Stager,
         submit: Callable[[Origin, Staged], None],
-        has_failed: Callable[[Origin], bool] = lambda _: False,
+        has_failed: Callable[[str], bool] = lambda _: False,
         *,
         check_overlap: bool = False,
     ) -> None:
@@ -64,8 +73,8 @@ class StateSaver:
         self._submit = submit
         self._has_failed = has_failed
         self._check_overlap = check_overlap
-        self._staged: dict[tuple[str, int], list[str]] = {}
-        self._submitted: dict[tuple[str, int, Kind], Origin] = {}
+        self._newest: dict[str, _NewestStep] = {}
+        """By role, the last step that was staged to be saved."""
         self._uploaded: dict[str, int] = {}
         """Newest step that was published, by role."""
         self._packed: tuple[Path | Mapping[str, bytes | Path] | None, Packed | None] = None, None
@@ -104,44 +113,46 @@ class StateSaver:
         # comparing earlier images stalls the caller as well
         began = time.perf_counter() if began is None else began
         role, step, kind = origin.role, origin.step, origin.kind
-        last = {each: self._submitted.get((role, step, each)) for each in KINDS}
-        again = (of_kind := last[kind]) is not None and of_kind.attempt < origin.attempt
-        pending = {
-            each
-            for each, submitted in last.items()
-            if submitted and not (again if each == kind else self._has_failed(submitted))
-        }
-        known = self._staged.get((role, step), [])
-        # another rank has saved these for this one
-        covered = {
-            name
-            for each in pending
-            if kind in SERVES_AS[each] and (of := last[each])
-            for name in {*of.replicated, *of.replicas}.difference(known)
-        }
-        components = {name: each for name, each in components.items() if name not in covered}
-        # a sync has no components of the checkpoint, and what failed is staged again
-        others = (name for name in known if name not in components and kind == "checkpoint")
-        earlier = [name for name in others if not (again and name in FOLDERS)]
-        if not again:
-            earlier += [
+        states, again, earlier = components, False, list[str]()
+        newest = self._newest.get(role)
+        if newest is not None and newest.step == step:
+            known, last = newest.components, newest.submitted.get(kind)
+            again = last is not None and last.attempt < origin.attempt
+            pending = {
+                each
+                for each, submitted in newest.submitted.items()
+                if not (again if each == kind else self._has_failed(submitted.key))
+            }
+            # another rank has saved these for this one
+            covered = {
                 name
-                for name, state in components.items()
-                if name in known and self._is_staged(origin, name, state, overlap)
-            ]
-        states = {name: state for name, state in components.items() if name not in earlier}
-        if kind in pending:
-            attachments = None
-        if not states and attachments is None:
-            if any(kind in SERVES_AS[each] for each in pending):
-                return NOTHING_STAGED
-            states = dict(components)  # all went with another save; this one needs its own images
-        late = [name for name in states if name not in known]
-        if kind in pending and late:
-            raise ConfigError(
-                f"step {step}, role {role}: {', '.join(late)} comes after the {kind} was "
-                "submitted; submit all components of a step in one call"
-            )
+                for each in pending
+                if kind in SERVES_AS[each] and (of := newest.submitted[each])
+                for name in {*of.replicated, *of.replicas}.difference(known)
+            }
+            components = {name: each for name, each in components.items() if name not in covered}
+            # a sync has no components of the checkpoint, and what failed is staged again
+            others = (name for name in known if name not in components and kind == "checkpoint")
+            earlier = [name for name in others if not (again and name in FOLDERS)]
+            if not again:
+                earlier += [
+                    name
+                    for name, state in components.items()
+                    if name in known and self._is_staged(origin, name, state, overlap)
+                ]
+            states = {name: state for name, state in components.items() if name not in earlier}
+            if kind in pending:
+                attachments = None
+            if not states and attachments is None:
+                if any(kind in SERVES_AS[each] for each in pending):
+                    return NOTHING_STAGED
+                states = components  # all went with another save; this one needs its own images
+            late = [name for name in states if name not in known]
+            if kind in pending and late:
+                raise ConfigError(
+                    f"step {step}, role {role}: {', '.join(late)} comes after the {kind} was "
+                    "submitted; submit all components of a step in one call"
+                )
         packed = None
         try:
             if metadata is not None and origin.rank == 0 and METADATA not in earlier:
@@ -254,7 +265,7 @@ class StateSaver:
                 f"submitted, because staging failed with {type(cause).__name__}: {cause}"
             )
             error.__cause__ = cause
-        if not (self._staged or self._uploaded):
+        if not (self._newest or self._uploaded):
             raise error
         self._failures.append(str(error))
         logger.error("Step %d is not saved, training continues: %s", origin.step, error)
@@ -297,10 +308,11 @@ class StateSaver:
             staged = self._stager.copy(plan)
         except Exception as error:
             return self.fail(origin, error)
-        kept = {key: value for key, value in self._staged.items() if key[0] != origin.role}
-        self._staged = {**kept, (origin.role, origin.step): list(staged.components)}
-        self._submitted = {k: v for k, v in self._submitted.items() if k[:2] in self._staged}
-        self._submitted[origin.role, origin.step, origin.kind] = origin
+        newest = self._newest.get(origin.role)
+        if newest is None or newest.step != origin.step:
+            newest = self._newest[origin.role] = _NewestStep(origin.step)
+        newest.components = staged.components
+        newest.submitted[origin.kind] = origin
         self._submit(origin, staged)
         return staged
 

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -162,7 +163,7 @@ def write_in_place(
 
     ``mode`` holds before the umask. ``sync`` makes the content durable, but not the name.
     """
-    with open(path, flag, opener=lambda name, flags: os.open(name, flags, mode)) as file:
+    with open(path, flag, opener=partial(os.open, mode=mode)) as file:
         file.write(content.encode() if isinstance(content, str) else content)
         if sync:
             file.flush()

@@ -189,7 +189,8 @@ def hold_handlers() -> Iterator[None]:
             try:
                 hold.restore_handlers()
             finally:
-                hold.call_handlers()
+                if hold.came:
+                    hold.call_handlers()
 
 
 def call_held_handlers() -> None:
@@ -221,7 +222,7 @@ class _Hold:
         self._process = os.getpid()
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
         self._replaced: list[int] = []
-        self._came: list[int] = []
+        self.came: list[int] = []
 
     @property
     def is_own(self) -> bool:
@@ -230,7 +231,7 @@ class _Hold:
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         if self.is_own:
-            self._came.append(signum)
+            self.came.append(signum)
         else:
             self._handlers[signum](signum, frame)
 
@@ -261,8 +262,8 @@ class _Hold:
     def call_handlers(self) -> None:
         """Call the handlers of all signals that came; the last error of them is raised."""
         with ExitStack() as calls:
-            while self._came:
-                signum = self._came.pop()
+            while self.came:
+                signum = self.came.pop()
                 calls.callback(self._handlers[signum], signum, None)
 
 

@@ -4,7 +4,7 @@ Tickets, requests of flow runs and commits all name a save by the same `SaveId`.
 """
 
 import hashlib
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -49,6 +49,13 @@ class SaveId:
         """Number of the run and digest of its key, which no other start of the job has."""
         return f"run{self.run}-{hashlib.sha256(self.run_key.encode()).hexdigest()[:8]}"
 
+    @property
+    def key(self) -> str:
+        """Idempotency key: an attempt has one flow run, however often it is requested."""
+        roles = "" if self.kind == "checkpoint" else f"/{'+'.join(sorted(self.roles))}"
+        attempt = "" if self.attempt == 1 else f"/attempt{self.attempt}"
+        return f"{self.job}/{self.run_label}/step{self.step}/{self.kind}{roles}{attempt}"
+
     def is_of_step(self, origin: "Origin") -> bool:
         """Return whether an image is of the same step of the same run of the same job."""
         mine = (self.root, self.identity, self.run, self.run_key, self.step)
@@ -88,4 +95,6 @@ class Origin(SaveId):
     @property
     def save(self) -> SaveId:
         """The save that the images belong to."""
-        return SaveId(**{each.name: getattr(self, each.name) for each in fields(SaveId)})
+        of_run = self.root, self.run, self.run_key
+        of_step = self.step, self.kind, self.roles
+        return SaveId(*of_run, *of_step, identity=self.identity, attempt=self.attempt)

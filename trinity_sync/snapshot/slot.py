@@ -53,6 +53,7 @@ class Slot:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._ticket, self._tag = ticket_path(path), version_tag_path(path)
         self.laid_out: Layout | None = None
         """Layout whose headers the slot holds; valid under the lock."""
         self.holds: Ticket | None = None
@@ -62,27 +63,18 @@ class Slot:
         self._image = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._pinned = self._cannot_pin = False
         self._ours = threading.Lock()
-        self._file = _kept(path)
+        self.file = _kept(path)
+        """The slot's file and its lock."""
 
     @property
     def free(self) -> bool:
         """Whether the slot holds no sealed image."""
-        return not ticket_path(self.path).exists()
-
-    @property
-    def has_file(self) -> bool:
-        """Whether the locked file still has the slot's name."""
-        return is_named(self._file, self.path)
-
-    @property
-    def fd(self) -> int:
-        """Descriptor of the locked file."""
-        return self._file.fd
+        return not self._ticket.exists()
 
     @property
     def published(self) -> bool:
         """Whether the slot holds a published version of the weights."""
-        return version_tag_path(self.path).exists()
+        return self._tag.exists()
 
     @property
     def failed(self) -> bool:
@@ -100,30 +92,26 @@ class Slot:
             return False
         locked = False
         try:
-            locked = self._lock_file(shared)
+            while not locked and (self.file.fd >= 0 or not shared):
+                if self.file.fd < 0:
+                    self._pinned = False  # a forked child inherits no pinned memory
+                    self._unmap()
+                    self.file = _kept(self.path)
+                if not self.file.try_acquire(shared=shared):
+                    break
+                if is_named(self.file, self.path):
+                    self._recall()
+                    locked = True
+                else:
+                    self._lose_file()
         finally:
             if not locked:
                 self._ours.release()
         return locked
 
-    def _lock_file(self, shared: bool) -> bool:
-        while True:
-            if self._file.fd < 0:
-                if shared:
-                    return False
-                self._pinned = False  # a forked child inherits no pinned memory
-                self._unmap()
-                self._file = _kept(self.path)
-            if not self._file.try_acquire(shared=shared):
-                return False
-            if self.has_file:
-                self._recall()
-                return True
-            self._lose_file()
-
     def _recall(self) -> None:
         """Forget the slot's content if another process has filled or resized it."""
-        fd, count = self._file.fd, len(self._filled)
+        fd, count = self.file.fd, len(self._filled)
         size = os.fstat(fd).st_size
         if len(self._image) != size:
             self._unmap()
@@ -133,12 +121,12 @@ class Slot:
     def _lose_file(self) -> None:
         """Close and unmap the file; the next `try_lock` opens the one with the slot's name."""
         self._unmap()
-        self._file.close()
+        self.file.close()
         self.holds = None
 
     def unlock(self) -> None:
         """Release the lock."""
-        self._file.release()
+        self.file.release()
         self._ours.release()
 
     def begin(self, name: str, nbytes: int) -> torch.Tensor:
@@ -151,7 +139,7 @@ class Slot:
         self.holds = None
         memory = self.image(nbytes)
         self._filled = name.encode()
-        os.pwrite(self._file.fd, self._filled, len(memory) - len(self._filled))
+        os.pwrite(self.file.fd, self._filled, len(memory) - len(self._filled))
         return memory
 
     def image(self, nbytes: int) -> torch.Tensor:
@@ -160,13 +148,13 @@ class Slot:
         Raises:
             SpoolFullError: the spool has no room for it; nothing was changed.
         """
-        fd = self._file.fd
+        fd = self.file.fd
         size = max(-(-(nbytes + _NAME) // _ROUND_TO) * _ROUND_TO, os.fstat(fd).st_size)
         if len(self._image) != size:
             allocate_slot(fd, self.path, size)
             self._unmap()
             # a mapping lives as long as its last view
-            memory = self._file.map(size, writable=True, populate=True)
+            memory = self.file.map(size, writable=True, populate=True)
             self._image = torch.frombuffer(memory, dtype=torch.uint8)
         return self._image
 
@@ -200,12 +188,12 @@ class Slot:
 
         In a forked child it does nothing: the slot is the parent's.
         """
-        if self._file.fd < 0:
+        if self.file.fd < 0:
             return
         self._unmap()
         if remove:
-            try_remove_slot(self._file, self.path)
-        self._file.close()
+            try_remove_slot(self.file, self.path)
+        self.file.close()
 
 
 def _kept(path: Path) -> LockFile:

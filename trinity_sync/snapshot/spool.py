@@ -34,7 +34,7 @@ from pathlib import Path
 from uuid import UUID
 
 from trinity_sync.errors import FormatError, SpoolError, SpoolFullError, TicketError
-from trinity_sync.fs.atomic import replace_file
+from trinity_sync.fs.atomic import FileSignature, read_signature, replace_file
 from trinity_sync.fs.locks import LockFile, has_no_other_users, open_lock_file
 from trinity_sync.fs.memory import find_room
 from trinity_sync.fs.records import Record, encode_record, read_record
@@ -88,9 +88,11 @@ class JobSpool:
     folder: Path
     of: Path | None = field(default=None, compare=False)
     """The job's root; set where `make` may create the folder."""
+    _made: list[FileSignature] = field(default_factory=list, compare=False, repr=False)
+    """The job's file that `make` has found last."""
 
-    def make(self) -> None:
-        """Create the folder if it is missing.
+    def make(self) -> bool:
+        """Create the folder if it is missing; return False if it is the one of the last call.
 
         A process that ended may have removed it, or a program that does not know it: systemd's
         RemoveIPC, a cleaner of temporary files.
@@ -99,11 +101,17 @@ class JobSpool:
             SpoolError: as `make_own_folder`.
             FormatError: as `read_root`.
         """
+        path = self.folder / JOB_FILE
+        if self._made and read_signature(path) in self._made:
+            return False
         make_own_folder(self.folder.parent)
         make_own_folder(self.folder)
         if self.read_root() is None and self.of:
             owner = encode_record(_Owner(str(self.of)))
-            replace_file(self.folder / JOB_FILE, owner, sync=False)
+            replace_file(path, owner, sync=False)
+        found = read_signature(path)
+        self._made[:] = [found] if found else []
+        return True
 
     def mark_run(self, run_key: str) -> None:
         """Leave a mark of a run that saves here, by which the stack sees that it sees this folder.

@@ -28,6 +28,7 @@ from trinity_sync.snapshot.ticket import (
     Ticket,
     VersionTag,
     failure_path,
+    is_named,
     seal,
     ticket_path,
     write_version_tag,
@@ -74,30 +75,27 @@ class _Part:
     """Slot that already holds the image, unsealed; locked until the save is sealed."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class StagePlan:
     """A save whose files are laid out but not copied yet: until then tensors must not change."""
 
     origin: Origin
-    components: tuple[str, ...]
-    shared: Mapping[str, str]
-    """Images of components that were submitted earlier, by component."""
     began: float
     overlap: bool
     seals: bool
     again: bool
-    locks: ExitStack
+    components: tuple[str, ...] = ()
+    shared: dict[str, str] = field(default_factory=dict)
+    """Images of components that were submitted earlier, by component."""
+    parts: list[_Part] = field(default_factory=list)
+    nbytes: int = 0
+    """Bytes of all files that are copied, together."""
+    locks: ExitStack = field(default_factory=ExitStack)
     """Releases the slots that already hold an image."""
-    parts: Sequence[_Part] = ()
     computed: ComputedEvents = field(default_factory=dict)
     laid_out_s: float = 0.0
     """Seconds from the beginning until the plan was complete, which is all that an overlapped save
     stalls the call for."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all files that are copied, together."""
-        return sum(part.layout.nbytes for part in self.parts if not part.staged_in)
 
 
 class Stager:
@@ -120,7 +118,8 @@ class Stager:
     ) -> None:
         self._clock = clock
         self._slots = SlotPool(spool, slots, slot_wait_s, clock, on_long_wait)
-        self._layouts: dict[tuple[str, str, int], Layout] = {}
+        self._layouts: dict[tuple[str, str, int], tuple[int, Layout | None]] = {}
+        """Step and layout of the last image, by role, component and rank."""
         self.waiting_since: float | None = None
         """When the trainer began to wait for an overlapped copy (`time.perf_counter`), which the
         tickets count as a stall; None if it does not wait."""
@@ -159,50 +158,53 @@ class Stager:
             ImageError: a state cannot be pickled; the message names the key.
         """
         began = time.perf_counter() if began is None else began
-        own = f"{ATTACHMENTS}/rank_{origin.rank}" if origin.rank else ATTACHMENTS
-        folders = ((METADATA, origin.role, metadata), (ATTACHMENTS, own, attachments))
-        small = [(name, path, packed) for name, path, packed in folders if packed is not None]
-        images = {name: self._slots.find_image(origin, name) for name in also}
+        plan = StagePlan(origin, began, overlap, seals, again)
         self.waiting_since = None
-        with ExitStack() as locks:  # released here if a state cannot be laid out
-            plan = StagePlan(
-                origin,
-                components=(*dict.fromkeys((*states, *also, *(name for name, *_ in small))),),
-                shared={name: image for name, image in images.items() if image},
-                began=began,
-                overlap=overlap,
-                seals=seals,
-                again=again,
-                locks=locks,
-            )
-            parts = [self._lay_out(plan, name, state, check) for name, state in states.items()]
-            for name, path, packed in small:
+        for name in also:
+            if image := self._slots.find_image(origin, name):
+                plan.shared[name] = image
+        names, storages = [*states, *also], list[torch.UntypedStorage]()
+        own = f"{ATTACHMENTS}/rank_{origin.rank}" if origin.rank else ATTACHMENTS
+        with plan.locks:  # released here if a state cannot be laid out
+            for name, state in states.items():
+                part = self._lay_out(plan, name, state, check)
+                storages += part.storages
+                plan.parts.append(part)
+            for name, path, packed in (
+                (METADATA, origin.role, metadata),
+                (ATTACHMENTS, own, attachments),
+            ):
+                if packed is None:
+                    continue
+                names.append(name)
                 layout = Layout(packed.nbytes, packed.extents, [])
                 comparable = again and not packed.files
                 staged = self._hold_equal(plan, name, layout, []) if comparable else None
-                parts.append(_Part(name, path, "folder", layout, [], None, packed, staged))
-            return replace(
-                plan,
-                parts=parts,
-                computed=record_computed(storage for part in parts for storage in part.storages),
-                laid_out_s=time.perf_counter() - began,
-                locks=locks.pop_all(),
-            )
+                plan.parts.append(_Part(name, path, "folder", layout, [], None, packed, staged))
+            plan.components = tuple(dict.fromkeys(names))
+            for part in plan.parts:
+                plan.nbytes += 0 if part.staged_in else part.layout.nbytes
+            plan.computed = record_computed(storages)
+            plan.locks = plan.locks.pop_all()
+        plan.laid_out_s = time.perf_counter() - began
+        return plan
 
     def _lay_out(self, plan: StagePlan, component: str, state: Any, check: bool) -> _Part:
         origin = plan.origin
         key = (origin.role, component, origin.rank)
+        last, known = self._layouts.get(key, (-1, None))
         with _name_in_errors(origin, component):
-            layout, storages = lay_out(state, self._layouts.get(key))
-        self._layouts[key] = layout
+            layout, storages = lay_out(state, known)
+        self._layouts[key] = origin.step, layout
         shard = shard_file(component, origin.count_ranks(component), origin.rank)
         path = f"{origin.role}/{state.name if isinstance(state, LaidOut) else shard}"
-        if staged := self._hold_equal(plan, component, layout, storages):
+        if last == origin.step and (staged := self._hold_equal(plan, component, layout, storages)):
             return _Part(component, path, "file", layout, [], None, staged_in=staged)
+        if not plan.overlap:
+            return _Part(component, path, "file", layout, storages, None)
         with _name_in_errors(origin, component):
-            watch = MutationGuard(state, storages, layout, check=check) if plan.overlap else None
-        storages = watch.storages if watch else storages
-        return _Part(component, path, "file", layout, storages, watch)
+            watch = MutationGuard(state, storages, layout, check=check)
+        return _Part(component, path, "file", layout, watch.storages, watch)
 
     def _hold_equal(
         self, plan: StagePlan, component: str, layout: Layout, storages: Storages
@@ -244,17 +246,19 @@ class Stager:
                 plan.locks.callback(slot.unlock)
                 waited += seconds
                 filled.append((slot, self._fill(slot, plan, part)))
-            if all(not slot.free and slot.holds == ticket for slot, ticket in filled):
+            if plan.again and all(not s.free and s.holds == ticket for s, ticket in filled):
                 for slot, _ in filled:  # the same submission: a retry may be writing it
                     failure_path(slot.path).unlink(missing_ok=True)
             elif plan.seals:
                 self._seal(filled, self._measure_stall(plan))
                 if plan.again:
                     self._slots.free_others(plan.origin, {ticket.image for _, ticket in filled})
+            images = []
             for slot, ticket in filled:
                 slot.holds = ticket
-        images = tuple(ticket.image for _, ticket in filled)
-        return Staged(plan.components, plan.nbytes, self._measure_stall(plan), waited, images)
+                images.append(ticket.image)
+        stall_s = self._measure_stall(plan)
+        return Staged(plan.components, plan.nbytes, stall_s, waited, tuple(images))
 
     def _measure_stall(self, plan: StagePlan) -> float:
         """Return the seconds for which a save has stalled its caller until now."""
@@ -270,7 +274,7 @@ class Stager:
         sealed_at, monotonic_s = time.time(), self._clock()  # one value identifies a submission
         try:
             for slot, ticket in filled:
-                if not slot.has_file:
+                if not is_named(slot.file, slot.path):
                     raise SpoolError(
                         f"step {ticket.step}, role {ticket.role}, rank {ticket.rank}: nothing was "
                         f"submitted, because {slot.path} was removed while it was filled. Look "
@@ -311,7 +315,7 @@ class Stager:
             return False
         try:
             key = (origin.role, component, origin.rank)
-            layout, storages = lay_out(state, self._layouts.get(key))
+            layout, storages = lay_out(state, self._layouts.get(key, (-1, None))[1])
             if on_device:
                 storages = [storage.cpu() for storage in storages]
             return _has(slot, layout, storages, overlap)
@@ -374,13 +378,13 @@ class Stager:
     def _fill(self, slot: Slot, plan: StagePlan, part: _Part) -> Ticket:
         ticket = self._ticket(plan, part)
         image = slot.begin(ticket.image, part.layout.nbytes)
-        if plan.computed and any(storage.device.type == "cuda" for storage in part.storages):
+        if plan.computed and any(storage.is_cuda for storage in part.storages):
             slot.pin()
         there, slot.laid_out = slot.laid_out, None  # until the image is complete
         threads = 1 if plan.overlap else 0  # training has the other cores
         how: dict[str, Any] = {"there": there, "computed": plan.computed, "threads": threads}
         if part.watch:
-            part.watch.fill(image, slot.fd, ticket.what, **how)
+            part.watch.fill(image, slot.file.fd, ticket.what, **how)
         else:
             fill(image, part.layout, part.storages, **how)
         if part.packed:

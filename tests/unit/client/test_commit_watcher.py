@@ -445,7 +445,7 @@ def test_a_save_that_was_refused_has_not_failed_once_it_is_submitted_again(
         (failure,) = watcher.wait(time.monotonic() + 30)
         assert "refuses the request" in failure
         answers["/deployments"] = 201, json.dumps({"id": str(uuid4())})
-        assert watcher.find_attempt(request) == 2
+        assert watcher.find_attempt(request.save).attempt == 2
         watcher.follow(request.model_copy(update={"attempt": 2}), submit=True)
         with pytest.raises(SaveTimeoutError):  # nothing commits it here
             watcher.wait(time.monotonic() + 2 * CARE_S)

@@ -10,16 +10,19 @@ import sys
 import threading
 from contextlib import nullcontext
 from pathlib import Path
+from types import CodeType, FrameType
 
 import pytest
 import torch
 
+from benchmarks.path_calls import watch_path_calls
 from tests.support.answers import server
 from tests.support.job import Job
 from tests.support.savers import await_that, is_announced, is_locked, savers_of, train
 from tests.unit.saver.conftest import Make
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync import saver as saver_module
+from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.client.saver_control import LOCK, LOG, SERVED, WAKE, SaverControl
 from trinity_sync.errors import SaveError, SaveFailedError
 from trinity_sync.fs.locks import acquire_commit_lock
@@ -30,6 +33,9 @@ from trinity_sync.storage.job_settings import write_job_settings
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.placement import NodeRanks
 from trinity_sync.storage.restore import load_states
+
+MOST_CALLED = 88
+"""Functions of trinity_sync that a save of an unchanged structure calls on the training thread."""
 
 
 def test_what_a_trainer_has_saved_before_it_was_killed_is_committed(
@@ -103,6 +109,35 @@ def test_a_trainer_that_saves_again_later_finds_the_same_saver(
     libraries = {Path(each.path).name for each in saver.memory_maps()}
     assert not any(name.startswith("libtorch") for name in libraries)
     assert saver.memory_info().rss < 100e6
+
+
+def test_a_save_of_an_unchanged_structure_calls_little_and_asks_nothing_of_the_root(
+    coordinator: Make, job: Job
+) -> None:
+    saves, states = coordinator(), {"model": {"w": torch.ones(3)}}
+    for step in (1, 2):
+        saves.save(step, states)
+        saves.wait_all(60)
+    package, this = str(Path(saver_module.__file__).parent), threading.get_ident()
+    called, asked = set[CodeType](), list[str]()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            called.add(frame.f_code)
+
+    def tell(_: str, path: str) -> None:
+        if threading.get_ident() == this:
+            asked.append(path)
+
+    with watch_path_calls(tell, job.root):
+        sys.setprofile(note)
+        try:
+            saves.save(3, states)
+        finally:
+            sys.setprofile(None)
+    assert asked == []
+    assert len(called) <= MOST_CALLED, sorted(each.co_qualname for each in called)
+    saves.wait_all(60)
 
 
 def test_a_save_that_fails_is_told_and_can_be_submitted_again(coordinator: Make, job: Job) -> None:
@@ -462,6 +497,23 @@ def test_the_end_of_a_saver_does_not_end_a_trainer_without_a_handler_of_sigpipe(
     settings: Settings,
 ) -> None:
     subprocess.run([sys.executable, "-c", SIGPIPE_ENDS, settings.spool], check=True)
+
+
+def test_a_saver_that_lives_is_woken_by_a_save_and_not_by_its_call(
+    job: Job, settings: Settings
+) -> None:
+    os.mkfifo(settings.spool / WAKE)
+    pipe = os.open(settings.spool / WAKE, os.O_RDONLY | os.O_NONBLOCK)  # as a saver does
+    trigger = SaveTrigger(settings)
+    trigger.begin(job.spool.folder.name)
+    assert os.read(pipe, 9) == b"\n"
+    trigger.begin(job.spool.folder.name, again=True)
+    with pytest.raises(BlockingIOError):
+        os.read(pipe, 9)
+    os.close(pipe)
+    assert not savers_of(settings.spool)
+    trigger.begin(job.spool.folder.name, again=True)
+    assert savers_of(settings.spool)
 
 
 def test_a_saver_without_a_home_logs_to_the_spool(
