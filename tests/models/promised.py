@@ -22,6 +22,7 @@ class Run:
     begins_at: int = 0
     loaded: bool = False
     back_to_run: int = 0
+    """The run whose step it has loaded; 0 if it has loaded none."""
 
 
 @dataclass
@@ -80,7 +81,7 @@ class Model:
 
     def newest_start(self) -> int:
         """Number of the newest run that is no rewind; 0 if there is none."""
-        numbers = [at for at, run in enumerate(self.runs, 1) if not run.back_to_run]
+        numbers = [at for at, run in enumerate(self.runs, 1) if not isinstance(run.who, tuple)]
         return max(numbers, default=0)
 
     # ------------------------------------------------------------ order
@@ -104,16 +105,26 @@ class Model:
         return max((age for age in ages if not self.superseded(*age)), default=(0, 0))
 
     def superseded(self, run: int, step: int) -> bool:
-        """Whether a later run began before this step, or a rewind went back behind this run.
+        """Whether a later run began before this step, or went back behind this run.
 
-        A run that a rewind went back behind no longer counts.
+        A run that a later one went back behind no longer counts.
         """
+        return self.superseded_by(len(self.runs), run, step)
+
+    def counts(self, step: int) -> bool:
+        """Whether no run that has committed such a step since has superseded a committed step."""
+        there = self.steps[step]
+        such = [each.run for each in self.steps.values() if there.kinds <= each.kinds]
+        return not self.superseded_by(max(such), there.run, step)
+
+    def superseded_by(self, newest: int, run: int, step: int) -> bool:
+        """Whether the runs up to the ``newest`` have superseded a step."""
         counting: list[Run] = []
-        for number in range(len(self.runs), run, -1):
+        for number in range(newest, run, -1):
             later = self.runs[number - 1]
             if any(0 < each.back_to_run < number for each in counting):
                 continue
-            if later.begins_at < step or 0 < later.back_to_run < run:
+            if not later.loaded or later.begins_at < step or 0 < later.back_to_run < run:
                 return True
             counting.append(later)
         return False
@@ -190,8 +201,9 @@ class Model:
 
     def kept(self, *, last: int, last_syncs: int) -> set[int]:
         """The steps that stay, whatever is removed: the newest steps, and those that are needed."""
-        checkpoints = [step for step in self.by_age() if "checkpoint" in self.steps[step].kinds]
-        syncs = [step for step in self.by_age() if "checkpoint" not in self.steps[step].kinds]
+        counting = [step for step in self.by_age() if self.counts(step)]
+        checkpoints = [step for step in counting if "checkpoint" in self.steps[step].kinds]
+        syncs = [step for step in counting if "checkpoint" not in self.steps[step].kinds]
         stay = {*checkpoints[-last:], *syncs[-last_syncs:], *self.claimed}
         stay |= {step for _, step in self.newest().values()}
         for each in self.saves:  # a save of it is in flight

@@ -6,6 +6,7 @@ policy keeps is there, the iteration files name steps that are whole, and nothin
 before a rewind. ``HISTORIES`` is how many histories are tried.
 """
 
+import math
 import os
 import shutil
 import tempfile
@@ -51,8 +52,8 @@ class Histories(RuleBasedStateMachine):
         root.mkdir()
         self.job = Job(root, open_job_spool(self.folder / "spool", root))
         self.run, self.step, self.value = 1, 0, 0.0
-        self.fresh = 1
-        """The newest run that began at step 0, which removes no step of earlier runs."""
+        self.lines: dict[int, dict[int, float]] = {1: {1: math.inf}}
+        """What each run continues: its last step of each earlier run, and all of its own."""
         self.steps: dict[int, tuple[int, Kind, float]] = {}
         self.crashed: set[int] = set()
         self.pinned: set[int] = set()
@@ -134,8 +135,11 @@ class Histories(RuleBasedStateMachine):
         rewind(self.job.root, step, force=True)
 
     def _begin_run(self) -> None:
-        self.run = open_run(self.job.root, f"after run {self.run}", self.step).number
-        self.fresh = self.fresh if self.step else self.run
+        loaded = self.steps[self.step][0] if self.step else 0
+        self.run = open_run(self.job.root, f"after run {self.run}", self.step, loaded).number
+        self.lines[self.run] = {**self.lines.get(loaded, {}), self.run: math.inf}
+        if loaded:
+            self.lines[self.run][loaded] = self.step
 
     @precondition(lambda self: self.steps)
     @rule(data=st.data())
@@ -174,8 +178,8 @@ class Histories(RuleBasedStateMachine):
         wanted = self._wanted(last, every, syncs)
         have = {manifest.step for manifest in iter_committed_steps(self.job.root)}
         assert wanted <= have
-        earlier = {step for step, (run, _, _) in self.steps.items() if run < self.fresh}
-        assert have - wanted <= self.crashed | self._resumed_from() | self._in_pointers() | earlier
+        others = {step for step, known in self.steps.items() if self._is_of_another(known[0])}
+        assert have - wanted <= self.crashed | self._resumed_from() | self._in_pointers() | others
         self.steps = {step: known for step, known in self.steps.items() if step in have}
         assert not any((self.job.root / ".trinity_sync").glob("trash/*"))
 
@@ -195,14 +199,25 @@ class Histories(RuleBasedStateMachine):
         of_sort = [step for step, (_, kind, _) in self.steps.items() if kind == sort]
         return sorted(of_sort, key=lambda step: (self.steps[step][0], step))
 
+    def _counting(self, sort: Kind) -> list[int]:
+        """Those that the newest run with such a step continues."""
+        such = [run for run, kind, _ in self.steps.values() if sort in SERVES_AS[kind]]
+        line = self.lines[max(such)] if such else {}
+        return [step for step in self._by_age(sort) if step <= line.get(self.steps[step][0], -1)]
+
+    def _is_of_another(self, run: int) -> bool:
+        """Whether a later run is of another training, which removes no step of this one."""
+        first = min(self.lines[run])
+        return any(min(line) != first for later, line in self.lines.items() if later > run)
+
     def _newest(self, kind: Kind) -> int | None:
         serving = [step for step, known in self.steps.items() if kind in SERVES_AS[known[1]]]
         return max(serving, key=lambda step: (self.steps[step][0], step), default=None)
 
     def _wanted(self, last: int, every: int, syncs: int) -> set[int]:
-        checkpoints = self._by_age("checkpoint")
-        wanted = {*checkpoints[-last:], *self._by_age("state_dict")[-syncs:]}
-        wanted |= {step for step in checkpoints if step % every == 0}
+        checkpoints = self._counting("checkpoint")
+        wanted = {*checkpoints[-last:], *self._counting("state_dict")[-syncs:]}
+        wanted |= {step for step in self._by_age("checkpoint") if step % every == 0}
         wanted |= self.pinned | set(self.leased)
         return wanted | {step for kind in KINDS if (step := self._newest(kind)) is not None}
 

@@ -240,8 +240,7 @@ class Promises(World, RuleBasedStateMachine):
                 states = rank.load(trainer.step, role=role)
                 found = {(role, part, rank.rank): comparable(states[part]) for part in states}
                 assert found.items() <= self.expected(there).items()
-        # a run that loads step 0 counts as one that began there without loading
-        self.open_run(trainer, trainer.step, loaded=trainer.step > 0)
+        self.open_run(trainer, trainer.step, loaded=there.run)
 
     @rule(name=NAME, how=st.sampled_from(["last line", "exception", "SIGKILL"]))
     @where(lambda self: self.trainers)
@@ -268,9 +267,9 @@ class Promises(World, RuleBasedStateMachine):
         rank = None
         gc.collect()  # file descriptors go with their objects
 
-    def open_run(self, trainer: Trainer, step: int = 0, *, loaded: bool = False) -> None:
+    def open_run(self, trainer: Trainer, step: int = 0, *, loaded: int = 0) -> None:
         if not trainer.run:
-            self.model.runs.append(Run(trainer.key, step, loaded))
+            self.model.runs.append(Run(trainer.key, step, loaded > 0, back_to_run=loaded))
             trainer.run = len(self.model.runs)
 
     def living(self, which: int) -> Trainer:

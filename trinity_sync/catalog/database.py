@@ -11,7 +11,7 @@ Values that no query selects by are JSON columns.
 import re
 import sqlite3
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -31,7 +31,7 @@ from trinity_sync.layout import KINDS
 from trinity_sync.retention.policies import StepInfo
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.job_identity import job_id
-from trinity_sync.storage.runs import Run, build_lineage
+from trinity_sync.storage.runs import Run, find_superseded_steps
 
 SCHEMA = 1
 """Number of the schema, in the names of the tables; it is raised with each change of them."""
@@ -151,8 +151,8 @@ class Job(Base):
     root: Mapped[str] = mapped_column(Text)
     mirrored_at: Mapped[float] = mapped_column(Double)
     """When its files were last read, in seconds since the epoch."""
-    runs: Mapped[dict[str, int]] = mapped_column(JSON)
-    """The step that each run resumed from, by the run's number."""
+    runs: Mapped[dict[str, tuple[int, int]]] = mapped_column(JSON)
+    """The step that each run resumed from, and the run that committed it, by the run's number."""
     claims: Mapped[dict[str, str]] = mapped_column(JSON)
     """Pins, tags and leases at that time, such as ``leased by explorer``, by ``step/file name``."""
 
@@ -230,8 +230,13 @@ def list_jobs(engine: sa.Engine) -> list[JobSteps]:
 def _read_job(job: sa.Row[Any], rows: Sequence[sa.Row[Any]]) -> JobSteps:
     """Return a job of the database, whose values are checked."""
     held = _group_claims(job.claims)
-    runs = [Run(int(number), "", step) for number, step in job.runs.items()]
-    steps = _mark_superseded([_read_step(row, held) for row in rows], runs)
+    runs = [Run(int(number), "", step, run) for number, (step, run) in job.runs.items()]
+    steps = [_read_step(row, held) for row in rows]
+    superseded = find_superseded_steps(steps, runs)
+    steps = [
+        replace(each, superseded_by=later.number if (later := superseded.get(each.step)) else 0)
+        for each in steps
+    ]
     flow_runs = {row.step: row.flow_run for row in rows if row.flow_run}
     found = JobSteps(job.id, job.root, job.mirrored_at, tuple(steps), flow_runs)
     return msgspec.convert(asdict(found), JobSteps)
@@ -256,10 +261,3 @@ def _read_step(row: sa.Row[Any], held: Mapping[int, list[str]]) -> StepInfo:
         tuple(held.get(row.step, ())),
         row.corruption,
     )
-
-
-def _mark_superseded(steps: Collection[StepInfo], runs: Iterable[Run]) -> list[StepInfo]:
-    """Return the steps, each with the run that superseded it."""
-    run_of_step = {each.step: each.run for each in steps}
-    line = build_lineage(runs, lambda step: run_of_step.get(step, 0))
-    return [replace(each, superseded_by=line.supersedes(each.run)) for each in steps]

@@ -221,9 +221,9 @@ def _read_finite_metrics(root: str | Path, manifest: Manifest) -> dict[str, floa
     return {name: value for name, value in metrics.items() if isfinite(value)}  # JSON has no NaN
 
 
-def _read_runs(root: str | Path) -> dict[str, int]:
-    """Return the step that each run resumed from, by the run's number."""
-    return {str(run.number): run.resumed_from for run in list_runs(root)}
+def _read_runs(root: str | Path) -> dict[str, list[int]]:
+    """Return what each run resumed from, as `database.Job.runs` has it."""
+    return {str(run.number): [run.resumed_from, run.resumed_run] for run in list_runs(root)}
 
 
 def _read_claims(root: str | Path) -> dict[str, str]:

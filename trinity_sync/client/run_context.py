@@ -95,9 +95,10 @@ class RunContext:
         with self._opening:
             if self._run is None:
                 with suppress(RootError), self._require_writable():
-                    run, _ = self._join(step)
+                    loaded = read_run_number(self._root, step)
+                    run, _ = self._join(step, loaded)
                     if run.resumed_from != step:  # the process that opened it had nothing to load
-                        run = record_resume(self._root, run, step)
+                        run = record_resume(self._root, run, step, loaded)
                     self._run = run
             return self._run
 
@@ -269,7 +270,7 @@ class RunContext:
         if self._later and (later := find_superseding_run(self._later, self.number, step)):
             raise explain_superseded(self._root, self.number, step, later)
 
-    def _join(self, step: int) -> tuple[Run, Run | None]:
+    def _join(self, step: int, resumed_run: int = 0) -> tuple[Run, Run | None]:
         """Join the run or begin it at a step, and show that it lives, from before it begins on."""
 
         def hold(number: int) -> None:
@@ -283,7 +284,7 @@ class RunContext:
             hold(number)
 
         try:
-            run, before = join_run(self._root, self._key, step, before_begin=prepare)
+            run, before = join_run(self._root, self._key, step, resumed_run, before_begin=prepare)
             if not before:
                 hold(run.number)
         except BaseException:

@@ -44,7 +44,7 @@ from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER, parse_number, step_of_
 from trinity_sync.snapshot.job_identity import IDENTITY_FILE, JobIdentity
 from trinity_sync.storage.discovery import State
 from trinity_sync.storage.manifest import FileRecord, Manifest, parse_manifest
-from trinity_sync.storage.runs import Run
+from trinity_sync.storage.runs import Run, find_superseded_steps
 
 LOCAL = ("file", "local")
 """Protocols of local folders."""
@@ -173,14 +173,17 @@ class Remote:
         return RemoteStep(step, manifest, "valid" if valid else "corrupted")
 
     def iter_newest_first(self) -> Iterator[Manifest]:
-        """Yield the manifests of the valid steps, newest first.
+        """Yield the manifests of the valid steps, newest first, without superseded ones.
 
         Raises:
             FormatError: another release has sent a step.
         """
-        found = [each.manifest for each in self.list_steps() if each.state == "valid"]
-        manifests = [manifest for manifest in found if manifest]
-        yield from sorted(manifests, key=lambda each: (each.run, each.step), reverse=True)
+        steps = self.list_steps()
+        found = [each.manifest for each in steps if each.manifest]
+        left_out = {each.step for each in steps if each.state != "valid"}
+        left_out |= find_superseded_steps(found, self.list_runs()).keys()
+        counting = [manifest for manifest in found if manifest.step not in left_out]
+        yield from sorted(counting, key=lambda each: (each.run, each.step), reverse=True)
 
     def read_manifest(self, step: int) -> Manifest | None:
         """Return the manifest of a step; None if it is not committed.

@@ -37,13 +37,15 @@ class StepInfo:
     """Which values of it are NaN or infinite, as far as they were looked at; empty if healthy. The
     catalog does not have it."""
     superseded_by: int = 0
-    """Number of the run that began at step 0 although the step existed; 0 if no run superseded the
-    step."""
+    """Number of the run that superseded the step; 0 if none did."""
+    forgotten_at: float | None = None
+    """When that run began, in seconds since the epoch, if it is of another training, so that a user
+    may have forgotten to load this step; otherwise null. The catalog does not have it."""
 
     @property
-    def age(self) -> tuple[int, int]:
-        """Sort key of `storage.discovery.find_newest`: by run, then by step."""
-        return self.run, self.step
+    def age(self) -> tuple[bool, int, int]:
+        """Sort key: superseded steps first; then, as a resume chooses, by run and by step."""
+        return not self.superseded_by, self.run, self.step
 
 
 Term = Callable[[Sequence[StepInfo], float], dict[int, str]]
@@ -83,7 +85,7 @@ def _keep_all(steps: Sequence[StepInfo], now: float) -> dict[int, str]:
 
 
 def _keep_last(count: int, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
-    return {each.step: f"one of the last {count}" for each in steps[-count:]}
+    return {each.step: f"one of the last {count}" for each in _drop_superseded(steps)[-count:]}
 
 
 def _keep_every(interval: int, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
@@ -97,7 +99,7 @@ def _keep_one_per(period: str, count: int, steps: Sequence[StepInfo], now: float
     The result does not depend on what else is removed, so prune can run at any time.
     """
     first: dict[int, StepInfo] = {}
-    for each in sorted(steps, key=lambda each: each.committed_at):
+    for each in sorted(_drop_superseded(steps), key=lambda each: each.committed_at):
         first.setdefault(int(each.committed_at // PERIODS[period]), each)
     chosen = list(first.values())[-count:]
     return {each.step: f"one of the last {count} {period}" for each in chosen}
@@ -116,6 +118,7 @@ def _keep_best(
     An evaluation takes time, so steps newer than the last value are kept until they have one. NaN
     is the worst value.
     """
+    steps = _drop_superseded(steps)
     rated = [each for each in steps if metric in each.metrics]
     if not rated and steps:
         known = ", ".join(sorted({name for each in steps for name in each.metrics}))
@@ -134,6 +137,11 @@ def _keep_best(
         if each.age > rated[-1].age:
             kept[each.step] = f"waits for its {metric}"
     return kept
+
+
+def _drop_superseded(steps: Sequence[StepInfo]) -> list[StepInfo]:
+    """Return the steps that count where a number of steps is kept."""
+    return [each for each in steps if not each.superseded_by]
 
 
 ALL = Policy(("all",), (_keep_all,))

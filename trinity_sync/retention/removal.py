@@ -13,7 +13,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Protocol
 
@@ -25,7 +25,12 @@ from trinity_sync.storage.job_settings import JobSettings
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import Manifest, read_run_number
 from trinity_sync.storage.pins import list_steps_in_use
-from trinity_sync.storage.runs import build_lineage, find_newest_run, list_runs
+from trinity_sync.storage.runs import (
+    find_newest_run,
+    find_superseded_steps,
+    list_runs,
+    read_restart_time,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +48,8 @@ class Rules:
     """Policy for steps with weights only, which the next sync supersedes."""
     quarantine: Policy = ALL
     """Policy for folders in quarantine, each of which counts as a step of the time when it was
-    created, and for steps of both types that a run which began at step 0 superseded. Its user may
-    have forgotten to load them, so they do not count among the others."""
+    created, and for steps of both types that another training superseded, each as a step of the
+    time when it did so. Their user may have forgotten to load them."""
 
     @classmethod
     def of_job(
@@ -146,14 +151,19 @@ def plan_removals(steps: Sequence[StepInfo], rules: Rules, now: float) -> Remova
         why[each.step] += each.held
         if each.corruption:
             why[each.step].append(f"corrupted, so no policy applies: {each.corruption}")
-    for step, reason in rules.quarantine.keeps([s for s in valid if s.superseded_by], now).items():
+    forgotten = [
+        replace(each, committed_at=each.forgotten_at, superseded_by=0)
+        for each in valid
+        if each.forgotten_at is not None
+    ]
+    for step, reason in rules.quarantine.keeps(forgotten, now).items():
         why[step].append(f"{reason} (steps superseded by a run that began at step 0)")
-    ours = [each for each in valid if not each.superseded_by]
+    ours = [each for each in valid if each.forgotten_at is None]
     checkpoints = [each for each in ours if "checkpoint" in each.kinds]
     syncs = [each for each in ours if "checkpoint" not in each.kinds]
     for policy, candidates in ((rules.checkpoints, checkpoints), (rules.syncs, syncs)):
         keeps = policy.keeps(candidates, now)
-        if not keeps and any(not why[each.step] for each in candidates):
+        if not keeps and any(not why[e.step] and not e.superseded_by for e in candidates):
             raise ConfigError(
                 f"retention policy {str(policy)!r} keeps none of its {len(candidates)} steps; "
                 "nothing was removed. Add last=1 or more to it."
@@ -213,18 +223,19 @@ def describe_steps(place: Place, *, just_committed: int | None = None) -> list[S
     steps, held = list(place.list_steps()), list_held(root)
     if just_committed is not None:
         held[just_committed].append(JUST_COMMITTED)
-    runs = {each.step: each.run for each in steps}
-    lineage = build_lineage(
-        list_runs(root), lambda step: read_run_number(root, step) or runs.get(step, 0)
-    )
-    found = [
-        replace(
-            each,
-            held=(*held[each.step], *each.held),
-            superseded_by=lineage.supersedes(each.run),
+    superseded = find_superseded_steps(steps, list_runs(root))
+    read_restart = cache(partial(read_restart_time, root))
+    found = []
+    for each in steps:
+        later = superseded.get(each.step)
+        found.append(
+            replace(
+                each,
+                held=(*held[each.step], *each.held),
+                superseded_by=later.number if later else 0,
+                forgotten_at=read_restart(each.run, later.number) if later else None,
+            )
         )
-        for each in steps
-    ]
     return sorted(found, key=lambda each: each.age)
 
 
@@ -237,7 +248,7 @@ def list_held(root: Path) -> dict[int, list[str]]:
             held[named].append(f"the latest pointer of {kind}s names it")
     run, pointed = find_newest_run(root), pointers["checkpoint"]
     latest = 0 if pointed is None else read_run_number(root, pointed)
-    if run and run.resumed_from and latest < run.number:
+    if run and not run.is_fresh_start and latest < run.number:
         held[run.resumed_from].append(f"run {run.number} resumed from it and has no checkpoint yet")
     return held
 

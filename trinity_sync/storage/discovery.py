@@ -23,7 +23,12 @@ from trinity_sync.fs.atomic import replace_file, sync_folder
 from trinity_sync.fs.records import Record, Seconds, decode_record, encode_record
 from trinity_sync.layout import CORRUPTION_MARK, MANIFEST, Kind, step_folder, steps_on_disk
 from trinity_sync.storage.manifest import FileRecord, Manifest, is_own_file, read_manifest
-from trinity_sync.storage.runs import Run, find_superseding_run, list_runs
+from trinity_sync.storage.runs import (
+    Run,
+    find_superseded_steps,
+    find_superseding_run,
+    list_runs,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -185,11 +190,15 @@ def find_newest(
 def iter_newest_first(root: str | Path, kind: Kind) -> Iterator[Manifest]:
     """Yield the manifests of a kind, the last step of the last run first.
 
+    Superseded steps are left out; see `find_superseded_steps`.
+
     Raises:
         FormatError: another release has committed a step.
     """
     found = [each for each in iter_committed_steps(root) if kind in each.kinds]
-    yield from sorted(found, key=lambda each: (each.run, each.step), reverse=True)
+    superseded = find_superseded_steps(found, list_known_runs(root))
+    counting = [each for each in found if each.step not in superseded]
+    yield from sorted(counting, key=lambda each: (each.run, each.step), reverse=True)
 
 
 def require_committed(

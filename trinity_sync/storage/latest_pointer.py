@@ -10,7 +10,7 @@ import logging
 from collections.abc import Collection
 from pathlib import Path
 
-from trinity_sync.errors import CommitError, SupersededError
+from trinity_sync.errors import CommitError
 from trinity_sync.fs.atomic import read_uncached, replace_file, sync_folder
 from trinity_sync.layout import ITERATION_FILES, Kind, parse_number, step_folder
 from trinity_sync.storage.discovery import (
@@ -20,7 +20,7 @@ from trinity_sync.storage.discovery import (
     require_committed,
 )
 from trinity_sync.storage.manifest import Manifest, read_run_number
-from trinity_sync.storage.runs import refuse_superseded, run_began_after
+from trinity_sync.storage.runs import run_began_after
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def repair_latest_pointer(
         return None
     if best.step == current:
         return None
-    if current is not None and without is None and _is_current(root, kind, current, best):
+    if current is not None and without is None and is_foreign(step_folder(root, current)):
         return None
     replace_file(path, str(best.step))
     logger.warning(
@@ -114,23 +114,12 @@ def latest_pointer_covers(root: str | Path, kind: Kind, run: int, step: int) -> 
 
 
 def _find_best(root: str | Path, kind: Kind, without: Collection[int]) -> Manifest | None:
-    """Return the newest step for a pointer: valid, and not superseded by a later run."""
+    """Return the newest valid step for a pointer."""
     for manifest in iter_newest_first(root, kind):
         if manifest.step in without:
             continue
         try:
-            refuse_superseded(root, manifest.run, "", manifest.step)
             return require_committed(root, manifest.step)
-        except (SupersededError, CommitError):
+        except CommitError:
             continue
     return None
-
-
-def _is_current(root: str | Path, kind: Kind, current: int, best: Manifest) -> bool:
-    if is_foreign(step_folder(root, current)):
-        return True
-    try:
-        found = require_committed(root, current)
-    except CommitError:
-        return False
-    return kind in found.kinds and (found.run, found.step) >= (best.run, best.step)

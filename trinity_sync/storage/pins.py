@@ -27,7 +27,7 @@ from trinity_sync.fs.atomic import (
 )
 from trinity_sync.fs.records import Count, Record, Seconds, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, check_name, parse_number
-from trinity_sync.storage.discovery import iter_newest_first, list_known_runs, read_manifest_state
+from trinity_sync.storage.discovery import iter_newest_first, read_manifest_state
 from trinity_sync.storage.leases import list_leases, prevent_removal
 
 _LATEST = re.compile(r"(latest|healthy)(?:~(\d{1,9}))?")
@@ -185,11 +185,11 @@ def resolve_step(root: str | Path, text: str) -> int:
 
 def _find_latest(root: str | Path, before: int, *, healthy: bool) -> int:
     """Return the newest valid checkpoint, or the one as many checkpoints before it."""
-    runs, count = list_known_runs(root), 0
+    count = 0
     for manifest in iter_newest_first(root, "checkpoint"):
         if healthy and manifest.nonfinite:
             continue
-        if read_manifest_state(root, manifest, runs).state == "valid":
+        if read_manifest_state(root, manifest, runs=()).state == "valid":
             if count == before:
                 return manifest.step
             count += 1

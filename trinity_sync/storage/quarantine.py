@@ -5,10 +5,11 @@
     root/.trinity_sync/quarantine/20260102T030405Z/
       global_step_50/                   unchanged; rename it back to undo
 
-A rewind quarantines the steps newer than its target, in a folder of its own. A run that began at
-step 0 although the root had steps quarantines each step that its commits replace, in a folder
-named after the time at which it began, because its user may have forgotten to load or named the
-root of another training. Steps replaced by a run that loaded a step are removed.
+A rewind quarantines the steps newer than its target, in a folder of its own. If a run began at
+step 0 although the root had steps, its user may have forgotten to load or named the root of another
+training. So it, and each run that continues it, quarantines the earlier steps that its commits
+replace, in a folder named after the time at which the run began. A run that continues the training
+removes the steps that it replaces.
 
 A rewind makes an earlier committed step the newest again; nothing is deleted. Steps that are newer
 than the target (a later number, or any step of a later run) are quarantined, under the commit lock
@@ -48,7 +49,7 @@ from trinity_sync.storage.latest_pointer import repair_latest_pointer
 from trinity_sync.storage.leases import acquire_removal_lock, list_leases
 from trinity_sync.storage.manifest import read_run_number
 from trinity_sync.storage.pins import Pin, list_pins, unpin
-from trinity_sync.storage.runs import open_run, read_fresh_start_time
+from trinity_sync.storage.runs import open_run, read_restart_time
 from trinity_sync.storage.save_timing import append_removal
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ def clear_replaced_step(root: str | Path, step: int, *, keep: int = 0) -> Path |
     """
     folder = step_folder(replacing_folder(root), step)
     before, now = read_run_number(replacing_folder(root), step), read_run_number(root, step)
-    if 0 < before < now and (began := read_fresh_start_time(root, now)):
+    if 0 < before < now and (began := read_restart_time(root, before, now)):
         place = step_folder(_timed_folder(root, began), step)
         if not place.exists():
             make_folder(place.parent)

@@ -3,9 +3,9 @@
 A run is a small file ``root/.trinity_sync/runs/{number}.json``. It is written once, except for the
 step that it resumes from if a process that loads nothing wrote it first. A run that resumed from
 step M supersedes all saves of earlier runs beyond M that are not committed yet: they are refused,
-otherwise explorers would receive weights that training no longer uses. A rewind is also a run: it
-annuls the runs between itself and the run whose commit it goes back to, and what those had
-superseded.
+otherwise explorers would receive weights that training no longer uses. Committed steps beyond M
+count until the run has a commit of their kind. A run annuls the runs between itself and the run
+whose commit it resumed from, and what those had superseded. A rewind is also a run.
 
 A run that is still running is found by its lock. Rank 0 of each process group of a run holds a
 shared lock of ``runs/{number}.lock`` for as long as it lives. The kernel releases the lock when the
@@ -17,10 +17,12 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from trinity_sync.errors import CommitError, RootInUseError, SaveError, SupersededError
 from trinity_sync.fs.atomic import list_uncached, make_folder, replace_file
@@ -33,7 +35,7 @@ from trinity_sync.fs.locks import (
 from trinity_sync.fs.mounts import find_mount
 from trinity_sync.fs.process import describe_holder, describe_this_process
 from trinity_sync.fs.records import Count, Record, decode_record, encode_record
-from trinity_sync.layout import PRIVATE_FOLDER, RUN_FORMAT, job_id_of, parse_number
+from trinity_sync.layout import PRIVATE_FOLDER, RUN_FORMAT, Kind, job_id_of, parse_number
 from trinity_sync.snapshot.job_identity import IDENTITY_FILE, read_identity
 from trinity_sync.snapshot.save_id import SaveId
 
@@ -50,8 +52,12 @@ class Run(Record, format=RUN_FORMAT):
     resumed_from: Count
     """Step that the run started from; 0 for a fresh start."""
     resumed_run: Count = 0
-    """Run whose commit of that step a rewind goes back to; 0 for other runs. A rewind annuls all
-    runs between the two."""
+    """Run that committed that step; 0 for a fresh start, and for a step that no run committed."""
+
+    @property
+    def is_fresh_start(self) -> bool:
+        """Whether the run began at step 0 and continues no other."""
+        return not self.resumed_from and not self.resumed_run
 
 
 def open_run(root: str | Path, key: str, resumed_from: int, resumed_run: int = 0) -> Run:
@@ -83,12 +89,12 @@ def join_run(
             return run, newest
 
 
-def record_resume(root: str | Path, run: Run, step: int) -> Run:
+def record_resume(root: str | Path, run: Run, step: int, resumed_run: int) -> Run:
     """Record the step that a run resumes from, if a process that loads nothing opened the run.
 
     Otherwise the run would count as a fresh start, and all earlier steps as superseded.
     """
-    resumed = replace(run, resumed_from=step)
+    resumed = replace(run, resumed_from=step, resumed_run=resumed_run)
     replace_file(_folder(root) / f"{run.number}.json", encode_record(resumed))
     return resumed
 
@@ -124,13 +130,24 @@ def find_newest_run(root: str | Path) -> Run | None:
     return max(runs, key=lambda run: run.number) if runs else None
 
 
-def read_fresh_start_time(root: str | Path, number: int) -> float | None:
-    """Return when a run began, in seconds since the epoch; None unless it began at step 0."""
-    path = _folder(root) / f"{number}.json"
-    if not path.exists():
+def read_restart_time(root: str | Path, run: int, later: int) -> float | None:
+    """Return when the run ``later`` began, in seconds since the epoch, if it is another training.
+
+    None if both go back to the same fresh start.
+    """
+    runs = list_runs(root)
+    if _find_first_run(runs, run) == _find_first_run(runs, later):
         return None
-    run = _read(path)
-    return None if run.resumed_from or run.resumed_run else path.stat().st_mtime
+    with suppress(FileNotFoundError):
+        return (_folder(root) / f"{later}.json").stat().st_mtime
+    return None
+
+
+def _find_first_run(runs: Iterable[Run], number: int) -> int:
+    """Return the number of the fresh start that a run goes back to, as far as runs are known."""
+    for each in _iter_line(run for run in runs if run.number <= number):
+        number = each.number if each.is_fresh_start else each.resumed_run or each.number
+    return number
 
 
 def run_began_after(root: str | Path, number: int, path: Path) -> bool:
@@ -139,31 +156,6 @@ def run_began_after(root: str | Path, number: int, path: Path) -> bool:
         return (_folder(root) / f"{number}.json").stat().st_mtime > path.stat().st_mtime
     except FileNotFoundError:
         return False
-
-
-@dataclass(frozen=True)
-class Lineage:
-    """The newest run of a job and the runs that it continues, down to a fresh start."""
-
-    runs: frozenset[int]
-
-    def supersedes(self, run: int) -> int:
-        """Return the first of these runs if they supersede an earlier ``run``, otherwise 0."""
-        return min(self.runs) if self.runs and run not in self.runs and run < max(self.runs) else 0
-
-
-def build_lineage(runs: Iterable[Run], run_of_step: Callable[[int], int]) -> Lineage:
-    """Return the `Lineage` of a job; ``run_of_step`` returns 0 for a step that no run committed."""
-    by_number = {run.number: run for run in runs}
-    found, number = set[int](), max(by_number, default=0)
-    while number > 0:
-        found.add(number)
-        run = by_number.get(number)
-        if run and not run.resumed_from and not run.resumed_run:
-            break
-        before = run.resumed_run or run_of_step(run.resumed_from) if run else 0
-        number = before if 0 < before < number else number - 1
-    return Lineage(frozenset(found))
 
 
 def refuse_superseded(root: str | Path, run: int, run_key: str, step: int) -> None:
@@ -218,15 +210,60 @@ def refuse_other_job(save: SaveId) -> None:
 
 
 def find_superseding_run(runs: Iterable[Run], run: int, step: int) -> Run | None:
-    """Return the later run that superseded the step of a run, or None."""
-    counting: list[Run] = []
-    for later in sorted(runs, key=lambda each: each.number, reverse=True):
-        annulled = any(0 < each.resumed_run < later.number for each in counting)
-        if later.number > run and not annulled:
-            if later.resumed_from < step or 0 < later.resumed_run < run:
-                return later
-            counting.append(later)
-    return None
+    """Return the first later run that superseded the step of a run, or None."""
+    found = None
+    for later in _iter_line(runs):
+        if later.number <= run:
+            break
+        if later.is_fresh_start or later.resumed_from < step or 0 < later.resumed_run < run:
+            found = later
+    return found
+
+
+def _iter_line(runs: Iterable[Run]) -> Iterator[Run]:
+    """Yield the newest run and those that it continues, down to a fresh start."""
+    annulled = math.inf
+    for run in sorted(runs, key=lambda each: each.number, reverse=True):
+        if run.number <= annulled:
+            yield run
+            if run.is_fresh_start:
+                return
+            annulled = run.resumed_run or annulled
+
+
+class Commit(Protocol):
+    """A committed step."""
+
+    @property
+    def step(self) -> int:
+        """Number of the step."""
+
+    @property
+    def run(self) -> int:
+        """Number of the run that committed it."""
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """What it serves as."""
+
+
+def find_superseded_steps(commits: Collection[Commit], runs: Iterable[Run]) -> dict[int, Run]:
+    """Return the steps of a place that do not count, each with the run that superseded it.
+
+    A run that has committed nothing of a kind supersedes no step of that kind. Resumes, latest
+    pointers, policies and names such as ``latest`` all decide by this.
+    """
+    newest: dict[Kind, int] = defaultdict(int)
+    for each in commits:
+        for kind in each.kinds:
+            newest[kind] = max(newest[kind], each.run)
+    found, known = dict[int, Run](), list(runs)
+    for each in commits:
+        last = min((newest[kind] for kind in each.kinds), default=0)
+        counting = [run for run in known if run.number <= last]
+        if later := find_superseding_run(counting, each.run, each.step):
+            found[each.step] = later
+    return found
 
 
 def _read(path: Path) -> Run:

@@ -421,8 +421,11 @@ def test_latest_names_the_newest_checkpoint_and_those_before_it(
         done = run(home, "show", root, name)
         assert (done.exit_code, f"step {step} of run" in done.stdout) == (0, True)
     open_run(root, "first", 0)
-    open_run(root, "second", 20)  # supersedes step 30
-    assert run(home, "show", root, "latest").stdout.startswith("step 20 ")
+    open_run(root, "second", 20, resumed_run=1)
+    assert run(home, "show", root, "latest").stdout.startswith("step 30 ")
+    commit_files(root, 25, run=2)  # supersedes step 30
+    for name, step in (("latest", 25), ("latest~1", 20), ("latest~2", 10)):
+        assert run(home, "show", root, name).stdout.startswith(f"step {step} ")
 
 
 def test_an_option_or_a_variable_names_the_root_and_nothing_is_guessed(

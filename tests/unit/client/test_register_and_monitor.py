@@ -96,7 +96,7 @@ def test_a_function_of_a_resumed_run_leaves_the_files_of_the_step_that_it_replac
     with (folder / MODEL).open("rb") as file:
         saves.save_sync(write, step, is_state_dict=True)
         assert file.read() == before
-    assert seen == [before, 42 if step == 41 else 41, 42 if step == 41 else 40]
+    assert seen == [before, 42 if step == 41 else 41, 42 if step == 41 else 41]
     (status,) = read_statuses(job.spool, 2, step, "state_dict")
     assert status.files == (MODEL,)
     assert [each.state for each in remove_replaced(job.root)] == ["left"]

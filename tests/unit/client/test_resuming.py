@@ -11,11 +11,15 @@ import torch
 
 from tests.support.job import Job
 from tests.unit.conftest import Open
-from trinity_sync.errors import CommitError, ConfigError, SaveError
+from trinity_sync.client.checkpoints import Checkpoints
+from trinity_sync.errors import CommitError, ConfigError, SaveError, SupersededError
 from trinity_sync.layout import KINDS, Kind, step_folder
 from trinity_sync.snapshot.slot import Slot
+from trinity_sync.storage.discovery import read_step_state
+from trinity_sync.storage.latest_pointer import read_latest_pointer, repair_latest_pointer
 from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.manifest import is_committed
+from trinity_sync.storage.pins import resolve_step
 from trinity_sync.storage.runs import find_newest_run
 
 MODEL = "actor/model_world_size_1_rank_0.pt"
@@ -75,6 +79,39 @@ def test_an_opened_step_keeps_its_values_while_training_saves_on(
         slot = Slot(path)
         assert slot.try_lock()
         slot.close(remove=False)
+
+
+def test_a_resume_never_finds_a_step_that_was_superseded(
+    saved: Path, coordinator_of: Open, job: Job
+) -> None:
+    second = coordinator_of(run_key="second")
+    second.load(30)
+    assert second.latest_step() == resolve_step(saved, "latest") == 40
+    diverged = {"model": {"w": torch.full((5000,), float("nan"))}}
+    second.save(35, diverged)
+    job.commit(35, run=2)
+    assert second.latest_step() == 35
+    assert Checkpoints(saved).latest_step(healthy=True) == resolve_step(saved, "healthy") == 30
+    os.truncate(step_folder(saved, 35) / "actor/model_world_size_1_rank_0.pt", 10)
+    repair_latest_pointer(saved, "checkpoint")
+    third = coordinator_of(run_key="third")
+    assert third.latest_step() == Checkpoints(saved).latest_step() == 30
+    assert read_latest_pointer(saved, "checkpoint") == resolve_step(saved, "latest") == 30
+
+
+def test_a_step_that_was_superseded_counts_again_after_a_resume_from_it(
+    saved: Path, coordinator_of: Open, job: Job
+) -> None:
+    second = coordinator_of(run_key="second")
+    second.load(30)
+    second.close()
+    assert read_step_state(saved, 40).state == "superseded"
+    third = coordinator_of(run_key="third")
+    third.load(40)
+    assert read_step_state(saved, 40).state == "valid"
+    job.stage(31, state(31), run=2)
+    with pytest.raises(SupersededError, match="run 3 resumed from step 40"):
+        job.commit(31, run=2)
 
 
 def test_a_run_begins_once(saved: Path, coordinator_of: Open) -> None:

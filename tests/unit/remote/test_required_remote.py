@@ -1,5 +1,6 @@
 """Steps that count once they are in a store: sent, found again elsewhere, and by one training."""
 
+import os
 import shutil
 import threading
 import time
@@ -134,6 +135,20 @@ def test_a_new_machine_resumes_from_the_newest_step_in_the_remote(
         1,
         2,
     ]
+
+
+def test_a_new_machine_never_fetches_a_step_that_was_superseded(machine: Make) -> None:
+    first = machine("first")
+    saves = first.start("one")
+    for step in (10, 20, 30):
+        first.commit(saves, step)
+    back = first.start("two", load=False)
+    back.load(10)
+    first.commit(back, 15)
+    remote = Remote(first.url)
+    assert remote.folder
+    os.truncate(step_folder(remote.folder, 15) / "actor/model_world_size_1_rank_0.pt", 10)
+    assert machine("second").start("three", load=False).latest_step() == 10
 
 
 def test_a_root_that_was_removed_resumes_the_job_of_its_required_remote(machine: Make) -> None:

@@ -182,7 +182,7 @@ def test_a_training_that_goes_on_from_the_one_before_counts_its_steps_again(
 ) -> None:
     begun_again(root)
     if how == "loaded":
-        open_run(root, "third", 10000)
+        open_run(root, "third", 10000, resumed_run=1)
     else:
         rewind(root, 10000)
     commit_files(root, 10500, run=3)
@@ -192,12 +192,81 @@ def test_a_training_that_goes_on_from_the_one_before_counts_its_steps_again(
     assert (40 in there) == (how == "loaded")  # of the training that it did not go on from
 
 
+def rolled_back(root: Path, *, best: int = 0) -> None:
+    """A training that went back from step 50 to 20, and has committed step 25 since."""
+    open_run(root, "first", 0)
+    for step in (10, 20, 30, 40, 50):
+        commit_files(root, step)
+        write_metrics(root, 1, step, {"reward": float(step == best)})
+    commit_files(root, 51, kind="state_dict")
+    open_run(root, "second", 20, resumed_run=1)
+    commit_files(root, 25, run=2)
+    write_metrics(root, 2, 25, {"reward": -1.0})
+
+
+@pytest.mark.parametrize(
+    ("policy", "left"),
+    [
+        ("last=1", [25]),
+        ("last=2", [20, 25]),
+        ("daily=9", [10, 25]),
+        ("best=1:reward:max", [10, 25]),
+        ("every=20", [20, 25, 40]),
+        ("all", [10, 20, 25, 30, 40, 50]),
+    ],
+)
+def test_superseded_steps_count_neither_as_last_nor_as_best(
+    root: Path, policy: str, left: list[int]
+) -> None:
+    rolled_back(root, best=40 if left != [10, 25] else 10)
+    prune(root, policy)
+    assert steps_on_disk(root) == left
+
+
+def test_superseded_steps_go_though_the_newest_is_corrupted_and_its_base_stays(root: Path) -> None:
+    rolled_back(root)
+    os.truncate(root / "global_step_25" / MODEL, 10)
+    prune(root)
+    assert steps_on_disk(root) == [20, 25]
+    assert find_newest(root).step == 20
+
+
+def test_a_superseded_step_is_the_newest_until_its_successor_has_a_checkpoint(root: Path) -> None:
+    open_run(root, "first", 0)
+    for step in (10, 20, 30):
+        commit_files(root, step)
+    open_run(root, "second", 10, resumed_run=1)
+    commit_files(root, 12, run=2, kind="state_dict")
+    prune(root)
+    assert steps_on_disk(root) == [10, 12, 30]
+    assert (find_newest(root).step, find_newest(root, "state_dict").step) == (30, 12)
+
+
+def test_what_an_abandoned_run_superseded_counts_again_for_a_run_that_continues_it(
+    root: Path,
+) -> None:
+    rolled_back(root)
+    open_run(root, "third", 50, resumed_run=1)
+    commit_files(root, 60, run=3)
+    prune(root, "last=2")
+    assert steps_on_disk(root) == [50, 60]
+
+
+def test_a_policy_of_quarantine_counts_from_when_another_training_began(root: Path) -> None:
+    begun_again(root)
+    began = (root / ".trinity_sync/runs/2.json").stat().st_mtime
+    for now, left in ((began + 50, 8), (began + 70, 4)):
+        policies = Rules(ALL, ALL, parse_policy("newer=1m"))
+        drive(root, plan_prune(root, policies, now=now))
+        assert len(steps_on_disk(root)) == left
+
+
 def test_a_training_that_was_rewound_keeps_its_steps_without_the_one_that_it_went_back_to(
     root: Path,
 ) -> None:
     begun_again(root)
     rewind(root, 10000)
-    open_run(root, "fourth", 10000)
+    open_run(root, "fourth", 10000, resumed_run=1)
     commit_files(root, 10500, run=4)
     shutil.rmtree(root / "global_step_10000")
     there = describe_steps(RootSteps(root))
