@@ -6,7 +6,6 @@ resumes. When all files are complete and durable, the folder is renamed with its
 
 import math
 import os
-import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,7 +28,11 @@ from trinity_sync.storage.manifest import (
     read_run_number,
     write_manifest_into,
 )
-from trinity_sync.storage.quarantine import fetching_folder
+from trinity_sync.storage.quarantine import (
+    clear_replaced_step,
+    fetching_folder,
+    replacing_folder,
+)
 from trinity_sync.storage.replace import swap_folders
 from trinity_sync.storage.runs import Run, add_run
 
@@ -158,9 +161,15 @@ def _commit(root: Path, manifest: Manifest, folder: Path, replace: bool) -> None
             lock.require_held()
             add_run(root, Run(manifest.run, f"fetched-step-{manifest.step}", manifest.step))
             if target.exists():
-                swap_folders(folder, target)
+                fresh = step_folder(replacing_folder(root), manifest.step)
+                make_folder(fresh.parent)
+                if fresh.exists():  # an earlier attempt died
+                    clear_replaced_step(root, manifest.step)
+                folder.rename(fresh)
+                swap_folders(fresh, target)
+                sync_folder(root)
+                clear_replaced_step(root, manifest.step)
             else:
                 folder.rename(target)
-            sync_folder(root)
-            shutil.rmtree(folder, ignore_errors=True)
+                sync_folder(root)
         update_latest_pointers(root, manifest)

@@ -149,6 +149,14 @@ def list_pins(root: str | Path, *, skip_torn: bool = False) -> list[Pin]:
     return sorted(found, key=lambda each: (each.step, each.name))
 
 
+def is_pinned(root: str | Path, step: int) -> bool:
+    """Return whether a step is pinned or tagged; a tag whose file is torn may name any step."""
+    try:
+        return any(each.step == step for each in list_pins(root))
+    except CommitError:
+        return True
+
+
 def list_tags(root: str | Path, *, skip_torn: bool = False) -> dict[str, Pin]:
     """Return the tags by name; ``skip_torn`` leaves out those whose step is unknown.
 

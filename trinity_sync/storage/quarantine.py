@@ -4,12 +4,14 @@
 
     root/.trinity_sync/quarantine/20260102T030405Z/
       global_step_50/                   unchanged; rename it back to undo
+    root/.trinity_sync/quarantine/pinned-of-run-1/
+      global_step_40/                   was pinned when a later run replaced it; never pruned
 
 A rewind quarantines the steps newer than its target, in a folder of its own. If a run began at
 step 0 although the root had steps, its user may have forgotten to load or named the root of another
 training. So it, and each run that continues it, quarantines the earlier steps that its commits
 replace, in a folder named after the time at which the run began. A run that continues the training
-removes the steps that it replaces.
+quarantines the pinned steps that it replaces, and removes the others.
 
 A rewind makes an earlier committed step the newest again; nothing is deleted. Steps that are newer
 than the target (a later number, or any step of a later run) are quarantined, under the commit lock
@@ -48,7 +50,7 @@ from trinity_sync.storage.job_settings import read_required_remote
 from trinity_sync.storage.latest_pointer import repair_latest_pointer
 from trinity_sync.storage.leases import acquire_removal_lock, list_leases
 from trinity_sync.storage.manifest import read_run_number
-from trinity_sync.storage.pins import Pin, list_pins, unpin
+from trinity_sync.storage.pins import Pin, is_pinned, list_pins, unpin
 from trinity_sync.storage.runs import open_run, read_restart_time
 from trinity_sync.storage.save_timing import append_removal
 
@@ -79,8 +81,14 @@ def clear_replaced_step(root: str | Path, step: int, *, keep: int = 0) -> Path |
     """
     folder = step_folder(replacing_folder(root), step)
     before, now = read_run_number(replacing_folder(root), step), read_run_number(root, step)
-    if 0 < before < now and (began := read_restart_time(root, before, now)):
-        place = step_folder(_timed_folder(root, began), step)
+    parent: Path | None = None
+    if 0 < before < now:
+        if is_pinned(root, step):
+            parent = quarantine_folder(root) / f"pinned-of-run-{before}"
+        elif began := read_restart_time(root, before, now):
+            parent = _timed_folder(root, began)
+    if parent:
+        place = step_folder(parent, step)
         if not place.exists():
             make_folder(place.parent)
             for path in folder.rglob(f".*{TEMPORARY_SUFFIX}"):  # files of the replacing save

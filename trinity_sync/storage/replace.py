@@ -35,7 +35,7 @@ from trinity_sync.storage.leases import acquire_removal_lock, list_leases
 from trinity_sync.storage.manifest import Manifest, is_own_file, read_manifest, write_manifest_into
 from trinity_sync.storage.metrics import copy_metrics
 from trinity_sync.storage.persist import parse_image_name
-from trinity_sync.storage.pins import list_pins
+from trinity_sync.storage.pins import is_pinned
 from trinity_sync.storage.quarantine import (
     clear_displaced_step,
     clear_replaced_step,
@@ -78,7 +78,7 @@ def refuse_loss(save: SaveId, earlier: Manifest, kinds: Collection[Kind]) -> Non
             or tagged.
     """
     lost = sorted({*earlier.kinds} - {*kinds})
-    if lost and any(pin.step == save.step for pin in list_pins(save.root)):
+    if lost and is_pinned(save.root, save.step):
         raise SaveError(
             f"{save} is not committed: it would replace the {lost[0]} of run {earlier.run}, which "
             f"is pinned or tagged. Save a checkpoint of step {save.step}, or remove the pin: "
@@ -137,11 +137,7 @@ def replace_step(
     keep = manifest.nbytes if recycle else 0
     if kept := clear_replaced_step(save.root, save.step, keep=keep):
         logger.warning(
-            "%s replaced the step of run %d, which is kept in %s because run %d began at step 0",
-            save,
-            earlier.run,
-            kept,
-            save.run,
+            "%s replaced the step of run %d, which is kept in %s", save, earlier.run, kept
         )
 
 
@@ -266,7 +262,7 @@ def _refuse_needed(save: SaveId, earlier: Manifest) -> None:
     newest = [find_newest(save.root, kind) for kind in earlier.kinds]
     base = read_step_state(save.root, begun)
     why = ""
-    if any(pin.step == save.step for pin in list_pins(save.root)):
+    if is_pinned(save.root, save.step):
         why = "is pinned or tagged"
     elif any(lease.step == save.step for lease in list_leases(save.root)):
         why = "is being read"

@@ -204,6 +204,20 @@ def test_a_machine_that_returns_fetches_the_steps_of_a_later_run(
     assert not list((back.root / ".trinity_sync/fetching").iterdir())
 
 
+def test_a_pinned_step_that_a_fetch_replaces_stays_in_quarantine(machine: Make) -> None:
+    first, second = machine("first"), machine("second")
+    old = first.start("one")
+    first.commit(old, 1)
+    second.commit(second.start("two"), 2)
+    first.commit(old, 2, sent=False)  # it had not heard of the other
+    pin(old.root, 2, "paper, table 2")
+    before = read_manifest(old.root, 2)
+    back = first.start("three", load=False)
+    replaced = back.root / ".trinity_sync/quarantine/pinned-of-run-1"
+    assert read_manifest(replaced, 2) == before
+    assert find_newest(back.root).run == 2
+
+
 def test_of_two_trainings_that_write_to_one_remote_the_superseded_one_is_refused(
     machine: Make,
 ) -> None:

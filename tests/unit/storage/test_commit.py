@@ -35,7 +35,8 @@ from trinity_sync.fs.direct_io import RateLimit, digest_cached_file
 from trinity_sync.fs.process import read_process_identity
 from trinity_sync.layout import KINDS, Kind
 from trinity_sync.orchestration.on_node import commit_step
-from trinity_sync.retention.prune import RootSteps
+from trinity_sync.retention.policies import parse_policy
+from trinity_sync.retention.prune import RootSteps, list_prunable_quarantine
 from trinity_sync.retention.removal import describe_steps
 from trinity_sync.snapshot import packed
 from trinity_sync.snapshot.job_identity import open_identity
@@ -867,6 +868,31 @@ def test_a_fresh_run_quarantines_the_steps_that_it_replaces(
     assert torch.equal(again["w"], state(10)["w"])
     require_committed(job.root, 10)
     require_committed(job.root, 20)
+
+
+@pytest.mark.parametrize("resumed", [True, False])
+@pytest.mark.parametrize("name", ["", "best"])
+def test_a_pinned_step_that_a_later_run_replaces_stays_in_quarantine(
+    job: Job, caplog: pytest.LogCaptureFixture, resumed: bool, name: str
+) -> None:
+    open_run(job.root, "first", 0)
+    for step in (30, 40):
+        job.stage(step, {"model": state(step)})
+        job.commit(step)
+    tag(job.root, 40, name) if name else pin(job.root, 40, "paper, table 2")
+    open_run(job.root, "second", 30 * resumed, resumed_run=int(resumed))
+    job.stage(40, {"model": state(-40)}, run=2)
+    job.commit(40, run=2)
+    replaced = job.root / ".trinity_sync/quarantine/pinned-of-run-1/global_step_40"
+    assert str(replaced) in caplog.text
+    assert list_prunable_quarantine(job.root, parse_policy("newer=1s"), now=4e9) == []
+    for run, value in ((2, -40), (1, 40)):
+        assert require_committed(job.root, 40).run == run
+        again = torch.load(folder(job, 40) / "actor/model_world_size_1_rank_0.pt")
+        assert torch.equal(again["w"], state(value)["w"])
+        if run == 2:
+            folder(job, 40).rename(job.root / "by the second run")
+            replaced.rename(folder(job, 40))  # as if by hand, to have it back
 
 
 def test_an_interrupted_quarantine_of_a_step_is_finished_later(job: Job) -> None:
