@@ -189,8 +189,9 @@ def _await_step(
 ) -> None:
     """Wait until a step is committed and not superseded.
 
-    ``saves`` are run and kind of what must be in the step; empty for any. ``deadline`` is by
-    `time.monotonic`, and ``timeout_s`` for the error. ``line`` tells how far the writes are.
+    A superseded step is waited for while a run lives that may save it again. ``saves`` are run and
+    kind of what must be in the step; empty for any. ``deadline`` is by `time.monotonic`, and
+    ``timeout_s`` for the error. ``line`` tells how far the writes are.
 
     Raises:
         SaveFailedError: Its save failed, or was superseded.
@@ -200,6 +201,7 @@ def _await_step(
     from trinity_sync.cli.saves import QUICK_S
     from trinity_sync.fs.atomic import revalidate_folder
     from trinity_sync.orchestration.quantities import describe_progress
+    from trinity_sync.orchestration.report.collect import is_running
     from trinity_sync.orchestration.report.steps import read_progress
     from trinity_sync.storage.discovery import read_step_state
 
@@ -235,6 +237,9 @@ def _await_step(
             crashed_since = (crashed_since or now) if crashed else None
             if save and (crashed_since is None or now - crashed_since > CRASH_GRACE_S):
                 _require_not_failed(root, save)
+            saved_later = save and manifest and save.run > manifest.run
+            if found.error and manifest and not saved_later and not is_running(root):
+                raise found.error  # nothing saves the superseded step again
         time.sleep(max(min(LOOK_S, deadline - time.monotonic()), 0.0))
 
 

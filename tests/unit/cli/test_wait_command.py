@@ -1,6 +1,7 @@
 """The command that waits for saves, against a Prefect server of a few lines."""
 
 import json
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 from tests.support.steps import commit_files
 from trinity_sync.cli.commands import app
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.storage.runs import open_run
+from trinity_sync.storage.runs import hold_run, open_run
 
 
 def flow_run(step: int, run: int, kind: str, state: str, attempt: int = 1) -> dict[str, Any]:
@@ -87,10 +88,15 @@ def test_a_superseded_step_that_is_saved_again_is_waited_for(root: Path) -> None
 
 
 def test_a_step_that_stays_superseded_is_not_committed(root: Path) -> None:
+    superseded = "step 40 of run 1 in .* is superseded: run 2 resumed from step 20"
     with serve(lambda _: [flow_run(40, 1, "checkpoint", "COMPLETED")]) as url:
-        late = wait(root, url, 40, "--timeout", 0.5)
-    assert (late.exit_code, "step 40 of run 1" in late.stderr) == (1, True)
-    assert "is superseded: run 2 resumed from step 20" in late.stderr
+        with hold_run(root, 2):
+            late = wait(root, url, 40, "--timeout", 0.5)
+        assert (late.exit_code, "not committed after 0.5 s" in late.stderr) == (1, True)
+        done = wait(root, url, 40, "--timeout", 600)
+        assert (done.exit_code, "not committed after" in done.stderr) == (1, False)
+    for each in (late, done):
+        assert re.search(superseded, each.stderr)
     with serve(lambda _: [flow_run(40, 2, "checkpoint", "FAILED")]) as url:
         failed = wait(root, url, 40, "--timeout", 60)
     assert (failed.exit_code, "the save of step 40" in failed.stderr) == (1, True)

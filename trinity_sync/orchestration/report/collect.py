@@ -83,7 +83,7 @@ def collect_report(settings: Settings, root: Path) -> JobReport:
         root=str(root),
         job=job_id(root),
         created_at=now,
-        health=judge_health(saves, steps, failures, in_flight, now, is_running=_is_running(root)),
+        health=judge_health(saves, steps, failures, in_flight, now, is_running=is_running(root)),
         steps=steps,
         saves=saves,
         removals=tuple(read_removals(root)),
@@ -132,7 +132,7 @@ def _read_job_settings(root: Path) -> JobSettings:
         return JobSettings(keep="all", keep_weights="all", keep_quarantine="all")
 
 
-def _is_running(root: Path) -> bool:
+def is_running(root: Path) -> bool:
     """Return whether a process of the newest run lives, or that is not known."""
     try:
         return find_living_run(root, "") is not None
