@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from trinity_sync.client.prefect_api import FlowRun
     from trinity_sync.storage.runs import Run
+    from trinity_sync.storage.write_progress import WriteProgress
 
 T = TypeVar("T")
 MAX_ROWS = 20
@@ -191,31 +192,34 @@ def _read_rows(root: Path, steps: list[int], saves: dict[int, "FlowRun"]) -> lis
     progress = {step: read_progress(settings, root, save) for step, save in saves.items()}
     runs = list_known_runs(root)
     return [
-        replace(_add_save(row, saves.get(row.step), runs), progress=progress.get(row.step))
+        each
         for row in read_steps(root, steps, runs)
         # otherwise committed or removed between the two looks
         if row.step in saves or row.run is not None or step_folder(root, row.step).is_dir()
+        for each in _add_save(row, saves.get(row.step), progress.get(row.step), runs)
     ]
 
 
-def _add_save(row: StepRow, save: "FlowRun | None", runs: "Sequence[Run]") -> StepRow:
-    """Return the row of a newer save of the step, if there is one."""
+def _add_save(
+    row: StepRow, save: "FlowRun | None", progress: "WriteProgress | None", runs: "Sequence[Run]"
+) -> list[StepRow]:
+    """Return the row of a step, if it is committed, and that of a newer save, if there is one."""
     from trinity_sync.cli.saves import describe_status
     from trinity_sync.layout import KINDS
 
     if save is None or save.run <= (row.run or 0):
-        return row
-    return StepRow(
-        row.step,
-        describe_status(save, runs),
-        save.state.message,
+        return [replace(row, progress=progress)]
+    committed = row.status != "not committed"
+    newer = replace(
+        StepRow(row.step, "") if committed else row,
+        status=describe_status(save, runs),
+        reason=save.state.message,
         run=save.run,
         kinds=tuple(kind for kind in KINDS if kind == save.kind),
-        latest_of=row.latest_of,
-        tags=row.tags,
-        in_use=row.in_use,
         urls=(save.page,) if save.page else (),
+        progress=progress,
     )
+    return [row, newer] if committed else [newer]
 
 
 def _list_remote(url: str) -> list[StepRow]:

@@ -16,6 +16,7 @@ from trinity_sync.client.journal import append
 from trinity_sync.fs.direct_io import CHUNK, IN_FLIGHT, RateLimit
 from trinity_sync.storage.block_reuse import remove_folder
 from trinity_sync.storage.persist import WriteOptions, persist
+from trinity_sync.storage.pins import tag
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.save import mark_failed
 
@@ -92,6 +93,19 @@ def test_ls_tells_how_far_the_writes_of_a_save_are(job: Job, over_a_spare_file: 
     assert re.search(r"\d+ % of 100.7 MB, [\d.]+ \w?B/s", text)
     (row,) = rows_of(run(job, "ls", job.root, "-o", "json"), "steps")
     assert row["progress"]["written_bytes"] > (IN_FLIGHT + 2) * CHUNK  # all of the model
+
+
+def test_ls_shows_a_committed_step_next_to_the_save_that_failed_to_replace_it(saves: Job) -> None:
+    open_run(saves.root, "first", 0)
+    open_run(saves.root, "second", 5)
+    tag(saves.root, 10, "best")
+    saves.stage(10, {"model": {"w": torch.zeros(4)}}, run=2)
+    mark_failed(saves.spool, saves.save(10, run=2), "no space left on device")
+    rows = rows_of(run(saves, "ls", saves.root, "-o", "json"), "steps")
+    assert [(row["run"], row["status"], row["tags"]) for row in rows if row["step"] == 10] == [
+        (2, "failed", []),
+        (1, "superseded", ["best"]),
+    ]
 
 
 def test_wait_ends_with_the_reason_of_a_failed_save(saves: Job) -> None:
