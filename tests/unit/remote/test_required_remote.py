@@ -455,7 +455,7 @@ def test_a_training_does_not_begin_without_its_required_remote(
 ) -> None:
     settings = Settings(spool=spool_folder)
     job = {"remote": "s3://no-such-bucket/{job}", "remote_required": True}
-    with pytest.raises(RemoteError, match=r"cannot write .* s3://no-such-bucket/ckpts-"):
+    with pytest.raises(RemoteError, match=r"cannot write .* s3://no-such-bucket/.*ckpts-"):
         CheckpointCoordinator(tmp_path / "ckpts", job=job, settings=settings)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
