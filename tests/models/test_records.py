@@ -366,7 +366,7 @@ def test_an_iteration_file_that_names_no_step_names_none(job: Job, text: str) ->
 
 
 def test_a_metric_that_no_float_holds_is_refused_and_nan_is_kept(job: Job) -> None:
-    log = MetricsLog(job.root, lambda step: 1, lambda: True)
+    log = MetricsLog(job.root, lambda step: 1)
     with pytest.raises(ConfigError, match="is not a number"):
         log.record(4, {"reward": 10**400})
     log.record(4, {"loss": float("inf"), "reward": float("nan")})
@@ -380,3 +380,4 @@ def test_metrics_that_come_late_from_an_earlier_run_leave_those_of_the_later_one
     write_metrics(job.root, 2, 4, {"reward": 5.0})
     write_metrics(job.root, 1, 4, {"reward": 9.0})
     assert read_metrics(job.root, 2, 4) == {"reward": 5.0}
+    assert read_metrics(job.root, 1, 4) == {"reward": 9.0}

@@ -202,7 +202,7 @@ class CheckpointCoordinator:
             check_overlap=self.settings.overlap == "check",
         )
         self._callables = CallableSaver(self.root, self.spool)
-        self._metrics = MetricsLog(self.root, self._run.find_run_of_metrics, self._run.has_begun)
+        self._metrics = MetricsLog(self.root, self._run.find_run_of_metrics)
         self._preemption = Preemption(self.settings.save_by)
         self._began: float | None = None
         """When `save_dcp`, which calls `save`, was called (`time.perf_counter`)."""
@@ -581,7 +581,7 @@ class CheckpointCoordinator:
             replicas=replicas,
             again=self._run.require_next_step(step, role, kind),
         )
-        self._metrics.record_early()
+        self._metrics.flush()
         self._submitter.prepare(role)
         attached = None
         self._states.wait_staged()  # which may still fail and leave its attachments
@@ -746,8 +746,9 @@ class CheckpointCoordinator:
         """Record metrics of a step, for policies such as ``best=2:reward:max``.
 
         Any rank may call it, before or after the step's commit; later calls add to the step's
-        metrics. A thread writes them to a small file, and logs an error if it cannot. They count
-        for the run that commits the step.
+        metrics. A thread writes them to a small file once the run has begun, and logs an error if
+        it cannot. They count for this run, and for the step that it resumed from; an evaluation
+        calls `Checkpoints.record_metrics`.
 
         Args:
             step: training step.

@@ -223,16 +223,19 @@ class RunContext:
                 "again; or choose another root."
             ) from error
 
-    def find_run_of_metrics(self, step: int) -> int:
-        """Return the number of the run whose step metrics are of.
+    def find_run_of_metrics(self, step: int) -> int | None:
+        """Return the number of the run whose step metrics are of; None before this run has begun.
 
-        It is this run if it has begun and makes the step, otherwise as `find_run_of_step` says.
+        It is this run if it makes the step, otherwise as `find_run_of_step` says.
 
         Raises:
             CommitError, FormatError: as `list_runs`.
         """
-        if self._run and (step > self._run.resumed_from or not self._run.resumed_from):
-            return self._run.number
+        run = self._run or find_newest_run(self._root)
+        if run is None or run.key != self._key:
+            return None
+        if step > run.resumed_from or not run.resumed_from:
+            return run.number
         return find_run_of_step(self._root, step)
 
     def notice_later_runs(self) -> None:

@@ -150,7 +150,7 @@ def _load(content: bytes, kind: type[T]) -> T:
         try:
             return msgspec.json.decode(content, type=kind)
         except msgspec.DecodeError:  # also of NaN, as in metrics, and of lone surrogates
-            return msgspec.convert(json.loads(content), kind)
+            return msgspec.convert(json.loads(content), kind, str_keys=True)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 

@@ -97,7 +97,7 @@ def prune(
     largest = max((each.nbytes for each in plan.newest.values()), default=0)
     _empty_trash(Path(root), keep=largest if can_reuse_blocks(root, recycle) else 0)
     for each in done.removed:
-        remove_metrics(root, each.step)
+        remove_metrics(root, each.step, each.run)
         remove_export_files(root, each.step)
     return replace(done, quarantine=tuple(quarantine))
 

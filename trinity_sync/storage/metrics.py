@@ -1,11 +1,13 @@
 """Metrics of a step: ``root/.trinity_sync/metrics/{step}.json``, read by retention.
 
 They are a file of their own, because an evaluation may end before the commit of the step or long
-after it. They count for one run: that which committed the step, or will.
+after it. The file has the metrics of each run by themselves: those of the run that committed the
+step count, whatever a run records that never commits it.
 """
 
 import logging
 import re
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,27 +32,23 @@ WRITE_S = 60.0
 class _Recorded(Record):
     """Content of the file of a step."""
 
-    run: Count
-    metrics: dict[str, float]
+    runs: dict[Count, dict[str, float]]
+    """The metrics that each run recorded, by its number."""
 
 
 class MetricsLog:
     """Writes the metrics of a process in a background thread.
 
-    ``find_run`` returns the run whose step metrics are of, see `find_run_of_step`. What was
-    recorded before ``has_begun`` returns True, for the process's run, is recorded again afterwards:
-    it may be of a step that this run makes.
+    ``find_run`` returns the run whose step metrics are of; None until the process's run has begun,
+    and what is recorded waits for that.
     """
 
-    def __init__(
-        self, root: Path, find_run: Callable[[int], int], has_begun: Callable[[], bool]
-    ) -> None:
+    def __init__(self, root: Path, find_run: Callable[[int], int | None]) -> None:
         self._root = root
         self._find_run = find_run
-        self._has_begun = has_begun
         self._writer: ThreadPoolExecutor | None = None
         self._limit_s = WRITE_S
-        self._early: list[tuple[int, Mapping[str, float]]] = []
+        self._recorded: deque[tuple[int, Mapping[str, float]]] = deque()
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Submit metrics to be written; see `CheckpointCoordinator.record_metrics`.
@@ -58,43 +56,50 @@ class MetricsLog:
         Raises:
             ConfigError: as `check_metrics`.
         """
-        numbers = check_metrics(step, metrics)
-        self.record_early()
-        if not self._has_begun():
-            self._early.append((step, numbers))
-        self._submit(step, numbers)
+        self._recorded.append((step, check_metrics(step, metrics)))
+        self.flush()
 
-    def record_early(self) -> None:
-        """Record again what was recorded before the run began, once it has."""
-        if self._early and self._has_begun():
-            early, self._early = self._early, []
-            for step, numbers in early:
-                self._submit(step, numbers)
+    def flush(self) -> None:
+        """Submit what waits for the run to begin."""
+        if self._recorded:
+            self._writer = self._writer or ThreadPoolExecutor(1, "metrics")
+            self._writer.submit(self._write)
 
     def close(self) -> None:
         """Wait for metrics that are being written."""
-        self.record_early()
+        self.flush()
         if self._writer:
             self._writer.shutdown()
+        if self._recorded:
+            logger.warning(
+                "metrics of steps %s are not recorded: this process has begun no run of %s whose "
+                "steps they could be. To record those of a committed step, call "
+                "Checkpoints.record_metrics or trinity-sync metrics",
+                sorted({step for step, _ in self._recorded}),
+                self._root,
+            )
+            self._recorded.clear()
 
-    def _submit(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._writer = self._writer or ThreadPoolExecutor(1, "metrics")
-        self._writer.submit(self._write, step, numbers)
-
-    def _write(self, step: int, metrics: Mapping[str, float]) -> None:
-        try:
-            write_metrics(self._root, self._find_run(step), step, metrics, limit_s=self._limit_s)
-            self._limit_s = WRITE_S
-        except (OSError, TrinitySyncError) as error:
-            if isinstance(error, LockTimeoutError):
-                self._limit_s = 0.0  # metrics in the queue do not wait as long each
-            logger.warning("metrics of step %d are not recorded: %s", step, error)
+    def _write(self) -> None:
+        while self._recorded:
+            step, metrics = self._recorded[0]
+            try:
+                run = self._find_run(step)
+                if run is None:
+                    return
+                write_metrics(self._root, run, step, metrics, limit_s=self._limit_s)
+                self._limit_s = WRITE_S
+            except (OSError, TrinitySyncError) as error:
+                if isinstance(error, LockTimeoutError):
+                    self._limit_s = 0.0  # metrics in the queue do not wait as long each
+                logger.warning("metrics of step %d are not recorded: %s", step, error)
+            self._recorded.popleft()
 
 
 def check_metrics(step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return metrics as numbers by name.
 
-    Infinities and NaN stay as they are: policies count NaN as the worst value.
+    Infinities and NaN stay as they are: policies count them as the worst values.
 
     Raises:
         ConfigError: a name cannot be used in a retention policy, or a value is not a number.
@@ -131,28 +136,25 @@ def write_metrics(
     *,
     limit_s: float = WRITE_S,
 ) -> None:
-    """Add to the metrics of a step; replace those of an earlier run, keep those of a later run.
+    """Add to the metrics that a run recorded for a step.
 
     Raises:
         LockTimeoutError: other processes have held the lock for ``limit_s``.
     """
     path = _file(root, step)
     with acquire_file_lock(path.parent / "lock", limit_s=limit_s):
-        before = read_record(_Recorded, path, read_uncached)
-        if before and before.run > run:
-            return
-        known = before.metrics if before and before.run == run else {}
-        replace_file(path, encode_record(_Recorded(run, {**known, **metrics})))
+        runs = _read(path)
+        runs[run] = {**runs.get(run, {}), **metrics}
+        replace_file(path, encode_record(_Recorded(runs)))
 
 
 def read_metrics(root: str | Path, run: int, step: int) -> dict[str, float]:
     """Return the metrics that a run recorded for a step; none if the file is missing or torn."""
-    found = read_record(_Recorded, _file(root, step), read_uncached)
-    return found.metrics if found and found.run == run else {}
+    return _read(_file(root, step)).get(run, {})
 
 
 def copy_metrics(root: str | Path, step: int, run: int, to: int) -> None:
-    """Make the metrics that a run recorded for a step those of the later run ``to``.
+    """Add the metrics that a run recorded for a step to those of the later run ``to``.
 
     Raises:
         LockTimeoutError: as `write_metrics`.
@@ -161,14 +163,33 @@ def copy_metrics(root: str | Path, step: int, run: int, to: int) -> None:
     if not path.exists():
         return
     with acquire_file_lock(path.parent / "lock", limit_s=WRITE_S):
-        found = read_record(_Recorded, path, read_uncached)
-        if found and found.run == run:
-            replace_file(path, encode_record(_Recorded(to, found.metrics)))
+        runs = _read(path)
+        if metrics := runs.get(run):
+            runs[to] = {**metrics, **runs.get(to, {})}
+            replace_file(path, encode_record(_Recorded(runs)))
 
 
-def remove_metrics(root: str | Path, step: int) -> None:
-    """Remove the metrics of a removed step."""
-    _file(root, step).unlink(missing_ok=True)
+def remove_metrics(root: str | Path, step: int, run: int) -> None:
+    """Remove the metrics of a run's removed step, and those of earlier runs.
+
+    Raises:
+        LockTimeoutError: as `write_metrics`.
+    """
+    path = _file(root, step)
+    if not path.exists():
+        return
+    with acquire_file_lock(path.parent / "lock", limit_s=WRITE_S):
+        later = {number: kept for number, kept in _read(path).items() if number > run}
+        if later:
+            replace_file(path, encode_record(_Recorded(later)))
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> dict[int, dict[str, float]]:
+    """Return the metrics of a file by run; none if the file is missing or torn."""
+    found = read_record(_Recorded, path, read_uncached)
+    return found.runs if found else {}
 
 
 def _file(root: str | Path, step: int) -> Path:

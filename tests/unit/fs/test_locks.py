@@ -389,14 +389,14 @@ def test_a_training_ends_although_the_metrics_cannot_be_written(
     job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(metrics, "WRITE_S", 0.05)
-    log = MetricsLog(job.root, lambda step: 1, lambda: True)
+    log = MetricsLog(job.root, lambda step: 1)
     with running(HOLD, job.root / ".trinity_sync/metrics/lock") as hangs:
         for step in range(100):
             log.record(step, {"loss": 1.0})
         log.close()
         assert len(caplog.messages) == 100
         assert f"process {hangs.pid} " in caplog.text
-    log = MetricsLog(job.root, lambda step: 1, lambda: True)
+    log = MetricsLog(job.root, lambda step: 1)
     log.record(7, {"loss": 2.0})
     log.close()
     assert read_metrics(job.root, 1, 7) == {"loss": 2.0}

@@ -33,7 +33,7 @@ from trinity_sync.storage.export_requests import EXPORT_HOLDS_S, fail_export_req
 from trinity_sync.storage.job_settings import write_job_settings
 from trinity_sync.storage.latest_pointer import advance_latest_pointer, read_latest_pointer
 from trinity_sync.storage.manifest import FileRecord, read_manifest, write_manifest
-from trinity_sync.storage.metrics import read_metrics, write_metrics
+from trinity_sync.storage.metrics import read_metrics, remove_metrics, write_metrics
 from trinity_sync.storage.pins import pin
 from trinity_sync.storage.quarantine import quarantine_folder, rewind
 from trinity_sync.storage.runs import open_run
@@ -563,13 +563,30 @@ def test_planning_looks_at_nothing_but_what_it_is_given() -> None:
     assert numbers(list(made.removed)) == [0, 1, 2]
 
 
-def test_metrics_of_two_calls_add_up_and_those_of_another_run_do_not_count(root: Path) -> None:
+def test_metrics_of_two_calls_add_up_and_those_of_another_run_stand_by_themselves(
+    root: Path,
+) -> None:
     write_metrics(root, 1, 4, {"reward": 1.0, "loss": 3.0})
     write_metrics(root, 1, 4, {"reward": 2.0})
     assert read_metrics(root, 1, 4) == {"reward": 2.0, "loss": 3.0}
     write_metrics(root, 2, 4, {"reward": 5.0})
-    assert read_metrics(root, 1, 4) == {}
+    assert read_metrics(root, 1, 4) == {"reward": 2.0, "loss": 3.0}
     assert read_metrics(root, 2, 4) == {"reward": 5.0}
+
+
+def test_the_removal_of_a_step_leaves_the_metrics_that_a_later_run_recorded_for_it(
+    root: Path,
+) -> None:
+    commit_files(root, 4)
+    commit_files(root, 5)
+    write_metrics(root, 1, 4, {"reward": 1.0})
+    write_metrics(root, 2, 4, {"reward": float("nan"), "loss": 2.0})
+    prune(root, "last=1")
+    assert steps_on_disk(root) == [5]
+    assert read_metrics(root, 1, 4) == {}
+    assert read_metrics(root, 2, 4)["loss"] == 2.0
+    remove_metrics(root, 4, 2)
+    assert not list((root / ".trinity_sync/metrics").glob("*.json"))
 
 
 def test_the_best_checkpoint_stays(root: Path) -> None:
@@ -586,7 +603,7 @@ def test_a_training_records_metrics_before_and_after_the_commit(job: Job) -> Non
     settings = Settings(spool=job.spool.folder.parent, home=job.root.parent / "home")
     saves = CheckpointCoordinator(job.root, settings=settings)
     saves.record_metrics(4, {"reward": torch.tensor(0.25)})
-    job.stage(4, {"model": {"w": torch.zeros(3)}})
+    saves.save(4, {"model": {"w": torch.zeros(3)}})
     job.commit(4)
     saves.record_metrics(4, {"loss": 2})
     with pytest.raises(ConfigError, match="cannot be used in a retention policy"):

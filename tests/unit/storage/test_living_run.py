@@ -15,9 +15,13 @@ import torch
 from tests.support.job import Job
 from tests.support.waiting import until
 from tests.unit.conftest import Open
-from trinity_sync import CheckpointCoordinator
+from trinity_sync import CheckpointCoordinator, Checkpoints
 from trinity_sync.client import commit_watcher
 from trinity_sync.errors import MissingShardsError, RootInUseError, SupersededError
+from trinity_sync.layout import steps_on_disk
+from trinity_sync.retention.policies import ALL, parse_policy
+from trinity_sync.retention.prune import plan_prune, prune
+from trinity_sync.retention.removal import Rules
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.storage import runs
 from trinity_sync.storage.metrics import read_metrics
@@ -342,11 +346,11 @@ def test_metrics_that_another_process_records_count_for_the_run_of_their_step(
 ) -> None:
     training = coordinator_of(run_key="first")
     training.save(30, MODEL)
-    evaluation = coordinator_of(run_key="second")
-    evaluation.record_metrics(30, {"reward": 0.9})
+    driver = coordinator_of(run_key="first")  # of the same start; it saves nothing itself
+    driver.record_metrics(30, {"reward": 0.9})
+    driver.close()
     job.commit(30)
-    evaluation.record_metrics(30, {"length": 7})
-    evaluation.close()
+    Checkpoints(job.root).record_metrics(30, {"length": 7})
     assert read_metrics(job.root, 1, 30) == {"reward": 0.9, "length": 7}
 
 
@@ -375,9 +379,36 @@ def test_metrics_that_a_training_records_before_its_first_save_count_for_its_run
     job.commit(10)
     second = coordinator_of(run_key="second")
     second.record_metrics(10, {"reward": 0.2})  # it loads nothing
-    until(lambda: read_metrics(job.root, 1, 10) == {"reward": 0.2}, "what is recorded at once")
     second.save(10, MODEL)
-    until(lambda: read_metrics(job.root, 2, 10) == {"reward": 0.2}, "what is recorded again")
+    until(lambda: read_metrics(job.root, 2, 10) == {"reward": 0.2}, "what was recorded early")
+    assert read_metrics(job.root, 1, 10) == {"reward": 0.1}
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_start_that_commits_nothing_leaves_the_metrics_of_the_committed_steps(
+    job: Job, coordinator_of: Open, begins: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = coordinator_of(run_key="first")
+    for step, reward in ((10, 0.2), (20, 0.9), (30, 0.3)):
+        first.record_metrics(step, {"reward": reward})
+        first.save(step, MODEL)
+        job.commit(step)
+    first.close(timeout=0)
+    forgetful = coordinator_of(run_key="second")
+    if begins:
+        forgetful.begin()
+    forgetful.record_metrics(20, {"reward": 0.1})
+    forgetful.close(timeout=0)
+    assert ("metrics of steps [20] are not recorded" in caplog.text) is not begins
+    resumed = coordinator_of(run_key="third")
+    resumed.load(30)
+    resumed.record_metrics(40, {"reward": 0.4})
+    resumed.save(40, MODEL)
+    job.commit(40, run=numbers(job)[-1][0])
+    resumed.close(timeout=0)
+    rules = Rules(parse_policy("last=1,best=1:reward:max"), ALL)
+    prune(job.root, plan_prune(job.root, rules, now=0))
+    assert steps_on_disk(job.root) == [20, 40]
 
 
 def test_nothing_is_awaited_of_a_run_whose_processes_have_ended(

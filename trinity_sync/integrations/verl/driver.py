@@ -153,7 +153,7 @@ def open_metrics(root: Path) -> MetricsLog:
         newest = find_newest_run(root)
         return newest.number if newest else 1
 
-    return MetricsLog(root, find_run, lambda: True)
+    return MetricsLog(root, find_run)
 
 
 def wrap_fit(original: Callable[..., Any]) -> Callable[..., Any]:
