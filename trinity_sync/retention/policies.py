@@ -116,7 +116,7 @@ def _keep_best(
     """Keep the steps with the best values of a metric, and the newer steps without a value.
 
     An evaluation takes time, so steps newer than the last value are kept until they have one. NaN
-    is the worst value.
+    and infinities are never among the best.
     """
     steps = _drop_superseded(steps)
     rated = [each for each in steps if metric in each.metrics]
@@ -127,7 +127,7 @@ def _keep_best(
             f"{known or 'none'}). Record it with coordinator.record_metrics, or correct the "
             "policy; nothing was removed."
         )
-    numbers = [each for each in rated if not math.isnan(each.metrics[metric])]
+    numbers = [each for each in rated if math.isfinite(each.metrics[metric])]
     sign = -1 if mode == "max" else 1
     best = sorted(numbers, key=lambda each: sign * each.metrics[metric])[:count]
     kept = {

@@ -11,7 +11,7 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.retention.policies import parse_policy
 
 HOUR, DAY = 3600, 86400
-REWARDS = {10: 0.1, 20: 0.9, 30: 0.5, 40: math.nan}
+REWARDS = {6: -math.inf, 10: 0.1, 20: 0.9, 30: 0.5, 40: math.nan, 45: math.inf}
 
 
 def kept(policy: str, steps: list, now: float = 0.0) -> list[int]:
