@@ -41,6 +41,10 @@ class TensorChunk:
     sizes: tuple[int, ...]
     stride: tuple[int, ...]
     """In elements, in the image."""
+    is_conj: bool = False
+    """Whether the image has the conjugates of its elements."""
+    is_neg: bool = False
+    """Whether the image has the negatives of its elements."""
 
 
 @dataclass(frozen=True)
@@ -310,7 +314,7 @@ def _outline_flat(
             "ranks shard, and use_orig_params is off"
         )
     start, size = compute_chunk(length, world_size, rank)
-    chunk = TensorChunk(rank, get_byte_offset(value), (start,), (size,), value.stride())
+    chunk = _describe_chunk(rank, value, ShardBox((start,), (size,)))
     return TensorOutline(value.dtype, (length,), chunk if size else None, is_plain=False)
 
 
@@ -334,7 +338,12 @@ def _get_chunk(rank: int, name: str, value: torch.Tensor) -> TensorChunk | None:
         )
     if not local.numel():
         return None
-    return TensorChunk(rank, get_byte_offset(local), box.offsets, box.sizes, local.stride())
+    return _describe_chunk(rank, local, box)
+
+
+def _describe_chunk(rank: int, local: torch.Tensor, box: ShardBox) -> TensorChunk:
+    at, views = get_byte_offset(local), (local.is_conj(), local.is_neg())
+    return TensorChunk(rank, at, box.offsets, box.sizes, local.stride(), *views)
 
 
 def _are_copies(
@@ -355,13 +364,15 @@ def _are_copies(
 def view_chunk(
     dtype: torch.dtype, chunk: TensorChunk, images: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """Return a chunk as a view of its image."""
-    return torch.empty(0, dtype=dtype, device="cpu").set_(
+    """Return a chunk as a view of its image; as a copy if the image has other values."""
+    view = torch.empty(0, dtype=dtype, device="cpu").set_(
         images[chunk.image].untyped_storage(),
         chunk.byte_offset // dtype.itemsize,
         chunk.sizes,
         chunk.stride,
     )
+    view = view.conj_physical() if chunk.is_conj else view
+    return view.neg() if chunk.is_neg else view
 
 
 def _copy_chunks(
@@ -377,6 +388,7 @@ def _copy_chunks(
         source = _narrow(view_chunk(full.dtype, chunk, images), chunk.offsets, begins, sizes)
         into = _narrow(target, box.offsets, begins, sizes)
         plain = into.dtype == source.dtype and into.device.type == "cpu"
+        plain = plain and not (chunk.is_conj or chunk.is_neg or into.is_conj() or into.is_neg())
         if plain and into.is_contiguous() and source.is_contiguous():
             yield into.data_ptr(), source.data_ptr(), source.numel() * source.element_size()
         else:

@@ -3,6 +3,7 @@
 import pickle
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 from tests.support.job import Job
 from tests.unit.conftest import Open
+from trinity_sync import Checkpoints, WeightReader
 from trinity_sync.cli.commands import app
 from trinity_sync.errors import CommitError, ConfigError, SaveError
 from trinity_sync.formats.dcp import from_dcp, to_dcp
@@ -93,6 +95,30 @@ def test_the_optimizer_alone_is_converted(job: Job, trained: Trained, tmp_path: 
     emptied = torch.utils._pytree.tree_map(_emptied, found)
     dcp.load(emptied, checkpoint_id=tmp_path / "out", no_dist=True)
     assert same(emptied["optim"]["state"], found["optim"]["state"])
+
+
+def test_conjugate_and_negative_views_have_the_same_values_everywhere(
+    job: Job, tmp_path: Path
+) -> None:
+    plain = torch.tensor([1 + 2j, 3 - 4j])
+    views = {"plain": plain, "conj": plain.clone().conj(), "neg": plain.clone().conj().imag}
+    commit(job, {"model": views})
+    to_dcp(job.root, STEP, tmp_path / "out")
+
+    def require_loaded(load: Callable[[dict[str, torch.Tensor]], object]) -> None:
+        found = {name: torch.zeros_like(value) for name, value in views.items()}
+        load(found)
+        assert same(found, views)
+        into = {name: torch.zeros_like(plain).conj() for name in ("plain", "conj")}
+        into["neg"] = torch.zeros_like(plain).conj().imag
+        load(into)
+        assert same(into, views)
+
+    require_loaded(lambda to: dcp.load({"model": to}, checkpoint_id=tmp_path / "out", no_dist=True))
+    require_loaded(lambda to: Checkpoints(job.root).load_into(STEP, to))
+    with WeightReader(root=job.root, name="evaluation") as reader:
+        assert same(dict(reader.iter_weights()), views)
+        require_loaded(reader.load_into)
 
 
 def test_pytorchs_own_tool_makes_one_file_of_it(job: Job, trained: Trained, tmp_path: Path) -> None:
