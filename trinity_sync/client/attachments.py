@@ -62,7 +62,8 @@ class Attachments:
         """Attach the files below a folder, which the save of the step reads.
 
         Raises:
-            ConfigError: the name is invalid, the folder is none, or the step was submitted already.
+            ConfigError: the name is invalid, the folder is none, the step was submitted already, or
+                as `list_files`.
         """
         attachment_path(name, self._rank)  # refuses an invalid name
         self._require_before_save(step, name)
@@ -113,7 +114,7 @@ def list_folder(step: int, name: str, folder: Path) -> dict[str, Path]:
     """Return the files below a folder that is saved under a name, by their paths there.
 
     Raises:
-        ConfigError: the folder is none, or otherwise as `require_names`.
+        ConfigError: the folder is none, or otherwise as `list_files` and `require_names`.
     """
     if not folder.is_dir():
         raise ConfigError(f"step {step}: {folder} cannot be saved as {name!r}: it is no folder")

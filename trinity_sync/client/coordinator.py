@@ -680,7 +680,8 @@ class CheckpointCoordinator:
         `save` reads them into shared memory, which takes as long as a read from the page cache, and
         they become ``global_step_{N}/attachments/{name}/...``. They must not change from this call
         until `save` returns, or with ``overlap`` until `wait_staged`; afterwards they may be
-        changed and removed. `restore_folder` gives them back.
+        changed and removed. `restore_folder` gives them back: paths and contents, without empty
+        folders, modes and times. Links are followed.
 
         Args:
             name: name of the folder in the step, as in `attach`.
@@ -688,8 +689,9 @@ class CheckpointCoordinator:
             step: training step.
 
         Raises:
-            ConfigError: the name is invalid, the folder is none, or this step or a later one has
-                been submitted already.
+            ConfigError: the name is invalid, the folder is none, it has anything but files, folders
+                and links to them, a link leads to a folder above it, or this step or a later one
+                has been submitted already.
         """
         self._require_own_process()
         self._attachments.add_folder(check_number("step", step), name, Path(folder))

@@ -69,9 +69,39 @@ class Packed:
 
 
 def list_files(folder: Path) -> dict[str, Path]:
-    """Return the files below a folder by path, in order."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path for path in files}
+    """Return the files below a folder by path, in order; links are followed.
+
+    Raises:
+        ConfigError: a folder cannot be read, a link leads to a folder above it or nowhere, or
+            something is neither a file nor a folder.
+    """
+    return {path.relative_to(folder).as_posix(): path for path in _walk(folder, frozenset())}
+
+
+def _walk(folder: Path, above: frozenset[Path]) -> Iterator[Path]:
+    """Yield the files below a folder that is in the folders ``above``, whose paths are real."""
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be saved: {error.strerror}; pass a folder that can be read"
+        ) from error
+    above |= {folder.resolve()}
+    for path in entries:
+        if path.is_file():
+            yield path
+        elif not path.is_dir():
+            raise ConfigError(
+                f"{path} cannot be saved: it is neither a file nor a folder, nor a link to one; "
+                "remove it, or pass another folder"
+            )
+        elif path.resolve() in above:
+            raise ConfigError(
+                f"{path} cannot be saved: it is a link to a folder that it is in; remove it, or "
+                "pass another folder"
+            )
+        else:
+            yield from _walk(path, above)
 
 
 def read_folder(folder: Path) -> dict[str, bytes]:

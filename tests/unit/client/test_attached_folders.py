@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -211,6 +212,49 @@ def test_a_folder_is_committed_as_it_was_when_save_returned(
     saves.restore_folder(4, "queue", tmp_path / "copy")
     assert files_below(tmp_path / "copy") == files
     assert saves.attachment(4, "a.bin") == b"small"
+
+
+def test_the_files_behind_links_of_a_folder_are_committed(
+    coordinator_of: Open, job: Job, tmp_path: Path
+) -> None:
+    files = {"shared/a.bin": b"a", "shared/below/b": b"b"}
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "queue" / "own").mkdir(parents=True)
+    (tmp_path / "queue" / "one").symlink_to(tmp_path / "shared")
+    (tmp_path / "queue" / "own" / "two").symlink_to("../../shared/below")
+    (tmp_path / "queue" / "b").symlink_to("one/below/b")
+    saves = coordinator_of()
+    saves.attach_folder("queue", tmp_path / "queue", step=4)
+    saves.save(4, MODEL)
+    commit(job, 4)
+    saves.restore_folder(4, "queue", tmp_path / "copy")
+    assert files_below(tmp_path / "copy") == {
+        "one/a.bin": b"a",
+        "one/below/b": b"b",
+        "own/two/b": b"b",
+        "b": b"b",
+    }
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (os.mkfifo, r"below/it cannot be saved: it is neither a file nor a folder"),
+        (lambda path: path.symlink_to("nowhere"), r"below/it cannot be saved: it is neither"),
+        (lambda path: path.symlink_to(".."), r"below/it cannot be saved: it is a link to a folder"),
+        (lambda path: path.symlink_to(path), r"below/it cannot be saved: it is neither"),
+    ],
+    ids=["FIFO", "broken link", "loop", "link to itself"],
+)
+def test_what_no_step_can_have_of_a_folder_is_refused_by_its_name(
+    coordinator_of: Open, tmp_path: Path, make: Callable[[Path], object], reason: str
+) -> None:
+    (tmp_path / "queue" / "below").mkdir(parents=True)
+    make(tmp_path / "queue" / "below" / "it")
+    with pytest.raises(ConfigError, match=reason):
+        coordinator_of().attach_folder("queue", tmp_path / "queue", step=4)
 
 
 @pytest.mark.parametrize("change", ["grow", "shrink", "remove"])
