@@ -20,8 +20,8 @@ from trinity_sync.client import commit_watcher
 from trinity_sync.errors import MissingShardsError, RootInUseError, SupersededError
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.retention.policies import ALL, parse_policy
-from trinity_sync.retention.prune import plan_prune, prune
-from trinity_sync.retention.removal import Rules
+from trinity_sync.retention.prune import RootSteps, plan_prune, prune
+from trinity_sync.retention.removal import Rules, describe_steps
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.storage import runs
 from trinity_sync.storage.metrics import read_metrics
@@ -409,6 +409,8 @@ def test_a_start_that_commits_nothing_leaves_the_metrics_of_the_committed_steps(
     rules = Rules(parse_policy("last=1,best=1:reward:max"), ALL)
     prune(job.root, plan_prune(job.root, rules, now=0))
     assert steps_on_disk(job.root) == [20, 40]
+    # also once the step that it resumed from is gone, the training continues the first run
+    assert [each.superseded_by for each in describe_steps(RootSteps(job.root))] == [0, 0]
 
 
 def test_nothing_is_awaited_of_a_run_whose_processes_have_ended(
