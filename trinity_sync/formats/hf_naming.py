@@ -243,7 +243,8 @@ def find_auto_class(config: Any) -> Any:
     import transformers
     from transformers.models.auto import modeling_auto
 
-    architecture = (getattr(config, "architectures", None) or ["ForCausalLM"])[0]
+    named = getattr(config, "architectures", None)
+    architecture = (named or ["ForCausalLM"])[0]
     for each in vars(modeling_auto).values():
         mapping = getattr(each, "_model_mapping", None) if hasattr(each, "from_config") else None
         names = mapping._model_mapping.get(config.model_type) if mapping else None
@@ -251,6 +252,12 @@ def find_auto_class(config: Any) -> Any:
             return each
     if "ForTokenClassification" in architecture:
         return transformers.AutoModelForTokenClassification
+    if not (named or type(config) in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING):
+        raise ExportError(
+            f"the config.json of the {config.model_type} model does not say which architecture it "
+            "has: set config.architectures = [type(model).__name__] before the config is saved, as "
+            "model.save_pretrained does"
+        )
     if "ForCausalLM" in architecture:
         return transformers.AutoModelForCausalLM
     if "ForConditionalGeneration" in architecture:

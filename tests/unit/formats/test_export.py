@@ -16,14 +16,14 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig, T5Config
 
 from tests.support.job import Job
 from tests.support.meanwhile import when_opened
 from trinity_sync.errors import CommitError, ConfigError, ExportError
 from trinity_sync.formats import safetensors
 from trinity_sync.formats.hf_export import export_step, run_export_request
-from trinity_sync.formats.hf_naming import Naming
+from trinity_sync.formats.hf_naming import Architecture, Naming
 from trinity_sync.formats.safetensors import save_tensors
 from trinity_sync.formats.shard_reader import SavedState
 from trinity_sync.layout import step_folder
@@ -143,6 +143,18 @@ def test_a_step_without_its_models_config_is_told_what_it_lacks_before_it_is_rea
     with pytest.raises(ExportError, match=r"no huggingface/config\.json in the step"):
         export_step(job.root, 1, on_progress=lambda nbytes, _: read.append(nbytes))
     assert read == []
+
+
+def test_a_config_that_names_no_architecture_of_a_model_with_several_is_told_what_it_lacks(
+    tmp_path: Path,
+) -> None:
+    config = T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=17)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ExportError, match=r"t5 model does not say.*set config\.architectures"):
+        Architecture(tmp_path)
+    config.architectures = ["T5ForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    assert type(Architecture(tmp_path).shell).__name__ == "T5ForConditionalGeneration"
 
 
 def test_an_export_into_the_step_joins_its_manifest(job: Job, commit: Commit) -> None:
