@@ -141,6 +141,11 @@ def shard_file(component: str, world_size: int, rank: int) -> str:
     return f"{component}_world_size_{world_size}_rank_{rank}.pt"
 
 
+def is_shard_file(path: str) -> bool:
+    """Return whether a path below a role's folder is one that `shard_file` may return."""
+    return re.fullmatch(r"[^/]+_world_size_\d+_rank_\d+\.pt", path) is not None
+
+
 def steps_on_disk(root: str | Path) -> list[int]:
     """Return the steps with a folder (or a link to one) in a root, committed or not, in order."""
     try:

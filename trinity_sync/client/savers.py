@@ -21,7 +21,7 @@ from typing import Any
 
 from trinity_sync.errors import ConfigError, ImageError, SaveTimeoutError, TrinitySyncError
 from trinity_sync.fs.process import call_held_handlers, hold_handlers
-from trinity_sync.layout import FOLDERS, SERVES_AS, Component, Kind, step_folder
+from trinity_sync.layout import FOLDERS, SERVES_AS, Component, Kind, is_shard_file, step_folder
 from trinity_sync.snapshot.image import LaidOut
 from trinity_sync.snapshot.packed import Packed, pack, read_folder
 from trinity_sync.snapshot.save_id import Origin, SaveId
@@ -285,6 +285,12 @@ class StateSaver:
         before, packed = self._packed
         if packed is None or packed.files or before != given:
             files = read_folder(given) if isinstance(given, Path) else given
+            for name in files:
+                if is_shard_file(name) or is_own_file(f"role/{name}"):
+                    raise ConfigError(
+                        f"metadata {name!r} cannot be saved: it is a name that trinity_sync uses "
+                        "itself; save that file under another name"
+                    )
             packed = pack(files) if files else None
             self._packed = given, packed
         return packed

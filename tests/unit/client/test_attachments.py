@@ -153,6 +153,9 @@ def test_metadata_that_no_file_can_have_the_name_of_is_refused_at_the_call(
     for name in ("../x", "/x", "", "x" * 201, "a/" + "é" * 101, "\udcff"):
         with pytest.raises(ConfigError, match="pass a path below the folder"):
             saves.save(4, MODEL, metadata={name: b"x"})
+    for name in ("model_world_size_1_rank_0.pt", "below/x.tmp"):
+        with pytest.raises(ConfigError, match="a name that trinity_sync uses itself"):
+            saves.save(4, MODEL, metadata={name: b"x"})
     longest = "a/" + "x" * 200
     saves.save(4, MODEL, metadata={longest: b"x"})
     job.commit(4, "model", "metadata")
