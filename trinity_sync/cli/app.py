@@ -30,6 +30,7 @@ from trinity_sync.errors import (
     RemoteError,
     TrinitySyncError,
 )
+from trinity_sync.fs.atomic import UNWRITABLE
 from trinity_sync.layout import PRIVATE_FOLDER, refuse_url, step_of_folder
 from trinity_sync.stack import list_missing_packages
 
@@ -385,6 +386,12 @@ def resolve_step_argument(root: Path, step: str) -> int:
 
 def print_error(error: BaseException, *, as_json: bool) -> None:
     """Print an error and its hint to stderr."""
+    if isinstance(error, OSError) and error.errno in UNWRITABLE and error.filename:
+        error = with_hint(
+            ConfigError(f"{error.filename} cannot be opened: {error.strerror}"),
+            "run the command as a user who may write there, or change the owner or mode of the "
+            "root, or mount it for writing",
+        )
     kind = type(error).__name__
     if isinstance(error, ClickException):
         message = error.format_message().replace("Value error, ", "")  # type: ignore[attr-defined]

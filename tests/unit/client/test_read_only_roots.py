@@ -147,6 +147,22 @@ def test_commands_that_read_write_nothing(
     assert done.exit_code == 0, done.output
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [("prune", "--keep", "last=1", "--yes"), ("rewind", "1", "--yes"), ("pin", "1")],
+    ids=" ".join,
+)
+def test_commands_that_write_say_what_to_do(
+    root: Path, tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    done = CliRunner().invoke(
+        app, ["-C", str(root), *arguments], env={"TRINITY_SYNC_HOME": str(tmp_path / "home")}
+    )
+    assert done.exit_code == 1, done.output
+    assert f"error: {root}/.trinity_sync/" in done.stderr
+    assert "hint: run the command as a user who may write there" in done.stderr
+
+
 def test_a_corrupted_step_is_reported_although_it_cannot_be_marked(
     job: Job, read_only: Make, tmp_path: Path
 ) -> None:
