@@ -81,7 +81,7 @@ class Attachments:
                 f"step {step}: the files in {folder} cannot be attached, since a commit moves them "
                 f"from {attaching} only; write them to {attaching}/NAME/{step_folder('', step)}"
             )
-        self._links[step] = list_files(folder)
+        self._links[step] = list_files(folder) if folder.exists() else {}
 
     def take(self, step: int, role: str) -> Packed | None:
         """Return all attachments of a step, packed; afterwards the step accepts no more.
