@@ -789,6 +789,7 @@ class CheckpointCoordinator:
         self._require_own_process()
         self._run.require_not_superseded(check_number("step", step))
         origin = self._submitter.origin(check_number("step", step), role, "state_dict")
+        self._metrics.flush()
         return self._states.upload(origin, collect)
 
     # ------------------------------------------------------------ outcomes
@@ -1058,9 +1059,11 @@ class CheckpointCoordinator:
         self._require_own_process()
         step, name = check_number("step", step), check_name("name of a save", name)
         self._run.require_not_superseded(step)
+        run = self._run.get().number
+        self._metrics.flush()
         return CallableStatus(
             name=name,
-            run=self._run.get().number,
+            run=run,
             step=step,
             kind=_kind(is_state_dict),
             rank=self.rank,

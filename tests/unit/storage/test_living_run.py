@@ -370,8 +370,17 @@ def test_metrics_of_a_resumed_training_count_for_the_run_that_makes_the_step(
     assert read_metrics(job.root, 2, 60) == {"reward": 0.6}
 
 
+@pytest.mark.parametrize(
+    "begin",
+    [
+        lambda saves: saves.save(10, MODEL),
+        lambda saves: saves.upload(10, lambda: MODEL["model"]),
+        lambda saves: saves.save_sync(lambda: None, 20),
+    ],
+    ids=["save", "upload", "save_sync"],
+)
 def test_metrics_that_a_training_records_before_its_first_save_count_for_its_run(
-    job: Job, coordinator_of: Open
+    job: Job, coordinator_of: Open, begin: Callable[[CheckpointCoordinator], object]
 ) -> None:
     first = coordinator_of(run_key="first")
     first.record_metrics(10, {"reward": 0.1})
@@ -379,7 +388,7 @@ def test_metrics_that_a_training_records_before_its_first_save_count_for_its_run
     job.commit(10)
     second = coordinator_of(run_key="second")
     second.record_metrics(10, {"reward": 0.2})  # it loads nothing
-    second.save(10, MODEL)
+    begin(second)
     until(lambda: read_metrics(job.root, 2, 10) == {"reward": 0.2}, "what was recorded early")
     assert read_metrics(job.root, 1, 10) == {"reward": 0.1}
 
