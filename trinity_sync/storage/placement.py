@@ -125,7 +125,7 @@ def await_node_shards(save: SaveId, *, rank_timeout_s: float) -> list[NodeShards
 
     Raises:
         MissingShardsError: a role has not written its placement within ``rank_timeout_s``.
-        SaveError: the root is missing, or another job is there.
+        SaveError: the root is missing, or another job or an earlier state of this one is there.
         CommitError: as `read_placement`.
         FormatError: the root is of another release.
     """
@@ -147,6 +147,7 @@ def await_node_shards(save: SaveId, *, rank_timeout_s: float) -> list[NodeShards
                     "unaffected."
                 )
             time.sleep(next(pauses))
+            refuse_other_job(save)
         for place in places:
             nodes[place.node, place.spool][role] = place.ranks
     return [NodeShards(*where, ranks) for where, ranks in nodes.items()]

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Protocol
 
 from trinity_sync.errors import CommitError, RootInUseError, SaveError, SupersededError
-from trinity_sync.fs.atomic import list_uncached, make_folder, replace_file
+from trinity_sync.fs.atomic import list_uncached, make_folder, replace_file, revalidate_folder
 from trinity_sync.fs.locks import (
     acquire_file_lock,
     create_file,
@@ -169,10 +169,7 @@ def refuse_superseded(root: str | Path, run: int, run_key: str, step: int) -> No
     """
     runs = list_runs(root)
     if run_key and (run, run_key) not in {(each.number, each.key) for each in runs}:
-        raise SupersededError(
-            f"step {step} of run {run} in {root} is superseded: the root was removed and "
-            "recreated since it was submitted. No action is needed."
-        )
+        raise _explain_unknown(root, run, step)
     if later := find_superseding_run(runs, run, step):
         raise explain_superseded(root, run, step, later)
 
@@ -186,16 +183,29 @@ def explain_superseded(root: str | Path, run: int, step: int, later: Run) -> Sup
     )
 
 
+def _explain_unknown(root: str | Path, run: int, step: int) -> SupersededError:
+    return SupersededError(
+        f"step {step} of run {run} in {root} is superseded: the root was removed and recreated, or "
+        f"restored from a backup, after run {run} had begun. If that run still trains, start it "
+        "again, which resumes from the newest step; otherwise no action is needed."
+    )
+
+
 def refuse_other_job(save: SaveId) -> None:
-    """Refuse to save a step whose root was removed, moved or recreated since.
+    """Refuse to save a step whose root was removed, moved, recreated or restored since.
 
     Raises:
-        SupersededError: another job is at that path now.
+        SupersededError: another job is at that path now, or an earlier state of this one.
         SaveError: no job is there; its file system may not be mounted.
         CommitError, FormatError: as `read_identity`.
     """
     there = read_identity(save.root)
     if there == save.identity:
+        path = _folder(save.root) / f"{save.run}.json"
+        if save.run_key:
+            revalidate_folder(path.parent)
+            if not path.exists() or _read(path).key != save.run_key:
+                raise _explain_unknown(save.root, save.run, save.step)
         return
     if there:
         raise SupersededError(

@@ -151,6 +151,20 @@ def test_a_save_that_fails_is_told_and_can_be_submitted_again(coordinator: Make,
     assert load_states(job.root, 4, "actor")["model"]["w"].tolist() == [0, 0, 0]
 
 
+def test_a_save_into_a_root_that_was_restored_under_its_trainer_fails_at_once(
+    coordinator: Make, job: Job, tmp_path: Path
+) -> None:
+    shutil.copytree(job.root, tmp_path / "backup")  # of before the run
+    saves = coordinator(job={"rank_timeout_s": 3600.0})
+    saves.save(1, {"model": {"w": torch.ones(3)}})
+    saves.wait_all(60)
+    shutil.rmtree(job.root)
+    shutil.copytree(tmp_path / "backup", job.root)
+    saves.save(2, {"model": {"w": torch.ones(3)}})
+    with pytest.raises(SaveFailedError, match=r"restored from a backup.* start it again"):
+        saves.wait_all(60)
+
+
 def test_a_saver_that_was_killed_is_started_again(
     coordinator: Make, settings: Settings, job: Job
 ) -> None:

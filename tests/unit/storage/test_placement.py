@@ -123,6 +123,7 @@ def test_what_a_save_asks_for_is_as_small_for_4096_ranks_as_for_one(
 
 
 def test_roles_of_separate_process_groups_may_be_on_other_nodes(root: Path) -> None:
+    open_run(root, "key", 0)
     for role, nodes in (("actor", "ab"), ("critic", "bc")):
         write_placement(root, 1, "key", role, group_by_node([(node, "/s") for node in nodes]))
     shares = await_node_shards(save_of(root, "key", "actor", "critic"), rank_timeout_s=0)
@@ -135,6 +136,7 @@ def test_roles_of_separate_process_groups_may_be_on_other_nodes(root: Path) -> N
 
 
 def test_a_role_that_has_not_said_where_it_is_is_named(root: Path) -> None:
+    open_run(root, "key", 0)
     write_placement(root, 1, "key", "actor", [NodeRanks("a", "/s", (0,))])
     with pytest.raises(MissingShardsError, match=r"role critic has submitted nothing in run 1"):
         await_node_shards(save_of(root, "key", "actor", "critic"), rank_timeout_s=0)
