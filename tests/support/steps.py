@@ -45,6 +45,19 @@ def commit_files(
     return folder
 
 
+def save_foreign_step(root: Path, step: int) -> dict[str, bytes]:
+    """Save a step as veRL does by itself, before the next run begins; returns its files."""
+    folder = step_folder(root, step)
+    content = {name: name.encode() for name in (MODEL, "actor/extra_state.pt", "data.pt")}
+    for name, of in content.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(of)
+    probe, written = root / "probe", (folder / name).stat().st_ctime
+    while probe.touch() or probe.stat().st_ctime <= written:
+        pass  # until the clock of the file system goes on
+    return content
+
+
 def info(step: int, **other: Any) -> StepInfo:
     """What a policy sees of a checkpoint that was committed ``step`` seconds into the epoch."""
     fields = {"run": 1, "kinds": SERVES_AS["checkpoint"], "committed_at": float(step), "nbytes": 1}

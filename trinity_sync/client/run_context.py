@@ -20,8 +20,8 @@ from weakref import WeakSet, WeakValueDictionary
 
 from trinity_sync.errors import ConfigError, RootError
 from trinity_sync.fs.atomic import UNWRITABLE
-from trinity_sync.layout import Kind, steps_on_disk
-from trinity_sync.storage.discovery import find_newest
+from trinity_sync.layout import Kind, step_folder, steps_on_disk
+from trinity_sync.storage.discovery import find_newest, is_foreign
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import is_committed, read_run_number
 from trinity_sync.storage.metrics import find_run_of_step
@@ -79,7 +79,7 @@ class RunContext:
             if self._run is None:
                 with self._require_writable():
                     self._run, before = self._join(0)
-                if before:  # this process alone has begun the run
+                if before or (self._leads and self._run.number == 1):
                     self._warn_of_earlier_steps(self._run)
             return self._run
 
@@ -309,7 +309,8 @@ class RunContext:
         wait_for_living_run(self._root, self._key, take_over=self._takes_over)
 
     def _warn_of_earlier_steps(self, run: Run) -> None:
-        if found := find_newest(self._root):
+        found = find_newest(self._root)
+        if found and found.run < run.number:
             logger.warning(
                 "Run %d begins at step 0 in %s, which has steps of earlier runs; the newest is %d. "
                 "After this run's first commit, a resume finds that commit; steps that it replaces "
@@ -320,6 +321,19 @@ class RunContext:
                 found.step,
                 quarantine_folder(self._root),
                 found.step,
+            )
+        elif foreign := [
+            step for step in steps_on_disk(self._root) if is_foreign(step_folder(self._root, step))
+        ]:
+            logger.warning(
+                "Run %d begins at step 0 in %s, which has steps of another system; the newest is "
+                "%d. Those that this run saves as well are kept in %s. To continue that training, "
+                "stop and load that step with its own system first; for another one, use another "
+                "root.",
+                run.number,
+                self._root,
+                max(foreign),
+                quarantine_folder(self._root),
             )
 
 

@@ -41,7 +41,7 @@ from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import free_slot, lock_slot, read_ticket
 from trinity_sync.storage.alarms import compare_with_last_commit, log_alarms
 from trinity_sync.storage.dcp_folder import link_step
-from trinity_sync.storage.discovery import remove_mark
+from trinity_sync.storage.discovery import list_files_of_run, remove_mark
 from trinity_sync.storage.latest_pointer import advance_latest_pointer, repair_latest_pointer
 from trinity_sync.storage.manifest import (
     CallableRecord,
@@ -149,10 +149,11 @@ def commit(
                 f"{save} is superseded: run {earlier.run} has committed step {save.step}"
             )
         replaced = earlier if earlier and earlier.run < save.run else None
-        if replaced and not is_redundant_sync(save, replaced, manifest):
+        kept = None if earlier else list_files_of_run(save.root, save.folder, save.run)
+        if kept is not None or (replaced and not is_redundant_sync(save, replaced, manifest)):
             refuse_loss(save, replaced, manifest.kinds)
             manifest = add_timing(manifest)
-            replace_step(save, written, manifest, replaced, lock, recycle=recycle)
+            replace_step(save, written, manifest, replaced, lock, kept or (), recycle=recycle)
         else:
             if not earlier:
                 remove_mark(save.folder)  # the mark of a step whose manifest is gone

@@ -12,6 +12,7 @@ from a copy.
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -28,6 +29,7 @@ from trinity_sync.storage.runs import (
     find_superseded_steps,
     find_superseding_run,
     list_runs,
+    read_start_time,
 )
 
 logger = logging.getLogger(__name__)
@@ -163,6 +165,23 @@ def is_foreign(folder: Path) -> bool:
     if not folder.is_dir() or (folder / MANIFEST).exists():
         return False
     return any(next(folder.glob(pattern), None) for pattern in SHARDS)
+
+
+def list_files_of_run(root: str | Path, folder: Path, run: int) -> list[Path] | None:
+    """Return the files in a step's folder that were written since a run began.
+
+    None if the folder has no shards of another system, or of a lost save, from before. A file's
+    time of change counts, which a copy does not preserve, by the clock of the file system.
+    """
+    if (folder / MANIFEST).exists():
+        return None
+    shards = {path for pattern in SHARDS for path in folder.glob(pattern)}
+    began, own, earlier = read_start_time(root, run), list[Path](), list[Path]()
+    for path in folder.rglob("*") if shards else ():
+        with suppress(FileNotFoundError):  # renamed or removed meanwhile
+            if not path.is_dir():
+                (earlier if path.lstat().st_ctime < began else own).append(path)
+    return None if shards.isdisjoint(earlier) else own
 
 
 def find_newest(

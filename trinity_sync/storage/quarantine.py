@@ -11,7 +11,8 @@ A rewind quarantines the steps newer than its target, in a folder of its own. If
 step 0 although the root had steps, its user may have forgotten to load or named the root of another
 training. So it, and each run that continues it, quarantines the earlier steps that its commits
 replace, in a folder named after the time at which the run began. A run that continues the training
-quarantines the pinned steps that it replaces, and removes the others.
+quarantines the pinned steps that it replaces, and removes the others. Steps of another system are
+quarantined by any run.
 
 A rewind makes an earlier committed step the newest again; nothing is deleted. Steps that are newer
 than the target (a later number, or any step of a later run) are quarantined, under the commit lock
@@ -45,13 +46,17 @@ from trinity_sync.layout import (
 )
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.storage.block_reuse import remove_folder
-from trinity_sync.storage.discovery import iter_committed_steps, require_committed
+from trinity_sync.storage.discovery import (
+    iter_committed_steps,
+    list_files_of_run,
+    require_committed,
+)
 from trinity_sync.storage.job_settings import read_required_remote
 from trinity_sync.storage.latest_pointer import repair_latest_pointer
 from trinity_sync.storage.leases import acquire_removal_lock, list_leases
 from trinity_sync.storage.manifest import read_run_number
 from trinity_sync.storage.pins import Pin, is_pinned, list_pins, unpin
-from trinity_sync.storage.runs import open_run, read_restart_time
+from trinity_sync.storage.runs import open_run, read_restart_time, read_start_time
 from trinity_sync.storage.save_timing import append_removal
 
 logger = logging.getLogger(__name__)
@@ -87,6 +92,8 @@ def clear_replaced_step(root: str | Path, step: int, *, keep: int = 0) -> Path |
             parent = quarantine_folder(root) / f"pinned-of-run-{before}"
         elif began := read_restart_time(root, before, now):
             parent = _timed_folder(root, began)
+    elif not before and list_files_of_run(root, folder, now) is not None:
+        parent = _timed_folder(root, read_start_time(root, now))
     if parent:
         place = step_folder(parent, step)
         if not place.exists():

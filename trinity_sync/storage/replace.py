@@ -29,7 +29,12 @@ from trinity_sync.fs.atomic import (
 from trinity_sync.fs.locks import LockFile, acquire_commit_lock
 from trinity_sync.layout import SERVES_AS, Kind, step_folder
 from trinity_sync.snapshot.save_id import SaveId
-from trinity_sync.storage.discovery import find_newest, read_manifest_state, read_step_state
+from trinity_sync.storage.discovery import (
+    find_newest,
+    list_files_of_run,
+    read_manifest_state,
+    read_step_state,
+)
 from trinity_sync.storage.latest_pointer import repair_latest_pointer
 from trinity_sync.storage.leases import acquire_removal_lock, list_leases
 from trinity_sync.storage.manifest import Manifest, is_own_file, read_manifest, write_manifest_into
@@ -70,13 +75,23 @@ def inherit_metrics(save: SaveId, earlier: Manifest) -> None:
         logger.warning("metrics of step %d are not copied to %s: %s", save.step, save, error)
 
 
-def refuse_loss(save: SaveId, earlier: Manifest, kinds: Collection[Kind]) -> None:
+def refuse_loss(save: SaveId, earlier: Manifest | None, kinds: Collection[Kind]) -> None:
     """Refuse to replace a pinned step, or the newest of a kind, by a step of fewer kinds.
+
+    ``earlier`` is None for a step of another system, which counts as a checkpoint to resume from.
 
     Raises:
         SaveError: the step is the newest of a kind that the save does not serve as, or it is pinned
             or tagged.
     """
+    if earlier is None:
+        if "checkpoint" not in kinds:
+            raise SaveError(
+                f"{save} is not committed: it would replace the checkpoint of another system in "
+                f"{save.folder}. Save a checkpoint of step {save.step} or another step first, or "
+                "move that folder away."
+            )
+        return
     lost = sorted({*earlier.kinds} - {*kinds})
     if lost and is_pinned(save.root, save.step):
         raise SaveError(
@@ -99,14 +114,17 @@ def replace_step(
     save: SaveId,
     written: Sequence[Written],
     manifest: Manifest,
-    earlier: Manifest,
+    earlier: Manifest | None,
     lock: LockFile,
+    kept: Iterable[Path] = (),
     *,
     recycle: bool,
 ) -> None:
-    """Replace an earlier run's commit of the step by an exchange of folders, under the commit lock.
+    """Replace the step in its folder by an exchange of folders, under the commit lock.
 
-    ``recycle`` keeps the files of the replaced step for block reuse.
+    It is an earlier run's commit or, without one, the step of another system, of whose files those
+    ``kept`` stay: others have written them for this step. ``recycle`` keeps the files of the
+    replaced step for block reuse.
     """
     fresh = step_folder(replacing_folder(save.root), save.step)
     if fresh.exists() or fresh.is_symlink():  # an earlier attempt died
@@ -117,6 +135,9 @@ def replace_step(
     elsewhere = [path.resolve() for path in links.values()] if save.folder.is_symlink() else []
     for record in manifest.files:  # what save functions wrote has its name already
         links.setdefault(record.path, save.folder / record.path)
+    for path in kept:
+        if not path.name.endswith(TEMPORARY_SUFFIX):
+            links.setdefault(path.relative_to(save.folder).as_posix(), path)
     for name, path in links.items():
         make_folder((fresh / name).parent)
         try:
@@ -135,9 +156,12 @@ def replace_step(
     for path in elsewhere:
         path.unlink(missing_ok=True)
     keep = manifest.nbytes if recycle else 0
-    if kept := clear_replaced_step(save.root, save.step, keep=keep):
+    if place := clear_replaced_step(save.root, save.step, keep=keep):
         logger.warning(
-            "%s replaced the step of run %d, which is kept in %s", save, earlier.run, kept
+            "%s replaced the step of %s, which is kept in %s",
+            save,
+            f"run {earlier.run}" if earlier else "another system, or of a save that was lost",
+            place,
         )
 
 
@@ -202,8 +226,9 @@ def make_missing_file_error(file: Written, final: str) -> SaveError:
 def displace_step(save: SaveId) -> None:
     """Move an earlier run's commit of a step away before a save function writes into its folder.
 
-    Its files never change. Once this run has committed the step it is removed or quarantined, as a
-    step that is replaced. A step that a resume may need stays, and the function is refused.
+    A step of another system moves away as well. Its files never change. Once this run has committed
+    the step it is removed or quarantined, as a step that is replaced. A step that a resume may need
+    stays, and the function is refused.
 
     Raises:
         SaveError: the step is pinned, leased, or the newest of a kind.
@@ -211,18 +236,20 @@ def displace_step(save: SaveId) -> None:
         FormatError: another release has committed it.
     """
     root, folder = Path(save.root), save.folder
-    if _read_other(save) is None:
+    if _read_other(save) is None and list_files_of_run(root, folder, save.run) is None:
         return
     with acquire_commit_lock(root) as lock, acquire_removal_lock(root) as removal:
         earlier = _read_other(save)
-        if earlier is None:
+        own = None if earlier else list_files_of_run(root, folder, save.run)
+        if earlier is None and own is None:
             return  # another function was faster
         refuse_superseded(save.root, save.run, "", save.step)
-        if earlier.run > save.run:
+        if earlier and earlier.run > save.run:
             raise SupersededError(
                 f"{save} is superseded: run {earlier.run} has committed step {save.step}"
             )
-        _refuse_needed(save, earlier)
+        if earlier:
+            _refuse_needed(save, earlier)
         refuse_loss(save, earlier, SERVES_AS[save.kind])
         clear_displaced_step(root, save.step)  # of a commit that died
         moved = displaced_folder(root, save.step)
@@ -232,16 +259,16 @@ def displace_step(save: SaveId) -> None:
         folder.rename(moved)
         sync_folder(moved.parent)
         sync_folder(root)
-        for kind in earlier.kinds:
+        for kind in earlier.kinds if earlier else ():
             repair_latest_pointer(root, kind)
         make_folder(folder)  # before that, a repair renames the step back
         if moved.is_symlink():
             return
-        for path in list(moved.rglob(f".*{TEMPORARY_SUFFIX}")):
-            if parse_image_name(path.name):  # of this run's states, which are written meanwhile
-                name = path.relative_to(moved)
-                make_folder((folder / name).parent)
-                path.rename(folder / name)
+        images = [path for path in moved.rglob(f".*{TEMPORARY_SUFFIX}")]
+        names = [path.relative_to(moved) for path in images if parse_image_name(path.name)]
+        for name in {*names, *(path.relative_to(folder) for path in own or ())}:
+            make_folder((folder / name).parent)  # of this run, which are written meanwhile
+            (moved / name).rename(folder / name)
 
 
 def _read_other(save: SaveId) -> Manifest | None:

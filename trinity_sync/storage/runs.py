@@ -130,17 +130,22 @@ def find_newest_run(root: str | Path) -> Run | None:
     return max(runs, key=lambda run: run.number) if runs else None
 
 
-def read_restart_time(root: str | Path, run: int, later: int) -> float | None:
+def read_restart_time(root: str | Path, run: int, later: int) -> float:
     """Return when the run ``later`` began, in seconds since the epoch, if it is another training.
 
-    None if both go back to the same fresh start.
+    0 if both go back to the same fresh start.
     """
     runs = list_runs(root)
-    if _find_first_run(runs, run) == _find_first_run(runs, later):
-        return None
-    with suppress(FileNotFoundError):
-        return (_folder(root) / f"{later}.json").stat().st_mtime
-    return None
+    same = _find_first_run(runs, run) == _find_first_run(runs, later)
+    return 0.0 if same else read_start_time(root, later)
+
+
+def read_start_time(root: str | Path, number: int) -> float:
+    """Return when a run began, in seconds since the epoch; 0 for an unknown run."""
+    try:
+        return (_folder(root) / f"{number}.json").stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _find_first_run(runs: Iterable[Run], number: int) -> int:

@@ -15,7 +15,7 @@ from tests.integration.fsdp.commits import CommitsHere
 from tests.support.dying import in_a_process
 from tests.support.job import Job, held
 from tests.support.leases import acquire_lease
-from tests.support.steps import MODEL, commit_files
+from tests.support.steps import MODEL, commit_files, save_foreign_step
 from tests.unit.conftest import Open
 from tests.unit.snapshot.test_overlap import BIG
 from trinity_sync.client.coordinator import CheckpointCoordinator
@@ -111,6 +111,27 @@ def test_a_function_of_a_resumed_run_leaves_the_files_of_the_step_that_it_replac
         2,
         step,
     )
+
+
+def test_a_function_does_not_write_into_a_step_of_another_system(
+    coordinator_of: Open, job: Job
+) -> None:
+    content = save_foreign_step(job.root, 40)
+    saves = coordinator_of()
+    job.stage(40, {"optim": {"w": torch.ones(3)}})
+    written = job.persist(40, "optim")
+    for name in ("one", "other"):
+        path = job.root / f"global_step_40/{name}.bin"
+        saves.save_sync(partial(path.write_bytes, b"own"), 40)
+    commit(job.save(40), written, [*read_statuses(job.spool, 1, 40, "checkpoint")])
+    names = {each.path for each in require_committed(job.root, 40).files}
+    assert names == {"one.bin", "other.bin", "actor/optim_world_size_1_rank_0.pt"}
+    (aside,) = (job.root / ".trinity_sync/quarantine").glob("*/global_step_40")
+    assert {name: (aside / name).read_bytes() for name in content} == content
+    assert not {*content} & {
+        path.relative_to(job.root / "global_step_40").as_posix()
+        for path in (job.root / "global_step_40").rglob("*")
+    }
 
 
 def test_images_that_are_being_written_are_committed_although_a_function_displaces_their_step(

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.support.job import Job
+from tests.support.steps import save_foreign_step
 from trinity_sync.client.run_context import RunContext
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import RootSteps, plan_prune, prune
@@ -26,6 +27,19 @@ def test_a_run_that_loads_nothing_where_steps_are_is_told_once(
     assert forgot.get().number == forgot.get().number == 3
     assert caplog.text.count("Run 3 begins at step 0") == 1
     assert "load step 10 first" in caplog.text
+
+
+def test_a_run_that_begins_where_another_system_has_saved_is_told(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (20, 40):
+        save_foreign_step(job.root, step)
+    loaded = RunContext(job.root, "first")
+    loaded.begin_at(40)
+    assert loaded.get().number == 1
+    assert caplog.text == ""
+    assert RunContext(job.root, "second").get().number == 2
+    assert "steps of another system; the newest is 40" in caplog.text
 
 
 def test_a_run_that_a_process_with_nothing_to_load_began_first_supersedes_no_steps(

@@ -19,7 +19,7 @@ import torch
 from tests.conftest import environment
 from tests.support.job import Job
 from tests.support.meanwhile import when_opened
-from tests.support.steps import MODEL
+from tests.support.steps import MODEL, save_foreign_step
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import (
     CommitError,
@@ -43,7 +43,7 @@ from trinity_sync.snapshot.job_identity import open_identity
 from trinity_sync.snapshot.packed import pack
 from trinity_sync.snapshot.ticket import ticket_path
 from trinity_sync.storage.commit import commit, free_committed_slots
-from trinity_sync.storage.discovery import find_newest, require_committed
+from trinity_sync.storage.discovery import find_newest, list_unnamed_files, require_committed
 from trinity_sync.storage.gc import remove_replaced
 from trinity_sync.storage.job_settings import write_job_settings
 from trinity_sync.storage.latest_pointer import read_latest_pointer
@@ -910,6 +910,49 @@ def test_an_interrupted_quarantine_of_a_step_is_finished_later(job: Job) -> None
     assert "quarantined" in found.why
     assert (aside / "global_step_10").exists()
     assert not replacing.exists()
+
+
+def test_a_step_of_another_system_is_quarantined_and_not_mixed_with_the_one_that_replaces_it(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    content = save_foreign_step(job.root, 40)
+    open_run(job.root, "first", 0)
+    (folder(job, 40) / "data.pt").write_bytes(b"by veRL's driver, for the step that is saved")
+    (folder(job, 40) / "critic").mkdir()
+    (folder(job, 40) / "critic" / Path(MODEL).name).write_bytes(b"by veRL's critic")
+    job.stage(40, {"model": state(-40)})
+    manifest = job.commit(40)
+    require_committed(job.root, 40)
+    (aside,) = (job.root / ".trinity_sync/quarantine").glob("*/global_step_40")
+    assert str(aside) in caplog.text
+    del content["data.pt"]
+    assert {name: (aside / name).read_bytes() for name in content} == content
+    assert list_unnamed_files(job.root, manifest) == [
+        f"critic/{Path(MODEL).name}",
+        "data.pt",
+    ]
+    assert (folder(job, 40) / "data.pt").read_bytes().endswith(b"that is saved")
+    assert not list(job.root.rglob(".*.tmp"))
+
+
+def test_weights_alone_do_not_replace_the_checkpoint_of_another_system(job: Job) -> None:
+    content = save_foreign_step(job.root, 40)
+    open_run(job.root, "first", 40)
+    job.stage(40, {"model": state(-40)}, kind="state_dict")
+    with pytest.raises(SaveError, match="would replace the checkpoint of another system"):
+        job.commit(40, kind="state_dict")
+    assert {name: (folder(job, 40) / name).read_bytes() for name in content} == content
+
+
+def test_an_interrupted_quarantine_of_another_systems_step_is_finished_later(job: Job) -> None:
+    content = save_foreign_step(job.root, 40)
+    open_run(job.root, "first", 0)
+    job.stage(40, {"model": state(-40)})
+    job.commit(40)
+    (aside,) = (job.root / ".trinity_sync/quarantine").glob("*/global_step_40")
+    aside.rename(job.root / ".trinity_sync/replacing/global_step_40")  # as the exchange leaves it
+    assert [found.state for found in remove_replaced(job.root)] == ["repaired"]
+    assert {name: (aside / name).read_bytes() for name in content} == content
 
 
 def test_processes_of_one_run_share_its_number_and_the_next_run_adds_one(job: Job) -> None:
