@@ -18,7 +18,7 @@ from trinity_sync.fs.direct_io import DIGEST, OnProgress, digest_cached_file, no
 from trinity_sync.fs.locks import acquire_commit_lock, acquire_file_lock
 from trinity_sync.layout import PRIVATE_FOLDER, step_folder
 from trinity_sync.remote.remote_root import Remote
-from trinity_sync.remote.upload import PARALLEL, join_remote
+from trinity_sync.remote.upload import FETCHED, PARALLEL, join_remote
 from trinity_sync.storage.commit import update_latest_pointers
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.manifest import (
@@ -159,7 +159,7 @@ def _commit(root: Path, manifest: Manifest, folder: Path, replace: bool) -> None
     with acquire_commit_lock(root) as lock:
         if not _is_committed_here(root, manifest, replace):
             lock.require_held()
-            add_run(root, Run(manifest.run, f"fetched-step-{manifest.step}", manifest.step))
+            add_run(root, Run(manifest.run, f"{FETCHED}{manifest.step}", manifest.step))
             if target.exists():
                 fresh = step_folder(replacing_folder(root), manifest.step)
                 make_folder(fresh.parent)

@@ -6,7 +6,7 @@
     url/global_step_40/actor/...            the files in the manifest
     url/global_step_40/.uploaded/...        during an upload: records of the complete files
     url/.trinity_sync/identity.json         whose steps these are: see ``upload``
-    url/.trinity_sync/runs/3.json           for a required remote: see ``required``
+    url/.trinity_sync/runs/3.json           the runs that have sent steps
 
 Bytes are streamed in chunks, whatever the size of a file. Credentials and the address of the
 service come from the environment only (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL`` and so on for

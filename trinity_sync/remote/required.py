@@ -18,7 +18,6 @@ from pathlib import Path
 
 from trinity_sync.errors import (
     CorruptedCopyError,
-    ManifestError,
     SupersededError,
     TrinitySyncError,
 )
@@ -135,13 +134,4 @@ def _claim_run(root: Path, remote: Remote, manifest: Manifest) -> None:
             f"step {step} of run {number} in {root} is not replicated: it is superseded by run "
             f"{later.number} at {remote.url}, which resumed from step {later.resumed_from}. Stop "
             "this training."
-        )
-    try:
-        there = remote.read_manifest(step)
-    except ManifestError:
-        return  # replicate replaces it
-    if there and there.run > number:
-        raise SupersededError(
-            f"step {step} of run {number} in {root} is not replicated: {remote.url} has the step "
-            f"of run {there.run}. Stop this training."
         )

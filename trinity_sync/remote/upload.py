@@ -9,8 +9,11 @@ A remote holds the steps of one job, whose identity is in a small file there.
 ::
 
     url/.trinity_sync/identity.json     as in the root, see `snapshot.job_identity`
+    url/.trinity_sync/runs/3.json       as in the root, of each run that has sent a step
 
 Steps are numbered alike in all jobs, so two jobs in one remote would take and remove each other's.
+So would two roots of one job, of which one is a copy that cannot see the other: their runs have the
+same numbers and other keys.
 """
 
 import time
@@ -21,17 +24,26 @@ from pathlib import Path
 
 import xxhash
 
-from trinity_sync.errors import CommitError, ConfigError, ManifestError, RemoteError
+from trinity_sync.errors import (
+    CommitError,
+    ConfigError,
+    ManifestError,
+    RemoteError,
+    SupersededError,
+)
 from trinity_sync.fs.direct_io import DIGEST, OnProgress, no_progress
 from trinity_sync.layout import MANIFEST, step_folder, steps_on_disk
 from trinity_sync.remote.remote_root import CHUNK, Remote
 from trinity_sync.snapshot.job_identity import JobIdentity, open_identity, read_identity
+from trinity_sync.storage.job_settings import read_required_remote
 from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import FileRecord, Manifest, encode_manifest
 from trinity_sync.storage.runs import list_runs
 
 PARALLEL = 4
 """Number of files that are in flight at a time."""
+FETCHED = "fetched-step-"
+"""Prefix of the key with which a root records the run of a step that was fetched into it."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +75,15 @@ def replicate(
     Raises:
         CommitError: the step is not committed, or corrupted here.
         RemoteError: the remote cannot be reached or written.
-        ConfigError: the URL cannot be used, or another job's steps are there.
+        ConfigError: the URL cannot be used, or steps of another job or of another root's training
+            are there.
+        SupersededError: the remote has the step of a later run.
     """
     remote = Remote(url)
     start = time.perf_counter()
     claim_remote(Path(root), remote)
     with lease_to_read(root, step, f"replicate to {remote.url}") as manifest:
+        _claim_run(Path(root), remote, manifest)
         before, missing = _list_missing(remote, manifest)
         total = sum(record.nbytes for record in missing)
 
@@ -124,6 +139,12 @@ def _list_missing(remote: Remote, manifest: Manifest) -> tuple[Manifest | None, 
         remote.remove_manifest(step)
     if there is None:
         return None, list(manifest.files)
+    if there.run > manifest.run:
+        raise SupersededError(
+            f"step {step} of run {manifest.run} is not replicated: {remote.url} has the step of "
+            f"run {there.run}, which is later. If run {manifest.run} still trains, stop it; "
+            "otherwise no action is needed."
+        )
     sizes = remote.list_file_sizes(step)
     missing = [
         record
@@ -175,6 +196,27 @@ def claim_remote(root: Path, remote: Remote) -> None:
         theirs = remote.create_identity(JobIdentity(mine, str(root)))
     if theirs and theirs.identity != mine:
         raise _make_error(root, remote, theirs)
+
+
+def _claim_run(root: Path, remote: Remote, manifest: Manifest) -> None:
+    """Require that the remote's runs are the root's, and record the step's run there.
+
+    A start with a required remote fetches what other machines have sent, so `required` compares the
+    run of the step alone.
+    """
+    if read_required_remote(root) == remote.url:
+        return
+    mine = {run.number: run for run in list_runs(root) if not run.key.startswith(FETCHED)}
+    if manifest.run in mine:
+        remote.create_run(mine[manifest.run])
+    for theirs in remote.list_runs():
+        if theirs.number in mine and theirs.key != mine[theirs.number].key:
+            raise ConfigError(
+                f"step {manifest.step} of run {manifest.run} in {root} is not replicated: run "
+                f"{theirs.number} at {remote.url} is that of another root, of which this one is a "
+                "copy, or the reverse. Use another remote for one of the two: trinity-sync jobs "
+                f"set {root} remote=URL"
+            )
 
 
 def join_remote(root: Path, remote: Remote) -> None:

@@ -16,9 +16,10 @@ from s3fs import S3FileSystem
 from typer.testing import CliRunner
 
 from tests.support.job import Job
+from tests.support.steps import commit_files
 from tests.unit.conftest import SECRET
 from trinity_sync.cli.commands import app
-from trinity_sync.errors import CommitError, ConfigError, RemoteError
+from trinity_sync.errors import CommitError, ConfigError, RemoteError, SupersededError
 from trinity_sync.layout import MANIFEST
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.prune import RemoteSteps, prune_remote
@@ -420,6 +421,49 @@ def test_a_copy_of_a_root_that_trains_on_needs_a_remote_of_its_own(
         replicate(copy, url, 20)
     replicate(copy, f"{url}-2", 20)
     replicate(job.root, url, 20)
+
+
+def test_of_two_roots_of_one_job_that_both_train_the_second_is_refused(
+    commit: Callable[..., Job], any_url: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    job = commit(20)
+    open_run(job.root, "first", 0)
+    replicate(job.root, any_url, 20)
+    copy = request.getfixturevalue("other").root  # on a cluster that does not see the first root
+    shutil.rmtree(copy)
+    shutil.copytree(job.root, copy)
+    for root, key in ((copy, "of the copy"), (job.root, "second")):
+        open_run(root, key, 20)
+        commit_files(root, 30, run=2)
+        commit_files(root, 50, run=2)
+    replicate(copy, any_url, 30)
+    for step in (30, 50):
+        with pytest.raises(ConfigError, match=r"run 2 at .* of another root.* remote=URL"):
+            replicate(job.root, any_url, step)
+    open_run(job.root, "third", 30)
+    commit_files(job.root, 40, run=3)
+    with pytest.raises(ConfigError, match=r"run 2 at .* of another root"):
+        replicate(job.root, any_url, 40)
+    replicate(copy, any_url, 50)
+    there = [step.manifest for step in Remote(any_url).list_steps()]
+    assert there == [read_manifest(copy, step) for step in (20, 30, 50)]
+
+
+def test_a_step_of_a_later_run_is_not_replaced_by_that_of_an_earlier_one(
+    commit: Callable[..., Job], url: str, tmp_path: Path
+) -> None:
+    job = commit(20)
+    shutil.copytree(job.root / "global_step_20", tmp_path / "of run 1")
+    for key in ("first", "second"):
+        open_run(job.root, key, 0)
+    commit(20, run=2, value=-1)
+    replicate(job.root, url, 20)
+    there = Remote(url).read_step(20)
+    shutil.rmtree(job.root / "global_step_20")
+    (tmp_path / "of run 1").rename(job.root / "global_step_20")
+    with pytest.raises(SupersededError, match="has the step of run 2"):
+        replicate(job.root, url, 20)
+    assert Remote(url).read_step(20) == there
 
 
 def test_a_pulled_step_continues_the_job_of_the_remote(
