@@ -256,7 +256,7 @@ def _environment_prefix(model: type) -> str:
 
 
 _TYPES = {
-    "Path": "path",
+    "FullPath": "path",
     "Paths": "paths",
     "Names": "names",
     "Duration": "duration",

@@ -7,8 +7,9 @@ tickets and in the flow's parameters.
 `StackSettings` are those of a stack's processes, in the file ``trinity_sync.toml``. It is the one
 that ``TRINITY_SYNC_CONFIG`` names, otherwise ``~/.config/trinity_sync/trinity_sync.toml``,
 otherwise ``/etc/trinity_sync/trinity_sync.toml``. Neither the working folder nor a project is
-searched: a stack outlives both. A variable such as ``TRINITY_SYNC_STACK__SERVER__PORT`` goes before
-the file.
+searched: a stack outlives both. Paths in variables may be relative to the working folder of the
+process that reads them first, and begin with ``~``. A variable such as
+``TRINITY_SYNC_STACK__SERVER__PORT`` goes before the file.
 """
 
 import os
@@ -35,11 +36,13 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.fs.mounts import find_mount
 from trinity_sync.settings.values import (
     Duration,
+    FullPath,
     Names,
     Paths,
     Share,
     explain,
     explain_unknown_variables,
+    make_absolute,
     require_cron,
     require_port,
     require_time_zone,
@@ -58,6 +61,7 @@ def find_config_file() -> Path | None:
     Raises:
         ConfigError: ``TRINITY_SYNC_CONFIG`` names a file that does not exist.
     """
+    _resolve_variables()
     if named := os.environ.get(CONFIG):
         if not Path(named).exists():
             raise ConfigError(
@@ -112,6 +116,13 @@ RAY_FOLDER = "trinity-ray-"
 """Prefix of the folder in ``/tmp`` of a stack's own Ray node."""
 
 
+def _resolve_variables() -> None:
+    """Make the paths in variables absolute, for a later ``chdir`` and for child processes."""
+    for name in (CONFIG, f"{PREFIX}SPOOL", f"{PREFIX}HOME"):
+        if path := os.environ.get(name):
+            os.environ[name] = str(make_absolute(path))
+
+
 class _Environment(EnvSettingsSource):
     """Variables of the environment, whose lists are text if they are not JSON."""
 
@@ -129,6 +140,7 @@ class _ReadSettings(BaseSettings):
     def __init__(self, **values: Any) -> None:
         if unknown := explain_unknown_variables(PREFIX, list_variables()):
             raise ConfigError(unknown)
+        _resolve_variables()
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -170,7 +182,7 @@ class Settings(_ReadSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, frozen=True)
 
-    spool: Path = Field(default_factory=_default_spool)
+    spool: FullPath = Field(default_factory=_default_spool)
     """Folder in shared memory for the slots and tickets of this node; by default
     ``/dev/shm/trinity_sync-<uid>``."""
 
@@ -221,7 +233,7 @@ class Settings(_ReadSettings):
     """Folders whose files are unpickled in full, although others than this user can write them;
     separated by ``:``. Files of this user are always trusted."""
 
-    home: Path = Field(default_factory=default_home)
+    home: FullPath = Field(default_factory=default_home)
     """Folder of the stack on this host: its database, logs and state file. By default
     ``~/.local/state/trinity_sync/<host>`` (``XDG_STATE_HOME`` counts), or
     ``/var/tmp/trinity_sync-<uid>/<host>`` if the former is on a network file system."""

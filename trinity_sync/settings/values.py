@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, PlainSerializer, ValidationError
+from pydantic import AfterValidator, BeforeValidator, PlainSerializer, ValidationError
 from pydantic.fields import FieldInfo
 
 from trinity_sync.retention.policies import format_duration, parse_duration
@@ -49,6 +49,11 @@ def _to_paths(value: Any) -> Any:
     return [path for path in value.split(os.pathsep) if path] if isinstance(value, str) else value
 
 
+def make_absolute(path: str | Path) -> Path:
+    """Return the absolute form of a path, in which ``~`` is the home folder."""
+    return Path(os.path.expanduser(path)).absolute()  # noqa: PTH111, it never fails
+
+
 def require_time_zone(name: str) -> str:
     """Return the name of a time zone; raise ValueError for another text that is not empty."""
     try:
@@ -85,8 +90,10 @@ Share = Annotated[
     PlainSerializer(lambda value: f"{100 * value:g}%" if value else "off", str, "json"),
 ]
 """A share of 1, as text in files and variables: ``2%``; ``off`` for 0."""
+FullPath = Annotated[Path, AfterValidator(make_absolute)]
+"""A path, which may be relative to the working folder or to the home folder."""
 Paths = Annotated[
-    tuple[Path, ...],
+    tuple[FullPath, ...],
     BeforeValidator(_to_paths),
     PlainSerializer(lambda value: os.pathsep.join(map(str, value)), str, "json"),
 ]

@@ -100,8 +100,7 @@ def up(
             external one cannot be reached. Server and Ray node run on once they work; otherwise
             the services that this call started are stopped.
     """
-    named = "" if stack else os.environ.get(CONFIG, "")
-    config = str(Path(named).absolute()) if named else ""
+    config = "" if stack else os.environ.get(CONFIG, "")
     stack = stack or StackSettings()
     with lock_home(settings.home):
         before = read_state(settings.home) or StackState()

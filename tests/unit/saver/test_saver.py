@@ -254,6 +254,22 @@ def test_settings_that_no_saver_can_start_with_fail_the_save_with_their_reason(
     assert read_latest_pointer(job.root, "checkpoint") == 1
 
 
+def test_a_saver_has_the_files_and_folders_that_its_trainer_names_by_relative_paths(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "conf.toml").touch()
+    monkeypatch.chdir(settings.spool.parent)
+    monkeypatch.setenv("TRINITY_SYNC_CONFIG", os.path.relpath(tmp_path / "conf.toml"))
+    monkeypatch.setenv("TRINITY_SYNC_SPOOL", settings.spool.name)
+    monkeypatch.setenv("TRINITY_SYNC_HOME", os.path.relpath(settings.home))
+    with CheckpointCoordinator(tmp_path / "ckpts", settings=Settings(saver="auto")) as saves:
+        monkeypatch.chdir(tmp_path)
+        saves.save(1, {"model": {"w": torch.ones(3)}})
+        saves.wait_all(60)
+    assert len(savers_of(settings.spool)) == 1
+    assert (settings.home / LOG).exists()
+
+
 def test_what_follows_a_commit_is_resumed_after_the_end_of_its_saver(
     coordinator: Make, settings: Settings, job: Job, tmp_path: Path
 ) -> None:

@@ -59,6 +59,23 @@ def test_a_list_is_a_list_in_the_file_and_has_colons_in_a_variable(
     assert StackSettings().worker.allowed_paths == (Path("/a"), Path("/b"))
 
 
+def test_paths_in_variables_stay_the_same_after_a_change_of_the_working_folder(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    for name, path in (("SPOOL", "spool"), ("HOME", "~/stack"), ("TRUSTED_PATHS", "data:~/own")):
+        monkeypatch.setenv(f"TRINITY_SYNC_{name}", path)
+    monkeypatch.setenv(CONFIG, file.name)
+    file.write_text("[server]\nport = 5000\n")
+    found = Settings()
+    assert (found.spool, found.home) == (tmp_path / "spool", Path("/home/me/stack"))
+    assert found.trusted_paths == (tmp_path / "data", Path("/home/me/own"))
+    monkeypatch.chdir("/")
+    again = Settings()
+    assert (again.spool, again.home, StackSettings().server.port) == (found.spool, found.home, 5000)
+
+
 MOUNTS = """\
 20 1 8:1 / / rw - ext4 /dev/sda1 rw
 21 20 0:30 / /home rw - nfs4 server:/home rw,vers=4.2
