@@ -1,5 +1,7 @@
 """The process that commits the saves of all jobs of a spool that no stack commits.
 
+Trainers with another umask have a saver of their own, so files are as if they had written them.
+
 The first save of a trainer starts ``python -m trinity_sync.saver SPOOL``, which works until no
 process saves there any more. The saves of a job without a stack are committed at once, and those of
 another one if no flow run has begun them in time. A flow run that begins nevertheless does no harm:
@@ -20,10 +22,11 @@ from pydantic import ValidationError
 
 from trinity_sync.client.journal import PATIENCE_S, append, read_entry
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.client.saver_control import LOCK, WAKE, read_served
+from trinity_sync.client.saver_control import lock_path, read_served, wake_path
 from trinity_sync.errors import ConfigError, LockTimeoutError, TrinitySyncError
 from trinity_sync.fs.atomic import replace_file
 from trinity_sync.fs.locks import LockFile
+from trinity_sync.fs.process import read_umask
 from trinity_sync.pipeline.pending import compare_late_images, find_pending_saves, warn_once
 from trinity_sync.pipeline.save import NodeWriting, run_save
 from trinity_sync.pipeline.several_nodes import has_node_records, is_committed
@@ -56,6 +59,8 @@ class Saver:
     def __init__(self, spool: Path, writing: NodeWriting, node: str = "") -> None:
         self._spool = spool
         self._node = node
+        self._umask = read_umask()
+        self._wake = wake_path(spool, self._umask)
         self._writing = writing
         self._lock = threading.Lock()
         self._looks: dict[Path, threading.Thread] = {}
@@ -72,7 +77,7 @@ class Saver:
     def run(self) -> None:
         """Commit what waits, until no process saves; return at once if another saver does so."""
         make_own_folder(self._spool)
-        lock = LockFile(self._spool / LOCK, os.O_RDWR | os.O_CREAT)
+        lock = LockFile(lock_path(self._spool, self._umask), os.O_RDWR | os.O_CREAT)
         try:
             lock.acquire(limit_s=LINGER_S)  # another may be about to end
             self._serve()
@@ -86,11 +91,11 @@ class Saver:
     def _serve(self) -> None:
         """Commit what is submitted, until no process saves there any more."""
         with suppress(FileExistsError):
-            os.mkfifo(self._spool / WAKE, 0o600)
-        pipe = os.open(self._spool / WAKE, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            os.mkfifo(self._wake, 0o600)
+        pipe = os.open(self._wake, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             # a pipe tells that it has no writer only once it has had one
-            os.close(os.open(self._spool / WAKE, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+            os.close(os.open(self._wake, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
             while not self._ends(pipe):
                 works = self._look()
                 if self._pause(pipe) or works:
@@ -102,7 +107,7 @@ class Saver:
         """Return whether this saver is idle: a trainer that wakes it now starts another."""
         if time.monotonic() < self._idle_until:
             return False
-        wake, away = self._spool / WAKE, self._spool / f"{WAKE}.ended"
+        wake, away = self._wake, self._wake.with_name(f"{self._wake.name}.ended")
         with suppress(FileNotFoundError):
             wake.rename(away)
             if _has_writer(pipe):  # since the last look
@@ -127,7 +132,8 @@ class Saver:
 
     def _look(self) -> bool:
         """Begin to commit the saves that are due; return whether any waits, or a root hangs."""
-        served = [j for j in list_job_spools(self._spool) if read_served(j.folder) is not None]
+        jobs = list_job_spools(self._spool)
+        served = [job for job in jobs if read_served(job.folder, self._umask) is not None]
         with self._lock:  # a folder may have vanished
             self._waiting = {job.folder: self._waiting.get(job.folder, False) for job in served}
         for job in served:
@@ -142,7 +148,7 @@ class Saver:
             return bool(self._saves) or any(self._waiting.values()) or looks
 
     def _look_at(self, job: JobSpool) -> None:
-        after_s = read_served(job.folder) or 0.0
+        after_s = read_served(job.folder, self._umask) or 0.0
         job.remove_closed()
         waiting = find_pending_saves(job, grace_s=0, settle_s=SETTLE_S)
         due = waiting

@@ -2,10 +2,10 @@
 
 ::
 
-    spool/saver.lock    locked by the saver of this spool
-    spool/saver.wake    a pipe that the saver reads; a process that saves keeps it open for writing
-    spool/JOB/saver     in the folder of each job that the saver serves: the seconds for which it
-                        leaves a save to the job's stack
+    spool/saver-022.lock    locked by the saver of this spool for trainers with that umask
+    spool/saver-022.wake    a pipe that it reads; a process that saves keeps it open for writing
+    spool/JOB/saver         in the folder of each job that a saver serves: the seconds for which it
+                            leaves a save to the job's stack, and the umask of the trainer
 
 So a write tells at once whether a saver lives, and the saver notices when the last process that
 saves has ended, however it ended.
@@ -27,12 +27,11 @@ from typing import BinaryIO
 
 from trinity_sync.errors import SaveError
 from trinity_sync.fs.atomic import make_folder, replace_file
+from trinity_sync.fs.process import read_umask
 from trinity_sync.snapshot.spool import make_own_folder
 
 logger = logging.getLogger(__name__)
 
-LOCK = "saver.lock"
-WAKE = "saver.wake"
 LOG = "saver.log"
 SERVED = "saver"
 CONNECT_S = 5.0
@@ -57,6 +56,7 @@ class SaverControl:
 
     def __init__(self, spool: Path, home: Path) -> None:
         self._spool = spool
+        self._umask = read_umask()
         self._log = home / LOG
         self._pipe = -1
         self._started: subprocess.Popen[bytes] | None = None
@@ -74,8 +74,9 @@ class SaverControl:
         """
         path = self._spool / job / SERVED
         with suppress(FileNotFoundError):  # it has no images
-            if read_served(path.parent) != after_s:
-                replace_file(path, f"{after_s}", sync=False)
+            served = f"{after_s} {self._umask:03o}"
+            if not path.exists() or path.read_text() != served:
+                replace_file(path, served, sync=False)
         with self._lock:
             if self._started is not None and self._started.poll() is not None:
                 self._started = None  # why it has ended may have been repaired since
@@ -100,7 +101,7 @@ class SaverControl:
             try:
                 if self._pipe < 0:
                     flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
-                    self._pipe = os.open(self._spool / WAKE, flags)
+                    self._pipe = os.open(wake_path(self._spool, self._umask), flags)
                 before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
                 try:
                     os.write(self._pipe, b"\n")
@@ -179,6 +180,7 @@ class SaverControl:
                     stdout=log,
                     stderr=log,
                     cwd="/",  # neither a tasks.py of the user's nor a folder that goes
+                    umask=self._umask,  # which its files have
                     start_new_session=True,  # a signal to the trainer's group is not for it
                     env={**os.environ, "PYTHONSAFEPATH": "1"},
                 )
@@ -210,12 +212,24 @@ class SaverControl:
             return self._log.open("ab")
 
 
-def read_served(folder: Path) -> float | None:
-    """Return for how many seconds the saver leaves the saves of a job to a stack.
+def lock_path(spool: Path, umask: int) -> Path:
+    """Return the path of the lock of the saver for an umask."""
+    return spool / f"saver-{umask:03o}.lock"
 
-    None means for ever. ``folder`` is the job's in the spool.
+
+def wake_path(spool: Path, umask: int) -> Path:
+    """Return the path of the pipe of the saver for an umask."""
+    return spool / f"saver-{umask:03o}.wake"
+
+
+def read_served(folder: Path, umask: int) -> float | None:
+    """Return for how many seconds the saver for an umask leaves the saves of a job to a stack.
+
+    None means for ever: a stack or the saver for another umask serves the job. ``folder`` is the
+    job's in the spool.
     """
     try:
-        return float((folder / SERVED).read_text())
+        after_s, _, of = (folder / SERVED).read_text().partition(" ")
     except FileNotFoundError:
         return None
+    return float(after_s) if int(of or "0", 8) == umask else None

@@ -9,6 +9,7 @@ middle of another save.
 """
 
 import os
+import re
 import signal
 import socket
 import threading
@@ -19,6 +20,16 @@ from types import FrameType
 from typing import Any
 
 from trinity_sync.layout import parse_number
+
+
+def read_umask() -> int:
+    """Return the umask of this process, without the change that ``os.umask`` makes."""
+    status = Path("/proc/self/status").read_text()
+    if found := re.search(r"^Umask:\s*([0-7]+)$", status, re.MULTILINE):
+        return int(found[1], 8)
+    umask = os.umask(0o077)  # a kernel that does not tell
+    os.umask(umask)
+    return umask
 
 
 def read_process_identity(pid: int) -> str:

@@ -5,10 +5,11 @@ import asyncio
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import threading
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -23,9 +24,16 @@ from tests.unit.saver.conftest import Make
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync import saver as saver_module
 from trinity_sync.client.save_trigger import SaveTrigger
-from trinity_sync.client.saver_control import LOCK, LOG, SERVED, WAKE, SaverControl
+from trinity_sync.client.saver_control import (
+    LOG,
+    SERVED,
+    SaverControl,
+    lock_path,
+    wake_path,
+)
 from trinity_sync.errors import SaveError, SaveFailedError
 from trinity_sync.fs.locks import acquire_commit_lock
+from trinity_sync.fs.process import read_umask
 from trinity_sync.pipeline.save import NodeWriting
 from trinity_sync.saver import Saver
 from trinity_sync.snapshot.job_identity import IDENTITY_FILE
@@ -51,7 +59,7 @@ def test_what_a_trainer_has_saved_before_it_was_killed_is_committed(
     await_that(lambda: read_latest_pointer(root, "checkpoint") == 4, "step 4 is committed")
     assert load_states(root, 4, "actor")["optim"] == {"step": 4}
     await_that(lambda: not savers_of(settings.spool), "it ends after its trainers")
-    assert not is_locked(settings.spool / LOCK)
+    assert not is_locked(lock_path(settings.spool, read_umask()))
     assert not [*settings.spool.glob("*/*.ticket")]
 
 
@@ -270,6 +278,28 @@ def test_a_saver_has_the_files_and_folders_that_its_trainer_names_by_relative_pa
     assert (settings.home / LOG).exists()
 
 
+def test_files_have_the_modes_of_their_trainers_umask_whoever_started_the_first_saver(
+    settings: Settings, tmp_path: Path
+) -> None:
+    before = os.umask(0o022)
+    try:
+        with ExitStack() as open_ones:
+            for umask in (0o022, 0o077):
+                os.umask(umask)
+                root = tmp_path / f"{umask:03o}"
+                saves = CheckpointCoordinator(root, settings=settings)
+                open_ones.enter_context(saves)
+                saves.save(1, {"model": {"w": torch.ones(3)}})
+                saves.wait_all(60)
+    finally:
+        os.umask(before)
+    for root, folders, files in (("022", 0o755, 0o644), ("077", 0o700, 0o600)):
+        step = tmp_path / root / "global_step_1"
+        paths = [step, *step.rglob("*"), tmp_path / root / "latest_checkpointed_iteration.txt"]
+        modes = {(path.is_dir(), stat.S_IMODE(path.stat().st_mode)) for path in paths}
+        assert modes == {(True, folders), (False, files)}
+
+
 def test_what_follows_a_commit_is_resumed_after_the_end_of_its_saver(
     coordinator: Make, settings: Settings, job: Job, tmp_path: Path
 ) -> None:
@@ -292,8 +322,8 @@ def test_what_follows_a_commit_is_resumed_after_the_end_of_its_saver(
 def test_two_savers_of_a_spool_are_one(settings: Settings) -> None:
     command = [sys.executable, "-m", "trinity_sync.saver", str(settings.spool)]
     keeps = [subprocess.Popen(command) for _ in range(2)]
-    await_that((settings.spool / WAKE).exists, "one of them serves")
-    pipe = os.open(settings.spool / WAKE, os.O_WRONLY)
+    await_that(wake_path(settings.spool, read_umask()).exists, "one of them serves")
+    pipe = os.open(wake_path(settings.spool, read_umask()), os.O_WRONLY)
     await_that(lambda: [each.poll() for each in keeps].count(0) == 1, "the other one has ended")
     os.close(pipe)
     assert [each.wait(60) for each in keeps] == [0, 0]
@@ -343,7 +373,7 @@ def test_a_save_by_functions_is_begun_at_the_first_look(job: Job, settings: Sett
     with CheckpointCoordinator(job.root, settings=of_stack) as saves:
         saves.save_async("other", lambda: None, 3)
         asyncio.run(saves.register_and_monitor(3, checkpoint_thread_count=1))
-        (job.spool.folder / SERVED).write_text("0")
+        (job.spool.folder / SERVED).write_text(f"0 {read_umask():03o}")
         saver = Saver(settings.spool, NodeWriting())
         assert saver._look()
         saves.wait_all(60)
@@ -366,7 +396,8 @@ def test_a_save_by_functions_whose_request_has_vanished_has_failed(
 
 def test_a_saver_does_not_wait_for_what_has_vanished(job: Job, settings: Settings) -> None:
     job.stage(3, {"model": {"w": torch.ones(3)}})
-    (job.spool.folder / SERVED).write_text("1000")  # a stack may begin it until then
+    # a stack may begin it until then
+    (job.spool.folder / SERVED).write_text(f"1000 {read_umask():03o}")
     saver = Saver(settings.spool, NodeWriting())
     assert saver._look()
     shutil.rmtree(job.spool.folder)
@@ -439,7 +470,7 @@ def test_a_saver_whose_root_does_not_answer_stays(
     saves = CheckpointCoordinator(job.root, settings=of_stack)
     saves.save(1, {"model": {"w": torch.ones(3)}})
     saves.close(timeout=0)
-    (job.spool.folder / SERVED).write_text("0")
+    (job.spool.folder / SERVED).write_text(f"0 {read_umask():03o}")
     identity = job.root / IDENTITY_FILE
     known = identity.read_bytes()
     identity.unlink()
@@ -510,12 +541,14 @@ def test_a_failure_is_told_although_a_stack_has_come_up_since(
 SIGPIPE_ENDS = """
 import os, signal, sys
 from pathlib import Path
-from trinity_sync.client.saver_control import WAKE, SaverControl
+from trinity_sync.client.saver_control import SaverControl, wake_path
+from trinity_sync.fs.process import read_umask
 
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as programs do whose output goes to head
 spool = Path(sys.argv[1])
-os.mkfifo(spool / WAKE)
-pipe = os.open(spool / WAKE, os.O_RDONLY | os.O_NONBLOCK)
+wake = wake_path(spool, read_umask())
+os.mkfifo(wake)
+pipe = os.open(wake, os.O_RDONLY | os.O_NONBLOCK)
 control = SaverControl(spool, spool)
 control.wake()
 os.close(pipe)
@@ -532,8 +565,9 @@ def test_the_end_of_a_saver_does_not_end_a_trainer_without_a_handler_of_sigpipe(
 def test_a_saver_that_lives_is_woken_by_a_save_and_not_by_its_call(
     job: Job, settings: Settings
 ) -> None:
-    os.mkfifo(settings.spool / WAKE)
-    pipe = os.open(settings.spool / WAKE, os.O_RDONLY | os.O_NONBLOCK)  # as a saver does
+    wake = wake_path(settings.spool, read_umask())
+    os.mkfifo(wake)
+    pipe = os.open(wake, os.O_RDONLY | os.O_NONBLOCK)  # as a saver does
     trigger = SaveTrigger(settings)
     trigger.begin(job.spool.folder.name)
     assert os.read(pipe, 9) == b"\n"
