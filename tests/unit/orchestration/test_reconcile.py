@@ -126,11 +126,14 @@ def test_a_pointer_moves_to_no_step_that_a_later_run_has_superseded(
     job: Job, settings: Settings
 ) -> None:
     open_run(job.root, "first", 0)
-    save(job, 1, 2)
+    save(job, 1, 2, 5)
     open_run(job.root, "second", 1)
-    (job.root / "latest_checkpointed_iteration.txt").write_text("")
-    run(job, settings)
-    assert read_latest_pointer(job.root, "checkpoint") == 1
+    pointer = job.root / "latest_checkpointed_iteration.txt"
+    for newest, saved in ((5, []), (3, [3])):  # from its first checkpoint on, the run supersedes
+        save(job, *saved, run=2)
+        pointer.write_text("")
+        run(job, settings)
+        assert read_latest_pointer(job.root, "checkpoint") == newest
 
 
 def test_a_pointer_at_another_systems_checkpoint_is_left_alone(
