@@ -206,15 +206,18 @@ def find_newest(
     return None
 
 
-def iter_newest_first(root: str | Path, kind: Kind) -> Iterator[Manifest]:
+def iter_newest_first(
+    root: str | Path, kind: Kind, *, without: Collection[int] = ()
+) -> Iterator[Manifest]:
     """Yield the manifests of a kind, the last step of the last run first.
 
-    Superseded steps are left out; see `find_superseded_steps`.
+    Superseded steps are left out, see `find_superseded_steps`; those ``without`` supersede none.
 
     Raises:
         FormatError: another release has committed a step.
     """
-    found = [each for each in iter_committed_steps(root) if kind in each.kinds]
+    every = (each for each in iter_committed_steps(root) if each.step not in without)
+    found = [each for each in every if kind in each.kinds]
     superseded = find_superseded_steps(found, list_known_runs(root))
     counting = [each for each in found if each.step not in superseded]
     yield from sorted(counting, key=lambda each: (each.run, each.step), reverse=True)

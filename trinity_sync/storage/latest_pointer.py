@@ -115,9 +115,7 @@ def latest_pointer_covers(root: str | Path, kind: Kind, run: int, step: int) -> 
 
 def _find_best(root: str | Path, kind: Kind, without: Collection[int]) -> Manifest | None:
     """Return the newest valid step for a pointer."""
-    for manifest in iter_newest_first(root, kind):
-        if manifest.step in without:
-            continue
+    for manifest in iter_newest_first(root, kind, without=without):
         try:
             return require_committed(root, manifest.step)
         except CommitError:

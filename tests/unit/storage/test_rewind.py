@@ -83,6 +83,7 @@ def test_steps_of_later_runs_count_as_newer_whatever_their_number(trained: Job) 
     trained.stage(15, {"model": {"w": torch.zeros(9)}}, run=2)
     assert rewind(trained.root, 20).quarantined == (12, 30)
     assert find_newest(trained.root).step == 20
+    assert read_latest_pointer(trained.root, "checkpoint") == 20
     with pytest.raises(SupersededError, match="step 15 of run 2"):
         trained.commit(15, run=2)
 
