@@ -57,16 +57,17 @@ def _print_report(report: "SyncReport | None", root: str) -> None:
 
 @app.command(
     "report ckpts", "report ckpts --html /tmp/ckpts.html", "report ckpts -o json", "report",
+    "report exp1/ckpts exp2/ckpts",
     panel="Look at a job",
     note="Failures, flow runs and verifications come from the Prefect server, if one answers.",
 )  # fmt: skip
 def report(
-    root: Annotated[
-        Path | None,
+    roots: Annotated[
+        list[Path] | None,
         typer.Argument(
-            metavar="[ROOT]",
+            metavar="[ROOT...]",
             autocompletion=complete_root,
-            help="Root of the job; by default all jobs that have saved on this node.",
+            help="Roots of jobs; by default all that have saved on this node.",
         ),
     ] = None,
     html: Annotated[Path, typer.Option("--html", help="File to write.")] = Path("report.html"),
@@ -74,8 +75,9 @@ def report(
 ) -> None:
     """Write an HTML page about a job: its health, failures with what to type, cost of saves.
 
-    Without ROOT, the page lists all jobs, and links the page of each, which is written next to it.
-    With -o json no page is written, and the reports of all jobs are a list.
+    Without ROOT, the page lists all jobs, and links the page of each, which is written next to it;
+    with several, it also shows them side by side. With -o json no page is written, and the reports
+    of several jobs are a list.
     """
     from trinity_sync.cli.report_html import render_report, render_reports
     from trinity_sync.orchestration.report.collect import collect_report, collect_reports
@@ -83,24 +85,24 @@ def report(
     if html.is_dir():
         raise ConfigError(f"{html} is a folder; pass a file as --html")
     settings = read_settings()
-    found = (
-        [collect_report(settings, require_existing(root))] if root else collect_reports(settings)
-    )
+    found = [collect_report(settings, require_existing(root)) for root in roots or ()]
+    is_one, found = len(found) == 1, found or collect_reports(settings)
     if output == "json":
-        print_document("report" if root else "reports", found[0] if root else found)
+        print_document("report" if is_one else "reports", found[0] if is_one else found)
         return
 
     def name_page(report: "JobReport") -> str:
-        return html.name if root else f"{html.stem}-{report.job}.html"
+        return html.name if is_one else f"{html.stem}-{report.job}.html"
 
     try:
         for each in found:
             replace_file(html.with_name(name_page(each)), render_report(each), sync=False)
             typer.echo(
-                f"{each.root}: " * (not root) + f"{each.health.status}: {each.health.sentence}"
+                f"{each.root}: " * (not is_one) + f"{each.health.status}: {each.health.sentence}"
             )
-        if not root:
-            replace_file(html, render_reports(found, name_page), sync=False)
+        if not is_one:
+            page = render_reports(found, name_page, compare=bool(roots))
+            replace_file(html, page, sync=False)
     except OSError as error:
         raise ConfigError(f"cannot write {html}: {error.strerror}; pass another --html") from error
     typer.echo(f"wrote {html}; open it in a browser")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING
@@ -49,8 +49,10 @@ class Chart:
     bars: tuple[Bar, ...]
     names: tuple[str, ...]
     """Names of the parts of a bar, from the bottom."""
-    top: str
+    most: float
     """Value of the highest bar."""
+    top: str
+    """The same in words."""
     ends: tuple[str, str]
     """The first and the last step."""
 
@@ -67,11 +69,54 @@ def _render(template: str, **values: object) -> str:
     return environment.get_template(template).render(values)
 
 
-def render_reports(reports: Sequence[JobReport], page: Callable[[JobReport], str]) -> str:
-    """Return an HTML page of all jobs; ``page`` returns the address of the report of one."""
+def render_reports(
+    reports: Sequence[JobReport], page: Callable[[JobReport], str], *, compare: bool = False
+) -> str:
+    """Return an HTML page of jobs, or with ``compare`` also of their figures and charts together.
+
+    ``page`` returns the address of the report of one.
+    """
     roots = [Path(each.root) for each in reports]
     names = [name_job(root, roots) for root in roots]
-    return _render("reports.html.j2", names=list(zip(reports, names, strict=True)), page=page)
+    figures: dict[str, list[str]] = {}
+    charts: dict[str, list[Chart]] = {}
+    for number, each in enumerate(reports if compare else ()):
+        for caption, value in (summarize(each) | _list_settings(each)).items():
+            figures.setdefault(caption, [""] * len(reports))[number] = value
+        for kind, title in KINDS.items():
+            for chart in (*chart_saves(each, kind), *chart_norms(each, kind)):
+                of_job = replace(chart, title=names[number])
+                charts.setdefault(f"{title}: {chart.title}", []).append(of_job)
+    return _render(
+        "reports.html.j2",
+        names=list(zip(reports, names, strict=True)),
+        page=page,
+        figures=figures,
+        charts={title: _draw_to_scale(shown) for title, shown in charts.items()},
+    )
+
+
+def _list_settings(report: JobReport) -> dict[str, str]:
+    """Return what else may differ between jobs: settings, starts, and the newest metrics."""
+    found = {"keep": report.keep or "all", "starts": f"{len(report.runs)}"}
+    if report.remote:
+        found["remote"] = report.remote
+    rated = [row for row in report.steps if row.metrics]
+    newest = max(rated, key=lambda row: (row.run or 0, row.step), default=None)
+    if newest:
+        found |= {f"{n} at step {newest.step}": f"{v:.4g}" for n, v in newest.metrics.items()}
+    return found
+
+
+def _draw_to_scale(charts: Sequence[Chart]) -> list[Chart]:
+    """Return charts of the same value with the same scale."""
+    highest = max(charts, key=lambda chart: chart.most)
+    found = []
+    for chart in charts:
+        factor = chart.most / (highest.most or 1)
+        bars = (replace(bar, heights=tuple(factor * h for h in bar.heights)) for bar in chart.bars)
+        found.append(replace(chart, bars=tuple(bars), top=highest.top))
+    return found
 
 
 def render_report(report: JobReport) -> str:
@@ -216,7 +261,7 @@ def draw_bars(
         bars.append(Bar(f"{steps}: {parts}", tuple(100 * value / (top or 1) for value in values)))
     summary = summarize_values([sum(values) for _, values in saves], write) + where
     ends = (f"step {saves[0][0]}", f"step {saves[-1][0]}")
-    yield Chart(title, summary, tuple(bars), names, write(top), ends)
+    yield Chart(title, summary, tuple(bars), names, top, write(top), ends)
 
 
 def is_drawable(value: float) -> bool:

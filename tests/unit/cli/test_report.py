@@ -35,7 +35,7 @@ from trinity_sync.retention.prune import plan_prune, prune
 from trinity_sync.retention.removal import Rules
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
-from trinity_sync.storage.job_settings import JobSettings
+from trinity_sync.storage.job_settings import JobSettings, write_job_settings
 from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.pins import pin
 from trinity_sync.storage.quarantine import rewind
@@ -291,6 +291,29 @@ def test_without_a_root_all_jobs_of_the_node_have_a_row_and_a_page(
     found = json.loads(printed.stdout)["reports"]
     health = {each["root"]: each["health"]["status"] for each in found}
     assert health == {str(one): "failed", str(two): "empty", str(gone): "failed"}
+
+
+def test_two_jobs_are_shown_side_by_side_on_one_scale(tmp_path: Path, spool_folder: Path) -> None:
+    settings = Settings(home=tmp_path / "home", spool=spool_folder)
+    jobs = []
+    for name, size in (("small", 5), ("large", 500_000)):
+        job = Job(tmp_path / name, open_job_spool(spool_folder, tmp_path / name))
+        job.stage(7, {"model": {"w": torch.ones(size)}})
+        job.commit(7)
+        write_metrics(job.root, 1, 7, {"reward": size / 10})
+        jobs.append(job)
+    write_job_settings(jobs[0].root, {"keep": "last=3"})
+    page = tmp_path / "both.html"
+    command = ["report", *(str(job.root) for job in jobs), "--html", str(page)]
+    done = CliRunner().invoke(app, command, env={**settings.to_variables(), "PREFECT_API_URL": ""})
+    assert done.exit_code == 0, done.output
+    figures = table_of(page.read_text(), "figures")
+    assert figures["keep"].endswith("last=3|all")
+    assert figures["reward at step 7"].endswith("0.5|5e+04")
+    charts = page.read_text().partition("<h3>Checkpoints: Size</h3>")[2].partition("<h3>")[0]
+    heights = [float(each) for each in re.findall(r"height:([0-9.]+)%", charts)]
+    assert (len(heights), heights[1]) == (2, 100.0)
+    assert 0 < heights[0] < 10
 
 
 def test_a_job_without_steps_has_a_page_too(tmp_path: Path) -> None:
