@@ -34,10 +34,10 @@ network = torch.nn.Sequential(
 model = DistributedDataParallel(network)
 optimizer = torch.optim.AdamW(model.parameters())
 
-with CheckpointCoordinator.of_process_group("ckpts") as ckpt:  # all ranks call it
+with CheckpointCoordinator.of_process_group("ckpts") as saves:  # all ranks call it
     step, first_epoch, batch = 0, 0, 0
-    if newest := ckpt.latest_step():  # the same on all ranks
-        state = ckpt.load(newest)
+    if newest := saves.latest_step():  # the same on all ranks
+        state = saves.load(newest)
         network.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optim"])
         torch.set_rng_state(state["extra_state"]["rng"])
@@ -56,7 +56,7 @@ with CheckpointCoordinator.of_process_group("ckpts") as ckpt:  # all ranks call 
             if step % SAVE_EVERY == 0:
                 extra = {"rng": torch.get_rng_state(), "epoch": epoch, "batch": batch}
                 states = {"model": network.state_dict(), "optim": optimizer.state_dict()}
-                ckpt.save(step, {**states, "extra_state": extra})
+                saves.save(step, {**states, "extra_state": extra})
                 print(f"rank {rank}: step {step}, loss {loss:.4f}")
         batch = 0
 

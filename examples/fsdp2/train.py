@@ -28,10 +28,10 @@ fully_shard(model, mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 torch.manual_seed(1 + rank)  # and draws batches of its own
 
-with CheckpointCoordinator.of_process_group("ckpts") as ckpt:  # all ranks call it
-    done = ckpt.latest_step() or 0  # the same on all ranks
+with CheckpointCoordinator.of_process_group("ckpts") as saves:  # all ranks call it
+    done = saves.latest_step() or 0  # the same on all ranks
     if done:
-        state = ckpt.load(done)
+        state = saves.load(done)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optim"])
         torch.set_rng_state(state["extra_state"]["rng"])
@@ -46,7 +46,7 @@ with CheckpointCoordinator.of_process_group("ckpts") as ckpt:  # all ranks call 
         if step % SAVE_EVERY == 0:
             extra = {"rng": torch.get_rng_state()}
             states = {"model": model.state_dict(), "optim": optimizer.state_dict()}
-            ckpt.save(step, {**states, "extra_state": extra})
+            saves.save(step, {**states, "extra_state": extra})
             print(f"rank {rank}: step {step}, loss {loss:.4f}")
 
 dist.destroy_process_group()

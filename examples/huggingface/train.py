@@ -21,7 +21,7 @@ config = GPT2Config(
     vocab_size=64, n_positions=32, n_embd=128, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=1
 )
 
-ckpt = TrinitySyncCallback("ckpts")
+saves = TrinitySyncCallback("ckpts")
 arguments = TrainingArguments(
     output_dir="out",  # the checkpoints are in ckpts instead
     max_steps=120,
@@ -33,9 +33,9 @@ arguments = TrainingArguments(
     use_cpu=not torch.cuda.is_available(),
     disable_tqdm=True,
 )
-trainer = Trainer(GPT2LMHeadModel(config), arguments, train_dataset=data, callbacks=[ckpt])
+trainer = Trainer(GPT2LMHeadModel(config), arguments, train_dataset=data, callbacks=[saves])
 
-newest = ckpt.latest()  # None on the first start
+newest = saves.latest()  # None on the first start
 if newest:
     print(f"resumed from {newest}")
 trainer.train(resume_from_checkpoint=newest)  # raises SaveFailedError if a save failed

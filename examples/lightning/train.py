@@ -38,7 +38,7 @@ class AutoEncoder(LightningModule):
 if __name__ == "__main__":
     torch.manual_seed(0)
     loader = StatefulDataLoader(torch.rand(25_600, 512), batch_size=128, shuffle=True)
-    ckpt = TrinitySyncCallback("ckpts", every_n_steps=25)
-    trainer = Trainer(max_steps=200, callbacks=[ckpt], logger=False, enable_progress_bar=False)
+    saves = TrinitySyncCallback("ckpts", every_n_steps=25)
+    trainer = Trainer(max_steps=200, callbacks=[saves], logger=False, enable_progress_bar=False)
     # the newest committed step, if there is one; raises SaveFailedError if a save failed
     trainer.fit(AutoEncoder(), loader, ckpt_path="last")

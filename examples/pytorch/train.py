@@ -19,10 +19,10 @@ model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
 
-with CheckpointCoordinator("ckpts") as ckpt:
-    done = ckpt.latest_step() or 0  # waits for saves of a killed run
+with CheckpointCoordinator("ckpts") as saves:
+    done = saves.latest_step() or 0  # waits for saves of a killed run
     if done:
-        state = ckpt.load(done)  # from shared memory if it is still there, otherwise from disk
+        state = saves.load(done)  # from shared memory if it is still there, otherwise from disk
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optim"])
         scheduler.load_state_dict(state["extra_state"]["scheduler"])
@@ -39,7 +39,7 @@ with CheckpointCoordinator("ckpts") as ckpt:
         if step % SAVE_EVERY == 0:
             extra = {"scheduler": scheduler.state_dict(), "rng": torch.get_rng_state()}
             states = {"model": model.state_dict(), "optim": optimizer.state_dict()}
-            saved = ckpt.save(step, {**states, "extra_state": extra})
+            saved = saves.save(step, {**states, "extra_state": extra})
             print(f"step {step}: loss {loss:.4f}, stall {1000 * saved.stall_s:.1f} ms")
 
 print("every save is committed")  # the end of the block waited for them

@@ -79,30 +79,30 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     gate = RolloutGate(max_lag=1)
 
-    with CheckpointCoordinator("ckpts") as ckpt:
-        newest = ckpt.latest_step()
+    with CheckpointCoordinator("ckpts") as saves:
+        newest = saves.latest_step()
         if newest is not None:
-            state = ckpt.load(newest)
+            state = saves.load(newest)
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optim"])
             print(f"resumed from step {newest}", flush=True)
         done = newest or 0
         for file in ROLLOUTS.glob("*.pt"):
             file.unlink()  # sampled for an earlier run
-        ckpt.upload(done, model.state_dict)  # the engine begins with these weights
+        saves.upload(done, model.state_dict)  # the engine begins with these weights
 
         for step in range(done + 1, options.steps + 1):
             rollouts = take_rollouts(gate, step - 1)
             compute_loss(model, rollouts).backward()
             optimizer.step()
             optimizer.zero_grad()
-            ckpt.upload(step, model.state_dict)
+            saves.upload(step, model.state_dict)
             reward = rollouts["rewards"].mean()
             print(
                 f"step {step}: reward {reward:.2f}, weights of step {rollouts['step']}", flush=True
             )
             if step % options.save_every == 0 or step == options.steps:
-                ckpt.save(step, {"model": model.state_dict(), "optim": optimizer.state_dict()})
+                saves.save(step, {"model": model.state_dict(), "optim": optimizer.state_dict()})
                 print(f"saved step {step}", flush=True)
 
 

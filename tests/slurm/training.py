@@ -27,11 +27,11 @@ def main(root: str, stop: int) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
-    with CheckpointCoordinator(root) as ckpt:
-        ckpt.on_preemption(signal.SIGUSR1, grace_s=20)
-        done = ckpt.latest_step() or 0
+    with CheckpointCoordinator(root) as saves:
+        saves.on_preemption(signal.SIGUSR1, grace_s=20)
+        done = saves.latest_step() or 0
         if done:
-            state = ckpt.load(done)
+            state = saves.load(done)
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optim"])
             print("resumed", done, digest(state), flush=True)
@@ -43,12 +43,12 @@ def main(root: str, stop: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
             states = {"model": model.state_dict(), "optim": optimizer.state_dict()}
-            if ckpt.any_preempted():
-                result = ckpt.emergency_save(step, states)
+            if saves.any_preempted():
+                result = saves.emergency_save(step, states)
                 print("ended", step, digest(states), *sorted(result.committed), flush=True)
                 return
             if stop:
-                ckpt.save(step, states)
+                saves.save(step, states)
                 print("saved", step, digest(states), flush=True)
             while step == stop:
                 time.sleep(1)
