@@ -130,14 +130,14 @@ def find_newest_run(root: str | Path) -> Run | None:
     return max(runs, key=lambda run: run.number) if runs else None
 
 
-def read_restart_time(root: str | Path, run: int, later: int) -> float:
+def read_restart_time(root: str | Path, run: int, later: int) -> float | None:
     """Return when the run ``later`` began, in seconds since the epoch, if it is another training.
 
-    0 if both go back to the same fresh start.
+    None if both go back to the same fresh start, or the run is unknown.
     """
     runs = list_runs(root)
     same = _find_first_run(runs, run) == _find_first_run(runs, later)
-    return 0.0 if same else read_start_time(root, later)
+    return None if same else read_start_time(root, later) or None
 
 
 def read_start_time(root: str | Path, number: int) -> float:
