@@ -32,6 +32,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from trinity_sync.errors import ConfigError, WeightSyncError
 from trinity_sync.tensors.torch_private import make_gloo_options, make_nccl_options
 
+HEARD_LIMIT = timedelta(seconds=5)
+"""Time for which rank 0 stays after a failure, for others to read the reason."""
 BROADCAST_FRACTION = 0.75
 """Part of the time-out that a broadcast may take; the rest is for the roll call."""
 WORK_POLL_S, STORE_POLL_S = 0.001, 1.0
@@ -226,6 +228,10 @@ class WeightGroup:
             names = ", ".join(
                 f"rank {rank} ({self._store.get(f'joined/{rank}').decode()})" for rank in silent
             )
+            if self.rank:
+                self._store.set(f"heard/{self.rank}", "")
+            else:  # its process may end, and the store with it
+                find_absent(self._store, "heard", reasons, min(rest, HEARD_LIMIT))
         except RuntimeError:
             self._abort()
             return "; rank 0, the trainer's, is gone"

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
@@ -411,6 +412,33 @@ def test_a_trainer_that_cannot_gather_its_weights_raises_at_once(members: Any) -
     with pytest.raises(WeightSyncError, match=r"^no such weight$"):
         send_weights(absent(), group, version=3)
     assert "the trainer gave up after 0 tensors" in str(reader.answer())
+
+
+class _SlowStore:
+    """A store over a slow network."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def get(self, key: str) -> bytes:
+        time.sleep(0.5)
+        return self._store.get(key)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def _take_slowly(group: WeightGroup) -> Any:
+    group._store = _SlowStore(group._store)
+    return _take(group)
+
+
+def test_the_reason_of_a_trainer_that_ends_at_once_reaches_a_slow_reader(members: Any) -> None:
+    group, (reader,) = members(_take_slowly)
+    with pytest.raises(TypeError):
+        send_weights([], group, version="3")  # type: ignore[arg-type]
+    group.close()
+    assert "the trainer gave up after 0 tensors of version 3" in str(reader.answer())
 
 
 def test_a_member_without_a_gpu_refuses_a_group_over_nccl_and_says_so_to_the_others() -> None:
