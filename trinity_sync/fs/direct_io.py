@@ -315,7 +315,9 @@ def scatter_fd(fd: int, nbytes: int, places: Callable[[int, int], Sequence[memor
                 yield part[:left]
                 left = max(0, left - len(part))
 
-    return digest_parts(_read_ahead(nbytes, SCATTERED, lambda *part: [*read(*part)]))
+    cores = len(os.sched_getaffinity(0))  # unlike reads of a disk, copies want a core each
+    parts = _read_ahead(nbytes, SCATTERED, lambda *part: [*read(*part)], min(READERS, cores))
+    return digest_parts(parts)
 
 
 def read_fd(fd: int, nbytes: int) -> tuple[memoryview, str]:
@@ -333,17 +335,20 @@ def read_fd(fd: int, nbytes: int) -> tuple[memoryview, str]:
 
 
 def _read_ahead(
-    nbytes: int, size: int, read: Callable[[int, int], Iterable[memoryview]]
+    nbytes: int,
+    size: int,
+    read: Callable[[int, int], Iterable[memoryview]],
+    readers: int = READERS,
 ) -> Iterator[memoryview]:
-    """Yield consecutive bytes, of which threads read the next `_AHEAD` pieces ahead.
+    """Yield consecutive bytes, of which threads read two pieces each ahead.
 
     ``read`` returns the parts of a piece for its first byte and its size. They are not used once
     the next piece is: it may be read to the same memory, and is in the cache when it is digested.
     """
     ahead: deque[Future[Iterable[memoryview]]] = deque()
-    with ThreadPoolExecutor(READERS, thread_name_prefix="reader") as pool:
+    with ThreadPoolExecutor(readers, thread_name_prefix="reader") as pool:
         for at in range(0, nbytes, size):
-            if len(ahead) == _AHEAD:
+            if len(ahead) == 2 * readers:
                 yield from ahead.popleft().result()
             ahead.append(pool.submit(read, at, min(size, nbytes - at)))
         while ahead:
