@@ -91,7 +91,7 @@ def require_saved(root: Path, step: int) -> None:
     for rank in range(2):
         states = load_states(root, step, "actor", rank=rank, world_size=2)
         assert states["model"]["w"].tolist() == [float(rank)] * 9
-    assert not [*root.rglob("*.tmp")]
+    await_that(lambda: not [*root.rglob("*.tmp")], "what the commit has left is removed")
 
 
 def test_each_node_persists_its_ranks_and_the_first_one_commits(
@@ -145,7 +145,7 @@ def test_a_node_that_is_gone_is_named_with_its_ranks_and_fails_the_save_on_the_o
         ranks[0].wait_all(60)
     with pytest.raises(SaveFailedError, match=named):
         ranks[1].wait_all(60)
-    assert not [*job.root.rglob("*.tmp")]
+    await_that(lambda: not [*job.root.rglob("*.tmp")], "what the commit has left is removed")
     assert all(image.failed for image in ranks[0].spool.tickets()[0])
     monkeypatch.undo()
     save(ranks, 1)
