@@ -26,6 +26,7 @@ from flows.maintenance import request_replication
 from tasks.on_ray import list_living_nodes, run_on_node
 from tasks.save import (
     PERSIST_TASKS,
+    PROGRESS_S,
     commit_step,
     create_failure_artifact,
     show_progress,
@@ -254,7 +255,8 @@ async def save_step(request: SaveRequest) -> State[Any] | None:
         persisted_at = time.time()
         done = await commit_step(request, persisted, nodes[0].shards, started_at, persisted_at)
         committed_at = time.time()
-        await showing  # it has ended meanwhile
+        await asyncio.wait([showing], timeout=PROGRESS_S)  # it has ended, if the server answers
+        showing.cancel()
         await free_remaining_slots(request, nodes[1:])
         await upload_if_required(request, nodes[0])
     except Exception as error:
