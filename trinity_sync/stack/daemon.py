@@ -130,7 +130,7 @@ def await_ready(
                 + (", or with a longer time-out." if lives else ".")
             )
         with suppress(psutil.NoSuchProcess):
-            psutil.wait_procs([psutil.Process(daemon.pid)], POLL_S)
+            _wait({psutil.Process(daemon.pid)}, POLL_S)
 
 
 def _read_cpu_wait(daemon: Daemon) -> float:
@@ -166,14 +166,27 @@ def stop(daemon: Daemon, timeout_s: float) -> None:
         with suppress(psutil.NoSuchProcess):
             process.terminate()
     if leader:
-        psutil.wait_procs(leader, max(deadline - time.monotonic(), 0.0))
+        _wait(leader, deadline - time.monotonic())
         family |= _find_family(daemon)
-    psutil.wait_procs(family, min(max(deadline - time.monotonic(), 0.0), 5.0))
+    _wait(family, min(deadline - time.monotonic(), 5.0))
     for process in family | _find_family(daemon):
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(family, 5.0)
+    _wait(family, 5.0)
     _reap()
+
+
+def _wait(processes: set[psutil.Process], timeout_s: float) -> None:
+    """Wait at most ``timeout_s`` until the processes have ended."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left_s = max(deadline - time.monotonic(), 0.0)
+        try:
+            psutil.wait_procs(processes, left_s)
+        except FileNotFoundError:  # of pidfd_open, for one that is just being reaped (Linux 6.18)
+            if left_s:
+                continue
+        return
 
 
 def _find_family(daemon: Daemon) -> set[psutil.Process]:

@@ -1,5 +1,6 @@
 """A daemon that does not get ready is reported with what its user needs to know."""
 
+import errno
 import math
 import os
 import resource
@@ -192,6 +193,25 @@ def test_what_was_started_and_cannot_be_written_down_is_stopped(tmp_path: Path) 
         embedded._start(lambda *_: started, settings, StackSettings(), StackState())
     assert not server.lives
     assert embedded.find(settings) is None
+
+
+def test_a_daemon_that_is_just_being_reaped_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux 6.18 answers ENOENT for a process between its two ends, and ESRCH afterwards."""
+    open_real, asked = os.pidfd_open, []
+
+    def open_late(pid: int, flags: int = 0) -> int:
+        asked.append(pid)
+        if len(asked) == 1:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        return open_real(pid, flags)
+
+    sleeping = start("import time; time.sleep(60)", tmp_path)
+    monkeypatch.setattr(os, "pidfd_open", open_late)
+    daemon.stop(sleeping, 10)
+    assert len(asked) > 1
+    assert not sleeping.lives
 
 
 def test_clients_of_plain_http_load_one_certificate_that_no_cleaner_of_the_home_removes(
