@@ -40,6 +40,7 @@ from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import free_slot, lock_slot, read_ticket
 from trinity_sync.storage.alarms import compare_with_last_commit, log_alarms
+from trinity_sync.storage.block_reuse import WORTHWHILE
 from trinity_sync.storage.dcp_folder import link_step
 from trinity_sync.storage.discovery import list_files_of_run, remove_mark
 from trinity_sync.storage.latest_pointer import advance_latest_pointer, repair_latest_pointer
@@ -148,6 +149,7 @@ def commit(
             raise SupersededError(
                 f"{save} is superseded: run {earlier.run} has committed step {save.step}"
             )
+        identities = _link_equal_files(written)
         replaced = earlier if earlier and earlier.run < save.run else None
         kept = None if earlier else list_files_of_run(save.root, save.folder, save.run)
         if kept is not None or (replaced and not is_redundant_sync(save, replaced, manifest)):
@@ -159,7 +161,8 @@ def commit(
                 remove_mark(save.folder)  # the mark of a step whose manifest is gone
             folder = str(save.folder)  # a path per file would double the time
             for file in written:
-                _name(file, f"{folder}/{file.record.path}", committed.get(file.record.path))
+                known = committed.get(file.record.path)
+                _name(file, f"{folder}/{file.record.path}", known, identities[file.record.digest])
             sync_folders(save.folder, [file.path for file in manifest.files])
             if replaced:
                 inherit_metrics(save, replaced)
@@ -326,7 +329,30 @@ def _earlier(save: SaveId) -> Manifest | None:
         return None
 
 
-def _name(file: Written, final: str, committed: FileRecord | None) -> None:
+def _link_equal_files(written: Sequence[Written]) -> dict[str, set[tuple[int, int]]]:
+    """Make large files with the same bytes one file, as of ranks that did not say `replicated`.
+
+    Return the identities that the files of each digest may have: an earlier attempt to commit may
+    have linked some of them, and named the others.
+    """
+    equal: dict[str, list[Written]] = defaultdict(list)
+    for file in written:
+        equal[file.record.digest].append(file)
+    for files in equal.values():
+        large = [file for file in files if file.temporary and file.record.nbytes >= WORTHWHILE]
+        for path in (Path(file.temporary) for file in large[1:]):
+            first = large[0].temporary
+            link = path.with_name(f".equal{path.name}")
+            with suppress(OSError):  # no hard links here, or an earlier attempt named one of them
+                if not path.samefile(first):
+                    link.hardlink_to(first)
+                    link.replace(path)
+    return {digest: {file.identity for file in files} for digest, files in equal.items()}
+
+
+def _name(
+    file: Written, final: str, committed: FileRecord | None, identities: set[tuple[int, int]]
+) -> None:
     """Rename a written file to its final name, unless an earlier attempt did.
 
     A file that this run has committed, e.g. with the sync of the step, is never overwritten.
@@ -340,7 +366,7 @@ def _name(file: Written, final: str, committed: FileRecord | None) -> None:
         found = os.stat(final)  # noqa: PTH116
         same = found.st_size == (committed or file.record).nbytes
         if file.temporary and not committed:
-            same = same and (found.st_ino, found.st_mtime_ns) == file.identity
+            same = same and (found.st_ino, found.st_mtime_ns) in identities
     except FileNotFoundError as error:
         raise make_missing_file_error(file, final) from error
     if not same:

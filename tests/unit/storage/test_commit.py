@@ -565,6 +565,41 @@ def test_a_flow_that_is_retried_after_the_images_were_named_commits(job: Job) ->
     require_committed(job.root, 4)
 
 
+@pytest.mark.parametrize("runs", [[2], [1, 2]], ids=["new", "replaces another"])
+def test_equal_files_of_a_step_are_one_file(job: Job, runs: list[int]) -> None:
+    job.world_size = 3
+    for run in runs:
+        for rank, value in enumerate((run, 3, 3)):
+            job.stage(4, {"model": state(value, 1 << 18)}, rank=rank, run=run)
+        job.commit(4, run=run)
+    step = folder(job, 4)
+    files = [(step / f"actor/model_world_size_3_rank_{rank}.pt").stat() for rank in range(3)]
+    assert files[1].st_ino == files[2].st_ino != files[0].st_ino
+    require_committed(job.root, 4)
+    assert [path.name for path in step.rglob(".*")] == [".full_checkpoint"]
+
+
+def test_a_commit_that_died_while_it_named_equal_files_is_repeated(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.world_size = 2
+    for rank in range(2):
+        job.stage(4, {"model": state(1, 1 << 18)}, rank=rank)
+    written, replace_file = job.persist(4), os.replace
+
+    def die_at_rank_1(path: str, name: str) -> None:
+        if Path(name).name == "model_world_size_2_rank_1.pt":
+            raise KeyboardInterrupt
+        replace_file(path, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", die_at_rank_1)
+        with pytest.raises(KeyboardInterrupt):
+            commit(job.save(4), written)
+    commit(job.save(4), written)
+    require_committed(job.root, 4)
+
+
 def test_a_file_that_was_cut_short_before_it_replaces_another_is_not_committed(job: Job) -> None:
     job.stage(3, {"model": state(1)})
     job.commit(3)
