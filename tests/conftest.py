@@ -43,6 +43,7 @@ STACK_VARIABLES = {
 }
 """Settings of the session's stack."""
 os.environ.update(QUIET)
+os.environ["PYTHONFAULTHANDLER"] = "1"  # a process that crashes says where
 OURS = ("PREFECT_", "RAY_", "TRINITY_SYNC_")
 STACK = os.environ.get("TESTS_STACK", "")
 
