@@ -13,7 +13,7 @@ from pathlib import Path
 import xxhash
 
 from trinity_sync.errors import CommitError, CorruptedCopyError
-from trinity_sync.fs.atomic import make_folder, revalidate_folder, sync_folder
+from trinity_sync.fs.atomic import link_or_copy, make_folder, revalidate_folder, sync_folder
 from trinity_sync.fs.direct_io import DIGEST, OnProgress, digest_cached_file, no_progress
 from trinity_sync.fs.locks import acquire_commit_lock, acquire_file_lock
 from trinity_sync.layout import PRIVATE_FOLDER, step_folder
@@ -24,6 +24,7 @@ from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.manifest import (
     FileRecord,
     Manifest,
+    group_equal,
     read_manifest,
     read_run_number,
     write_manifest_into,
@@ -78,8 +79,16 @@ def fetch(
         def download(record: FileRecord) -> None:
             _download(remote, manifest, record, folder, lambda n: on_progress(n, manifest.nbytes))
 
+        groups = group_equal(manifest.files)
         with ThreadPoolExecutor(parallel, "fetch") as pool:
-            list(pool.map(download, manifest.files))  # an error cancels what is not started
+            list(pool.map(download, (first for first, *_ in groups)))  # an error cancels the rest
+        for first, *others in groups:
+            for record in others:
+                path = folder / record.path
+                make_folder(path.parent)
+                path.unlink(missing_ok=True)  # of an interrupted download
+                link_or_copy(folder / first.path, path)
+                on_progress(record.nbytes, manifest.nbytes)
         for path in [*folder.rglob("*"), folder]:
             if path.is_dir():
                 sync_folder(path)

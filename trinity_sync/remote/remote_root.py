@@ -36,7 +36,7 @@ from trinity_sync.errors import (
     RemoteError,
     TrinitySyncError,
 )
-from trinity_sync.fs.atomic import make_folder, replace_file, sync_file, sync_folder
+from trinity_sync.fs.atomic import link_or_copy, make_folder, replace_file, sync_file, sync_folder
 from trinity_sync.fs.direct_io import DIGEST
 from trinity_sync.fs.locks import create_file
 from trinity_sync.fs.records import Count, Record, decode_record, encode_record
@@ -358,6 +358,22 @@ class Remote:
                 f"{self.url}/global_step_{step}/{name} has {found:,} bytes after its upload "
                 f"instead of {nbytes:,}; repeat the upload"
             )
+
+    def copy_file(self, step: int, name: str, to: str) -> bool:
+        """Copy a file of a step within the remote; return False if it cannot copy files."""
+        source, target = self._path(step, name), self._path(step, to)
+        with self._translate_errors(f"copy {name} of step {step} in"):
+            if self.folder:
+                make_folder(Path(target).parent)
+                Path(target).unlink(missing_ok=True)
+                link_or_copy(Path(source), Path(target))
+                sync_file(Path(target))
+                return True
+            try:
+                self._fs.cp_file(source, target)
+            except NotImplementedError:
+                return False
+        return True
 
     # ---------------------------------------------------------------- interrupted uploads
 

@@ -17,7 +17,7 @@ same numbers and other keys.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +37,7 @@ from trinity_sync.remote.remote_root import CHUNK, Remote
 from trinity_sync.snapshot.job_identity import JobIdentity, open_identity, read_identity
 from trinity_sync.storage.job_settings import read_required_remote
 from trinity_sync.storage.leases import lease_to_read
-from trinity_sync.storage.manifest import FileRecord, Manifest, encode_manifest
+from trinity_sync.storage.manifest import FileRecord, Manifest, encode_manifest, group_equal
 from trinity_sync.storage.runs import list_runs
 
 PARALLEL = 4
@@ -56,7 +56,7 @@ class Replicated:
     uploaded: int
     """Number of files that were uploaded; the others were there."""
     nbytes: int
-    """Bytes of those files."""
+    """Bytes of those files; of equal files of the step, which the remote copies, those of one."""
     seconds: float
 
 
@@ -90,25 +90,30 @@ def replicate(
         def on_sent(nbytes: int) -> None:
             on_progress(nbytes, total)
 
-        def upload(record: FileRecord) -> bool:
-            if remote.is_uploaded(step, record):
-                on_sent(record.nbytes)
-                return False
-            path = step_folder(root, step) / record.path
-            remote.upload_file(
-                step, record.path, _read_chunks(path, record, on_sent), record.nbytes
-            )
-            remote.record_upload(step, record)
-            return True
+        def upload(records: Sequence[FileRecord]) -> list[int]:  # of equal files
+            first, sent = records[0], []
+            for record in records:
+                if remote.is_uploaded(step, record):
+                    on_sent(record.nbytes)
+                    continue
+                if record is not first and remote.copy_file(step, first.path, record.path):
+                    on_sent(record.nbytes)
+                    sent.append(0)
+                else:
+                    chunks = _read_chunks(step_folder(root, step) / record.path, record, on_sent)
+                    remote.upload_file(step, record.path, chunks, record.nbytes)
+                    sent.append(record.nbytes)
+                remote.record_upload(step, record)
+            return sent
 
         with ThreadPoolExecutor(parallel, "replicate") as pool:
-            sent = list(pool.map(upload, missing))  # an error cancels what is not started
+            uploads = pool.map(upload, group_equal(missing))
+            sent = [nbytes for each in uploads for nbytes in each]  # an error cancels what is left
         _commit(remote, before, manifest)
         if missing:
             remote.remove_upload_records(step)
-    nbytes = sum(record.nbytes for record, new in zip(missing, sent, strict=True) if new)
     seconds = time.perf_counter() - start
-    return Replicated(remote.url, step, manifest.run, sum(sent), nbytes, seconds)
+    return Replicated(remote.url, step, manifest.run, len(sent), sum(sent), seconds)
 
 
 def _commit(remote: Remote, before: Manifest | None, manifest: Manifest) -> None:

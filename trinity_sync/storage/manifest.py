@@ -12,6 +12,7 @@ import errno
 import hashlib
 import logging
 import re
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -480,6 +481,14 @@ def is_committed(
     """
     manifest = read_run_manifest(root, run, step, read=partial(read_manifest, ranks=()))
     return manifest is not None and manifest.has_kind(kind, roles)
+
+
+def group_equal(records: Iterable[FileRecord]) -> list[list[FileRecord]]:
+    """Return records in groups of those whose files have the same bytes."""
+    groups: dict[str, list[FileRecord]] = defaultdict(list)
+    for record in records:
+        groups[record.digest].append(record)
+    return [*groups.values()]
 
 
 def _by_path(records: Sequence[FileRecord]) -> tuple[FileRecord, ...]:

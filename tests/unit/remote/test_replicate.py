@@ -86,6 +86,43 @@ def test_a_copy_is_the_step_file_by_file_and_back_again(
     assert not fetch(any_url, 4, back)[1]
 
 
+def test_equal_files_of_a_step_are_sent_and_fetched_once(
+    job: Job, any_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.world_size = 3
+    for rank in range(3):
+        job.stage(4, {"model": state(min(rank, 1))}, rank=rank)
+    manifest = job.commit(4)
+    done = replicate(job.root, any_url, 4)
+    assert (done.uploaded, done.nbytes) == (3, sum(each.nbytes for each in manifest.files[:2]))
+    assert [each.state for each in Remote(any_url).list_steps()] == ["valid"]
+
+    reads, read = list[str](), Remote.read_chunks
+
+    def note_read(remote: Remote, step: int, name: str) -> Iterator[bytes]:
+        reads.append(name)
+        return read(remote, step, name)
+
+    monkeypatch.setattr(Remote, "read_chunks", note_read)
+    fetch(any_url, 4, tmp_path / "back")
+    assert sorted(reads) == [each.path for each in manifest.files[:2]]
+    for rank in range(3):
+        back = load_states(tmp_path / "back", 4, "actor", rank=rank, world_size=3)
+        assert torch.equal(back["model"]["w"], state(min(rank, 1))["w"])
+
+
+def test_a_killed_upload_of_equal_files_resumes(job: Job, any_url: str) -> None:
+    job.world_size = 3
+    for rank in range(3):
+        job.stage(4, {"model": state(1)}, rank=rank)
+    manifest = job.commit(4)
+    kill_after_the_first_file(job, any_url)
+    done = replicate(job.root, any_url, 4)
+    assert (done.uploaded, done.nbytes) == (2, 0)
+    for record in manifest.files:
+        assert Remote(any_url).find_mismatch(4, record, lambda _: None) == ""
+
+
 def test_what_is_there_is_not_sent_again(commit: Callable[..., Job], url: str) -> None:
     job = commit(4)
     replicate(job.root, url, 4)
