@@ -105,7 +105,7 @@ def list_components(tickets: Collection[Ticket]) -> tuple[Component, ...]:
     another node, they are included in any case, and the tasks that look for them find some or none.
     So are all components if there are several roles, of which some may have submitted nothing yet.
     """
-    named = {name for t in tickets for name in (*t.components, *t.replicas)}
+    named = {name for t in tickets for name in (*t.components, *t.replicated, *t.replicas)}
     if any(len(ticket.roles) > 1 for ticket in tickets):
         named |= {*COMPONENTS} - {"dcp"}
     if tickets and all(ticket.rank for ticket in tickets):

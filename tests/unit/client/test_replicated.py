@@ -14,6 +14,7 @@ from tests.unit.conftest import Open
 from trinity_sync import CheckpointCoordinator, Checkpoints
 from trinity_sync.errors import CommitError, ConfigError, MissingShardsError
 from trinity_sync.layout import FULL_CHECKPOINT_MARK, shard_file, step_folder
+from trinity_sync.pipeline.pending import find_pending_saves
 from trinity_sync.snapshot.ticket import list_components
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.restore import load_shards, load_states
@@ -207,6 +208,17 @@ def test_a_shard_that_none_of_its_ranks_has_saved_is_missing(job: Job) -> None:
     stage_shards(job, 4, without=(1,))
     with pytest.raises(MissingShardsError, match=r"lacks model of ranks 1,3"):
         job.commit(4, "model", "extra_state")
+
+
+def test_tickets_of_other_ranks_name_what_rank_0_saves(
+    ranks: list[CheckpointCoordinator], job: Job
+) -> None:
+    """What commits the save may find them first, and looks for what they name."""
+    ranks[1].save(4, states(1), replicated=REPLICATED)
+    (request,) = find_pending_saves(job.spool, grace_s=0)
+    ranks[0].save(4, states(0), replicated=REPLICATED)
+    committed = job.commit(4, *request.components)
+    assert {*REPLICATED} < {each.component for each in committed.files}
 
 
 def test_tickets_of_one_replica_name_what_the_other_saves(job: Job) -> None:
