@@ -78,8 +78,8 @@ class RunContext:
         with self._opening:  # threads that stage call it as well
             if self._run is None:
                 with self._require_writable():
-                    self._run, before = self._join(0)
-                if before or (self._leads and self._run.number == 1):
+                    self._run, began = self._join(0)
+                if began:
                     self._warn_of_earlier_steps(self._run)
             return self._run
 
@@ -136,8 +136,7 @@ class RunContext:
             return
         if joined.resumed_from == step:
             return
-        committed_by = (read_run_number(self._root, each) for each in steps_on_disk(self._root))
-        if joined.resumed_from or joined.number in committed_by:
+        if joined.resumed_from or joined.number in self._list_committing_runs():
             raise ConfigError(
                 f"run key {self._key!r} is that of run {joined.number} of {self._root}, which "
                 f"began at step {joined.resumed_from} and cannot begin again at {step}; give "
@@ -273,8 +272,11 @@ class RunContext:
         if self._later and (later := find_superseding_run(self._later, self.number, step)):
             raise explain_superseded(self._root, self.number, step, later)
 
-    def _join(self, step: int, resumed_run: int = 0) -> tuple[Run, Run | None]:
-        """Join the run or begin it at a step, and show that it lives, from before it begins on."""
+    def _join(self, step: int, resumed_run: int = 0) -> tuple[Run, bool]:
+        """Join the run or begin it at a step, and show that it lives, from before it begins on.
+
+        Return also whether this call has begun it.
+        """
 
         def hold(number: int) -> None:
             self._lock.close()
@@ -287,13 +289,23 @@ class RunContext:
             hold(number)
 
         try:
-            run, before = join_run(self._root, self._key, step, resumed_run, before_begin=prepare)
-            if not before:
+            run, began = join_run(
+                self._root,
+                self._key,
+                step,
+                resumed_run,
+                find_last=lambda: max(self._list_committing_runs(), default=0),
+                before_begin=prepare,
+            )
+            if not began:
                 hold(run.number)
         except BaseException:
             self._lock.close()
             raise
-        return run, before
+        return run, began
+
+    def _list_committing_runs(self) -> list[int]:
+        return [read_run_number(self._root, step) for step in steps_on_disk(self._root)]
 
     def _wait_for_earlier_run(self) -> None:
         """Wait until no process of an earlier run lives.

@@ -71,22 +71,26 @@ def join_run(
     resumed_from: int,
     resumed_run: int = 0,
     *,
+    find_last: Callable[[], int] = lambda: 0,
     before_begin: Callable[[int], object] = lambda number: None,
-) -> tuple[Run, Run | None]:
-    """Do as `open_run`; return also the run before, if this call has begun the next one.
+) -> tuple[Run, bool]:
+    """Do as `open_run`; return also whether this call has begun the run.
 
-    ``before_begin`` is called with the number of the next run before each attempt to begin it.
+    ``find_last`` returns the last run that has steps here: they may have been copied from a root
+    with more runs. ``before_begin`` is called with the number of the next run before each attempt
+    to begin it.
     """
     folder = _folder(root)
     make_folder(folder)
     while True:
         newest = find_newest_run(root)
         if newest and newest.key == key:
-            return newest, None
-        run = Run(newest.number + 1 if newest else 1, key, resumed_from, resumed_run)
+            return newest, False
+        last = max(newest.number if newest else 0, resumed_run, find_last())
+        run = Run(last + 1, key, resumed_from, resumed_run)
         before_begin(run.number)
         if create_file(folder / f"{run.number}.json", encode_record(run)):
-            return run, newest
+            return run, True
 
 
 def record_resume(root: str | Path, run: Run, step: int, resumed_run: int) -> Run:

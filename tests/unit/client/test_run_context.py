@@ -1,14 +1,18 @@
 """Which run a process takes part in: what it is told of a root that is not new."""
 
+import shutil
+
 import pytest
 import torch
 
 from tests.support.job import Job
 from tests.support.steps import save_foreign_step
 from trinity_sync.client.run_context import RunContext
+from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import RootSteps, plan_prune, prune
 from trinity_sync.retention.removal import Rules, describe_steps
+from trinity_sync.storage.discovery import find_newest
 
 
 def test_a_run_that_loads_nothing_where_steps_are_is_told_once(
@@ -27,6 +31,31 @@ def test_a_run_that_loads_nothing_where_steps_are_is_told_once(
     assert forgot.get().number == forgot.get().number == 3
     assert caplog.text.count("Run 3 begins at step 0") == 1
     assert "load step 10 first" in caplog.text
+
+
+def commit_in_run(job: Job, run: int, key: str, step: int, resumed_from: int | None = None) -> None:
+    context = RunContext(job.root, key)
+    if resumed_from is not None:
+        context.begin_at(resumed_from)
+    assert context.get().number == run
+    job.stage(step, {"model": {"w": torch.full((3,), float(step))}}, run=run)
+    job.commit(step, run=run)
+
+
+@pytest.mark.parametrize("loads", [30, 10, None])
+def test_a_run_comes_after_those_of_the_steps_that_were_copied_into_its_root(
+    job: Job, loads: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By a copy of the steps' folders alone: without the private folder, which names the runs."""
+    commit_in_run(job, 1, "first", 10)
+    commit_in_run(job, 2, "second", 20, 10)
+    commit_in_run(job, 3, "third", 30, 20)
+    shutil.rmtree(job.root / PRIVATE_FOLDER / "runs")
+    commit_in_run(job, 4, "in the copy", 40, loads)
+    newest = find_newest(job.root)
+    assert newest is not None
+    assert newest.step == 40
+    assert ("begins at step 0" in caplog.text) == (loads is None)
 
 
 def test_a_run_that_begins_where_another_system_has_saved_is_told(
