@@ -222,8 +222,7 @@ def select_own(
     Raises:
         ConfigError: they are not saved together with something of each rank in a checkpoint.
     """
-    shared = [components[n] for n in replicated if isinstance(components.get(n), Mapping)]
-    ranks = find_replicas(shared, rank)
+    ranks = find_replicas([components.get(name) for name in replicated], rank)
     lacking = {*replicated} - {*components} if rank == 0 else set()
     own = {name: state for name, state in components.items() if name not in replicated}
     if isinstance(replicated, str) or lacking or not own or kind != "checkpoint":

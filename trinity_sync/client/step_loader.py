@@ -26,6 +26,7 @@ from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.placement import NodeRanks
 from trinity_sync.storage.restore import open_states
 from trinity_sync.storage.restore_into import fill_states
+from trinity_sync.tensors.replicas import adopt_meshes
 
 T = TypeVar("T")
 
@@ -86,7 +87,9 @@ class StepLoader:
                 filled = fill_states(self.root, manifest, role, live, run_together=together, **own)
                 own |= {"manifest": manifest, "besides": [*live], "borrow": borrow}
                 rest = open_states(self.root, step, role, **own)
-                states = filled | together(lambda: opened.enter_context(rest))
+                others = together(lambda: opened.enter_context(rest))
+                adopt_meshes(others)
+                states = filled | others
                 self.begin_at(step)  # from here on, retention spares the step for this run
             yield states
 

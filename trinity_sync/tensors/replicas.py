@@ -4,33 +4,39 @@ Replicas are equal by construction, as the optimizer steps of all of them have t
 Nothing compares them: as DCP, a save takes the first.
 """
 
-from collections.abc import Iterable, Mapping
+import gc
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from trinity_sync.tensors.torch_private import get_shard
-from trinity_sync.tensors.unshard import iter_leaves
 
-
-def find_replicas(states: Iterable[Mapping[Any, Any]], rank: int) -> tuple[int, ...]:
+def find_replicas(states: Iterable[Any], rank: int) -> tuple[int, ...]:
     """Return the ranks that have the same shards of all DTensors in states as ``rank``, this one.
 
     They are in the order of the mesh, so the first is the same on all of them. Empty if there are
     no DTensors.
     """
     found: dict[tuple[Any, ...], list[int]] = {}
-    for state in states:
-        for _, value in iter_leaves(state):
-            if isinstance(value, DTensor):
-                key = id(value.device_mesh), value.placements
-                if key not in found:
-                    found[key] = _list_replicas(value)
+    for tensor in _iter_dtensors(states):
+        key = id(tensor.device_mesh), tensor.placements
+        if key not in found:
+            found[key] = _list_replicas(tensor)
     if not found:
         return ()
     first, *others = found.values()
     return tuple(each for each in first if all(each in of for of in others)) or (rank,)
+
+
+def _iter_dtensors(value: Any) -> Iterator[DTensor]:
+    if isinstance(value, DTensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _iter_dtensors(each)
 
 
 def _list_replicas(tensor: DTensor) -> list[int]:
@@ -45,20 +51,28 @@ def _list_replicas(tensor: DTensor) -> list[int]:
     return ranks
 
 
-def rebind(state: Any, meshes: Mapping[DeviceMesh, DeviceMesh]) -> Any:
-    """Return a state in nested dicts with its DTensors on this process's meshes.
+def adopt_meshes(state: Any) -> None:
+    """Put the DTensors of a state that was loaded on this process's meshes.
 
-    A mesh in a file has the place and the process groups of the rank that saved it.
+    A mesh in a file has the place and the process groups of the rank that saved it. One that equals
+    no mesh of this process stays as it is.
     """
-    if isinstance(state, dict):
-        return {key: rebind(value, meshes) for key, value in state.items()}
-    if not isinstance(state, DTensor) or state.device_mesh not in meshes:
-        return state
-    return DTensor.from_local(
-        get_shard(state),
-        meshes[state.device_mesh],
-        state.placements,
-        run_check=False,
-        shape=state.shape,
-        stride=state.stride(),
-    )
+    loaded = {id(tensor.device_mesh): tensor.device_mesh for tensor in _iter_dtensors(state)}
+    if not loaded or not dist.is_initialized():
+        return
+    meshes = [each for each in gc.get_objects() if type(each) is DeviceMesh]
+    own = [each for each in meshes if id(each) not in loaded and _is_own(each)]
+    for mesh in loaded.values():
+        for each in own:
+            if each == mesh:
+                vars(mesh).update(vars(each))
+                break
+
+
+def _is_own(mesh: DeviceMesh) -> bool:
+    coordinate = mesh.get_coordinate()
+    if coordinate is None or mesh.mesh[tuple(coordinate)] != dist.get_rank():
+        return False
+    with suppress(RuntimeError):  # its groups are those of another process
+        return bool(mesh.get_all_groups())
+    return False

@@ -166,7 +166,9 @@ def _save_named(tiny: Path, root: Path, replicas: int) -> dict[str, Any]:
         until(lambda: not saves.spool.tickets()[0], "the slots of the commit to be free")
     with CheckpointCoordinator.of_process_group(root, run_key="next") as saves:
         loaded = saves.load(4)
+    moments = [each["exp_avg"] for each in loaded["optim"]["state"].values()]
     return {
+        "whole": [each.full_tensor().sum().item() for each in moments],
         "components": sorted(staged.components),
         "sync": sync.components,
         "differing": differences(copied(states), copied(loaded)),
@@ -183,6 +185,7 @@ def test_a_coordinator_saves_once_what_several_ranks_have_alike_and_all_shards(
 ) -> None:
     found = on_ranks(_save_named, tiny, tmp_path / "job", replicas, scratch=tmp_path, world_size=4)
     assert [rank for rank, each in enumerate(found) if "model" in each["components"]] == staging
+    assert all(each["whole"] == found[0]["whole"] for each in found)
     assert [each["sync"] for each in found] == [()] * 4
     assert [each["differing"] for each in found] == [[]] * 4
 

@@ -46,7 +46,7 @@ from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.restore import RestoredShard, load_shards
 from trinity_sync.storage.restore_into import fill_states
-from trinity_sync.tensors.replicas import find_replicas, rebind
+from trinity_sync.tensors.replicas import adopt_meshes, find_replicas
 from trinity_sync.weights.publisher import Publisher
 from trinity_sync.weights.ray_cluster import in_ray_cluster
 from trinity_sync.weights.synchronizer import Synchronizer
@@ -414,8 +414,7 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
                     f"{', '.join(result.unexpected_keys)}; give it the same LoRA settings"
                 )
         elif component == "optim":
-            own = (p.device_mesh for p in self.model.parameters() if isinstance(p, DTensor))
-            state = rebind(state, {mesh: mesh for mesh in own})
+            adopt_meshes(state)
             backfilled = getattr(self, "_backfill_optimizer_state", None)  # veRL 0.8 has none
             self.optimizer.load_state_dict(backfilled(state) if backfilled else state)
         else:
