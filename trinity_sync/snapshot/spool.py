@@ -104,11 +104,14 @@ class JobSpool:
         path = self.folder / JOB_FILE
         if self._made and read_signature(path) in self._made:
             return False
-        make_own_folder(self.folder.parent)
-        make_own_folder(self.folder)
-        if self.read_root() is None and self.of:
-            owner = encode_record(_Owner(str(self.of)))
-            replace_file(path, owner, sync=False)
+        try:
+            make_own_folder(self.folder.parent)
+            make_own_folder(self.folder)
+            if self.read_root() is None and self.of:
+                owner = encode_record(_Owner(str(self.of)))
+                replace_file(path, owner, sync=False)
+        except FileNotFoundError:  # another process has just removed it as unused
+            return self.make()
         found = read_signature(path)
         self._made[:] = [found] if found else []
         return True
@@ -370,6 +373,8 @@ def make_own_folder(folder: Path) -> None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
+        if isinstance(error, FileExistsError) and not os.path.lexists(folder):
+            return make_own_folder(folder)  # it was removed meanwhile
         raise SpoolError(
             f"cannot make the spool folder {folder}: {error.strerror}. Set TRINITY_SYNC_SPOOL to "
             "a folder in memory that this user may write."

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from tests.support.job import Job
 from tests.support.weights import upload
 from tests.unit.conftest import Open
 from trinity_sync.errors import SpoolError
-from trinity_sync.snapshot.spool import get_job_spool
+from trinity_sync.snapshot.spool import JobSpool, get_job_spool
 from trinity_sync.weights.version_view import SlotReader
 
 
@@ -34,6 +35,24 @@ def committed(job: Job, step: int) -> torch.Tensor:
 
 def remove_spool(job: Job) -> None:
     shutil.rmtree(job.spool.folder.parent)
+
+
+def test_a_folder_is_made_while_other_ranks_remove_it_as_unused(job: Job) -> None:
+    """Those that end as a job is started again."""
+    others, ended = JobSpool(job.spool.folder), threading.Event()
+
+    def end_again_and_again() -> None:
+        while not ended.is_set():
+            others.remove_if_unused()
+
+    rank = threading.Thread(target=end_again_and_again)
+    rank.start()
+    try:
+        for _ in range(300):
+            JobSpool(job.spool.folder, job.root).make()
+    finally:
+        ended.set()
+        rank.join()
 
 
 @pytest.mark.parametrize("unsaved", [0, 1, 2])
