@@ -201,14 +201,14 @@ class StateSaver:
                 "a new run to publish earlier weights"
             )
         state = collect() if origin.step == newest else None
-        try:
-            with hold_handlers():
+        with hold_handlers():  # whose errors are the caller's
+            try:
                 published = self._publish(origin)
                 is_other = state is not None and not self._stager.holds(
                     origin, MODEL, state, on_device=True
                 )
-        except Exception as error:
-            return None, self.fail(origin, error)
+            except Exception as error:
+                return None, self.fail(origin, error)
         if published and is_other:
             raise ConfigError(
                 f"step {origin.step}, role {origin.role}, rank {origin.rank}: it is uploaded again "
@@ -218,12 +218,12 @@ class StateSaver:
         if published:
             return published, replace(NOTHING_STAGED, stall_s=time.perf_counter() - began)
         state = collect() if state is None else state
-        try:
-            with hold_handlers():
+        with hold_handlers():
+            try:
                 staged = self._stager.stage(origin, {MODEL: state}, seals=False)
                 return self._publish(origin), staged
-        except Exception as error:
-            return None, self.fail(origin, error)
+            except Exception as error:
+                return None, self.fail(origin, error)
 
     def wait_staged(self) -> float:
         """Wait until an overlapped save is submitted; return the seconds that it took.

@@ -252,6 +252,24 @@ def test_wherever_a_handler_raises_a_save_is_submitted_completely_or_not_at_all(
     assert not committer.is_alive()  # no lock of the main thread was left held
 
 
+def test_wherever_a_handler_raises_in_an_upload_the_caller_gets_its_error(
+    coordinator_of: Open, raising: Callable[..., None]
+) -> None:
+    saves = coordinator_of()
+    call, sent, raised = 0, True, True
+    while sent:
+        assert raised
+        call, raised = call + 1, False
+        model = {"w": torch.full((3,), float(call))}
+        try:
+            with signal_at(call) as was_sent:
+                saves.upload(call, lambda state=model: state)
+        except Interrupted:
+            raised = True
+        sent = was_sent()
+    saves.close(timeout=0)
+
+
 def test_wherever_a_handler_raises_in_a_wait_saves_are_followed(
     coordinator_of: Open, raising: Callable[..., None]
 ) -> None:
