@@ -246,11 +246,13 @@ def copy_full_tensors(
 
     Raises:
         WeightSyncError: names, shapes or dtypes differ, or a target is a DTensor, has no memory, or
-            shares one place between elements. Nothing was copied.
+            shares one place between elements, or with a tensor of other values. Nothing was copied.
     """
     problems: list[str] = []
-    filled: set[int] = set()
-    jobs: list[tuple[FullTensor, torch.Tensor]] = []
+    filled: dict[int, int] = {}
+    """Bytes that are filled from an address on."""
+    jobs: dict[Any, tuple[FullTensor, torch.Tensor]] = {}
+    """What is copied to a place in memory."""
     for full in plan:
         named = [name for name in full.names if name in targets]
         if not named:
@@ -263,14 +265,23 @@ def copy_full_tensors(
                     f"{name} is {wanted} of shape {list(shape)}, to be loaded into "
                     f"{target.dtype} of {list(target.shape)}"
                 )
-            elif problem := _find_problem(target):
+            elif problem := find_problem(target):
                 problems.append(f"{name} {problem}")
-            elif target.data_ptr() not in filled or not target.numel():
-                filled.add(target.data_ptr())
-                jobs.append((full, target))
+            else:
+                start = target.data_ptr()
+                filled[start] = max(target.nbytes, filled.get(start, 0))
+                place = target.device, start, target.shape, target.stride()
+                first, _ = jobs.setdefault(place, (full, target))
+                if not (first is full or _have_equal_values((first, full), images)):
+                    problems.append(
+                        f"{name} is not equal to {first.names[0]}, to which it is tied in what it "
+                        "is loaded into"
+                    )
     known = {name for full in plan for name in full.names}
     for name, target in targets.items():  # an unknown target is tied to another one, or an error
-        if name not in known and (_find_problem(target) or target.data_ptr() not in filled):
+        if name in known:
+            continue
+        if find_problem(target) or target.nbytes > filled.get(target.data_ptr(), -1):
             problems.append(f"{name} is not in the version")
     if problems:
         more = f" and {len(problems) - 5} more" if problems[5:] else ""
@@ -283,7 +294,7 @@ def copy_full_tensors(
         copy_pieces(
             [
                 piece
-                for full, target in jobs
+                for full, target in jobs.values()
                 for piece in _copy_chunks(full, images, target, make_whole_box(full.shape))
             ]
         )
@@ -409,7 +420,11 @@ def _narrow(
     return tensor
 
 
-def _find_problem(target: torch.Tensor) -> str | None:
+def _have_equal_values(both: Sequence[FullTensor], images: Sequence[torch.Tensor]) -> bool:
+    return have_equal_bits(*(view_full_tensor(full, images) for full in both))
+
+
+def find_problem(target: torch.Tensor) -> str | None:
     """Return why a tensor cannot be filled, and what to do; None if it can."""
     if isinstance(target, DTensor):
         return "is a DTensor: load before sharding, or copy its part of iter_views() to to_local()"

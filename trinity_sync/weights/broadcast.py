@@ -21,6 +21,8 @@ from typing import Any
 import torch
 
 from trinity_sync.errors import ConfigError, WeightSyncError
+from trinity_sync.tensors.dtensor_shards import have_equal_bits
+from trinity_sync.tensors.unshard import find_problem
 from trinity_sync.weights.weight_group import WeightGroup
 
 ALIGNMENT = 16
@@ -219,11 +221,16 @@ def receive_into(state: Mapping[str, torch.Tensor], group: WeightGroup) -> int:
 
     Raises:
         ConfigError: this is rank 0.
-        WeightSyncError: as :func:`receive_weights`, or names or shapes differ, which fails the
-            broadcast for all members. ``state`` is then partly overwritten.
+        WeightSyncError: as :func:`receive_weights`, or names or shapes differ, a tensor cannot be
+            filled, or two that are tied in ``state`` are not equal; this fails the broadcast for
+            all members. ``state`` is then partly overwritten.
     """
-    written: set[int] = set()
+    written: dict[int, int] = {}
+    """Bytes that were written from an address on."""
     with receive_weights(group) as (version, tensors):
+        for name, tensor in state.items():
+            if problem := find_problem(tensor):
+                raise WeightSyncError(f"{name} {problem}")
         for name, tensor in tensors:
             target = state.get(name)
             if target is None or target.shape != tensor.shape:
@@ -232,9 +239,15 @@ def receive_into(state: Mapping[str, torch.Tensor], group: WeightGroup) -> int:
                     f"tensor {name!r} is {list(tensor.shape)} at the trainer and {here} here; load "
                     "the same model on both sides"
                 )
+            start, nbytes = target.data_ptr(), target.nbytes
+            if written.get(start) == nbytes and not have_equal_bits(target, tensor.to(target)):
+                raise WeightSyncError(
+                    f"tensor {name!r} is tied to another one here, and not equal to it at the "
+                    "trainer; load the same model on both sides"
+                )
             target.detach().copy_(tensor)
-            written.add(target.data_ptr())
-        missing = [n for n, t in state.items() if t.numel() and t.data_ptr() not in written]
+            written[start] = max(nbytes, written.get(start, 0))
+        missing = [n for n, t in state.items() if t.nbytes > written.get(t.data_ptr(), 0)]
         if missing:
             raise WeightSyncError(
                 f"{len(missing)} of {len(state)} tensors were not sent, {missing[0]!r} first; load "

@@ -181,9 +181,26 @@ def _into_more(group: WeightGroup) -> Any:
     return receive_into({"a": torch.zeros(2), "b": torch.zeros(2)}, group)
 
 
+def _into_tied(group: WeightGroup) -> Any:
+    both = torch.zeros(2)
+    return receive_into({"a": both, "b": both}, group)
+
+
+def _into_part(group: WeightGroup) -> Any:
+    fused = torch.zeros(4)
+    return receive_into({"a": fused[:2], "fused": fused}, group)
+
+
+def _into_meta(group: WeightGroup) -> Any:
+    return receive_into({"a": torch.zeros(2, device="meta")}, group)
+
+
 @pytest.mark.parametrize(
     ("program", "sent", "why"),
     [
+        (_into_tied, {"a": torch.zeros(2), "b": torch.ones(2)}, "'b' is tied to another one here"),
+        (_into_part, {"a": torch.zeros(2)}, "1 of 2 tensors were not sent, 'fused' first"),
+        (_into_meta, {"a": torch.zeros(2)}, "a has no memory to copy to"),
         (_into_other, {"matrix": torch.zeros(3)}, r"'matrix' is \[3\] at the trainer"),
         (_into_more, {"a": torch.zeros(2)}, "1 of 2 tensors were not sent, 'b' first"),
     ],
@@ -389,7 +406,7 @@ def _into_overlapping(group: WeightGroup) -> Any:
     [
         (_stop_early, "it did not take all tensors of version 3"),
         (_refuse, "it did not take all tensors of version 3"),
-        (_into_overlapping, "it could not take version 3: RuntimeError"),
+        (_into_overlapping, "w is expanded, with one place for several elements"),
     ],
 )
 def test_a_reader_that_does_not_take_all_tensors_fails_the_broadcast(

@@ -74,6 +74,31 @@ def test_views_read_the_images_in_place(
         assert found["one"].data_ptr() == found["other"].data_ptr()
 
 
+def test_a_tied_target_takes_no_version_whose_tensors_differ(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    both = torch.zeros(4, 3)
+    target = {"embedding": both, "head": both, "first rows": both[:2]}
+    one, other = torch.randn(4, 3), torch.randn(4, 3)
+    versions.tell(upload(job, 1, {"embedding": one, "head": other}))
+    with pytest.raises(WeightSyncError, match="head is not equal to embedding, to which"):
+        reader.load_into(target)
+    assert not both.any()
+    versions.tell(upload(job, 2, {"embedding": one, "head": one.clone()}))
+    reader.load_into(target)
+    assert torch.equal(both, one)
+
+
+def test_a_target_of_which_a_version_has_a_part_only_is_refused(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    fused = torch.zeros(4, 3)
+    versions.tell(upload(job, 1, {"query": torch.ones(2, 3)}))
+    with pytest.raises(WeightSyncError, match="fused is not in the version"):
+        reader.load_into({"query": fused[:2], "fused": fused})
+    assert not fused.any()
+
+
 def compiled(module: nn.Module) -> nn.Module:
     """What torch.compile returns, whose inner module is compiled at its first call."""
     wrapped: nn.Module = torch.compile(module)  # type: ignore[assignment]
