@@ -65,9 +65,15 @@ class RolloutLedger:
         """Record that the generation of rollouts begins.
 
         Raises:
-            ConfigError: a rollout was issued before; nothing is recorded.
+            ConfigError: a rollout was issued before, or its id is neither an int nor a str; nothing
+                is recorded.
         """
         new = list(ids)
+        if bad := [each for each in new if type(each) not in (int, str)]:
+            raise ConfigError(
+                f"rollout {bad[0]!r} is a {type(bad[0]).__name__}, which a saved state would not "
+                "have again; use its int() or str()"
+            )
         with self._lock:
             if known := [each for each in new if each in self._places] or _find_doubles(new):
                 raise ConfigError(
@@ -212,6 +218,7 @@ class RolloutLedger:
             return [self._ids[place] for place in places]
 
     def _record(self, entry: _Entry) -> None:
+        encoded = msgspec.msgpack.encode(entry)  # first: it refuses an int of more than 64 bits
         first = len(self._ids)
         self._ids += entry.new
         self._places.update((each, first + place) for place, each in enumerate(entry.new))
@@ -226,7 +233,6 @@ class RolloutLedger:
                 self._open[place] = None
             else:
                 self._open.pop(place, None)
-        encoded = msgspec.msgpack.encode(entry)
         content = np.array([len(encoded)], _LENGTH).tobytes() + encoded
         end = self._used + len(content)
         if end > len(self._log):  # views of the old array stay as they are

@@ -1,7 +1,9 @@
 """A ledger counts each rollout once, through any number of resumes."""
 
 import random
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -48,6 +50,18 @@ def test_no_rollout_is_trained_twice_and_nothing_is_recorded_of_a_refused_call()
             ledger.issue(ids)
     assert ledger.to_issue() == [2, 3]
     assert resumed(ledger, 7).to_issue() == [2, 3]
+
+
+@pytest.mark.parametrize("bad", [(0, 18), np.int64(18), True, 1.0, b"18", None, 2**64])
+def test_an_id_that_a_saved_state_would_not_have_is_refused(bad: Any) -> None:
+    ledger, loaded = RolloutLedger(), RolloutLedger()
+    with pytest.raises((ConfigError, OverflowError)):
+        ledger.issue([17, bad])
+    ledger.issue([19, "20"])
+    ledger.finish(["20"])
+    loaded.load_state_dict(ledger.state_dict(), step=0)
+    assert (loaded.to_issue(), loaded.to_train()) == ([19], ["20"])
+    assert loaded.count() == ledger.count()
 
 
 def test_what_was_trained_after_the_step_is_trained_again_and_what_was_in_flight_issued() -> None:
