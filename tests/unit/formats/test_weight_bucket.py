@@ -1,7 +1,8 @@
 """Versions of the weights in an object store: one publisher, readers with a cache on each host."""
 
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -141,18 +142,73 @@ def test_what_a_publisher_left_that_died_is_never_read_and_removed_later(
     assert versions_in(s3, bucket) == {"weight_v000003"}
 
 
-def test_a_cache_that_was_altered_is_fetched_again(url: str, tmp_path: Path, model: Path) -> None:
-    folder = WeightFolder(url, model, cache=tmp_path / "publisher")
-    folder.publish(StateView(1, small(1)))
+def flip(content: bytes) -> bytes:
+    return content[:-1] + bytes([content[-1] ^ 1])
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", VERSION_FILE])
+@pytest.mark.parametrize("alter", [flip, lambda content: content[:99], None])
+def test_a_cache_that_was_altered_is_fetched_again(
+    file: str, alter: Callable[[bytes], bytes] | None, url: str, tmp_path: Path, model: Path
+) -> None:
+    WeightFolder(url, model, cache=tmp_path / "publisher").publish(StateView(1, small(1)))
     FolderReader(url, cache=tmp_path / "reader").load()
-    file = tmp_path / "reader/weight_v000001/model.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    again = FolderReader(url, cache=tmp_path / "reader")
+    path = tmp_path / "reader/weight_v000001" / file
+    if alter:
+        path.write_bytes(alter(path.read_bytes()))
+    else:
+        path.unlink()
+    assert same(FolderReader(url, cache=tmp_path / "reader").load(), small(1))
+
+
+def test_versions_that_were_altered_in_the_bucket_are_refused(
+    url: str, s3: Any, bucket: str, tmp_path: Path, model: Path
+) -> None:
+    WeightFolder(url, model, cache=tmp_path / "publisher").publish(StateView(1, small(1)))
+    where = {"Bucket": bucket, "Key": "weights/weight_v000001/model.safetensors"}
+    s3.put_object(**where, Body=flip(s3.get_object(**where)["Body"].read()))
     with pytest.raises(WeightSyncError, match="is corrupted"):
-        again.load()
-    assert same(again.load(), small(1))
+        FolderReader(url, cache=tmp_path / "reader").load()
+
+
+def test_a_cache_of_what_the_bucket_had_before_it_was_emptied_is_fetched_again(
+    url: str, s3: Any, bucket: str, tmp_path: Path, model: Path
+) -> None:
+    for step, job in ((1, "one"), (9, "two")):
+        for key in [each["Key"] for each in s3.list_objects_v2(Bucket=bucket).get("Contents", [])]:
+            s3.delete_object(Bucket=bucket, Key=key)
+        folder = WeightFolder(url, model, deltas=2, cache=tmp_path / "publisher")
+        folder.publish(StateView(step, small(step), identity=job))
+        reader = FolderReader(url, cache=tmp_path / "reader")
+        assert same(reader.load(), small(step))
+        folder.publish(StateView(step + 1, small(step + 1), identity=job))
+        assert same(reader.load(), small(step + 1))
+
+
+def test_a_disk_that_takes_a_part_of_each_write_gets_all_of_a_file(
+    url: str, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    WeightFolder(url, model, cache=tmp_path / "publisher").publish(StateView(1, small(1)))
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, content, at: write(fd, content[:700], at))
+    assert same(FolderReader(url, cache=tmp_path / "reader").load(), small(1))
+
+
+@pytest.mark.parametrize("name", [VERSION_FILE, MARKER])
+def test_a_publisher_whose_answer_was_lost_is_no_other_process(
+    name: str, url: str, tmp_path: Path, model: Path
+) -> None:
+    """S3's client repeats a request whose answer was lost, and its own file is there already."""
+
+    class Repeating(Bucket):
+        def _create(self, path: str, content: bytes) -> bool:
+            is_first = super()._create(path, content)
+            return super()._create(path, content) if path.endswith(name) else is_first
+
+    folder = WeightFolder(url, model, cache=tmp_path / "publisher")
+    folder._bucket = Repeating(url, tmp_path / "publisher")
+    folder.publish(StateView(1, small(1)))
+    assert same(FolderReader(url, cache=tmp_path / "reader").load(), small(1))
 
 
 def test_a_url_needs_a_cache_and_a_folder_none(url: str, tmp_path: Path, model: Path) -> None:

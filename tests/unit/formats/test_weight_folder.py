@@ -302,6 +302,16 @@ def flip_a_byte(path: Path, at: int) -> None:
     path.write_bytes(content)
 
 
+def test_a_reader_whose_tensors_were_changed_reads_a_complete_version_again(
+    tmp_path: Path, model: Path
+) -> None:
+    folder, reader = WeightFolder(tmp_path / "out", model, deltas=2), FolderReader(tmp_path / "out")
+    folder.publish(StateView(1, small(1)))
+    reader.load()[NORM].zero_()
+    folder.publish(StateView(2, small(2)))
+    assert same(reader.load(), small(2))
+
+
 def test_an_altered_or_missing_delta_is_refused_by_name(chain: Path) -> None:
     delta = next((chain / "weight_v000003").glob("*.safetensors"))
     intact = delta.read_bytes()

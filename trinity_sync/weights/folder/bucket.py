@@ -81,7 +81,10 @@ class Bucket(Remote):
         """
         name, before = version.folder.name, self._marker
         with self._translate_errors(f"write {name} to"):
-            if is_first := self._create(f"{name}/{VERSION_FILE}", record):
+            is_first = self._create(f"{name}/{VERSION_FILE}", record)
+            if not is_first:  # also a request that was repeated because its answer was lost
+                is_first = self._read(f"{name}/{VERSION_FILE}") == record
+            if is_first:
                 for path in version.folder.iterdir():
                     if path.name != VERSION_FILE:
                         self._fs.put_file(str(path), f"{self._base}/{name}/{path.name}")
@@ -146,6 +149,8 @@ class Bucket(Remote):
 
             def fetch(start: int) -> None:
                 end = min(start + CHUNK, nbytes)
-                os.pwrite(file.fileno(), self._fs.cat_file(path, start=start, end=end), start)
+                content = memoryview(self._fs.cat_file(path, start=start, end=end))
+                while content:  # a disk that is nearly full takes a part, and then says why
+                    content = content[os.pwrite(file.fileno(), content, end - len(content)) :]
 
             list(pool.map(fetch, range(0, nbytes, CHUNK)))

@@ -105,6 +105,7 @@ class FolderReader:
             WeightSyncError: nothing was published, or the weights are not as published.
             RemoteError: the object store cannot be read.
         """
+        is_reread = False
         while True:
             latest = self._read_latest()
             if latest is None:
@@ -113,10 +114,12 @@ class FolderReader:
                 self._read(latest)
                 break
             except (WeightSyncError, RemoteError, FileNotFoundError) as error:
-                if self._bucket and isinstance(error, WeightSyncError):
-                    self._bucket.clear_cache()
-                if self._read_latest() == latest:  # else it was removed after a newer one
+                if self._read_latest() != latest:  # it was removed after a newer one
+                    continue
+                if is_reread or isinstance(error, RemoteError):
                     raise
+                self._drop()
+                is_reread = True
         yield PublishedView(latest, self._tensors, self._config)
 
     def load(self) -> Tensors:
@@ -130,6 +133,12 @@ class FolderReader:
 
     def _read_latest(self) -> PublishedVersion | None:
         return self._bucket.read_latest() if self._bucket else read_latest(self._out)
+
+    def _drop(self) -> None:
+        """Drop what was read before, in memory and in the cache: that may be what is corrupted."""
+        self._tensors, self.version = {}, None
+        if self._bucket:
+            self._bucket.clear_cache()
 
     def _read(self, latest: PublishedVersion) -> None:
         if latest == self.version:
