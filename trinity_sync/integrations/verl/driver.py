@@ -28,7 +28,7 @@ from trinity_sync.integrations.trainer_saves import select_metrics
 from trinity_sync.settings import CONFIG, STACK_PREFIX
 from trinity_sync.storage.discovery import is_foreign
 from trinity_sync.storage.latest_pointer import read_latest_pointer
-from trinity_sync.storage.metrics import MetricsLog
+from trinity_sync.storage.metrics import MetricsLog, find_run_of_step
 from trinity_sync.storage.runs import find_newest_run
 
 ROOT = "TRINITY_SYNC_ROOT"
@@ -147,10 +147,15 @@ def wrap_log(original: Callable[..., None]) -> Callable[..., None]:
 
 @functools.lru_cache(maxsize=1)
 def open_metrics(root: Path) -> MetricsLog:
-    """Return what records metrics of the run of this process's trainer, in one thread."""
+    """Return what records metrics of the run of this process's trainer, in one thread.
 
-    def find_run(_: int) -> int:
+    Those of a step that the run began with, or one before it, are of the run that committed it.
+    """
+
+    def find_run(step: int) -> int:
         newest = find_newest_run(root)
+        if newest and step <= newest.resumed_from:
+            return find_run_of_step(root, step)
         return newest.number if newest else 1
 
     return MetricsLog(root, find_run)
