@@ -1,5 +1,6 @@
 """Versions of the weights in an object store: one publisher, readers with a cache on each host."""
 
+import asyncio
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -12,8 +13,9 @@ import torch
 
 from tests.unit.formats.test_weight_folder import StateView, model, same, small, weights
 from trinity_sync import FolderReader, WeightFolder
-from trinity_sync.errors import ConfigError, WeightSyncError
+from trinity_sync.errors import ConfigError, RemoteError, WeightSyncError
 from trinity_sync.weights.folder import bucket as of_bucket
+from trinity_sync.weights.folder import reader as of_reader
 from trinity_sync.weights.folder.bucket import Bucket
 from trinity_sync.weights.folder.published import MARKER, VERSION_FILE, PublishedVersion
 
@@ -140,6 +142,45 @@ def test_what_a_publisher_left_that_died_is_never_read_and_removed_later(
     assert folder.publish(StateView(2, small(2))).version == 3
     assert same(reader.load(), small(2))
     assert versions_in(s3, bucket) == {"weight_v000003"}
+
+
+def test_an_outage_of_the_store_does_not_end_a_reader_that_waits(
+    url: str, tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = WeightFolder(url, model, cache=tmp_path / "publisher")
+    folder.publish(StateView(1, small(1)))
+
+    class Down(Bucket):
+        looks = 0
+
+        def read_latest(self) -> PublishedVersion | None:
+            self.looks += 1
+            if self.looks < 3:
+                raise RemoteError("no route to host")
+            return super().read_latest()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(of_reader, "BUCKET_POLL_S", 0.01)
+        reader, new = (FolderReader(url, cache=tmp_path / name) for name in ("one", "other"))
+        reader.load()
+        published = folder.publish(StateView(2, small(2)))
+        reader._bucket, new._bucket = (Down(url, tmp_path / name) for name in ("one", "other"))
+        newest = asyncio.run(reader.wait_newer())
+        assert newest
+        assert newest.version == published.version
+        with pytest.raises(RemoteError, match="no route"):
+            asyncio.run(new.wait_newer())
+    assert caplog.messages.count("waiting: no route to host") == 1
+
+
+def test_a_reader_that_waits_for_its_first_version_names_where(
+    url: str, bucket: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = FolderReader(url.replace(bucket, "misspelled"), cache=tmp_path)
+    assert asyncio.run(reader.wait_newer(timeout_s=0)) is None
+    assert "nothing was published in s3://misspelled/weights yet" in caplog.text
+    with pytest.raises(WeightSyncError, match="nothing was published in s3://misspelled/weights"):
+        reader.load()
 
 
 def flip(content: bytes) -> bytes:

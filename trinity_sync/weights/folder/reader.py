@@ -1,6 +1,7 @@
 """Read versions that a `WeightFolder` published, complete ones and deltas, on any host."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from trinity_sync.weights.folder.published import (
     read_latest,
     require_checksum,
 )
+
+logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
 """Seconds between two looks at the marker."""
@@ -70,6 +73,7 @@ class FolderReader:
     """
 
     def __init__(self, out: str | Path, *, cache: str | Path | None = None) -> None:
+        self._where = out
         self._bucket, self._out = open_bucket(out, cache)
         self._tensors: Tensors = {}
         self._config = b""
@@ -83,12 +87,21 @@ class FolderReader:
 
         Returns:
             The newest version; None at the time-out.
+
+        Raises:
+            WeightSyncError: the file that names the newest version was altered.
+            RemoteError: the object store cannot be read, and this reader has read no version yet;
+                later outages are logged, and waited for.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        told = ""
         while True:
-            latest = await asyncio.to_thread(self._read_latest)
+            latest, problem = await asyncio.to_thread(self._look_for_newest)
             if latest and latest != self.version:
                 return latest
+            if problem and not told:
+                logger.warning("waiting: %s", problem)
+            told = problem
             if deadline is not None and time.monotonic() >= deadline:
                 return None
             await asyncio.sleep(BUCKET_POLL_S if self._bucket else POLL_S)
@@ -109,7 +122,7 @@ class FolderReader:
         while True:
             latest = self._read_latest()
             if latest is None:
-                raise WeightSyncError(f"nothing was published in {self._out} yet; wait_newer waits")
+                raise WeightSyncError(f"nothing was published in {self._where}; wait_newer waits")
             try:
                 self._read(latest)
                 break
@@ -130,6 +143,16 @@ class FolderReader:
         """
         with self.open() as view:
             return view.tensors
+
+    def _look_for_newest(self) -> tuple[PublishedVersion | None, str]:
+        """Return the newest version, or why there is none."""
+        try:
+            latest = self._read_latest()
+        except RemoteError as error:
+            if self.version is None:  # the URL or the credentials may be wrong
+                raise
+            return None, str(error)
+        return latest, "" if latest else f"nothing was published in {self._where} yet"
 
     def _read_latest(self) -> PublishedVersion | None:
         return self._bucket.read_latest() if self._bucket else read_latest(self._out)
