@@ -6,8 +6,10 @@ the finished files and digests. It stays in the finished folder, to recognize it
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -146,11 +148,26 @@ def write_model(
         progress.write_file(INDEX, lambda path: path.write_text(json.dumps(index, indent=2) + "\n"))
 
 
+@contextmanager
+def translate_disk_errors(path: Path) -> Iterator[None]:
+    """Raise what safetensors says of a full or broken disk as the `OSError` that it is."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        if not (found := re.search(r"\(os error (\d+)\)", str(error))):
+            raise
+        number = int(found[1])
+        raise OSError(number, os.strerror(number), str(path)) from error
+
+
 def save_tensors(path: Path, tensors: Tensors) -> None:
     """Write tensors to a safetensors file; no two of them share memory."""
     from safetensors.torch import save_file
 
-    save_file(tensors, path, metadata={"format": "pt"})
+    with translate_disk_errors(path):
+        save_file(tensors, path, metadata={"format": "pt"})
 
 
 def save_compared(path: Path, tensors: Tensors) -> None:

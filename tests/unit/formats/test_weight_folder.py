@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import resource
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -252,6 +253,23 @@ def test_a_reader_on_another_host_gets_every_version_bit_equal(
     assert versions_in(tmp_path / "out") == (
         [f"weight_v00000{n}" for n in ((6, 7) if not deltas else (4, 5, 6, 7))]
     )
+
+
+@pytest.mark.parametrize("deltas", [0, 1])
+def test_a_disk_that_is_full_is_an_os_error_and_the_version_before_stays(
+    deltas: int, tmp_path: Path, model: Path
+) -> None:
+    folder = WeightFolder(tmp_path / "out", model, deltas=deltas)
+    folder.publish(StateView(1, small(1)))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large: .*safetensors|File too large: .*part"):
+            folder.publish(StateView(2, small(2)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert same(FolderReader(tmp_path / "out").load(), small(1))
+    assert {path.name for path in (tmp_path / "out").glob("*weight*")} == {"weight_v000001"}
 
 
 def test_a_delta_is_a_small_part_of_the_model(tmp_path: Path) -> None:

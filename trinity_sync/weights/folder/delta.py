@@ -21,7 +21,7 @@ import xxhash
 import zstandard
 
 from trinity_sync.errors import DeltaError, from_extra
-from trinity_sync.formats.safetensors import INDEX
+from trinity_sync.formats.safetensors import INDEX, translate_disk_errors
 
 Tensors = Mapping[str, torch.Tensor]
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -102,11 +102,12 @@ def write_delta(folder: Path, version: int, base: int, changes: Mapping[str, Cha
         "weight_map": dict.fromkeys(changes, DELTA_FILE),
     }
     if changes:
-        save_file(
-            {name: np.frombuffer(change.content, np.uint8) for name, change in changes.items()},
-            folder / DELTA_FILE,
-            metadata={name: change.checksum for name, change in changes.items()},
-        )
+        with translate_disk_errors(folder / DELTA_FILE):
+            save_file(
+                {name: np.frombuffer(change.content, np.uint8) for name, change in changes.items()},
+                folder / DELTA_FILE,
+                metadata={name: change.checksum for name, change in changes.items()},
+            )
     (folder / INDEX).write_text(json.dumps(index))
 
 
