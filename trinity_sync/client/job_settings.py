@@ -28,7 +28,8 @@ def set_job_settings(root: str | Path, changes: Mapping[str, Any]) -> JobSetting
     if "best=" in str(changes.get("remote_keep")):
         raise ConfigError(f"remote_keep={changes['remote_keep']}: remotes have no metrics")
     if remote := changes.get("remote"):
-        from trinity_sync.remote.remote_root import refuse_credentials  # imports fsspec
+        from trinity_sync.remote.remote_root import LOCAL, Remote, parse_protocol  # import fsspec
 
-        refuse_credentials(str(remote))
+        if parse_protocol(str(remote)) in LOCAL:  # others may need packages of the stack
+            Remote(str(remote)).require_outside(Path(root))
     return write_job_settings(root, changes)

@@ -143,6 +143,21 @@ class Remote:
         """Local folder of the remote, whatever the form of its URL; None if it is not local."""
         return Path(self._base) if isinstance(self._fs, LocalFileSystem) else None
 
+    def require_outside(self, root: Path) -> None:
+        """Require that the remote is not in the root: removing a copy would remove the step itself.
+
+        Raises:
+            ConfigError: it is the root's folder, by whatever path, or in it.
+        """
+        if self.folder is None or not root.exists():
+            return
+        for each in (self.folder, *self.folder.parents):
+            if each.exists() and each.samefile(root):
+                raise ConfigError(
+                    f"{self.url} is in the root {root}, whose steps would be removed as copies; "
+                    "choose a folder outside of it, on another disk"
+                )
+
     # ---------------------------------------------------------------- steps
 
     def list_steps(self) -> list[RemoteStep]:

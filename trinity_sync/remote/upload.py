@@ -192,9 +192,10 @@ def claim_remote(root: Path, remote: Remote) -> None:
     """Require that a remote is the job's, before it is changed; the first job claims it.
 
     Raises:
-        ConfigError: it has the steps of another job.
+        ConfigError: it has the steps of another job, or is in the root.
         RemoteError: it cannot be read or written.
     """
+    remote.require_outside(root)
     mine = read_identity(root)
     theirs = remote.read_identity()
     if theirs is None and mine:

@@ -77,6 +77,7 @@ def test_jobs_next_to_each_other_have_policies_of_their_own(tmp_path: Path) -> N
         ({"keep": "last=0"}, "'last=0'"),
         ({"remote_keep": "best=1:reward:max"}, "remotes have no metrics"),
         ({"remote": "s3://me:secret@bucket/job"}, "contains a user, a password"),
+        ({"remote": "/copies/job"}, "is not the URL of a folder"),
         ({"remote_required": True}, "set remote as well"),
         ({"write_concurrency": "single_thread"}, "single_thread.*one of all, per_node"),
         ({"rank_timeout_s": "soon"}, "rank_timeout_s"),

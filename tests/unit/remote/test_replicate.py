@@ -19,6 +19,7 @@ from tests.support.job import Job
 from tests.support.steps import commit_files
 from tests.unit.conftest import SECRET
 from trinity_sync.cli.commands import app
+from trinity_sync.client.job_settings import set_job_settings
 from trinity_sync.errors import CommitError, ConfigError, RemoteError, SupersededError
 from trinity_sync.layout import MANIFEST
 from trinity_sync.remote.download import fetch
@@ -29,7 +30,7 @@ from trinity_sync.retention.policies import ALL, parse_policy
 from trinity_sync.retention.removal import Rules, carry_out, describe_steps, plan_removals
 from trinity_sync.snapshot.job_identity import open_identity, read_identity
 from trinity_sync.snapshot.spool import open_job_spool
-from trinity_sync.storage.discovery import find_newest
+from trinity_sync.storage.discovery import find_newest, iter_committed_steps
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.manifest import encode_manifest, read_manifest
@@ -415,6 +416,22 @@ def other(job: Job, tmp_path: Path, spool_folder: Path) -> Iterator[Job]:
     yield made
     for stager in made.stagers.values():
         stager.close()
+
+
+@pytest.mark.parametrize("where", ["ckpts", "link", "ckpts/copies/job"])
+def test_the_root_is_no_remote_of_its_own_steps(commit: Callable[..., Job], where: str) -> None:
+    root = commit(4).root
+    commit(5)
+    (root.parent / "link").symlink_to(root)
+    url = f"file://{root.parent}/{where.replace('ckpts', root.name)}"
+    for refused in (
+        lambda: replicate(root, url, 5),
+        lambda: prune_remote(root, url, Rules(parse_policy("last=1"), ALL), 0.0),
+        lambda: set_job_settings(root, {"remote": url}),
+    ):
+        with pytest.raises(ConfigError, match="is in the root"):
+            refused()
+    assert {each.step for each in iter_committed_steps(root)} == {4, 5}
 
 
 def test_a_recreated_root_neither_adds_to_the_remote_of_the_old_one_nor_removes_its_steps(
