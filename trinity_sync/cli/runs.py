@@ -196,7 +196,7 @@ def _await_step(
     Raises:
         SaveFailedError: Its save failed, or was superseded.
         SaveTimeoutError: It is not committed in time.
-        CommitError: The step is corrupted.
+        CommitError: The step is corrupted, or was committed and removed.
     """
     from trinity_sync.cli.saves import QUICK_S
     from trinity_sync.fs.atomic import revalidate_folder
@@ -237,6 +237,8 @@ def _await_step(
             crashed_since = (crashed_since or now) if crashed else None
             if save and (crashed_since is None or now - crashed_since > CRASH_GRACE_S):
                 _require_not_failed(root, save)
+            if save and manifest is None:
+                _require_not_removed(root, save)
             saved_later = save and manifest and save.run > manifest.run
             if found.error and manifest and not saved_later and not is_running(root):
                 raise found.error  # nothing saves the superseded step again
@@ -270,6 +272,16 @@ def _read_decisive_save(
         ),
         default=None,
     )
+
+
+def _require_not_removed(root: Path, save: "FlowRun") -> None:
+    from trinity_sync.storage.save_timing import read_removals
+
+    removed = {(each.run, each.step) for each in read_removals(root)}
+    if save.state.type == "COMPLETED" and (save.run, save.step) in removed:
+        raise CommitError(
+            f"step {save.step} of run {save.run} in {root} was committed and has been removed since"
+        )
 
 
 def _require_not_failed(root: Path, save: "FlowRun") -> None:

@@ -42,7 +42,12 @@ def read_saves(
     if not has_server(settings):
         return list_saves_of_files(settings, root, step=step)
     found = query_saves(settings, root, step=step, answer_s=answer_s)
-    others = list_failed_saves(root, {(save.run, save.step, save.kind) for save in found})
+    known = {(save.run, save.step, save.kind) for save in found}
+    others = [
+        save
+        for save in list_saves_of_files(settings, root, step=step)  # of the saver
+        if (save.run, save.step, save.kind) not in known
+    ]
     return _sort(found + others, step)
 
 

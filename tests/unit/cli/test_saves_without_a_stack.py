@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from tests.support.job import Job
 from tests.support.steps import commit_files
+from tests.unit.cli.test_wait_command import flow_run, serve
 from trinity_sync.cli.commands import app
 from trinity_sync.client.journal import append
 from trinity_sync.fs.direct_io import CHUNK, IN_FLIGHT, RateLimit
@@ -65,6 +66,28 @@ def test_ls_shows_saves_that_are_not_committed(saves: Job) -> None:
         30: "pending",
     }
     assert "retry" not in done.stderr  # there is no flow run
+
+
+def test_what_the_saver_saves_is_listed_and_waited_for_if_a_server_knows_nothing_of_it(
+    saves: Job,
+) -> None:
+    with serve(lambda _: [flow_run(20, 1, "checkpoint", "RUNNING")]) as url:
+        done = run(saves, "runs", saves.root, "-o", "json", PREFECT_API_URL=url)
+        late = run(saves, "wait", saves.root, "--timeout", 0, PREFECT_API_URL=url)
+    assert {row["step"]: row["status"] for row in rows_of(done, "saves")} == {
+        10: "committed",
+        20: "writing",
+        30: "pending",
+    }
+    assert late.exit_code == 1
+
+
+def test_a_step_that_was_removed_is_not_waited_for(saves: Job) -> None:
+    saves.stage(40, {"model": {"w": torch.zeros(4)}})
+    saves.commit(40)
+    run(saves, "prune", saves.root, "--keep", "last=1", "--yes")
+    done = run(saves, "wait", saves.root, 10, "--timeout", 5)
+    assert (done.exit_code, "has been removed since" in done.stderr) == (1, True)
 
 
 @pytest.mark.parametrize("over_a_spare_file", [True, False])
