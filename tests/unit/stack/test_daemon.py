@@ -7,6 +7,7 @@ import resource
 import ssl
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -242,3 +243,10 @@ def test_the_priority_of_a_daemon_that_has_ended_is_left_alone(tmp_path: Path) -
     ended = daemon.start(["true"], env=dict(os.environ), cwd=tmp_path, log=tmp_path / "logs/log")
     until(lambda: not ended.lives, "the end of the daemon")
     daemon.lower_priority(ended, 19)
+
+
+def test_looks_at_a_server_that_starts_leave_it_the_cpu() -> None:
+    state = StackState(api_url=f"http://127.0.0.1:{daemon.free_port()}/api")
+    began = time.process_time()
+    assert not any(services.is_server_ready(state) for _ in range(20))
+    assert time.process_time() - began < 0.2  # with authorities for TLS, 0.7 s
