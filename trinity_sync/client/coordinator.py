@@ -335,7 +335,8 @@ class CheckpointCoordinator:
 
         Returns:
             State by component (``model``, ``optim``, ``extra_state``), as ``torch.load`` returns
-            it: tensors on the CPU with the shapes and dtypes that this rank saved.
+            it: tensors on the CPU with the shapes and dtypes that this rank saved, and DTensors on
+            this process's own mesh, if it has an equal one.
 
         Raises:
             CommitError: the step is not committed, has no shards for this rank, or is corrupted.
