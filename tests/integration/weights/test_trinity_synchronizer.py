@@ -68,6 +68,12 @@ def test_a_returned_commit_is_leased_until_the_explorers_next_call(
     assert steps_on_disk(root) == [4, 6, 7]
 
 
+def given(synchronizer: Any) -> float:
+    """The value in the weights that an explorer gets."""
+    sent = synchronizer.get_model_state_dict_iterator.remote()
+    return float(dict(ray.get(each) for each in sent)["0.b"][0])
+
+
 def test_an_explorer_gets_the_returned_version_while_it_is_available(
     synchronizer: Any, job: Job
 ) -> None:
@@ -77,13 +83,24 @@ def test_an_explorer_gets_the_returned_version_while_it_is_available(
         state["0.b"].fill_(step)
         assert ask(synchronizer.publish.remote(upload(job, step, state, node=node)))
 
-    def given() -> float:
-        sent = synchronizer.get_model_state_dict_iterator.remote()
-        return float(dict(ray.get(each) for each in sent)["0.b"][0])
-
     publish(1)
     assert ask(synchronizer.wait_new_model_state_dict.remote(0)) == 1
     publish(2)
-    assert given() == 1
+    assert given(synchronizer) == 1
     publish(3)
-    assert given() == 3, "the trainer has two slots and has filled both again"
+    assert given(synchronizer) == 3, "the trainer has two slots and has filled both again"
+
+
+def test_a_checkpoint_between_two_uploads_is_what_an_explorer_gets_as_its_version(
+    synchronizer: Any, job: Job
+) -> None:
+    node, state = ray.get_runtime_context().get_node_id(), first()
+    state["0.b"].fill_(5)
+    assert ask(synchronizer.publish.remote(upload(job, 5, state, node=node)))
+    noticed = synchronizer.wait_newer.remote(5, ASK_S)
+    state["0.b"].fill_(6)
+    job.stage(6, {"model": state})
+    job.commit(6)
+    assert ask(noticed).step == 6
+    assert ask(synchronizer.wait_new_model_state_dict.remote(5)) == 6
+    assert given(synchronizer) == 6

@@ -113,17 +113,19 @@ class TrinitySynchronizer(Synchronizer):
         return number
 
     async def get_model_state_dict_iterator(self) -> AsyncIterator[tuple[str, Any]]:
-        """Yield names and full tensors of a version in memory, one at a time.
+        """Yield names and full tensors of a version, one at a time, from memory or its commit.
 
         It is the version that `wait_new_model_state_dict` returned, by which the explorer labels
-        its rollouts, or the newest, if that version was overwritten.
+        its rollouts, or the newest, if that version was overwritten. A checkpoint between two
+        uploads is a version as well.
         """
-        memory, (given_step, state) = self._registry.versions.newest("memory"), self._state
-        if memory is None or (state is not None and given_step >= memory.step):
+        versions, step = self._registry.versions, self._returned_version
+        version = versions.find(step, "memory") or versions.find(step, "checkpoint")
+        version = version or versions.newest()
+        if version is None or not version.readable:
             async for named in super().get_model_state_dict_iterator():
                 yield named
             return
-        version = self._registry.versions.find(self._returned_version, "memory") or memory
         reader = WeightReader(ray.get_runtime_context().current_actor, name="explorers")
         tensors = _iter_tensors(reader, version)
         try:
