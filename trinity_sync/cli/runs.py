@@ -43,7 +43,8 @@ CRASH_GRACE_S = 30.0
 
 @app.command(
     "runs ckpts", "runs ckpts --failed", "runs ckpts -o json", panel="Look at a job",
-    note="Without a stack, the saves that the job's files and this node's shared memory tell.",
+    note="Without a stack, the saves that the job's files and this node's shared memory tell; the "
+        "same, with exit code 4, if its Prefect server does not answer.",
 )  # fmt: skip
 def runs(
     root: Root,
@@ -55,11 +56,15 @@ def runs(
     output: Output = "table",
 ) -> None:
     """List the saves of a job: in flight, failed with the reason, superseded and committed."""
-    from trinity_sync.cli.saves import describe_status, read_saves
+    from trinity_sync.cli.saves import describe_status, list_saves_of_files, read_saves
     from trinity_sync.storage.discovery import list_known_runs
 
-    base = require_existing(root)
-    found, known = read_saves(read_settings(), base), list_known_runs(base)
+    base, settings, unanswered = require_existing(root), read_settings(), None
+    try:
+        found = read_saves(settings, base)
+    except PrefectApiError as error:  # it may be down with the saves that are looked for
+        found, unanswered = list_saves_of_files(settings, base), error
+    known = list_known_runs(base)
     rows = [_row(save, describe_status(save, known)) for save in found]
     if failed:
         rows = [row for row in rows if row.status == "failed"]
@@ -72,6 +77,8 @@ def runs(
         typer.echo(f"hint: cause removed: trinity-sync retry {root} {retried.step}", err=True)
     if len(rows) > most and is_text(output):
         typer.echo(f"{len(rows) - most:,} older saves not shown; use --limit", err=True)
+    if unanswered:
+        raise unanswered
 
 
 def _row(save: "FlowRun", status: str) -> SaveRow:

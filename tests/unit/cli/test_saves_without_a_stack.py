@@ -82,6 +82,15 @@ def test_what_the_saver_saves_is_listed_and_waited_for_if_a_server_knows_nothing
     assert late.exit_code == 1
 
 
+def test_runs_lists_what_files_tell_if_the_server_does_not_answer(saves: Job) -> None:
+    away = "http://127.0.0.1:9/api"
+    done = run(saves, "runs", saves.root, "--failed", "-o", "json", PREFECT_API_URL=away)
+    assert {row["step"]: row["reason"] for row in rows_of(done, "saves")} == {
+        20: "no space left on device"
+    }
+    assert (done.exit_code, "127.0.0.1:9" in done.stderr) == (4, True)
+
+
 def test_a_step_that_was_removed_is_not_waited_for(saves: Job) -> None:
     saves.stage(40, {"model": {"w": torch.zeros(4)}})
     saves.commit(40)
