@@ -21,7 +21,12 @@ def saved(step: int, at: float, run: int = 1) -> LoggedSave:
     return LoggedSave(run, step, at, timing)
 
 
+def row_of(step: int, status: str, reason: str = "", at: float = NOW) -> StepRow:
+    return StepRow(step, status, reason, 1, ("checkpoint",), nbytes=9, committed_at=at)
+
+
 EVERY_100_S = [saved(step, NOW - 10 * (100 - step)) for step in range(10, 101, 10)]
+STEPS = [row_of(100, "valid")]
 
 
 def ended(step: int, name: str, message: str, at: float = NOW, **tags: str) -> FlowRun:
@@ -33,22 +38,22 @@ def ended(step: int, name: str, message: str, at: float = NOW, **tags: str) -> F
 
 def test_a_job_is_late_by_its_own_interval() -> None:
     assert measure_interval(EVERY_100_S) == pytest.approx(100)
-    in_time = judge_health(EVERY_100_S, [], [], [], NOW + 250)
+    in_time = judge_health(EVERY_100_S, STEPS, [], [], NOW + 250)
     assert (in_time.status, in_time.sentence) == (
         "ok",
         "step 100 committed 4 min ago, a save every 2 min",
     )
-    late = judge_health(EVERY_100_S, [], [], [], NOW + 840)
+    late = judge_health(EVERY_100_S, STEPS, [], [], NOW + 840)
     assert late.status == "late"
     assert "nothing committed for 14 min" in late.sentence
     assert "no save is in flight" in late.sentence
-    ended = judge_health(EVERY_100_S, [], [], [], NOW + 840, is_running=False)
+    ended = judge_health(EVERY_100_S, STEPS, [], [], NOW + 840, is_running=False)
     assert (ended.status, ended.sentence) == (
         "ok",
         "step 100 committed 14 min ago; no training runs",
     )
     submitted = InFlight(110, "checkpoint", "writing", NOW, 1, "")
-    assert "in flight" not in judge_health(EVERY_100_S, [], [], [submitted], NOW + 840).sentence
+    assert "in flight" not in judge_health(EVERY_100_S, STEPS, [], [submitted], NOW + 840).sentence
 
 
 def test_the_time_between_two_runs_is_no_interval() -> None:
@@ -59,32 +64,44 @@ def test_the_time_between_two_runs_is_no_interval() -> None:
 
 def test_a_failure_since_the_last_commit_makes_the_job_failed() -> None:
     failures = group_failures("/ckpts", [ended(110, "Failed", "disk full", NOW + 5)], [], set())
-    health = judge_health(EVERY_100_S, [], failures, [], NOW + 10)
+    health = judge_health(EVERY_100_S, STEPS, failures, [], NOW + 10)
     assert (health.status, health.sentence) == (
         "failed",
         "1 save failed since step 100 committed 10 s ago: disk full",
     )
     recovered = [*EVERY_100_S, saved(120, NOW + 8)]
-    assert judge_health(recovered, [], failures, [], NOW + 10).status == "ok"
+    assert judge_health(recovered, STEPS, failures, [], NOW + 10).status == "ok"
 
 
 def test_a_superseded_save_is_no_failure() -> None:
     failures = group_failures("/ckpts", [ended(110, "Superseded", "", NOW + 5)], [], set())
     assert not failures[0].is_open
-    assert judge_health(EVERY_100_S, [], failures, [], NOW + 10).status == "ok"
+    assert judge_health(EVERY_100_S, STEPS, failures, [], NOW + 10).status == "ok"
 
 
 def test_a_corrupted_step_is_a_problem_with_a_command() -> None:
-    row = StepRow(
-        40, "corrupted", "model has other bytes", 1, ("checkpoint",), nbytes=9, committed_at=NOW
-    )
+    row = row_of(40, "corrupted", "model has other bytes")
     (group,) = group_failures("/my ckpts", [], [row], set())
     assert group.command == "trinity-sync verify '/my ckpts' 40"
-    health = judge_health(EVERY_100_S, [row], [group], [], NOW)
+    health = judge_health(EVERY_100_S, [row, *STEPS], [group], [], NOW)
     assert (health.status, health.problems) == (
         "ok",
         ("step 40 is corrupted: model has other bytes",),
     )
+
+
+def test_a_job_whose_newest_commit_is_gone_says_what_is_left_to_load() -> None:
+    left = [row_of(90, "valid", at=NOW - 100), row_of(100, "corrupted")]
+    health = judge_health(EVERY_100_S, left, [], [], NOW + 10, is_running=False)
+    assert health.sentence == (
+        "step 100 committed 10 s ago; the newest that is left to load is step 90; no training runs"
+    )
+    for none in ([], left[1:]):
+        health = judge_health(EVERY_100_S, none, [], [], NOW + 10, is_running=False)
+        assert (health.status, health.sentence) == (
+            "failed",
+            "step 100 committed 10 s ago; no step is left to load",
+        )
 
 
 def test_failures_are_grouped_by_cause_and_those_that_were_retried_are_done() -> None:

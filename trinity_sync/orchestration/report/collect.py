@@ -67,8 +67,8 @@ def collect_report(settings: Settings, root: Path) -> JobReport:
     root, now = root.resolve(), time.time()
     server = _query_server(settings, root)
     starts = list_known_runs(root)
-    steps = tuple(_list_steps(root, starts, server))
     saves = tuple(sorted(read_saves(root), key=lambda each: each.committed_at)[-MAX_SAVES:])
+    steps = tuple(_list_steps(root, starts, server))
     spool = JobSpool(settings.spool / job_id(root))
     committed = _list_committed(steps) | {(each.run, each.step, each.timing.kind) for each in saves}
     known = {(run.run, run.step, run.kind) for run in server.runs if run.is_save}

@@ -56,6 +56,10 @@ def judge_health(
     interval = measure_interval(saves)
     age = max(now - committed_at, 0.0)
     what = f"step {step} committed {format_duration(age)} ago"
+    if newest is None:
+        return Health("failed", f"{what}; no step is left to load", interval, tuple(problems))
+    if newest.step != step and (newest.committed_at or 0.0) < committed_at:
+        what += f"; the newest that is left to load is step {newest.step}"
     usual = f"a save every {format_duration(interval)}" if interval else ""
     since = [each for each in failures if each.is_open and each.last_at > committed_at]
     if since:
