@@ -27,6 +27,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from trinity_sync.errors import CatalogError
 from trinity_sync.fs.locks import acquire_file_lock
+from trinity_sync.fs.records import describe
 from trinity_sync.layout import KINDS
 from trinity_sync.retention.policies import StepInfo
 from trinity_sync.settings import Settings, StackSettings
@@ -239,7 +240,7 @@ def _read_job(job: sa.Row[Any], rows: Sequence[sa.Row[Any]]) -> JobSteps:
     ]
     flow_runs = {row.step: row.flow_run for row in rows if row.flow_run}
     found = JobSteps(job.id, job.root, job.mirrored_at, tuple(steps), flow_runs)
-    return msgspec.convert(asdict(found), JobSteps)
+    return msgspec.convert(asdict(found), describe(JobSteps))
 
 
 def _group_claims(claims: Mapping[str, str]) -> dict[int, list[str]]:

@@ -29,6 +29,7 @@ import msgspec
 
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.fs.atomic import list_uncached, make_folder
+from trinity_sync.fs.records import describe
 from trinity_sync.layout import PRIVATE_FOLDER, Kind, parse_number
 from trinity_sync.tensors.safe_load import open_no_follow
 
@@ -192,7 +193,7 @@ class Journal:
     def _take(self, lines: list[bytes]) -> None:
         for line in lines:
             try:
-                entry = msgspec.json.decode(line, type=Entry)
+                entry = msgspec.json.decode(line, type=describe(Entry))
             except ValueError:
                 continue  # truncated when its writer died
             known = self._entries.pop(entry.key, entry)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from trinity_sync.errors import ConfigError
+from trinity_sync.fs.records import describe
 from trinity_sync.layout import check_number
 
 Id = int | str
@@ -183,7 +184,7 @@ class RolloutLedger:
                 while at < len(log):
                     begin = at + _LENGTH.itemsize
                     at = begin + int(np.frombuffer(log[at:begin], _LENGTH)[0])
-                    entry = msgspec.msgpack.decode(log[begin:at], type=_Entry)
+                    entry = msgspec.msgpack.decode(log[begin:at], type=describe(_Entry))
                     if entry.step <= step:
                         self._record(entry)
             except (LookupError, AttributeError, ValueError) as error:

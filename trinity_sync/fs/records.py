@@ -14,6 +14,8 @@ A digest does not authenticate the writer, so values of a wrong type or range ar
 
 import hashlib
 import json
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -89,6 +91,28 @@ def read_record(
         return None
 
 
+def describe(kind: type[T]) -> type[T]:
+    """Return a type that any number of threads may decode: msgspec knows what it consists of.
+
+    msgspec 0.22 finds that out at the first use and keeps it with the type, and with each type that
+    is part of it. A thread that meets what another one has not finished crashes the process.
+    """
+    if kind not in _described:
+        with _describing:
+            msgspec.json.Decoder(kind)
+            _described.add(kind)
+    return kind
+
+
+_described: set[Any] = set()
+_describing = threading.Lock()
+os.register_at_fork(
+    before=_describing.acquire,
+    after_in_parent=_describing.release,
+    after_in_child=_describing.release,
+)
+
+
 def encode_body(body: dict[str, Any], *, indent: int | None = None) -> str:
     """Return the text of a record of one or more values by name; no name is ``digest``."""
     return add_digest(json.dumps(body, indent=indent))
@@ -148,7 +172,7 @@ _END_NBYTES = len(_make_end(b""))
 def _load(content: bytes, kind: type[T]) -> T:
     try:
         try:
-            return msgspec.json.decode(content, type=kind)
+            return msgspec.json.decode(content, type=describe(kind))
         except msgspec.DecodeError:  # also of NaN, as in metrics, and of lone surrogates
             return msgspec.convert(json.loads(content), kind, str_keys=True)
     except RecursionError as error:

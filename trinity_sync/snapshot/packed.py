@@ -15,6 +15,7 @@ import msgspec
 from trinity_sync.errors import ConfigError, ImageError
 from trinity_sync.fs.atomic import open_fd
 from trinity_sync.fs.direct_io import ALIGNMENT
+from trinity_sync.fs.records import describe
 from trinity_sync.layout import is_below
 
 _HEAD = struct.Struct("<Q")
@@ -187,7 +188,8 @@ def _read_index(image: memoryview, what: str) -> tuple[list[_Entry], int]:
     """Return the index, and the offset at which the contents begin."""
     try:
         end = _HEAD.size + int(_HEAD.unpack_from(image)[0])
-        return msgspec.msgpack.decode(image[_HEAD.size : end], type=list[_Entry]), _round_up(end)
+        kind = describe(list[_Entry])
+        return msgspec.msgpack.decode(image[_HEAD.size : end], type=kind), _round_up(end)
     except (struct.error, msgspec.DecodeError) as error:
         raise ImageError(f"the image of {what} is no folder of files: {error}") from error
 

@@ -45,6 +45,7 @@ from trinity_sync.fs.records import (
     Count,
     Record,
     decode_body,
+    describe,
     encode_body,
     encode_record,
     read_record,
@@ -120,7 +121,7 @@ def read_job_settings(root: str | Path) -> JobSettings:
     Args:
         root: the job's root.
     """
-    return msgspec.convert(read_set_job_settings(root), JobSettings)
+    return msgspec.convert(read_set_job_settings(root), describe(JobSettings))
 
 
 def read_set_job_settings(root: str | Path) -> dict[str, Any]:
@@ -143,7 +144,7 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
         with open_no_follow(path) as file:
             trusted, content = is_trusted(file.fileno()), file.read()
         found = decode_body(content)
-        msgspec.convert(found, JobSettings)
+        msgspec.convert(found, describe(JobSettings))
     except FileNotFoundError:
         return {}, ""
     except (OSError, ValueError) as error:
@@ -197,7 +198,7 @@ def _write(root: str | Path, changes: Mapping[str, Any]) -> JobSettings:
     if remote := after.get("remote"):  # in full, so that it is the same on every node
         after["remote"] = str(remote).rstrip("/").replace("{job}", job_id_of(Path(root).resolve()))
     try:
-        settings = msgspec.convert(after, JobSettings, strict=False)
+        settings = msgspec.convert(after, describe(JobSettings), strict=False)
     except msgspec.ValidationError as error:
         given = ", ".join(f"{name}={value}" for name, value in changes.items())
         words = ", ".join(get_args(WriteConcurrency))

@@ -21,7 +21,7 @@ import msgspec
 
 from trinity_sync.errors import SaveError
 from trinity_sync.fs.atomic import replace_file
-from trinity_sync.fs.records import Count, Seconds
+from trinity_sync.fs.records import Count, Seconds, describe
 from trinity_sync.layout import PRIVATE_FOLDER, Kind
 from trinity_sync.snapshot.save_id import SaveId
 
@@ -159,7 +159,7 @@ def _read(root: str | Path, kind: type[T]) -> Iterator[T]:
     with suppress(FileNotFoundError):
         for line in _path(root).read_bytes().splitlines():
             with suppress(ValueError):
-                yield msgspec.convert(json.loads(line), kind)
+                yield msgspec.convert(json.loads(line), describe(kind))
 
 
 def refuse_removed(save: SaveId) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from trinity_sync.errors import ConfigError, WeightSyncError
+from trinity_sync.fs.records import describe
 from trinity_sync.snapshot.ticket import VersionTag
 from trinity_sync.storage.runs import Run, find_superseding_run
 
@@ -313,8 +314,8 @@ class VersionRegistry:
         registry = cls()
         registry.add_runs(Run(**run) for run in body["runs"])
         for saved in body["versions"]:
-            registry.record(msgspec.convert(saved, Version), float(saved["known_at"]))
-        registry._serving = msgspec.convert(body["readers"], dict[str, _Serving])
+            registry.record(msgspec.convert(saved, describe(Version)), float(saved["known_at"]))
+        registry._serving = msgspec.convert(body["readers"], describe(dict[str, _Serving]))
         return registry
 
     def _remove_old(self) -> None:
