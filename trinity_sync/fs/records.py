@@ -105,7 +105,7 @@ def describe(kind: type[T]) -> type[T]:
 
 
 _described: set[Any] = set()
-_describing = threading.Lock()
+_describing = threading.RLock()  # a finalizer may fork
 os.register_at_fork(
     before=_describing.acquire,
     after_in_parent=_describing.release,
