@@ -1,4 +1,7 @@
-"""One campaign: a fault, recovery, a look at everything, and again, until the time is over."""
+"""One campaign: a fault, recovery, a look at everything, and again.
+
+It ends when the time is over and each kind has occurred.
+"""
 
 import subprocess
 import sys
@@ -43,7 +46,7 @@ def campaign(report: Report, kinds: Sequence[str] = (), *, on_postgres: bool = F
         try:
             world.await_commit(0.0)
             end = began + 60 * minutes - AT_THE_END_S
-            while time.monotonic() < end or not report.recoveries:
+            while time.monotonic() < end or len(report.recoveries) < len(possible):
                 waiting = waiting or random.sample(possible, len(possible))
                 kind = waiting.pop()
                 since = time.monotonic() - began
