@@ -2,8 +2,7 @@
 
 import itertools
 import os
-import subprocess
-import sys
+import signal
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.dying import in_a_process
+from tests.support.forked import Program
 from tests.support.job import Job
 from tests.unit.conftest import Open
 from trinity_sync.errors import ConfigError, SaveError
@@ -82,7 +82,7 @@ saves.attach_written(Path({str(written)!r}), step=4)
 saves.save(4, {{"model": {{"w": torch.ones(9)}}}})
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    subprocess.run([sys.executable, "-c", script], check=False)
+    Program(script).end(-signal.SIGKILL)
     commit(job, 4)
     assert (step_folder(job.root, 4) / "data.pt").read_bytes() == b"17"
 

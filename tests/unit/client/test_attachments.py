@@ -1,13 +1,13 @@
 """What is attached to a step is committed with it, or not at all."""
 
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.integration.fsdp.commits import CommitsHere
+from tests.support.forked import Program
 from tests.support.job import Job
 from tests.unit.conftest import Open
 from trinity_sync.client.attachments import LIMIT
@@ -110,7 +110,7 @@ saves.attach("position", b"17", step=4)
 saves.save(4, {{"model": {{"w": torch.ones(9)}}}})
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    subprocess.run([sys.executable, "-c", script], check=False)
+    Program(script).end(-signal.SIGKILL)
     job.commit(4, "model", "attachments")
     assert (job.root / "global_step_4/attachments/position").read_bytes() == b"17"
 

@@ -1,14 +1,13 @@
 """All ranks of a process group resume from the same step, or raise the same error."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support.forked import Program
 from tests.support.job import Job
 
 RANK = """
@@ -55,15 +54,8 @@ def test_a_step_that_one_rank_cannot_load_is_loaded_by_none(
     if not writable:
         read_only(job.root)
     given = [tmp_path / "rendezvous", spool_folder / "of_the_ranks", job.root]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), *map(str, given)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    one, other = (json.loads(rank.communicate(timeout=120)[0]) for rank in ranks)
+    ranks = [Program(RANK, rank, *given) for rank in range(2)]
+    one, other = (json.loads(rank.end()) for rank in ranks)
     assert one[:3] == other[:3]
     assert one[:2] == [4, "global_step_4"]
     assert torn.name in one[2]

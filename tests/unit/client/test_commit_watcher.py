@@ -27,7 +27,7 @@ from tests.support.answers import server
 from tests.support.job import Job
 from tests.support.prefect_stand_in import Server, Trigger, without_catalog_and_pages
 from tests.unit.conftest import Open
-from trinity_sync.client.commit_watcher import CARE_S, CommitWatcher
+from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.journal import Journal, append
 from trinity_sync.client.pending_save import PendingSave
@@ -50,6 +50,13 @@ from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.save import mark_failed
 from trinity_sync.storage.save_functions import CallableStatus, write_status
+
+CARE_S = 0.4
+
+
+@pytest.fixture
+def looks_soon_for_what_nothing_will_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trinity_sync.client.commit_watcher.CARE_S", CARE_S)
 
 
 def test_an_error_of_the_file_system_ends_no_watcher(
@@ -160,6 +167,7 @@ def requests_in(root: Path, steps: Iterable[int], **other: Any) -> list[SaveRequ
     ]
 
 
+@pytest.mark.usefixtures("looks_soon_for_what_nothing_will_commit")
 def test_no_server_is_asked_how_saves_ended(job: Job) -> None:
     asked: list[tuple[str, str]] = []
     requests = requests_in(job.root, range(20))
@@ -308,6 +316,7 @@ def test_other_nodes_hear_of_images_that_were_evicted_by_the_flow_run(job: Job) 
     assert trigger._find_lost([request]).keys() == {request.key}
 
 
+@pytest.mark.usefixtures("looks_soon_for_what_nothing_will_commit")
 def test_a_save_whose_root_is_gone_fails_for_the_reason_that_its_images_have(job: Job) -> None:
     (request,) = requests_in(job.root, [1], components=("model",))
     job.stage(1, {"model": {"w": torch.zeros(3)}})
@@ -434,6 +443,7 @@ def test_an_image_that_comes_after_the_commit_is_compared_with_it_also_without_a
         assert "model of step 4, role actor, rank 0 is not saved" in failures[0]
 
 
+@pytest.mark.usefixtures("looks_soon_for_what_nothing_will_commit")
 def test_a_save_that_was_refused_has_not_failed_once_it_is_submitted_again(
     tmp_path: Path,
 ) -> None:

@@ -1,7 +1,5 @@
 """What is equal on several ranks is saved once, by the first of them, and loaded by all."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +7,7 @@ import pytest
 import torch
 
 from tests.support.disk import drop_cached
+from tests.support.forked import Program
 from tests.support.job import Job
 from tests.unit.conftest import Open
 from trinity_sync import CheckpointCoordinator, Checkpoints
@@ -100,15 +99,8 @@ def test_all_ranks_of_a_node_read_it_from_the_disk_once(
         (path, *_) = (step_folder(job.root, 4) / "actor").glob(f"{component}_*")
         drop_cached(path)
     given = [tmp_path / "rendezvous", spool_folder / "of_the_ranks", job.root]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), *map(str, given)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    said = [rank.communicate(timeout=120)[0].split() for rank in ranks]
+    ranks = [Program(RANK, rank, *given) for rank in range(3)]
+    said = [rank.end().split() for rank in ranks]
     assert {total for _, total in said} == {str(2 * size)}
     assert sum(int(nbytes) for nbytes, _ in said) < 1.5 * 2 * 4 * size
 

@@ -4,8 +4,6 @@ import asyncio
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.answers import server
+from tests.support.forked import Program
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.client.prefect_api import PrefectApi, ask_server
 from trinity_sync.client.prefect_connection import find_server
@@ -145,16 +144,8 @@ def test_all_ranks_of_a_process_group_hear_of_a_required_stack_that_is_nowhere(
 ) -> None:
     given = [tmp_path / "meeting", settings.spool, settings.home, tmp_path / "ckpts"]
     env = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), *map(str, given)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=env,
-        )
-        for rank in range(2)
-    ]
-    one, other = (rank.communicate(timeout=120)[0] for rank in ranks)
+    ranks = [Program(RANK, rank, *given, env=env) for rank in range(2)]
+    one, other = (rank.end() for rank in ranks)
     assert one == other
     assert NOWHERE.format(settings.home / "stack.json") in one
 

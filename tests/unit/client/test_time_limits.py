@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +11,7 @@ import pytest
 import torch
 
 from tests.integration.fsdp.commits import CommitsHere
+from tests.support.forked import Program
 from tests.support.job import Job
 from tests.unit.conftest import Open
 from trinity_sync import ConfigError, Settings
@@ -98,15 +97,10 @@ dist.destroy_process_group()
 
 
 def test_all_ranks_end_at_the_limit_of_one(job: Job, tmp_path: Path, spool_folder: Path) -> None:
-    given = [str(path) for path in (tmp_path / "rendezvous", spool_folder, job.root)]
+    given = [tmp_path / "rendezvous", spool_folder, job.root]
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), *given],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **limit},
-        )
+        Program(RANK, rank, *given, env={**os.environ, **limit})
         for rank, limit in enumerate([{}, {"TRINITY_SYNC_SAVE_BY": "10s"}])
     ]
-    said = [json.loads(rank.communicate(timeout=120)[0]) for rank in ranks]
+    said = [json.loads(rank.end()) for rank in ranks]
     assert said == [[False, True], [True, True]]

@@ -3,8 +3,6 @@
 import json
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +13,7 @@ import torch
 from s3fs import S3FileSystem
 from typer.testing import CliRunner
 
+from tests.support.forked import Program
 from tests.support.job import Job
 from tests.support.steps import commit_files
 from tests.unit.conftest import SECRET
@@ -147,8 +146,7 @@ replicate(sys.argv[1], sys.argv[2], 4, parallel=1)
 
 
 def kill_after_the_first_file(job: Job, url: str) -> None:
-    died = subprocess.run([sys.executable, "-c", KILLED, str(job.root), url], check=False)
-    assert died.returncode == -signal.SIGKILL
+    Program(KILLED, job.root, url).end(-signal.SIGKILL)
 
 
 def test_a_killed_upload_is_not_committed_and_resumes(

@@ -6,8 +6,6 @@ systemd's RemoveIPC removes it at a logout, cleaners of temporary files do, and 
 import os
 import shutil
 import stat
-import subprocess
-import sys
 import textwrap
 import threading
 from pathlib import Path
@@ -15,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.forked import Program
 from tests.support.job import Job
 from tests.support.weights import upload
 from tests.unit.conftest import Open
@@ -171,7 +170,7 @@ def test_a_slot_that_was_cut_short_is_filled_again(job: Job, left: int) -> None:
                 os.truncate(slot, min({left}, slot.stat().st_size))
         """
     )
-    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+    Program(script).end()
     for step in range(1, 5):
         file = job.root / f"global_step_{step}/actor/model_world_size_1_rank_0.pt"
         weight = torch.load(file, weights_only=True)["w"]

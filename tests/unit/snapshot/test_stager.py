@@ -5,8 +5,6 @@ import gc
 import logging
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -19,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.forked import Program
 from tests.support.job import Job
 from tests.support.meanwhile import when_opened
 from trinity_sync.errors import ImageError, SpoolError, SpoolFullError
@@ -220,8 +219,7 @@ def test_images_of_a_process_that_was_killed_are_evicted_oldest_first(job: Job) 
         os.kill(os.getpid(), signal.SIGKILL)
         """
     )
-    died = subprocess.run([sys.executable, "-c", script], check=False)
-    assert died.returncode == -signal.SIGKILL
+    Program(script).end(-signal.SIGKILL)
     first = job.spool.read_step(1, 1)[0][0]
     os.utime(ticket_path(first.slot))  # as of a wall clock that was set back in between
     job.stage(3, {"model": {"w": torch.zeros(3)}})
@@ -435,9 +433,7 @@ def test_a_sealed_image_outlives_a_process_killed_the_next_instant(job: Job) -> 
         os.kill(os.getpid(), signal.SIGKILL)
         """
     )
-    arguments = [sys.executable, "-c", script, str(job.spool.folder.parent), str(job.root)]
-    died = subprocess.run(arguments, check=False)
-    assert died.returncode == -signal.SIGKILL
+    Program(script, job.spool.folder.parent, job.root).end(-signal.SIGKILL)
     job.commit(5)
     file = job.root / "global_step_5/actor/model_world_size_1_rank_0.pt"
     assert torch.equal(torch.load(file, weights_only=True)["w"], torch.arange(1e5))

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.forked import Program
 from tests.support.job import Job
 from tests.support.weights import version_in
 from trinity_sync.errors import ImageError
@@ -174,8 +175,7 @@ def test_a_trainer_killed_in_the_middle_of_an_image_leaves_no_image_that_is_used
     first, _ = trainers
     first.upload(5)
     slot = first.job.spool.slot("actor", "model", 0, 0)
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(slot)], check=False)
-    assert killed.returncode == -signal.SIGKILL
+    Program(KILLED, slot).end(-signal.SIGKILL)
     assert first.publish(5) is None
     first.stage(5)
     assert same(first.commit(5), first.state(5))

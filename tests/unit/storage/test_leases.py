@@ -1,5 +1,6 @@
 """A reader has its step or an error, never a folder that vanishes under its hands."""
 
+import signal
 import subprocess
 import sys
 import threading
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.forked import Program
 from tests.support.job import Job
 from tests.support.leases import acquire_lease
 from trinity_sync.errors import CommitError
@@ -95,7 +97,7 @@ def test_a_lease_of_a_reader_that_was_killed_ends_with_it(committed: Job) -> Non
         f"lease = lease_to_read({str(committed.root)!r}, 4, 'killed')\nlease.__enter__()\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    subprocess.run([sys.executable, "-c", script], check=False)
+    Program(script).end(-signal.SIGKILL)
     folder = committed.root / ".trinity_sync/leases"
     assert len(list(folder.iterdir())) == 1
     assert list_leases(committed.root) == []

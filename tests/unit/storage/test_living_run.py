@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.forked import Program
 from tests.support.job import Job
 from tests.support.waiting import until
 from tests.unit.conftest import Open
@@ -234,14 +235,9 @@ def test_all_ranks_of_a_second_start_are_refused(
 ) -> None:
     coordinator_of(run_key="first").save(30, MODEL)
     job.commit(30)
-    given = [str(each) for each in (tmp_path / "rendezvous", spool_folder, job.root)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), *given], stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=120)[0].splitlines() for rank in ranks]
+    given = [tmp_path / "rendezvous", spool_folder, job.root]
+    ranks = [Program(RANK, rank, *given) for rank in range(2)]
+    said = [rank.end().splitlines() for rank in ranks]
     assert [len(lines) for lines in said] == [2, 2]
     running = f"run 1 of {job.root} is still running: process {os.getpid()} ("
     assert all(running in line for lines in said for line in lines)

@@ -3,8 +3,6 @@
 import json
 import logging
 import signal
-import subprocess
-import sys
 import textwrap
 from contextlib import closing
 from dataclasses import replace
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.forked import Program
 from tests.support.job import Job
 from trinity_sync.errors import CommitError
 from trinity_sync.fs.direct_io import PIECE, digest_cached_file, open_to_read, read_fd
@@ -193,8 +192,7 @@ def test_a_restart_after_a_kill_finds_the_image_in_memory(job: Job) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         """
     )
-    arguments = [sys.executable, "-c", script, str(job.spool.folder.parent), str(job.root)]
-    assert subprocess.run(arguments, check=False).returncode == -signal.SIGKILL
+    Program(script, job.spool.folder.parent, job.root).end(-signal.SIGKILL)
     job.commit(5)
     restored = load(job, 5)
     assert restored.source == "spool"

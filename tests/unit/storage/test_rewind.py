@@ -1,13 +1,12 @@
 """An earlier step becomes the newest; there is one to resume from at every instant."""
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support.forked import Program
 from tests.support.job import Job
 from tests.support.leases import acquire_lease
 from trinity_sync.errors import CommitError, StepInUseError, SupersededError
@@ -221,8 +220,7 @@ rewind(root, 10)
 def test_killed_at_any_instant_it_can_be_resumed_from_and_finished(
     trained: Job, instant: int, latest: int, pointed_at: int
 ) -> None:
-    died = subprocess.run([sys.executable, "-c", DIE, str(trained.root), str(instant)], check=False)
-    assert died.returncode == -signal.SIGKILL
+    Program(DIE, trained.root, instant).end(-signal.SIGKILL)
     assert find_newest(trained.root).step == latest
     assert read_latest_pointer(trained.root, "checkpoint") == pointed_at
     for step in (latest, pointed_at):

@@ -5,8 +5,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.forked import Program
 from tests.support.job import Job
 from tests.support.meanwhile import when_opened
 from trinity_sync.errors import CommitError, ConfigError, ManifestError
@@ -259,8 +258,7 @@ def test_a_kill_between_mark_and_pointer_is_made_good_by_the_next_look(job: Job)
         verify.judge_steps(verify.check_files(verify.choose_files({str(job.root)!r}, step=2)))
         """
     )
-    died = subprocess.run([sys.executable, "-c", script], check=False)
-    assert died.returncode == -signal.SIGKILL
+    Program(script).end(-signal.SIGKILL)
     assert pointers(job) == (2, 2)
     assert find_newest(job.root).step == 1  # the manifests say so at every instant
     with acquire_commit_lock(job.root):

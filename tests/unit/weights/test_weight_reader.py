@@ -20,6 +20,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
+from tests.support.forked import Program
 from tests.support.job import Job
 from tests.support.meanwhile import when_opened
 from tests.support.weights import VersionFile, upload, version_in
@@ -408,8 +409,7 @@ def test_readers_read_on_after_the_trainer_was_killed(
         os.kill(os.getpid(), signal.SIGKILL)
         """
     )
-    arguments = [sys.executable, "-c", script, str(job.spool.folder.parent), str(job.root)]
-    assert subprocess.run(arguments, check=False).returncode == -signal.SIGKILL
+    Program(script, job.spool.folder.parent, job.root).end(-signal.SIGKILL)
     versions.tell(version_in(job.spool, job.root, 1, 5))
     assert loaded(reader) == (5, 5)
 
