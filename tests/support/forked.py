@@ -9,6 +9,9 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
+from itertools import chain
+from multiprocessing.connection import Connection
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 
@@ -16,9 +19,15 @@ import pytest
 
 
 class Program:
-    """A program that runs; what it prints is read once it has ended."""
+    """A program that runs; what it prints is read once it has ended, or meanwhile if it talks."""
 
-    def __init__(self, script: str, *arguments: object, env: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        script: str,
+        *arguments: object,
+        env: Mapping[str, str] | None = None,
+        talks: bool = False,
+    ) -> None:
         context = multiprocessing.get_context("forkserver")
         # a process has one server, which the first call in it has started
         context.set_forkserver_preload(["torch.distributed", "trinity_sync.client.coordinator"])
@@ -29,8 +38,28 @@ class Program:
             self._said = Path(file.name)
         argv = ["-c", *map(str, arguments)]
         given = dict(os.environ if env is None else env)
-        self._process = context.Process(target=_run, args=(script, argv, given, self._said))
+        pipes = [context.Pipe(duplex=False) for _ in range(3 if talks else 0)]
+        if talks:
+            self.stdin, self.stdout, self.stderr = (
+                os.fdopen(os.dup(pipe[at].fileno()), mode)
+                for pipe, at, mode in zip(pipes, (1, 0, 0), "wrr", strict=True)
+            )
+        its = [pipe[at] for pipe, at in zip(pipes, (0, 1, 1), strict=False)]
+        self._process = context.Process(target=_run, args=(script, argv, given, self._said, its))
         self._process.start()
+        for end in chain.from_iterable(pipes):
+            end.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid
+        return self._process.pid
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self) -> None:
+        self._process.join()
 
     def end(self, code: int = 0, *, timeout: float = 120) -> str:
         """Wait until it has ended with this exit code; return what it has printed."""
@@ -43,16 +72,31 @@ class Program:
         assert self._process.exitcode == code, said
         return said
 
+    def clear(self) -> None:
+        """Kill it, if it runs, and close what it talked through."""
+        self._process.kill()
+        self._process.join()
+        self._said.unlink(missing_ok=True)
+        for pipe in (self.stdin, self.stdout, self.stderr):
+            with suppress(BrokenPipeError):
+                pipe.close()
 
-def _run(script: str, argv: list[str], environment: dict[str, str], said: Path) -> None:
+
+def _run(
+    script: str, argv: list[str], environment: dict[str, str], said: Path, pipes: list[Connection]
+) -> None:
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = argv
-    with said.open("w") as sys.stdout:
-        try:
-            exec(compile(script, "<string>", "exec"), {"__name__": "__main__"})
-        except BaseException:
-            traceback.print_exc(file=sys.stdout)
-            raise
-        finally:
-            sys.stdout = sys.__stdout__
+    if pipes:
+        for descriptor, pipe in enumerate(pipes):
+            os.dup2(pipe.fileno(), descriptor)
+            pipe.close()
+        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
+    else:
+        sys.stdout = said.open("w")
+    try:
+        exec(compile(script, "<string>", "exec"), {"__name__": "__main__"})
+    except BaseException:
+        traceback.print_exc(file=sys.stdout)
+        raise

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -61,15 +59,13 @@ TRAINING = textwrap.dedent(
 class Training:
     """A training in a process of its own, which executes lines of Python."""
 
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
+    def __init__(self, process: Program) -> None:
         self.process = process
 
     def begin(self, line: str) -> None:
-        assert self.process.stdin
         print(line, file=self.process.stdin, flush=True)
 
     def end(self) -> str:
-        assert self.process.stdout
         return self.process.stdout.readline().strip()
 
     def do(self, line: str) -> str:
@@ -93,21 +89,14 @@ def start(job: Job, spool_folder: Path) -> Iterator[Start]:
     started: list[Training] = []
 
     def begin(key: str, *, wait_s: float = 0.0, take_over: bool = False) -> Training:
-        command = [sys.executable, "-c", TRAINING, str(job.root), str(spool_folder), key]
-        process = subprocess.Popen(
-            [*command, str(wait_s), str(int(take_over))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        given = (job.root, spool_folder, key, wait_s, int(take_over))
+        process = Program(TRAINING, *given, talks=True)
         started.append(Training(process))
         return started[-1]
 
     yield begin
     for each in started:
-        each.process.kill()
-        each.process.communicate()
+        each.process.clear()
 
 
 def numbers(job: Job) -> list[tuple[int, int]]:
@@ -142,7 +131,7 @@ def test_a_second_start_is_refused_while_the_first_one_lives(
     job.commit(60)
 
 
-@pytest.mark.parametrize("end", ["saves.close()", "del saves", "sys.exit()", "SIGKILL"])
+@pytest.mark.parametrize("end", ["saves.close(0)", "del saves", "sys.exit()", "SIGKILL"])
 def test_a_start_after_the_end_of_the_first_one_is_not_refused(
     job: Job, start: Start, end: str
 ) -> None:
@@ -168,7 +157,6 @@ def test_a_start_waits_for_the_first_one_to_end_and_says_for_which_process(
     assert first.save(30) == "done"
     job.commit(30)
     second.begin("saves.load(30)")
-    assert second.process.stderr
     while "Waiting up to" not in (said := second.process.stderr.readline()):
         assert said
     assert f"run 1 of {job.root} is still running: process {first.process.pid} (" in said
