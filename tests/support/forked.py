@@ -12,10 +12,21 @@ from collections.abc import Mapping
 from contextlib import suppress
 from itertools import chain
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 
 import pytest
+
+
+def get_context() -> ForkServerContext:
+    """Return what starts processes; the first call in a process chooses what they have imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "trinity_sync.client.coordinator"])
+    with pytest.MonkeyPatch.context() as patch:  # Python 3.11 does not tell it the path
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        ensure_running()
+    return context
 
 
 class Program:
@@ -28,12 +39,7 @@ class Program:
         env: Mapping[str, str] | None = None,
         talks: bool = False,
     ) -> None:
-        context = multiprocessing.get_context("forkserver")
-        # a process has one server, which the first call in it has started
-        context.set_forkserver_preload(["torch.distributed", "trinity_sync.client.coordinator"])
-        with pytest.MonkeyPatch.context() as patch:  # Python 3.11 does not tell it the path
-            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-            ensure_running()
+        context = get_context()
         with tempfile.NamedTemporaryFile(delete=False) as file:
             self._said = Path(file.name)
         argv = ["-c", *map(str, arguments)]

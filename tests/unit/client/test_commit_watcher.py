@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -24,6 +23,7 @@ import torch
 
 from tests.integration.fsdp.commits import CommitsHere
 from tests.support.answers import server
+from tests.support.forked import get_context
 from tests.support.job import Job
 from tests.support.prefect_stand_in import Server, Trigger, without_catalog_and_pages
 from tests.unit.conftest import Open
@@ -623,7 +623,7 @@ def test_a_redirect_to_another_host_takes_no_secret_along(monkeypatch: pytest.Mo
 def test_a_coordinator_that_is_dropped_without_close_leaves_no_thread_and_no_descriptor(
     job: Job, spool_folder: Path, tmp_path: Path
 ) -> None:
-    with ProcessPoolExecutor(1, get_context("spawn")) as alone:  # no other test's threads
+    with ProcessPoolExecutor(1, get_context()) as alone:  # no other test's threads
         alone.submit(_drop_a_coordinator, job.root, spool_folder, tmp_path).result()
 
 

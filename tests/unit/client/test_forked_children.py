@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.support.forked import Program
 from tests.support.job import Job
 from tests.unit.conftest import Open
 from trinity_sync.client.coordinator import CheckpointCoordinator
@@ -78,15 +79,8 @@ def test_a_child_ends_at_the_signal_that_its_parent_only_notes(
     tmp_path: Path, spool_folder: Path, forks: str
 ) -> None:
     # in a process without the threads of other tests' libraries, whose locks a child would inherit
-    done = subprocess.run(
-        [sys.executable, "-c", FORKS, tmp_path / "ckpts", forks],
-        cwd=Path(__file__).parents[3],
-        env=os.environ | {"TRINITY_SYNC_SPOOL": str(spool_folder)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    env = os.environ | {"TRINITY_SYNC_SPOOL": str(spool_folder)}
+    Program(FORKS, tmp_path / "ckpts", forks, env=env).end()
 
 
 def test_a_signal_that_comes_right_after_the_fork_ends_the_child() -> None:
