@@ -247,7 +247,7 @@ def _await_step(
             if save and manifest is None:
                 _require_not_removed(root, save)
             saved_later = save and manifest and save.run > manifest.run
-            if found.error and manifest and not saved_later and not is_running(root):
+            if found.error and manifest and not saved_later and is_running(root) is False:
                 raise found.error  # nothing saves the superseded step again
         time.sleep(max(min(LOOK_S, deadline - time.monotonic()), 0.0))
 

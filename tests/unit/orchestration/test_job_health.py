@@ -52,6 +52,8 @@ def test_a_job_is_late_by_its_own_interval() -> None:
         "ok",
         "step 100 committed 14 min ago; no training runs",
     )
+    unknown = judge_health(EVERY_100_S, STEPS, [], [], NOW + 840, is_running=None)
+    assert unknown.sentence.endswith("cannot see whether a training runs")
     submitted = InFlight(110, "checkpoint", "writing", NOW, 1, "")
     assert "in flight" not in judge_health(EVERY_100_S, STEPS, [], [submitted], NOW + 840).sentence
 

@@ -132,12 +132,12 @@ def _read_job_settings(root: Path) -> JobSettings:
         return JobSettings(keep="all", keep_weights="all", keep_quarantine="all")
 
 
-def is_running(root: Path) -> bool:
-    """Return whether a process of the newest run lives, or that is not known."""
+def is_running(root: Path) -> bool | None:
+    """Return whether a process of the newest run lives; None if its lock cannot be opened."""
     try:
         return find_living_run(root, "") is not None
     except (TrinitySyncError, OSError):
-        return True
+        return None
 
 
 def _list_versions() -> dict[str, str]:

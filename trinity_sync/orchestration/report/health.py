@@ -29,11 +29,11 @@ def judge_health(
     in_flight: Sequence[InFlight],
     now: float,
     *,
-    is_running: bool = True,
+    is_running: bool | None = True,
 ) -> Health:
     """Return whether a job is saved now, measured by its own interval, if its training runs.
 
-    ``saves`` are the committed ones, in order of time.
+    ``saves`` are the committed ones, in order of time; ``is_running`` is None if it is not known.
     """
     problems = [
         f"step {row.step} is corrupted: {row.reason}" for row in steps if row.status == "corrupted"
@@ -65,10 +65,11 @@ def judge_health(
     if since:
         text = f"{_count_saves(since)} failed since {what}: {since[0].message}"
         return Health("failed", text, interval, tuple(problems))
-    if not is_running and not in_flight:
+    if is_running is False and not in_flight:
         return Health("ok", f"{what}; no training runs", interval, tuple(problems))
     if interval and age > max(LATE_FACTOR * interval, LATE_MIN_S):
         idle = "" if in_flight else "; no save is in flight"
+        idle += "; this user cannot see whether a training runs" * (is_running is None)
         text = f"nothing committed for {format_duration(age)}, usually {usual}; {what}{idle}"
         return Health("late", text, interval, tuple(problems))
     return Health("ok", ", ".join(filter(None, (what, usual))), interval, tuple(problems))
