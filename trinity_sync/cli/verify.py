@@ -150,6 +150,8 @@ def _verify_remote(url: str, step: str | None, limit: int) -> "list[VerifiedStep
     from trinity_sync.storage.verify import VerifiedStep
 
     remote = Remote(url)
+    if remote.read_identity() is None:
+        raise ConfigError(f"no job has sent steps to {url}; check how it is spelled")
     number = None if step in (None, "latest") else parse_number(str(step))
     if step not in (None, "latest") and number is None:
         raise ConfigError(f"{step!r} is neither a number nor latest, and a remote has no tags")

@@ -500,5 +500,7 @@ def test_steps_in_a_remote_are_listed_and_verified(machine: Make) -> None:
     Remote(one.url).write_file(1, SHARD, bytes(len(content)))
     found = run(app, ["verify", one.url, "1"])
     assert (found.exit_code, f"\tcorrupted\t{SHARD} has other bytes" in found.output) == (3, True)
+    misspelled = run(app, ["verify", f"{one.url}s"])
+    assert (misspelled.exit_code, "no job has sent" in misspelled.stderr) == (2, True)
     shutil.rmtree(saves.root)
     assert "jobs set" in run(app, ["show", "s3://bucket/job", "1"]).output
