@@ -139,23 +139,40 @@ def load_like_slime(out: Path) -> dict[str, Any]:
     return whole_state(model, optimizer)
 
 
-def save_with_accelerate(out: Path) -> list[str]:
-    """Save a state, train on, load the state, and train as before; return what differs."""
+def prepare_with_accelerate(seed: int) -> tuple[Accelerator, Any, Any]:
+    """Return what Accelerate makes of a model, trained one step under FSDP2, and its optimizer."""
     PartialState(cpu=True)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     PartialState._shared_state["device"] = torch.device("cpu")
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 6))
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     advance(model, optimizer)
+    return accelerator, model, optimizer
+
+
+def save_with_accelerate(out: Path) -> list[str]:
+    """Save a state, train on, and load the state; return what differs."""
+    accelerator, model, optimizer = prepare_with_accelerate(0)
     accelerator.save_state(str(out / "checkpoint_0"))
     saved = copied({"model": model.state_dict(), "optim": optimizer.state_dict()})
+    whole = whole_state(model, optimizer.optimizer)
+    if dist.get_rank() == 0:
+        torch.save(whole, out / "expected.pt")
     advance(model, optimizer)
     accelerator.load_state(str(out / "checkpoint_0"))
     found = {"model": model.state_dict(), "optim": optimizer.state_dict()}
-    different = differences(saved, copied(found))
+    return differences(saved, copied(found))
+
+
+def load_with_accelerate(out: Path) -> list[str]:
+    """Load a state on these ranks, and once more when it is corrupted; return what differs."""
+    accelerator, model, optimizer = prepare_with_accelerate(1)
+    accelerator.load_state(str(out / "checkpoint_0"))
+    expected = torch.load(out / "expected.pt", weights_only=False)
+    different = differences(expected, whole_state(model, optimizer.optimizer))
     dist.barrier()
     if dist.get_rank() == 0:
         damage(out / "checkpoint_0" / "optimizer_0" / "__1_0.distcp")
@@ -280,6 +297,8 @@ def use_accelerate(scratch: Path, out: Path, spool: Path) -> None:
     out.mkdir()
     found = on_ranks(scratch, switched, save_with_accelerate, out, spool)
     assert found == [[], []], found
+    found = on_ranks(scratch, switched, load_with_accelerate, out, spool, world_size=3)
+    assert found == [[], [], []], found
     names = {path.parent.name for path in (out / "checkpoint_0").glob(f"*/{RECORD}")}
     assert names == {"pytorch_model_fsdp_0", "optimizer_0"}, names
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -17,8 +18,10 @@ from tests.support.states import copied, differences
 from tests.trainers.local_saves import TOKENS, Fails, Taken, commit_here, commit_taken
 from tests.trainers.ranks import kill_all_ranks, killed_ranks, on_ranks, require_same, whole_state
 from trinity_sync import CheckpointCoordinator, CommitError, ConfigError, SaveFailedError
+from trinity_sync.formats.dcp import to_dcp
 from trinity_sync.integrations.huggingface import TrinitySyncCallback
 from trinity_sync.layout import steps_on_disk
+from trinity_sync.storage.restore import load_states
 
 STEPS, KILLED_AT = 8, 6  # four steps are an epoch
 
@@ -60,13 +63,13 @@ def make_trainer(
 
 
 class KeepWhole(TrainerCallback):
-    """Gathers the whole state of a step that is saved, by PyTorch alone."""
+    """Gathers the whole state of each step that is saved, by PyTorch alone."""
 
-    state: dict[str, Any]
+    def __init__(self) -> None:
+        self.states: dict[int, dict[str, Any]] = {}
 
     def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        if state.global_step == KILLED_AT:
-            self.state = whole_state(parts["model"], parts["optimizer"])
+        self.states[state.global_step] = whole_state(parts["model"], parts["optimizer"])
 
 
 def state_of(trainer: Trainer) -> dict[str, Any]:
@@ -83,7 +86,7 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
 
 def train(
     folder: Path, spool: Path, kind: str, root: str, fate: str
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
     """Train from the newest step, if there is one; killed, or to the end."""
     trigger = Taken(KILLED_AT, folder) if fate == "killed" else None
     saves = TrinitySyncCallback(folder / root, **commit_here(folder, spool, trigger))
@@ -99,7 +102,7 @@ def train(
         torch.rand(dist.get_rank() + 1)  # each rank has its own dropout
     trainer.train(resume_from_checkpoint=newest)
     assert trainer.is_fsdp_enabled == ("fsdp" in kind)
-    return state_of(trainer), keep.state if fate == "whole" else {}
+    return state_of(trainer), keep.states
 
 
 class Loaded(TrainerCallback):
@@ -112,9 +115,9 @@ class Loaded(TrainerCallback):
         control.should_training_stop = True
 
 
-def load(folder: Path, spool: Path, kind: str) -> dict[str, Any]:
+def load(folder: Path, spool: Path, kind: str, root: str = "ckpts") -> dict[str, Any]:
     """Load the newest step on these ranks."""
-    saves, loaded = TrinitySyncCallback(folder / "ckpts", **commit_here(folder, spool)), Loaded()
+    saves, loaded = TrinitySyncCallback(folder / root, **commit_here(folder, spool)), Loaded()
     trainer = make_trainer(folder, kind, [saves, loaded], save_strategy="no")
     trainer.train(resume_from_checkpoint=saves.latest())
     return loaded.state
@@ -128,7 +131,11 @@ def resume_bit_equal_after_a_kill(folder: Path, spool: Path, kind: str) -> None:
     require_one_replica(folder / "ckpts/global_step_6", kind)
     for world_size in (1, 3) if "ddp" in kind else (3,):
         for loaded in on_ranks(folder, load, folder, spool, kind, world_size=world_size):
-            require_same(whole[0][1], loaded)
+            require_same(whole[0][1][KILLED_AT], loaded)
+    if kind == "ddp-lora":
+        ((_, alone),) = on_ranks(folder, train, folder, spool, kind, "alone", "whole", world_size=1)
+        for loaded in on_ranks(folder, load, folder, spool, kind, "alone"):
+            require_same(alone[STEPS], loaded)
 
     resumed = on_ranks(folder, train, folder, spool, kind, "ckpts", "resumed")
     for (before, _), (after, _) in zip(whole, resumed, strict=True):
@@ -167,9 +174,17 @@ def find_corruption(folder: Path, spool: Path, kind: str) -> str:
             file.seek(-20, os.SEEK_END)
             file.write(b"corrupted")
     dist.barrier()
+    told = find_refusal(folder, spool)
+    if kind == "fsdp":
+        told += find_refusal(folder.with_name("ddp-2"), spool)
+    return told
+
+
+def find_refusal(folder: Path, spool: Path) -> str:
+    """Return why the newest step is not loaded."""
     try:
         TrinitySyncCallback(folder / "ckpts", **commit_here(folder, spool)).latest()
-    except CommitError as error:
+    except (CommitError, ConfigError) as error:
         return str(error)
     return ""
 
@@ -190,6 +205,8 @@ def end_with_errors_on_all_ranks(folder: Path, spool: Path) -> None:
             assert "the disk is full" in told
         for told in on_ranks(folder, find_corruption, folder / f"{kind}-2", spool, kind):
             assert "is corrupted" in told
+            refusal = "has a replicated state, and this training has a sharded state (FSDP)"
+            assert (refusal in told) == (kind == "fsdp")
     for told in on_ranks(folder, refuse_fsdp1, folder, spool):
         assert "does not save with FSDP1 (set fsdp_config={'version': 2})" in told
 
@@ -214,50 +231,86 @@ def know_fsdp_with_the_trainer(folder: Path, spool: Path) -> None:
 # ------------------------------------------------------------ Accelerate without Trainer
 
 
-def accelerate_alone(folder: Path, spool: Path, kind: str) -> tuple[list[str], bool]:
-    """Save at a step, train on, and train from the step again; return what differs."""
+def make_accelerator(kind: str) -> Accelerator:
     PartialState(cpu=True)
     plugin = None
     if kind == "fsdp":
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         PartialState._shared_state["device"] = torch.device("cpu")
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    return Accelerator(cpu=True, fsdp_plugin=plugin)
 
-    def prepare() -> tuple[Any, Any]:
-        torch.manual_seed(0)
+
+class Prepared:
+    """A model and its optimizer as Accelerate prepares them for these ranks."""
+
+    def __init__(self, accelerator: Accelerator, seed: int = 0) -> None:
+        self.accelerator = accelerator
+        torch.manual_seed(seed)
         model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 6))
-        return accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
 
-    def advance(model: Any, optimizer: Any) -> None:
+    def advance(self) -> None:
         for _ in range(2):
-            accelerator.backward(model(torch.ones(2, 6) + dist.get_rank()).pow(2).mean())
-            optimizer.step()
-            optimizer.zero_grad()
+            loss = self.model(torch.ones(2, 6) + dist.get_rank()).pow(2).mean()
+            self.accelerator.backward(loss)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
 
-    def state(model: Any, optimizer: Any) -> dict[str, Any]:
-        return {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optim": self.optimizer.state_dict()}
 
-    model, optimizer = prepare()
-    advance(model, optimizer)
+    def load(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optim"])
+
+    def whole(self) -> dict[str, Any]:
+        return whole_state(self.model, self.optimizer.optimizer)
+
+
+def accelerate_alone(folder: Path, spool: Path, kind: str) -> tuple[list[str], bool]:
+    """Save at a step, train on, and train from the step again; return what differs."""
+    accelerator = make_accelerator(kind)
+    trained = Prepared(accelerator)
+    trained.advance()
+    whole = trained.whole()
+    if dist.get_rank() == 0:
+        torch.save(whole, folder / "expected.pt")
     arguments = commit_here(folder, spool)
     with CheckpointCoordinator.of_process_group(folder / "ckpts", **arguments) as saves:
-        saves.save(2, state(model, optimizer))
-    advance(model, optimizer)
-    expected = copied(state(model, optimizer))
+        saves.save(2, trained.state())
+    trained.advance()
+    expected = copied(trained.state())
 
-    model, optimizer = prepare()
-    again = CheckpointCoordinator.of_process_group(folder / "ckpts", **commit_here(folder, spool))
-    loaded = again.load(2)
-    again.close()
-    model.load_state_dict(loaded["model"])
-    optimizer.load_state_dict(loaded["optim"])
-    advance(model, optimizer)
-    sharded = any(isinstance(each, DTensor) for each in model.parameters())
-    return differences(expected, copied(state(model, optimizer))), sharded
+    again = Prepared(accelerator)
+    saves = CheckpointCoordinator.of_process_group(folder / "ckpts", **commit_here(folder, spool))
+    again.load(saves.load(2))
+    saves.close()
+    again.advance()
+    sharded = any(isinstance(each, DTensor) for each in again.model.parameters())
+    return differences(expected, copied(again.state())), sharded
+
+
+def accelerate_on_other_ranks(folder: Path, kind: str) -> list[str]:
+    """Load what two ranks saved, under FSDP2 as DCP; return what differs."""
+    loaded = Prepared(make_accelerator(kind), seed=1)
+    loaded.advance()  # DCP fills a state that is there
+    state = loaded.state()
+    if kind == "fsdp":
+        dcp.load(state, checkpoint_id=folder / "dcp")
+    else:
+        state = load_states(folder / "ckpts", 2, "actor", rank=0, world_size=2)
+    loaded.load(state)
+    return differences(torch.load(folder / "expected.pt", weights_only=False), loaded.whole())
 
 
 def save_what_accelerate_has_prepared(folder: Path, spool: Path) -> None:
     for kind in ("ddp", "fsdp"):
+        (folder / kind).mkdir()
         found = on_ranks(folder, accelerate_alone, folder / kind, spool, kind)
         assert found == [([], kind == "fsdp")] * 2, found
+        if kind == "fsdp":
+            to_dcp(folder / kind / "ckpts", 2, folder / kind / "dcp")
+        other = on_ranks(folder, accelerate_on_other_ranks, folder / kind, kind, world_size=3)
+        assert other == [[], [], []], other

@@ -111,6 +111,23 @@ def state_of(module: Small) -> dict[str, Any]:
     return copied({"model": dict(module.state_dict()), "optim": optimizer.optimizer.state_dict()})
 
 
+def read_by_lightning(
+    trainer: LightningTrainer, module: Small, file: Path, **arguments: Any
+) -> list[str]:
+    """Have the trainer write its own checkpoint, and load it without our callback; return what
+    differs from the module."""
+    trainer.save_checkpoint(file)
+    resumed = Small()
+    arguments["default_root_dir"] = file.parent
+    fit(resumed, [], steps=trainer.global_step, resume=file, **arguments)
+    weights = dict(Small.load_from_checkpoint(file).state_dict())
+    assert resumed.seen == []
+    return [
+        *differences(state_of(module), state_of(resumed)),
+        *differences(dict(module.state_dict()), weights),
+    ]
+
+
 def resume_bit_equal_in_mid_epoch(tmp_path: Path, spool: Path) -> None:
     whole = Small()
     saves = TrinitySyncCallback(tmp_path / "whole", every_n_steps=2, **commit_here(tmp_path, spool))
@@ -127,6 +144,7 @@ def resume_bit_equal_in_mid_epoch(tmp_path: Path, spool: Path) -> None:
     trainer = fit(resumed, [again], steps=6, resume=True)
     assert resumed.seen == whole.seen[3:]
     assert differences(state_of(whole), state_of(resumed)) == []
+    assert read_by_lightning(trainer, resumed, tmp_path / "back.ckpt") == []
 
     read = Small()
     trainer.validate(read, TOKENS, ckpt_path=str(root / "global_step_6"), verbose=False)
@@ -366,9 +384,12 @@ def train(folder: Path, spool: Path, kind: str, root: str, fate: str) -> dict[st
 
     mine: list[Callback] = [OwnDropout()] if fate != "resumed" else []
     mine += [KillAt()] if fate == "killed" else []
-    fit(module, [*mine, saves], steps=STEPS, resume=True, devices=2, strategy=strategy)
+    trainer = fit(module, [*mine, saves], steps=STEPS, resume=True, devices=2, strategy=strategy)
     assert isinstance(next(module.parameters()), DTensor) == (kind == "fsdp")
     random = torch.get_rng_state()
+    if (kind, fate) == ("ddp", "resumed"):
+        arguments = {"devices": 2, "strategy": DDPStrategy()}
+        assert read_by_lightning(trainer, module, folder / "back.ckpt", **arguments) == []
     return {**state_of(module), "seen": module.seen, "losses": module.losses, "random": random}
 
 

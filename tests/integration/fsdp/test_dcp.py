@@ -24,9 +24,19 @@ STEPS = (1, 2, 3)
 
 
 class Trained:
-    """A model under FSDP2 over tensor parallelism, or without one of them, and its optimizer."""
+    """A model under FSDP2 over tensor parallelism, or without one of them, and its optimizer.
 
-    def __init__(self, shape: tuple[int, int] | None, *, seed: int = 0, replicas: bool = False):
+    Of the kind ``frozen`` the first layer is not trained, and left out by PyTorch's option.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int] | None,
+        *,
+        seed: int = 0,
+        replicas: bool = False,
+        kind: str = "",
+    ):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
         from torch.distributed.tensor.parallel import (
@@ -47,6 +57,8 @@ class Trained:
             plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
             parallelize_module(self.model, mesh["tp"], plan)
             fully_shard(self.model, mesh=mesh["dp"])
+        self.frozen = kind == "frozen"
+        self.model[0].requires_grad_(not self.frozen)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
 
     def step(self) -> None:
@@ -55,10 +67,19 @@ class Trained:
         self.optimizer.zero_grad()
 
     def state(self, step: int, *, whole: bool = False) -> dict[str, Any]:
-        options = StateDictOptions(full_state_dict=whole)
+        options = StateDictOptions(full_state_dict=whole, ignore_frozen_params=self.frozen)
         model, optim = get_state_dict(self.model, self.optimizer, options=options)
         text = "x" * (100 if step == 1 else 1000)  # the second save is planned again
         return {"model": model, "optim": optim, "step": step, "text": text}
+
+    def load(self, state: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optim"],
+            options=StateDictOptions(strict=not self.frozen),
+        )
 
 
 def coordinator_of(root: Path, spool: Path, trigger: Any = None) -> Any:
@@ -80,7 +101,7 @@ def save(root: Path, spool: Path, shape: tuple[int, int] | None, replicas: bool)
 
     from trinity_sync.integrations.dcp import DcpSaver
 
-    trained = Trained(shape, replicas=replicas)
+    trained = Trained(shape, replicas=replicas, kind=root.parent.name)
     with coordinator_of(root, spool) as saves:
         saver, futures = DcpSaver(saves), []
         for step in STEPS:
@@ -114,16 +135,11 @@ def load(root: Path, shape: tuple[int, int] | None, replicas: bool) -> list[str]
 
     found = []
     for step in STEPS:
-        trained = Trained(shape, seed=1, replicas=replicas)
+        trained = Trained(shape, seed=1, replicas=replicas, kind=root.parent.name)
         trained.step()
         state = trained.state(0)
         dcp.load(state, storage_reader=StepReader(root, step))
-        set_state_dict(
-            trained.model,
-            trained.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optim"],
-        )
+        trained.load(state)
         whole = {**trained.state(0, whole=True), "step": state["step"], "text": state["text"]}
         found += differences(torch.load(root.parent / f"{step}.pt"), whole, f"step {step}")
     return found
@@ -151,6 +167,7 @@ SAVED: dict[str, tuple[tuple[int, int] | None, bool]] = {
     "fsdp-over-tp": ((2, 2), False),
     "hsdp": ((2, 2), True),
     "ddp": (None, False),
+    "frozen": ((2, 2), False),
 }
 MESHES: dict[int, list[tuple[tuple[int, int] | None, bool]]] = {
     4: [((2, 2), False), ((4, 1), False), ((2, 2), True)],
@@ -180,7 +197,7 @@ def test_plain_dcp_reads_a_committed_folder(saved: Path, name: str) -> None:
 
     for step in STEPS:
         folder = step_folder(saved / name / "ckpts", step) / "actor"
-        trained = Trained(None, seed=1)
+        trained = Trained(None, seed=1, kind=name)
         trained.step()
         state = trained.state(0)
         dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=True)

@@ -113,8 +113,14 @@ class Mlp:
 
     def whole(self) -> dict[str, Any]:
         """Model and optimizer, gathered by PyTorch."""
-        state = {"model": dict(self.model.state_dict()), "optim": self.optimizer.state_dict()}
-        return dict(_gathered(state))
+        return dict(_gathered(self.state()))
+
+    def shards(self) -> dict[str, Any]:
+        """A copy of model and optimizer of this rank."""
+        return copied(self.state())
+
+    def state(self) -> dict[str, Any]:
+        return {"model": dict(self.model.state_dict()), "optim": self.optimizer.state_dict()}
 
 
 def _gathered(state: Any) -> Any:
@@ -125,21 +131,18 @@ def _gathered(state: Any) -> Any:
     return state.full_tensor() if isinstance(state, DTensor) else state
 
 
-def _manager(trained: Mlp, coordinator: Any = None) -> Any:
+def _manager(trained: Mlp, coordinator: Any = None, *, verls: bool = False) -> Any:
     from verl.trainer.config import CheckpointConfig
+    from verl.utils.checkpoint import fsdp_checkpoint_manager
 
     from trinity_sync.integrations.verl import FSDPCheckpointManager
 
     contents = ["model", "optimizer", "extra"]
     config = CheckpointConfig(save_contents=contents, load_contents=contents)
-    return FSDPCheckpointManager(
-        trained.model,
-        trained.optimizer,
-        None,
-        None,
-        config,
-        coordinator=coordinator,
-    )
+    arguments = trained.model, trained.optimizer, None, None, config
+    if verls:
+        return fsdp_checkpoint_manager.FSDPCheckpointManager(*arguments)
+    return FSDPCheckpointManager(*arguments, coordinator=coordinator)
 
 
 def _save(layout: str, jobs: Path) -> None:
@@ -179,8 +182,16 @@ def _load(saved: str, by: str, jobs: Path) -> dict[str, Any]:
     log.removeHandler(handler)
     differing = differences(torch.load(jobs / f"{saved}.pt"), trained.whole())
     before = copied(dict(trained.model.state_dict()))
+    if saved == by:
+        theirs = Mlp(by, seed=2)
+        theirs.step()
+        _manager(theirs, verls=True).load_checkpoint(str(_folder(jobs, saved)))
+        differing += differences(trained.shards(), theirs.shards(), "by veRL's loader")
+        theirs.step()
     trained.step()
     after = copied(dict(trained.model.state_dict()))
+    if saved == by:
+        differing += differences(trained.shards(), theirs.shards(), "after veRL's loader")
     return {
         "whole": differing,
         "trains": bool(differences(before, after)),

@@ -168,8 +168,6 @@ def through_dcp(tiny: Path, jobs: Path) -> list[str]:
     """What two ranks saved, converted there and back, as veRL's own loader reads it on these ranks;
     where it differs."""
     import torch.distributed as dist
-    from verl.trainer.config import CheckpointConfig
-    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
     ranks = dist.get_world_size()
     if dist.get_rank() == 0:
@@ -177,7 +175,17 @@ def through_dcp(tiny: Path, jobs: Path) -> list[str]:
         back = jobs / "back"
         from_dcp(jobs / "dcp", back, STEP, world_size=ranks, layout="fsdp2", device_type="cpu")
     dist.barrier()
-    trained = Trained(tiny, 2, seed=1000)
+    return read_by_verl("fsdp2-2", jobs / "back", tiny, jobs)
+
+
+def read_by_verl(name: str, root: Path, tiny: Path, jobs: Path) -> list[str]:
+    """Where model and optimizer differ from what was saved, if veRL's own loader reads a root."""
+    import torch.distributed as dist
+    from verl.trainer.config import CheckpointConfig
+    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+
+    trained = Trained(tiny, SAVED[name][0], seed=1000, original="original" in name)
+    trained.step()
     manager = FSDPCheckpointManager(
         trained.model,
         trained.optimizer,
@@ -185,11 +193,11 @@ def through_dcp(tiny: Path, jobs: Path) -> list[str]:
         trained.tokenizer,
         CheckpointConfig(load_contents=["model", "optimizer"]),
     )
-    manager.load_checkpoint(str(step_folder(jobs / "back", STEP) / "actor"))
+    manager.load_checkpoint(str(step_folder(root, STEP) / "actor"))
     gathered = whole_state(trained)
     if dist.get_rank():
         return []
-    whole = torch.load(jobs / "fsdp2-2.pt")
+    whole = torch.load(jobs / f"{name}.pt")
     return [d for d in differences(whole, gathered) if "lr_scheduler" not in d]
 
 
@@ -238,6 +246,9 @@ def _elastic(tiny: Path, jobs: Path) -> dict[tuple[str, str], dict[str, Any]]:
             _save_four_numbers(jobs)
             for saved, by in loads.items():
                 found[saved, by] = load(saved, by, tiny, jobs)
+            for name in saves:
+                if "original" in name:
+                    found[name, "verl"] = {"whole": read_by_verl(name, jobs / name, tiny, jobs)}
             if world_size == 3:
                 found["fsdp2-2", "dcp"] = {"whole": through_dcp(tiny, jobs)}
         become(4)
@@ -330,6 +341,13 @@ def test_what_was_converted_there_and_back_is_read_by_verls_own_loader(
     loaded: dict[tuple[str, str], list[dict[str, Any]]],
 ) -> None:
     assert [rank["whole"] for rank in loaded["fsdp2-2", "dcp"]] == [[], [], []]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_flat_shards_of_original_parameters_are_read_by_verls_own_loader(
+    loaded: dict[tuple[str, str], list[dict[str, Any]]], ranks: int
+) -> None:
+    assert [rank["whole"] for rank in loaded[f"original-{ranks}", "verl"]] == [[]] * ranks
 
 
 def test_shards_are_loaded_by_plain_dcp_into_a_plain_module(

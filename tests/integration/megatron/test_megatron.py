@@ -41,9 +41,15 @@ TENSOR_PARALLEL, DATA_PARALLEL = 2, 1
 def run(tmp_path: Path) -> Callable[..., list[Any]]:
     """Call a function on ranks with Megatron on the CPU."""
 
-    def run(program: Callable[..., Any], *arguments: Any) -> list[Any]:
-        preloaded = "tests.integration.megatron.preloaded"
-        return on_ranks(_with_megatron, program, *arguments, scratch=tmp_path, preloaded=preloaded)
+    def run(program: Callable[..., Any], *arguments: Any, world_size: int = 2) -> list[Any]:
+        return on_ranks(
+            _with_megatron,
+            program,
+            *arguments,
+            scratch=tmp_path,
+            world_size=world_size,
+            preloaded="tests.integration.megatron.preloaded",
+        )
 
     return run
 
@@ -123,12 +129,16 @@ def save_and_resume(root: Path, tensor: int, **sizes: int) -> None:
     )
 
 
-def resume_with(root: Path, saved: dict[str, int], loaded: dict[str, int]) -> None:
+def resume_with(
+    root: Path,
+    saved: dict[str, int],
+    loaded: dict[str, int],
+    contents: tuple[str, ...] = ("model", "optimizer"),
+) -> None:
     """Load with another parallelism, and compare with what veRL saves of what was loaded."""
     from tests.integration.megatron.training import Trained
 
     train_and_save(root, **saved, distributed=False)
-    contents = ["model", "optimizer"]
     trained = Trained(**loaded, seed=1, distributed=False)
     with make_coordinator(root) as saves:
         manager = make_manager(trained, saves, contents=contents)
@@ -136,7 +146,7 @@ def resume_with(root: Path, saved: dict[str, int], loaded: dict[str, int]) -> No
     again = str(root.parent / "again" / "actor")
     theirs = make_verls_manager(trained, contents=contents)
     theirs.save_checkpoint(again, global_step=STEPS[-1])
-    compare(actor(root, STEPS[-1]), again, ("model", "optimizer"))
+    compare(actor(root, STEPS[-1]), again, contents)
 
 
 def compare(one: str, other: str, names: tuple[str, ...]) -> None:
@@ -184,6 +194,7 @@ def test_other_parallelisms_resume_bit_for_bit_from_steps_that_equal_verls_own(
 TENSOR = {"tensor": TENSOR_PARALLEL}
 DATA = {"tensor": DATA_PARALLEL}
 PIPELINE = {"tensor": 1, "pipeline": 2}
+EXPERTS_ON = {n: {"tensor": 1, "expert": n, "experts": 4} for n in (1, 2, 4)}
 
 
 @pytest.mark.parametrize(
@@ -202,6 +213,27 @@ def test_a_step_is_loaded_with_another_parallelism_bit_for_bit(
     loaded: dict[str, int],
 ) -> None:
     run(resume_with, tmp_path / "ckpts", saved, loaded)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("saved", "loaded", "contents"),
+    [
+        (2, 4, ("model", "optimizer")),
+        (4, 2, ("model", "optimizer")),
+        (4, 1, ("model",)),  # Megatron has one optimizer without expert parallelism, two with it
+        (1, 4, ("model",)),
+    ],
+)
+def test_experts_are_loaded_with_another_expert_parallelism_bit_for_bit(
+    run: Callable[..., list[Any]],
+    tmp_path: Path,
+    saved: int,
+    loaded: int,
+    contents: tuple[str, ...],
+) -> None:
+    sizes = EXPERTS_ON[saved], EXPERTS_ON[loaded]
+    run(resume_with, tmp_path / "ckpts", *sizes, contents, world_size=4)
 
 
 def save_what_changes(root: Path) -> None:

@@ -26,6 +26,7 @@ class Trained:
         tensor: tensor-parallel size; ranks of no parallelism are data-parallel.
         pipeline, context, expert: sizes of the other parallelisms. With one of them, the gradients
             are drawn, since Megatron's schedules and attention need a GPU.
+        experts: of each layer; by default as many as expert parallelism needs.
         distributed: bfloat16 weights, whose optimizer keeps float32 masters and is sharded over the
             data-parallel ranks; otherwise float32 weights and a whole optimizer.
     """
@@ -39,6 +40,7 @@ class Trained:
         pipeline: int = 1,
         context: int = 1,
         expert: int = 1,
+        experts: int = 0,
     ) -> None:
         if mpu.model_parallel_is_initialized():
             mpu.destroy_model_parallel()
@@ -49,8 +51,8 @@ class Trained:
             "expert_model_parallel_size": expert,
         }
         mpu.initialize_model_parallel(**sizes)
-        self.draws = max(pipeline, context, expert) > 1
-        experts = 2 * expert if expert > 1 else None
+        self.draws = max(pipeline, context, expert, experts) > 1
+        experts = experts or (2 * expert if expert > 1 else 0)
         self.distributed = distributed
         dtype = torch.bfloat16 if distributed else torch.float32
         torch.manual_seed(seed)
@@ -64,7 +66,7 @@ class Trained:
             num_attention_heads=4,
             **sizes,
             pipeline_dtype=torch.bfloat16 if distributed else torch.float32,
-            num_moe_experts=experts,
+            num_moe_experts=experts or None,
             moe_token_dispatcher_type="allgather",
             use_cpu_initialization=True,
             add_bias_linear=False,  # padding between parameters would be saved, with any content
@@ -79,7 +81,7 @@ class Trained:
         )
         model = GPTModel(
             self.config,
-            get_gpt_layer_local_spec(num_experts=experts),
+            get_gpt_layer_local_spec(num_experts=experts or None),
             VOCABULARY,
             LENGTH,
             pre_process=mpu.is_pipeline_first_stage(),
