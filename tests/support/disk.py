@@ -1,6 +1,10 @@
-"""What processes read from a disk."""
+"""What processes read from a disk, and a disk that is full."""
 
 import os
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,3 +26,16 @@ def drop_cached(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     if count_read() == before:
         pytest.skip(f"reads of {path} are not those of a disk")
+
+
+@contextmanager
+def no_file_above(nbytes: int) -> Iterator[None]:
+    """No file of this process grows beyond so many bytes: as on a full disk, with another errno."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)

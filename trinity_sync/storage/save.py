@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.fs.atomic import TEMPORARY_SUFFIX
+from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, replace_file
 from trinity_sync.fs.mounts import read_file_system_time
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.save_id import Export, SaveId
@@ -95,7 +95,7 @@ def mark_image_failed(sealed: SealedImage, reason: str) -> None:
     with suppress(FileNotFoundError), lock_image(sealed.slot), hold_slot(sealed.slot):
         now = read_ticket(sealed.slot)
         if now and now.image == sealed.ticket.image:
-            failure_path(sealed.slot).write_text(reason)
+            replace_file(failure_path(sealed.slot), reason, sync=False, own_name=False)
 
 
 def measure_save(

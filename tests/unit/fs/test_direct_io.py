@@ -3,14 +3,13 @@
 import mmap
 import os
 import random
-import resource
-import signal
 import threading
 from pathlib import Path
 
 import pytest
 import xxhash
 
+from tests.support.disk import no_file_above
 from trinity_sync.fs.direct_io import (
     CHUNK,
     IN_FLIGHT,
@@ -59,15 +58,9 @@ def test_a_file_system_without_direct_io_is_written_all_the_same(spool_folder: P
 def test_a_file_that_grows_too_large_is_an_error_and_nothing_is_written_after_it(
     tmp_path: Path, direct: bool
 ) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * CHUNK, limits[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            write_file(tmp_path / "file", mapped(bytes((IN_FLIGHT + 2) * CHUNK)), direct=direct)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, ignored)
+    content = mapped(bytes((IN_FLIGHT + 2) * CHUNK))
+    with pytest.raises(OSError, match="File too large"), no_file_above(2 * CHUNK):
+        write_file(tmp_path / "file", content, direct=direct)
     assert not [thread for thread in threading.enumerate() if "writer" in thread.name]
 
 

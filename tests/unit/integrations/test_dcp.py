@@ -2,10 +2,7 @@
 
 import os
 import pickle
-import resource
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
+from tests.support.disk import no_file_above
 from tests.unit.conftest import Open
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.save_request import SaveRequest
@@ -281,18 +279,6 @@ def test_a_failed_flow_is_raised_by_the_future_and_by_wait_all(coordinator_of: O
     with pytest.raises(SaveFailedError, match=r"save actor step 3 .*the disk is gone"):
         saves.wait_all(30)
     saves.wait_all(30)  # once
-
-
-@contextmanager
-def no_file_above(nbytes: int) -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_a_later_save_that_cannot_be_staged_is_raised_likewise_and_training_goes_on(

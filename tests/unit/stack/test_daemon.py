@@ -3,19 +3,18 @@
 import errno
 import math
 import os
-import resource
 import ssl
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import psutil
 import pytest
 
+from tests.support.disk import no_file_above
 from tests.support.waiting import until
 from trinity_sync.errors import StackError
 from trinity_sync.fs.process import is_process_alive, read_process_identity
@@ -176,21 +175,10 @@ def test_processes_of_others_that_the_kernel_hides_stop_no_daemon() -> None:
         subprocess.run(command, check=True, timeout=60)
 
 
-@contextmanager
-def full_disk() -> Iterator[None]:
-    """No file grows beyond 100 bytes."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
 def test_what_was_started_and_cannot_be_written_down_is_stopped(tmp_path: Path) -> None:
     server = start("import time; time.sleep(60)", tmp_path)
     settings, started = Settings(home=tmp_path), StackState("http://127.0.0.1:9/api", server=server)
-    with pytest.raises(OSError, match="too large"), full_disk():
+    with pytest.raises(OSError, match="too large"), no_file_above(100):
         embedded._start(lambda *_: started, settings, StackSettings(), StackState())
     assert not server.lives
     assert embedded.find(settings) is None

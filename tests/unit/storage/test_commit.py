@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.conftest import environment
+from tests.support.disk import no_file_above
 from tests.support.job import Job
 from tests.support.meanwhile import when_opened
 from tests.support.steps import MODEL, save_foreign_step
@@ -437,6 +438,13 @@ def test_an_image_whose_save_is_retried_no_longer_counts_as_failed(job: Job) -> 
     mark_failed(job.spool, job.save(1), "the disk was full")
     assert job.spool.tickets()[0][0].failed
     job.persist(1)
+    assert not job.spool.tickets()[0][0].failed
+
+
+def test_an_image_is_marked_as_failed_with_its_whole_reason_or_not_at_all(job: Job) -> None:
+    job.stage(1, {"model": state(1)})
+    with pytest.raises(OSError, match="too large"), no_file_above(4):
+        mark_failed(job.spool, job.save(1), "the disk was full")
     assert not job.spool.tickets()[0][0].failed
 
 
