@@ -24,19 +24,21 @@ class WrongState(Exception):
     """What a system loaded is not what was live when it saved."""
 
 
-def saved(size: Size, name: str, folder: Path, shared: Path) -> tuple[str, bool]:
-    """Save once and end; return the state's digest, and whether memory can restore the save."""
+def saved(size: Size, name: str, folder: Path, shared: Path) -> tuple[list[str], bool]:
+    """Save once and end; return each rank's digest, and whether memory can restore the save."""
     training, system = _opened(size, name, folder, shared)
     system.save(STEP)
     system.before_update()
     system.wait()
     if not system.restores_from_memory:  # else it leaves its slots as a trainer that was killed
         system.close()
-    return training.digest(), system.restores_from_memory
+    digests = [""] * size.ranks
+    dist.all_gather_object(digests, training.digest())
+    return digests, system.restores_from_memory
 
 
 def restored(
-    size: Size, name: str, from_memory: bool, digest: str, folder: Path, shared: Path
+    size: Size, name: str, from_memory: bool, digests: list[str], folder: Path, shared: Path
 ) -> Samples:
     """Load into a training that was just started; return the seconds until every page is there.
 
@@ -48,7 +50,7 @@ def restored(
         training.step()
     drop_page_cache(system.files(STEP))
     load = system.load_from_memory if from_memory else system.load
-    seconds = timed_load(training, lambda: load(STEP), digest, name)
+    seconds = timed_load(training, lambda: load(STEP), digests[training.rank], name)
     system.close()
     return {(name, "restore from memory" if from_memory else "restore"): [seconds]}
 

@@ -99,9 +99,9 @@ class Run:
             for name in case.systems:
                 folders = kept.enter_context(self.folders())
                 program = "benchmarks.restore:saved"
-                digest, in_memory = self.on_ranks_in(folders, ranks, program, size, name)
+                digests, in_memory = self.on_ranks_in(folders, ranks, program, size, name)
                 for from_memory in (False, True) if in_memory else (False,):
-                    how = (size, name, from_memory, digest)
+                    how = (size, name, from_memory, digests)
                     loads.append((folders, "benchmarks.restore:restored", how))
             loads.append((kept.enter_context(self.folders()), "benchmarks.restore:limits", (size,)))
             for turn in range(case.turns):
