@@ -284,8 +284,9 @@ def _read_decisive_save(
 def _require_not_removed(root: Path, save: "FlowRun") -> None:
     from trinity_sync.storage.save_timing import read_removals
 
-    removed = {(each.run, each.step) for each in read_removals(root)}
-    if save.state.type == "COMPLETED" and (save.run, save.step) in removed:
+    if save.state.type != "COMPLETED":  # which each look asks; the log may be long
+        return
+    if (save.run, save.step) in {(each.run, each.step) for each in read_removals(root)}:
         raise CommitError(
             f"step {save.step} of run {save.run} in {root} was committed and has been removed since"
         )
