@@ -21,6 +21,7 @@ from tests.support.forked import Program
 from tests.support.job import Job
 from tests.support.meanwhile import when_opened
 from trinity_sync.errors import ImageError, SpoolError, SpoolFullError
+from trinity_sync.fs.atomic import TEMPORARY_SUFFIX
 from trinity_sync.snapshot import slot_pool
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import open_job_spool
@@ -525,7 +526,8 @@ def test_the_failure_of_a_save_is_never_noted_at_the_image_of_a_later_save(job: 
         job.stage(step, {"model": {"w": torch.ones(10)}})
     (slot,) = (sealed.slot for sealed in job.spool.tickets()[0] if sealed.ticket.step == 1)
     evict = partial(job.stage, 3, {"model": {"w": torch.ones(10)}})
-    with when_opened(failure_path(slot), evict):
+    mark = failure_path(slot)
+    with when_opened(mark.with_name(mark.name + TEMPORARY_SUFFIX), evict):
         mark_failed(job.spool, job.save(1), "its disk was full")
     assert {s.ticket.step: s.failed for s in job.spool.tickets()[0]} == {1: True, 3: False}
 
