@@ -109,6 +109,7 @@ def _group(rank: int, ranks: int, port: int) -> dict[str, str]:
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),
         "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(ranks),
         "GLOO_SOCKET_IFNAME": "lo",
     }
 

@@ -5,6 +5,7 @@ changes the figures by several times. So nothing but files and shared memory goe
 here to the next.
 """
 
+import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -71,6 +72,7 @@ def timed_load(training: Training, load: Callable[[], None], digest: str, name: 
     Raises:
         WrongState: it is not the state of that digest.
     """
+    gc.collect()  # the first one after the imports takes 0.3 s, and would be in some loads
     dist.barrier()
     start = time.perf_counter()
     load()

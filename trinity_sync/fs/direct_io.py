@@ -305,19 +305,36 @@ def scatter_fd(fd: int, nbytes: int, places: Callable[[int, int], Sequence[memor
     ``places`` returns the memory, in one or more parts, for a number of bytes from an offset on. A
     shorter file has the digest of its own bytes.
     """
+    digest = xxhash.xxh3_128()
 
-    def read(at: int, size: int) -> Iterator[memoryview]:
-        parts = places(at, size)
+    def read(at: int, before: Future[None] | None = None) -> None:
+        parts, filled = places(at, min(SCATTERED, nbytes - at)), list[memoryview]()
         for first in range(0, len(parts), _MOST_PARTS):
             into = parts[first : first + _MOST_PARTS]
             at += (left := os.preadv(fd, into, at))
             for part in into:
-                yield part[:left]
+                filled.append(part[:left])
                 left = max(0, left - len(part))
+        if before:
+            before.result()  # in the order of the file, by the core that has it in its cache
+        for part in filled:
+            digest.update(part)
 
-    cores = len(os.sched_getaffinity(0))  # unlike reads of a disk, copies want a core each
-    parts = _read_ahead(nbytes, SCATTERED, lambda *part: [*read(*part)], min(READERS, cores))
-    return digest_parts(parts)
+    # unlike reads of a disk, copies want a core each
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    starts, ahead = range(0, nbytes, SCATTERED), deque[Future[None]]()
+    if cores < 2:
+        for at in starts:
+            read(at)
+    else:
+        with ThreadPoolExecutor(min(READERS, cores), thread_name_prefix="reader") as pool:
+            for at in starts:
+                if len(ahead) == _AHEAD:
+                    ahead.popleft().result()
+                ahead.append(pool.submit(read, at, ahead[-1] if ahead else None))
+            for reading in ahead:
+                reading.result()
+    return f"{DIGEST}:{digest.hexdigest()}"
 
 
 def read_fd(fd: int, nbytes: int) -> tuple[memoryview, str]:
@@ -335,10 +352,7 @@ def read_fd(fd: int, nbytes: int) -> tuple[memoryview, str]:
 
 
 def _read_ahead(
-    nbytes: int,
-    size: int,
-    read: Callable[[int, int], Iterable[memoryview]],
-    readers: int = READERS,
+    nbytes: int, size: int, read: Callable[[int, int], Iterable[memoryview]]
 ) -> Iterator[memoryview]:
     """Yield consecutive bytes, of which threads read two pieces each ahead.
 
@@ -346,9 +360,9 @@ def _read_ahead(
     the next piece is: it may be read to the same memory, and is in the cache when it is digested.
     """
     ahead: deque[Future[Iterable[memoryview]]] = deque()
-    with ThreadPoolExecutor(readers, thread_name_prefix="reader") as pool:
+    with ThreadPoolExecutor(READERS, thread_name_prefix="reader") as pool:
         for at in range(0, nbytes, size):
-            if len(ahead) == 2 * readers:
+            if len(ahead) == _AHEAD:
                 yield from ahead.popleft().result()
             ahead.append(pool.submit(read, at, min(size, nbytes - at)))
         while ahead:

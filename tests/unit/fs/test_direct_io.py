@@ -16,6 +16,8 @@ from trinity_sync.fs.direct_io import (
     RateLimit,
     digest_cached_file,
     measure_written,
+    open_to_read,
+    scatter_fd,
     write_file,
 )
 from trinity_sync.storage.persist import lower_thread_priority
@@ -62,6 +64,46 @@ def test_a_file_that_grows_too_large_is_an_error_and_nothing_is_written_after_it
     with pytest.raises(OSError, match="File too large"), no_file_above(2 * CHUNK):
         write_file(tmp_path / "file", content, direct=direct)
     assert not [thread for thread in threading.enumerate() if "writer" in thread.name]
+
+
+@pytest.mark.parametrize("ranks", [1, 1000])
+@pytest.mark.parametrize("part", [700, 3 << 20])
+@pytest.mark.parametrize("lacking", [0, 5 << 19])
+def test_a_file_is_read_to_many_places_and_digested_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: int, part: int, ranks: int
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    size = (20 << 20) + 17
+    content = random.Random(part).randbytes(size - lacking)
+    (tmp_path / "file").write_bytes(content)
+    memory = memoryview(bytearray(size))
+
+    def places(at: int, nbytes: int) -> list[memoryview]:
+        return [memory[i : min(i + part, at + nbytes)] for i in range(at, at + nbytes, part)]
+
+    with open_to_read(tmp_path / "file", direct=False) as fd:
+        digest = scatter_fd(fd, size, places)
+    assert memory == content + bytes(lacking)
+    assert digest == f"xxh3-128:{xxhash.xxh3_128_hexdigest(content)}"
+
+
+@pytest.mark.parametrize("ranks", [1, 1000])
+def test_an_error_in_one_place_ends_the_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    (tmp_path / "file").write_bytes(bytes(30 << 20))
+
+    def places(at: int, nbytes: int) -> list[memoryview]:
+        if at >= 5 << 20:
+            raise OSError("this memory is gone")
+        return [memoryview(bytearray(nbytes))]
+
+    with (
+        open_to_read(tmp_path / "file", direct=False) as fd,
+        pytest.raises(OSError, match="memory is gone"),
+    ):
+        scatter_fd(fd, 30 << 20, places)
 
 
 def test_every_chunk_waits_for_the_limit(tmp_path: Path) -> None:
