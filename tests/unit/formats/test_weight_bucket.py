@@ -252,6 +252,29 @@ def test_a_publisher_whose_answer_was_lost_is_no_other_process(
     assert same(FolderReader(url, cache=tmp_path / "reader").load(), small(1))
 
 
+def test_a_store_that_refuses_removals_has_the_version_all_the_same(
+    url: str,
+    s3: Any,
+    bucket: str,
+    tmp_path: Path,
+    model: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = WeightFolder(url, model, keep=1, cache=tmp_path / "publisher")
+    folder.publish(StateView(1, small(1)))
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError("not authorized to perform: s3:DeleteObject")
+
+    assert folder._bucket
+    monkeypatch.setattr(folder._bucket._fs, "rm", refuse)
+    assert folder.publish(StateView(2, small(2))).version == 2
+    assert same(FolderReader(url, cache=tmp_path / "reader").load(), small(2))
+    assert versions_in(s3, bucket) == {"weight_v000001", "weight_v000002"}
+    assert "s3:DeleteObject" in caplog.text
+
+
 def test_a_url_needs_a_cache_and_a_folder_none(url: str, tmp_path: Path, model: Path) -> None:
     with pytest.raises(ConfigError, match="pass cache=FOLDER"):
         FolderReader(url)

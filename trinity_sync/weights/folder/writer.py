@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from trinity_sync.errors import ConfigError, WeightSyncError, from_extra
+from trinity_sync.errors import ConfigError, RemoteError, WeightSyncError, from_extra
 from trinity_sync.formats.hf_files import ADAPTER_CONFIG
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, replace_file, sync_folder
 from trinity_sync.fs.locks import try_acquire_file_lock
@@ -174,7 +174,10 @@ class WeightFolder:
             self._remove_old(published)
             if self._bucket:
                 kept = [number for number, _ in iter_version_folders(self.out)]
-                self._bucket.remove_old(published.version, kept)
+                try:
+                    self._bucket.remove_old(published.version, kept)
+                except RemoteError as error:  # a store may take writes and refuse removals
+                    logger.warning("older versions stay: %s", error)
             logger.info(
                 "published step %d of run %d in %s", version.step, version.run, published.folder
             )
