@@ -355,6 +355,7 @@ class Remote:
         with self._translate_errors(f"write {name} of step {step} to"):
             if self.folder:
                 make_folder(Path(path).parent)
+                Path(path).unlink(missing_ok=True)  # equal files are links to one
             file = self._fs.open(path, "wb", block_size=part)
             try:
                 for chunk in chunks:

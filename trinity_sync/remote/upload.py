@@ -104,6 +104,8 @@ def replicate(
                     remote.upload_file(step, record.path, chunks, record.nbytes)
                     sent.append(record.nbytes)
                 remote.record_upload(step, record)
+            for record in records if len(records) > 1 and remote.folder else ():
+                remote.record_upload(step, record)  # a link changes the state of the file
             return sent
 
         with ThreadPoolExecutor(parallel, "replicate") as pool:

@@ -111,6 +111,38 @@ def test_equal_files_of_a_step_are_sent_and_fetched_once(
         assert torch.equal(back["model"]["w"], state(min(rank, 1))["w"])
 
 
+def test_a_file_that_differs_now_is_not_written_into_the_one_that_it_equaled(
+    job: Job, any_url: str
+) -> None:
+    job.world_size = 2
+    for run, values in enumerate([(1, 1), (1, 2)], 1):
+        open_run(job.root, f"run {run}", 0)
+        for rank, value in enumerate(values):
+            job.stage(4, {"model": state(value)}, rank=rank, run=run)
+        manifest = job.commit(4, run=run)
+        replicate(job.root, any_url, 4)
+        for record in manifest.files:
+            assert Remote(any_url).find_mismatch(4, record, lambda _: None) == ""
+
+
+def test_equal_files_that_were_uploaded_before_a_crash_are_not_sent_again(
+    job: Job, any_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.world_size = 3
+    for rank in range(3):
+        job.stage(4, {"model": state(1)}, rank=rank)
+    job.commit(4)
+
+    def fail(*_: object) -> None:
+        raise RemoteError("no route to host")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Remote, "create_file", fail)  # of the manifest
+        with pytest.raises(RemoteError, match="no route"):
+            replicate(job.root, any_url, 4)
+    assert replicate(job.root, any_url, 4).uploaded == 0
+
+
 def test_a_killed_upload_of_equal_files_resumes(job: Job, any_url: str) -> None:
     job.world_size = 3
     for rank in range(3):
