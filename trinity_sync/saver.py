@@ -27,11 +27,11 @@ from trinity_sync.errors import ConfigError, LockTimeoutError, TrinitySyncError
 from trinity_sync.fs.atomic import replace_file
 from trinity_sync.fs.locks import LockFile
 from trinity_sync.fs.process import read_umask
-from trinity_sync.pipeline.pending import compare_late_images, find_pending_saves, warn_once
+from trinity_sync.pipeline.pending import compare_late_images, find_pending_saves
 from trinity_sync.pipeline.save import NodeWriting, run_save
 from trinity_sync.pipeline.several_nodes import has_node_records, is_committed
 from trinity_sync.settings import Settings, StackSettings
-from trinity_sync.snapshot.spool import JobSpool, list_job_spools, make_own_folder
+from trinity_sync.snapshot.spool import JobSpool, list_job_spools, make_own_folder, warn_once
 from trinity_sync.storage.placement import is_on_several_nodes
 from trinity_sync.storage.save import is_being_written, mark_failed
 from trinity_sync.storage.save_functions import has_running_functions
@@ -188,7 +188,8 @@ class Saver:
             )
         try:
             if failure:
-                mark_failed(JobSpool(self._spool / request.job), request.save, failure)
+                with suppress(OSError):  # shared memory is full
+                    mark_failed(JobSpool(self._spool / request.job), request.save, failure)
                 append(request, "failed", failure, patience_s=PATIENCE_S)
             else:
                 compare_late_images(self._spool, request)

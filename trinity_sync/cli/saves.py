@@ -6,6 +6,7 @@ images in shared memory.
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from trinity_sync.client.prefect_api import FAILED, FlowRun, State, ask_server
@@ -90,7 +91,9 @@ def list_saves_of_files(
         if entry and entry.state == "failed":
             saves[save] = make_failed_save(entry)
         elif image.failed:
-            reason = failure_path(image.slot).read_text()
+            reason = ""
+            with suppress(OSError):  # a retry has just removed it
+                reason = failure_path(image.slot).read_text()
             saves[save] = make_save(*save, State("FAILED", "Failed", reason, ticket.sealed_at))
         else:
             state = State("SCHEDULED", "Scheduled", since=ticket.sealed_at)

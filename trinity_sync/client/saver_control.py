@@ -16,6 +16,7 @@ import logging
 import os
 import select
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -28,7 +29,7 @@ from typing import BinaryIO
 from trinity_sync.errors import SaveError
 from trinity_sync.fs.atomic import make_folder, replace_file
 from trinity_sync.fs.process import read_umask
-from trinity_sync.snapshot.spool import make_own_folder
+from trinity_sync.snapshot.spool import make_own_folder, warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class SaverControl:
         path = self._spool / job / SERVED
         with suppress(FileNotFoundError):  # it has no images
             served = f"{after_s} {self._umask:03o}"
-            if not path.exists() or path.read_text() != served:
+            if not path.exists() or path.read_bytes() != served.encode():
                 replace_file(path, served, sync=False)
         with self._lock:
             if self._started is not None and self._started.poll() is not None:
@@ -101,7 +102,11 @@ class SaverControl:
             try:
                 if self._pipe < 0:
                     flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
-                    self._pipe = os.open(wake_path(self._spool, self._umask), flags)
+                    path = wake_path(self._spool, self._umask)
+                    self._pipe = os.open(path, flags)
+                    if not stat.S_ISFIFO(os.fstat(self._pipe).st_mode):
+                        path.unlink()
+                        raise OSError(errno.ENXIO, "it is no pipe, and nobody reads it")
                 before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
                 try:
                     os.write(self._pipe, b"\n")
@@ -230,6 +235,9 @@ def read_served(folder: Path, umask: int) -> float | None:
     """
     try:
         after_s, _, of = (folder / SERVED).read_text().partition(" ")
+        return float(after_s) if int(of or "0", 8) == umask else None
     except FileNotFoundError:
         return None
-    return float(after_s) if int(of or "0", 8) == umask else None
+    except (OSError, ValueError) as error:  # those of other jobs are committed
+        warn_once(f"{folder / SERVED} cannot be read, so the saves of its job wait: {error}")
+        return None

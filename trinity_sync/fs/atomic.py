@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import fnmatch
 import os
 import shutil
 import time
@@ -133,12 +134,18 @@ def list_uncached(folder: Path, pattern: str) -> list[Path]:
     """Return the sorted paths in a folder that another node may just have created or filled.
 
     Empty if the folder does not exist.
+
+    Raises:
+        OSError: it cannot be opened, or is a link to none.
     """
     revalidate_folder(folder.parent.parent)
     revalidate_folder(folder.parent)
     try:
-        return sorted(folder.glob(pattern))  # opens the folder
-    except FileNotFoundError:  # removed between two calls of ``glob``
+        # `Path.glob` takes a folder that it may not open for an empty one
+        return sorted(path for path in folder.iterdir() if fnmatch.fnmatch(path.name, pattern))
+    except FileNotFoundError:
+        if folder.is_symlink():
+            raise
         return []
 
 

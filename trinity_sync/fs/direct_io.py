@@ -321,7 +321,9 @@ def scatter_fd(fd: int, nbytes: int, places: Callable[[int, int], Sequence[memor
             digest.update(part)
 
     # unlike reads of a disk, copies want a core each
-    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    cores = len(os.sched_getaffinity(0))
+    if cores == os.cpu_count():  # the ranks of the node share them
+        cores //= int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     starts, ahead = range(0, nbytes, SCATTERED), deque[Future[None]]()
     if cores < 2:
         for at in starts:

@@ -72,9 +72,8 @@ from trinity_sync.orchestration.recovery.flow_runs import (
 )
 from trinity_sync.orchestration.recovery.node import NodeRecovery
 from trinity_sync.orchestration.root_threads import run_in_thread
-from trinity_sync.pipeline.pending import warn_once
 from trinity_sync.settings import RAY_FOLDER, Settings, StackSettings
-from trinity_sync.snapshot.spool import try_run_lock
+from trinity_sync.snapshot.spool import try_run_lock, warn_once
 
 logger = logging.getLogger(__name__)
 

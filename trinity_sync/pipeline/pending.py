@@ -4,11 +4,9 @@ Images of a save that failed are marked, so that later saves evict them first. R
 functions, which have no images, are treated in the same way.
 """
 
-import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -16,15 +14,13 @@ from pydantic import ValidationError
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import FormatError, SaveError, SupersededError, TrinitySyncError
 from trinity_sync.snapshot.save_id import SaveId
-from trinity_sync.snapshot.spool import JobSpool, SealedImage
+from trinity_sync.snapshot.spool import JobSpool, SealedImage, warn_once
 from trinity_sync.snapshot.ticket import free_slot, list_components
 from trinity_sync.storage.commit import finish_interrupted, resolve_late_image
 from trinity_sync.storage.manifest import Manifest, read_run_manifest
 from trinity_sync.storage.runs import refuse_other_job
 from trinity_sync.storage.save import mark_image_failed
 from trinity_sync.storage.save_functions import list_requests, remove_request, remove_statuses
-
-logger = logging.getLogger(__name__)
 
 GRACE_S = 2.0
 """Default of ``grace_s`` of `find_pending_saves`."""
@@ -120,12 +116,6 @@ def _find_of_functions(job: JobSpool, written: float, before: float) -> Iterator
         elif manifest.committed_at < before:
             finish_interrupted(save)
             remove_statuses(job, save.run, save.step, save.kind)
-
-
-@lru_cache(maxsize=1000)
-def warn_once(message: str) -> None:
-    """Log a warning once, although every poll finds the same problem."""
-    logger.warning("%s", message)
 
 
 def compare_late_images(spool: Path, request: SaveRequest) -> None:

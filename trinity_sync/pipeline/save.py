@@ -334,7 +334,8 @@ def run_save(
                 write_node_record(request, here, NodeRecord(error=str(error)))
         elif len(nodes) > 1:  # before the files that it names
             remove_node_records(request, here or None)
-        mark_images_failed(request, persisted, shards, str(error))
+        with suppress(OSError):  # shared memory is full; the error to be seen is that of the save
+            mark_images_failed(request, persisted, shards, str(error))
         raise
     try:
         export_requested_models(request)

@@ -318,7 +318,7 @@ def list_job_spools(spool: Path) -> list[JobSpool]:
     """Return the folders of all jobs on this node; name those of another release in a warning."""
     found, refused = sort_job_spools(spool)
     for error in refused:
-        _warn_once(str(error))
+        warn_once(str(error))
     return found
 
 
@@ -338,8 +338,8 @@ def sort_job_spools(spool: Path) -> tuple[list[JobSpool], list[FormatError]]:
 
 
 @lru_cache(maxsize=1000)
-def _warn_once(message: str) -> None:
-    """Log a warning once, although every poll finds the same folders."""
+def warn_once(message: str) -> None:
+    """Log a warning once, although every poll finds the same problem."""
     logger.warning("%s", message)
 
 

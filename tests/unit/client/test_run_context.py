@@ -8,6 +8,7 @@ import torch
 from tests.support.job import Job
 from tests.support.steps import save_foreign_step
 from trinity_sync.client.run_context import RunContext
+from trinity_sync.errors import CommitError
 from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import RootSteps, plan_prune, prune
@@ -31,6 +32,13 @@ def test_a_run_that_loads_nothing_where_steps_are_is_told_once(
     assert forgot.get().number == forgot.get().number == 3
     assert caplog.text.count("Run 3 begins at step 0") == 1
     assert "load step 10 first" in caplog.text
+
+
+def test_a_link_to_no_file_at_the_name_of_the_next_run_is_told(job: Job) -> None:
+    assert RunContext(job.root, "first").get().number == 1
+    (job.root / PRIVATE_FOLDER / "runs/2.json").symlink_to("nowhere")
+    with pytest.raises(CommitError, match=r"2\.json is a link to no file"):
+        RunContext(job.root, "second").get()
 
 
 def commit_in_run(job: Job, run: int, key: str, step: int, resumed_from: int | None = None) -> None:

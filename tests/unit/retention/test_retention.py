@@ -87,6 +87,22 @@ def test_a_plan_has_removed_steps_and_reasons_for_the_others(root: Path) -> None
     assert steps_on_disk(root) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize("folder", ["pins", "leases"])
+@pytest.mark.parametrize("how", ["a link to none", "a file"])
+def test_nothing_is_removed_if_what_keeps_steps_cannot_be_listed(
+    root: Path, folder: str, how: str
+) -> None:
+    for step in range(1, 5):
+        commit_files(root, step)
+    path = root / ".trinity_sync" / folder
+    path.parent.mkdir(exist_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
+    path.touch() if how == "a file" else path.symlink_to("nowhere")
+    with pytest.raises(OSError, match=folder):
+        prune(root)
+    assert steps_on_disk(root) == [1, 2, 3, 4]
+
+
 def test_a_removed_step_leaves_no_files(root: Path) -> None:
     for step in range(1, 5):
         commit_files(root, step)

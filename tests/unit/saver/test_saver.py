@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import errno
 import os
 import shutil
 import signal
@@ -23,6 +24,7 @@ from tests.support.savers import await_that, is_announced, is_locked, savers_of,
 from tests.unit.saver.conftest import Make
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync import saver as saver_module
+from trinity_sync.client.journal import read_entry
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.client.saver_control import (
     LOG,
@@ -392,6 +394,49 @@ def test_a_save_by_functions_whose_request_has_vanished_has_failed(
         shutil.rmtree(job.spool.folder.rename(f"{job.spool.folder.parent}-removed"))
         with pytest.raises(SaveFailedError, match=r"step 3 .* was removed before the saver"):
             saves.wait_all(60)
+
+
+def test_a_damaged_file_of_one_job_does_not_end_the_saver_of_all(
+    tmp_path: Path, settings: Settings
+) -> None:
+    with ExitStack() as opened:
+        one, other = (
+            opened.enter_context(CheckpointCoordinator(tmp_path / name, settings=settings))
+            for name in ("one", "other")
+        )
+        for step, content in enumerate((b"30 seconds\n", b"\xff\xfe", b""), 1):
+            (other.spool.folder / SERVED).write_bytes(content)
+            one.save(step, {"model": {"w": torch.ones(3)}})
+            one.wait_all(60)
+        other.save(1, {"model": {"w": torch.ones(3)}})  # which writes it again
+        other.wait_all(60)
+
+
+def test_a_failure_is_told_although_shared_memory_is_full(
+    job: Job, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise SaveError("a value is NaN")
+
+    def is_full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(saver_module, "run_save", fail)
+    monkeypatch.setattr(saver_module, "mark_failed", is_full)
+    request = job.request(1)
+    saver = Saver(settings.spool, NodeWriting())
+    saver._saves[request.key] = threading.current_thread()
+    saver._save(request)
+    ended = read_entry(request)
+    assert ended
+    assert (ended.state, ended.message) == ("failed", "a value is NaN")
+
+
+def test_a_file_at_the_place_of_the_pipe_is_replaced(coordinator: Make, settings: Settings) -> None:
+    wake_path(settings.spool, read_umask()).touch()
+    saves = coordinator()
+    saves.save(1, {"model": {"w": torch.ones(3)}})
+    saves.wait_all(60)
 
 
 def test_a_saver_does_not_wait_for_what_has_vanished(job: Job, settings: Settings) -> None:

@@ -25,9 +25,9 @@ from trinity_sync.orchestration.recovery.flow_runs import (
     try_tell_failure,
 )
 from trinity_sync.orchestration.root_threads import run_in_thread
-from trinity_sync.pipeline.pending import compare_late_images, find_pending_saves, warn_once
+from trinity_sync.pipeline.pending import compare_late_images, find_pending_saves
 from trinity_sync.settings import StackSettings
-from trinity_sync.snapshot.spool import JobSpool, list_job_spools, try_run_lock
+from trinity_sync.snapshot.spool import JobSpool, list_job_spools, try_run_lock, warn_once
 
 logger = logging.getLogger(__name__)
 
