@@ -239,5 +239,8 @@ def read_served(folder: Path, umask: int) -> float | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:  # those of other jobs are committed
-        warn_once(f"{folder / SERVED} cannot be read, so the saves of its job wait: {error}")
+        warn_once(
+            f"{folder / SERVED} cannot be read ({error}), so images in its folder are not saved "
+            "until the job's next save writes it again"
+        )
         return None
