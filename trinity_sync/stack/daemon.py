@@ -183,7 +183,8 @@ def _wait(processes: set[psutil.Process], timeout_s: float) -> None:
         left_s = max(deadline - time.monotonic(), 0.0)
         try:
             psutil.wait_procs(processes, left_s)
-        except FileNotFoundError:  # of pidfd_open, for one that is just being reaped (Linux 6.18)
+        # of pidfd_open, for one that is just being reaped (Linux 6.18), which psutil may translate
+        except (FileNotFoundError, psutil.NoSuchProcess):
             if left_s:
                 continue
         return
