@@ -126,12 +126,13 @@ def records(job: Job) -> Iterator[dict[str, Kind]]:
             "metrics": Kind(private / "metrics/1.json", lambda: read_metrics(root, 1, 1)),
             "job": Kind(private / "job.json", lambda: read_required_remote(root), (CommitError,)),
             "stored": Kind(private / "stored/1.json", lambda: is_replicated(root, manifest)),
+            "owner": Kind(job.spool.folder / "job.json", job.spool.read_root),
         }
 
 
 NAMES = (
     *("manifest", "run", "pin", "tag", "lease", "ticket", "receipt", "note", "placement"),
-    *("corruption", "metrics", "job", "stored"),
+    *("corruption", "metrics", "job", "stored", "owner"),
 )
 GARBAGE = st.recursive(
     st.one_of(
@@ -249,6 +250,17 @@ def test_a_text_that_is_no_record_is_none_or_the_error_of_its_reader(
     kind.path.write_bytes(text.encode(errors="surrogateescape"))
     with suppress(*kind.errors):
         kind.read()
+
+
+@pytest.mark.parametrize("name", ["ticket", "owner"])
+def test_a_folder_in_a_jobs_part_of_the_spool_does_not_end_the_saver_of_all(
+    records: dict[str, Kind], name: str
+) -> None:
+    kind = records[name]
+    kind.path.unlink()
+    kind.path.mkdir()
+    with suppress(*kind.errors):
+        assert kind.read() is None
 
 
 @pytest.mark.parametrize("name", ["manifest", "run", "ticket"])

@@ -244,7 +244,7 @@ def _await_step(
             crashed_since = (crashed_since or now) if crashed else None
             if save and (crashed_since is None or now - crashed_since > CRASH_GRACE_S):
                 _require_not_failed(root, save)
-            if save and manifest is None:
+            if save and manifest is None and not _is_saved_later(root, save):
                 _require_not_removed(root, save)
             saved_later = save and manifest and save.run > manifest.run
             if found.error and manifest and not saved_later and is_running(root) is False:
@@ -279,6 +279,14 @@ def _read_decisive_save(
         ),
         default=None,
     )
+
+
+def _is_saved_later(root: Path, save: "FlowRun") -> bool:
+    """Return whether a later run lives, which may save the step again."""
+    from trinity_sync.storage.runs import find_living_run
+
+    living = find_living_run(root, "")
+    return living is not None and living[0].number > save.run
 
 
 def _require_not_removed(root: Path, save: "FlowRun") -> None:

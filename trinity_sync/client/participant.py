@@ -9,7 +9,7 @@ from trinity_sync.client.attachments import list_folder
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.cut import CutMember
 from trinity_sync.client.save_handle import SaveHandle
-from trinity_sync.errors import ConfigError, TrinitySyncError
+from trinity_sync.errors import ConfigError
 from trinity_sync.layout import Kind
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.stager import METADATA
@@ -149,8 +149,8 @@ class Participant:
             handle = self._saves.save(
                 step, {"extra_state": {STATE: state}}, role=self.role, metadata=files
             )
-        except TrinitySyncError as error:
-            self._member.answer(step, str(error))
+        except Exception as error:
+            self._member.answer(step, str(error) or type(error).__name__)
             raise
         self._member.answer(step, handle.failure)
         return handle

@@ -66,8 +66,8 @@ class RolloutLedger:
         """Record that the generation of rollouts begins.
 
         Raises:
-            ConfigError: a rollout was issued before, or its id is neither an int nor a str; nothing
-                is recorded.
+            ConfigError: a rollout was issued before, or its id is neither an int of 64 bits nor a
+                str in UTF-8; nothing is recorded.
         """
         new = list(ids)
         if bad := [each for each in new if type(each) not in (int, str)]:
@@ -81,7 +81,10 @@ class RolloutLedger:
                     f"rollouts {known[:5]} were issued before or come twice; give each an id of "
                     "its own"
                 )
-            self._record(_Entry("issued", new=new))
+            try:
+                self._record(_Entry("issued", new=new))
+            except (OverflowError, ValueError) as error:
+                raise ConfigError(f"a rollout's id cannot be saved: {error}") from error
 
     def finish(self, ids: Iterable[Id]) -> list[Id]:
         """Record that rollouts were generated, and return those that are new, in their order.

@@ -26,6 +26,7 @@ from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.tensors.dtensor_shards import compute_chunk
 from trinity_sync.tensors.torch_private import make_dtensor
 from trinity_sync.tensors.torch_private_dcp import DCP_INDEX_CLASSES, unflatten_state_dict
+from trinity_sync.tensors.unshard import join_keys
 
 Paths = Mapping[str, tuple[Any, ...]]
 """Path of each entry in the saved state, by name of the entry."""
@@ -119,7 +120,7 @@ class DcpReader(FileSystemReader):
         for path in paths.values():
             if len(path) != 3 or path[0] not in ("state", "param_groups"):
                 raise ConfigError(
-                    f"{_join_path(path)} in {self.folder} is not in the form of "
+                    f"{join_keys(path)} in {self.folder} is not in the form of "
                     "optimizer.state_dict() or get_optimizer_state_dict(); leave the optimizer "
                     "out (--optim '')"
                 )
@@ -141,7 +142,7 @@ class DcpReader(FileSystemReader):
         for name, path in paths.items():
             meta = self.metadata.state_dict_metadata[name]
             replicated = component == "model" and any(
-                fnmatch(_join_path(path), each) for each in whole
+                fnmatch(join_keys(path), each) for each in whole
             )
             flat[name] = None  # replaced by a plain value
             if isinstance(meta, TensorStorageMetadata):
@@ -157,7 +158,7 @@ class DcpReader(FileSystemReader):
                 f"{self.folder} is corrupted or incomplete: {error!r}; choose another checkpoint"
             ) from error
         if component == "model":
-            return {_join_path(paths[name]): value for name, value in flat.items()}
+            return {join_keys(paths[name]): value for name, value in flat.items()}
         return _number_parameters(unflatten_state_dict(flat, dict(paths)))
 
 
@@ -232,10 +233,6 @@ def _number_parameters(optimizer: dict[str, Any]) -> dict[str, Any]:
             for group in groups
         ],
     }
-
-
-def _join_path(path: Sequence[Any]) -> str:
-    return ".".join(map(str, path))
 
 
 @contextmanager

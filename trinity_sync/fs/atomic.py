@@ -100,9 +100,9 @@ def _sync(path: Path, flags: int) -> None:
 
 
 @contextmanager
-def open_fd(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> Iterator[int]:
-    """Open a file as ``os.open`` does for the length of the block."""
-    fd = os.open(path, flags, mode)
+def open_fd(path: str | Path, flags: int = os.O_RDONLY) -> Iterator[int]:
+    """Open a file, which this user alone may use if it is new, for the length of the block."""
+    fd = os.open(path, flags, 0o600)
     try:
         yield fd
     finally:

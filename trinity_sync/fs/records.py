@@ -81,13 +81,13 @@ def decode_record(kind: type[R], content: bytes, path: Path | str) -> R:
 def read_record(
     kind: type[R], path: Path, read: Callable[[Path], bytes] = Path.read_bytes
 ) -> R | None:
-    """Return the record in a file; None if the file is missing, torn or altered.
+    """Return the record in a file; None if the file is missing, torn, altered or a folder.
 
     ``read`` is `read_uncached` for a file that another node may have replaced.
     """
     try:
         return decode_record(kind, read(path), path)
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, IsADirectoryError, ValueError):
         return None
 
 

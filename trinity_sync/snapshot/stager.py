@@ -4,7 +4,6 @@ This is the whole cost of a save for the training loop. `Stager.lay_out` plans t
 `Stager.copy` copies the tensors into them, in the call or in a thread while training continues.
 """
 
-import logging
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,8 +33,6 @@ from trinity_sync.snapshot.ticket import (
     write_version_tag,
 )
 from trinity_sync.tensors.memcpy import ComputedEvents, equal_bytes, record_computed, use_device
-
-logger = logging.getLogger(__name__)
 
 METADATA: Component = "metadata"
 ATTACHMENTS: Component = "attachments"

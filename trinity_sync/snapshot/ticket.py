@@ -133,13 +133,15 @@ def read_ticket(slot: Path) -> Ticket | None:
     """Return the ticket of ``slot``, or None if the slot is free.
 
     Raises:
-        TicketError: the ticket is torn or edited.
+        TicketError: the ticket is torn or edited, or a folder.
     """
     path = ticket_path(slot)
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         return None
+    except IsADirectoryError:
+        raise _invalid(path, "is a folder", b"") from None
     try:
         ticket = decode_record(Ticket, content, path)
     except ValueError as error:

@@ -29,7 +29,6 @@ The same call finishes an interrupted rewind: it finds its own run record, and q
 that are left.
 """
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,8 +57,6 @@ from trinity_sync.storage.manifest import read_run_number
 from trinity_sync.storage.pins import Pin, is_pinned, list_pins, unpin
 from trinity_sync.storage.runs import open_run, read_restart_time, read_start_time
 from trinity_sync.storage.save_timing import append_removal
-
-logger = logging.getLogger(__name__)
 
 TIME_FORMAT = "%Y%m%dT%H%M%SZ"
 

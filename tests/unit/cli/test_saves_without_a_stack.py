@@ -18,7 +18,7 @@ from trinity_sync.fs.direct_io import CHUNK, IN_FLIGHT, RateLimit
 from trinity_sync.storage.block_reuse import remove_folder
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.pins import tag
-from trinity_sync.storage.runs import open_run
+from trinity_sync.storage.runs import hold_run, open_run
 from trinity_sync.storage.save import mark_failed
 
 
@@ -97,6 +97,11 @@ def test_a_step_that_was_removed_is_not_waited_for(saves: Job) -> None:
     run(saves, "prune", saves.root, "--keep", "last=1", "--yes")
     done = run(saves, "wait", saves.root, 10, "--timeout", 5)
     assert (done.exit_code, "has been removed since" in done.stderr) == (1, True)
+    open_run(saves.root, "first", 0)
+    later = open_run(saves.root, "second", 5)
+    with hold_run(saves.root, later.number):  # a trainer, which may save it again
+        late = run(saves, "wait", saves.root, 10, "--timeout", 0.2)
+    assert (late.exit_code, "is not committed after 0.2 s" in late.stderr) == (1, True)
 
 
 @pytest.mark.parametrize("over_a_spare_file", [True, False])

@@ -52,10 +52,10 @@ def test_no_rollout_is_trained_twice_and_nothing_is_recorded_of_a_refused_call()
     assert resumed(ledger, 7).to_issue() == [2, 3]
 
 
-@pytest.mark.parametrize("bad", [(0, 18), np.int64(18), True, 1.0, b"18", None, 2**64])
+@pytest.mark.parametrize("bad", [(0, 18), np.int64(18), True, 1.0, b"18", None, 2**64, "\ud800"])
 def test_an_id_that_a_saved_state_would_not_have_is_refused(bad: Any) -> None:
     ledger, loaded = RolloutLedger(), RolloutLedger()
-    with pytest.raises((ConfigError, OverflowError)):
+    with pytest.raises(ConfigError):
         ledger.issue([17, bad])
     ledger.issue([19, "20"])
     ledger.finish(["20"])
@@ -93,7 +93,10 @@ def test_its_state_is_not_changed_by_later_events() -> None:
 
 def test_another_state_is_refused_and_leaves_it_empty() -> None:
     ledger = RolloutLedger()
-    for state in ({}, {"log": torch.ones(9, dtype=torch.uint8)}, {"log": 3}):
+    other = RolloutLedger()
+    other.issue(["a", "b"])
+    cut = other.state_dict()["log"][:-1]
+    for state in ({}, {"log": torch.ones(9, dtype=torch.uint8)}, {"log": 3}, {"log": cut}):
         with pytest.raises(ConfigError, match="not the state of a RolloutLedger"):
             ledger.load_state_dict(state, 1)
     assert ledger.to_issue() == []

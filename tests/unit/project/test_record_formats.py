@@ -131,7 +131,7 @@ def test_a_format_has_the_root_the_spool_and_what_is_read_elsewhere(
     name: str,
 ) -> None:
     has = "format" in json.loads(records[name].path.read_text())
-    assert has == (name in ("manifest", "run"))
+    assert has == (name in ("manifest", "run", "owner"))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -243,16 +244,20 @@ def test_a_state_that_cannot_be_saved_fails_the_cut(coordinator: Make, settings:
 
     def answer() -> None:
         try:
-            part.save(part.wait_cut(60), {"queue": lambda: None})
+            part.save(part.wait_cut(60), **given.pop())
         except Exception as error:
             raised.append(error)
 
-    answering = threading.Thread(target=answer)
-    answering.start()
-    with pytest.raises(SaveError, match="role controller could not be saved"):
-        trainer.cut(1)
-    answering.join()
+    wrong: dict[str, Any] = {"state": {}, "folders": {"storage": None}}
+    given = [wrong, {"state": {"queue": lambda: None}}]
+    for _ in range(2):
+        answering = threading.Thread(target=answer)
+        answering.start()
+        with pytest.raises(SaveError, match="role controller could not be saved"):
+            trainer.cut(1, timeout_s=60)
+        answering.join()
     assert "cannot be staged" in str(raised[0])
+    assert isinstance(raised[1], TypeError)
     answering = threading.Thread(target=lambda: part.save(part.wait_cut(60), {"cursor": 1}))
     answering.start()
     trainer.cut(1)
