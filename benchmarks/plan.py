@@ -84,9 +84,10 @@ def full(run: "Run") -> Iterator[str]:
     holding = ("trinity_sync", "trinity_sync, recycled files", "DCP async, process")
     run.memory(replace(make_case(middle, (*holding, "torch-checkpointing")), name="memory, 1 GiB"))
     restoring = ("trinity_sync", "trinity_sync, in place", "veRL", "DCP async, process")
-    restores = replace(alone, name=f"restore, {alone.name}", systems=restoring)
-    yield restores.name
-    run.restores(restores)
+    for size, systems in ((middle, restoring), (replace(middle, ranks=2), restoring[:3])):
+        case = make_case(size, systems)
+        yield (name := f"restore, {case.name}")
+        run.restores(replace(case, name=name))
 
 
 def make_case(

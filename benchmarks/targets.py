@@ -16,7 +16,7 @@ GB_4 = "4 GB, 300 tensors, 1 rank, with Prefect"
 TRAINED = f"{GIB}, in training"
 BACK_TO_BACK = f"{GIB}, back to back"
 BOTH_CORES = f"{GIB}, beside training on both cores"
-RESTORE = f"restore, {GIB}"
+RESTORE, RESTORE_RANKS = f"restore, {GIB}", f"restore, {RANKS}"
 DCP = "1 GiB, 300 tensors, 2 ranks, DCP"
 DCP_LARGE = tuple(f"4 GB, 300 tensors, 2 ranks, DCP {peer}" for peer in ("process", "successor"))
 DRIVERS = f"{GIB}, both drivers"
@@ -25,6 +25,7 @@ SAVER_ALONE = "saver alone, next to no bytes"
 LAYOUT = "layout, 3000 tensors"
 MEMORY = "memory, 1 GiB"
 OURS = "trinity_sync"
+IN_PLACE = "trinity_sync, in place"
 RECYCLED = "trinity_sync, recycled files"
 ORCHESTRATED = "trinity_sync + Prefect, recycled files"
 SAVED = "trinity_sync + saver"
@@ -107,11 +108,18 @@ def targets() -> Iterator[Target]:
         yield Target(f"{metric} / warm memcpy", bound, measured, memcpy)
     loss, least = ((BOTH_CORES, name, "loss a save") for name in (ORCHESTRATED, "best peer"))
     yield Target("step-time loss a save / best peer's", 0.5, loss, least)
-    restore, verl = (RESTORE, OURS, "restore"), (RESTORE, "veRL", "restore")
-    yield Target("restore from disk / raw read", 1.3, restore, (RESTORE, "raw read", "restore"))
-    yield Target("restore from disk / veRL's", 0.6, restore, verl)
-    memory = (RESTORE, OURS, "restore from memory")
-    yield Target("restore from the spool / veRL's from disk", 0.1, memory, verl)
+    read, filled, least = (
+        (RESTORE, name, "restore") for name in ("raw read", IN_PLACE, "best peer")
+    )
+    yield Target("load_into from disk / raw read", 1.15, filled, read)
+    yield Target("load_into from disk / best peer's", 0.8, filled, least)
+    memcpy, memory = ((RESTORE, name, "restore from memory") for name in ("warm memcpy", IN_PLACE))
+    yield Target("load_into from memory / warm memcpy", 1.3, memory, memcpy)
+    memory, verl = (
+        (RESTORE_RANKS, name, how)
+        for name, how in ((IN_PLACE, "restore from memory"), ("veRL", "restore"))
+    )
+    yield Target("load_into from memory / veRL's from disk", 0.3, memory, verl)
     for metric, bound in (("layout, first", 0.060), ("layout, unchanged", 0.010)):
         yield Target(f"staging's {metric}", bound, (LAYOUT, OURS, metric), unit=" s")
     for slots, bound, system in (("two slots", 2.1, OURS), ("one slot", 1.1, RECYCLED)):
