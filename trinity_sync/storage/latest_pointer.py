@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 def read_latest_pointer(root: str | Path, kind: Kind) -> int | None:
-    """Return the step in a latest pointer; None if it is missing, empty, torn or a folder."""
+    """Return the step in a latest pointer; None if it is missing, empty or torn."""
     try:
         text = read_uncached(Path(root) / ITERATION_FILES[kind]).decode().strip()
-    except (FileNotFoundError, IsADirectoryError, UnicodeDecodeError):
+    except (FileNotFoundError, UnicodeDecodeError):
         return None
     return parse_number(text)
 
