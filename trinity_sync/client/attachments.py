@@ -7,6 +7,7 @@ written for the step stay where they are until the commit moves them.
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from trinity_sync.errors import ConfigError
@@ -56,7 +57,7 @@ class Attachments:
                 f"attachment has at most {LIMIT:,} bytes; save its tensors as a component, such as "
                 "extra_state, or attach its folder with attach_folder"
             )
-        self._pending.setdefault(step, {})[name] = bytes(whole)
+        self._replace(step, name, {name: bytes(whole)})
 
     def add_folder(self, step: int, name: str, folder: Path) -> None:
         """Attach the files below a folder, which the save of the step reads.
@@ -67,7 +68,7 @@ class Attachments:
         """
         attachment_path(name, self._rank)  # refuses an invalid name
         self._require_before_save(step, name)
-        self._pending.setdefault(step, {}).update(list_folder(step, name, folder))
+        self._replace(step, name, list_folder(step, name, folder))
 
     def add_written(self, step: int, folder: Path) -> None:
         """Attach the files below a folder, which the commit moves to the step's folder.
@@ -101,6 +102,11 @@ class Attachments:
         if not (mine or links) or self._roles.setdefault(step, role) != role:
             return None
         return pack(mine, links)
+
+    def _replace(self, step: int, name: str, files: Mapping[str, bytes | Path]) -> None:
+        before = self._pending.get(step, {})
+        kept = {n: each for n, each in before.items() if not f"{n}/".startswith(f"{name}/")}
+        self._pending[step] = {**kept, **files}
 
     def _require_before_save(self, step: int, name: str) -> None:
         if step <= self._newest_taken:

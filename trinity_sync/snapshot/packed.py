@@ -135,12 +135,17 @@ def pack(files: Mapping[str, bytes | Path], links: Mapping[str, Path] | None = N
     ``links`` are files that stay on the disk, by their names in the step's folder.
 
     Raises:
-        ConfigError: as `require_names`.
+        ConfigError: as `require_names`; a file is given neither as bytes nor as its path.
         OSError: a file cannot be looked at.
     """
     require_names(files)
     entries, contents, end = list[_Entry](), list[bytes | Path](), 0
     for name, content in files.items():
+        if not isinstance(content, bytes | Path):
+            raise ConfigError(
+                f"{name!r} is given as a {type(content).__name__}; pass its content as bytes, or "
+                "a pathlib.Path of the file"
+            )
         nbytes = content.stat().st_size if isinstance(content, Path) else len(content)
         if isinstance(content, Path):  # large ones are written by direct I/O
             end = _round_up(end)

@@ -2,6 +2,7 @@
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -262,3 +263,32 @@ def test_they_are_committed_also_if_another_role_asks_for_the_commit_first(
     critic.save(4, MODEL, role="critic")
     critic.wait_all()
     assert actor.attachment(4, "position") == b"17"
+
+
+def test_a_folder_that_is_attached_again_replaces_what_had_its_name(
+    coordinator_of: Open, job: Job, tmp_path: Path
+) -> None:
+    for name, files in (("one", "ab"), ("two", "b")):
+        (tmp_path / name).mkdir()
+        for each in files:
+            (tmp_path / name / each).write_text(name)
+    saves = coordinator_of()
+    saves.attach("q", b"a file", step=4)
+    saves.attach("qq", b"another", step=4)
+    saves.attach_folder("q", tmp_path / "one", step=4)
+    saves.attach_folder("q", tmp_path / "two", step=4)
+    saves.save(4, MODEL)
+    job.commit(4, "model", "attachments")
+    attached = job.root / "global_step_4/attachments"
+    found = {path.relative_to(attached).as_posix(): path for path in attached.rglob("*")}
+    assert sorted(found) == ["q", "q/b", "qq"]
+    assert found["q/b"].read_text() == "two"
+
+
+@pytest.mark.parametrize("content", ["/etc/hostname", bytearray(b"x"), None])
+def test_metadata_that_is_neither_bytes_nor_a_path_is_refused_at_the_call(
+    coordinator_of: Open, content: Any
+) -> None:
+    saves = coordinator_of()
+    with pytest.raises(ConfigError, match="pass its content as bytes"):
+        saves.save(4, MODEL, metadata={"config.json": content})
