@@ -74,6 +74,8 @@ class Participant:
             )
         self._saves = CheckpointCoordinator(root, roles=roles, run_key=key, settings=settings)
         self.role = role
+        self._submitted = -1
+        """Newest step whose state was submitted."""
         try:
             if role not in self._saves.roles:
                 raise ConfigError(
@@ -152,7 +154,11 @@ class Participant:
         except Exception as error:
             self._member.answer(step, str(error) or type(error).__name__)
             raise
-        self._member.answer(step, handle.failure)
+        failure = handle.failure
+        if not failure and step == self._submitted and handle.images:
+            failure = f"step {step} was submitted before with another state; cut the next step"
+        self._submitted = step if not handle.failure else self._submitted
+        self._member.answer(step, failure)
         return handle
 
     def wait_all(self, timeout: float | None = None) -> None:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -330,3 +331,25 @@ def test_a_participant_that_died_alone_cannot_go_on_with_an_older_state(
         pytest.raises(ConfigError, match="cannot begin again"),
     ):
         again.load(1)
+
+
+def test_a_cut_that_is_repeated_is_not_answered_with_the_state_of_the_first(
+    coordinator: Make, settings: Settings
+) -> None:
+    roles = ("actor", "controller")
+    trainer = coordinator(roles=roles, run_key="run")
+    name: dict[str, Any] = {"role": "controller", "roles": roles, "run_key": "run"}
+    with Participant(trainer.root, **name, settings=settings) as part:
+        with pytest.raises(SaveTimeoutError):
+            trainer.cut(1, timeout_s=0.1)
+        part.save(1, {"cursor": 1})  # late
+        for cursor, refused in ((1, False), (2, True)):
+            state = {"cursor": cursor}
+            answering = threading.Thread(target=lambda: part.save(part.wait_cut(60), state))  # noqa: B023
+            answering.start()
+            with pytest.raises(SaveError, match="another state") if refused else nullcontext():
+                trainer.cut(1, timeout_s=60)
+            answering.join()
+        trainer.save(1, MODEL)  # which commits the first state
+        with pytest.raises(SaveFailedError):
+            part.wait_all(60)
