@@ -31,9 +31,9 @@ from trinity_sync.client.run_context import RunContext, make_run_key
 from trinity_sync.client.save_handle import SaveHandle
 from trinity_sync.client.save_submitter import SaveSubmitter, select_own
 from trinity_sync.client.save_trigger import SaveTrigger
-from trinity_sync.client.savers import CallableSaver, DcpFolders, StateSaver
+from trinity_sync.client.savers import NOTHING_STAGED, CallableSaver, DcpFolders, StateSaver
 from trinity_sync.client.step_loader import StepLoader
-from trinity_sync.errors import ConfigError, SaveFailedError
+from trinity_sync.errors import ConfigError, SaveFailedError, SaveTimeoutError
 from trinity_sync.fs.process import hold_handlers, read_process_identity
 from trinity_sync.layout import (
     KINDS,
@@ -1016,7 +1016,15 @@ class CheckpointCoordinator:
             staged = self.save(step, states, role=role, kind=kind, metadata=metadata)
             if failures := self._states.take_failures():
                 raise SaveFailedError("\n".join(failures))
-            return staged.components
+            return staged.components or tuple(states)  # which an earlier call has submitted
+
+        def wait(seconds: float) -> None:
+            if due := self._states.list_due(step, role):
+                others = ", ".join(due)
+                raise SaveTimeoutError(
+                    f"step {step} is committed once this process has saved {others} as well."
+                )
+            self.wait_all(seconds)
 
         kinds: tuple[Kind, ...] = ("state_dict", "checkpoint")
         if step == self._run.resumed_from:  # whose weights are committed
@@ -1027,7 +1035,7 @@ class CheckpointCoordinator:
             left,
             kinds=kinds,
             save=save,
-            wait=self.wait_all,
+            wait=wait,
             failures=self._take_failures,
             committed=lambda: self._committed_kinds(step),
         )
@@ -1035,11 +1043,12 @@ class CheckpointCoordinator:
     # ------------------------------------------------------------ private
 
     def _handle(self, origin: Origin, staged: Staged) -> SaveHandle:
+        key = (self._states.find_serving(origin) if staged is NOTHING_STAGED else origin).key
         return SaveHandle(
             **vars(staged),
             wait_staged=self.wait_staged,
-            wait_committed=lambda deadline: self._watcher.wait_for(origin.key, deadline),
-            has_committed=lambda: self._watcher.has_committed(origin.key),
+            wait_committed=lambda deadline: self._watcher.wait_for(key, deadline),
+            has_committed=lambda: self._watcher.has_committed(key),
         )
 
     @property

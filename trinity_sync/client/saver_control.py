@@ -65,7 +65,7 @@ class SaverControl:
         """Starts since a saver was reached."""
         self._log_nbytes = 0
         """Size of the log at the last start."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler saves as well
 
     def serve(self, job: str, after_s: float) -> None:
         """Have the saver commit the saves of a job that no stack has begun after some seconds.

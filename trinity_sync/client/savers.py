@@ -225,6 +225,17 @@ class StateSaver:
             except Exception as error:
                 return None, self.fail(origin, error)
 
+    def find_serving(self, origin: Origin) -> Origin:
+        """Return the origin of the save that serves one of which nothing had to be staged."""
+        newest = self._newest.get(origin.role)
+        submitted = newest.submitted if newest and newest.step == origin.step else {}
+        serving = [each for kind, each in submitted.items() if origin.kind in SERVES_AS[kind]]
+        return min(serving, key=lambda each: self._has_failed(each.key), default=origin)
+
+    def list_due(self, step: int, role: str) -> list[str]:
+        """Return the other roles that this process saves, and has not saved at this step yet."""
+        return [name for name, each in self._newest.items() if name != role and each.step < step]
+
     def wait_staged(self) -> float:
         """Wait until an overlapped save is submitted; return the seconds that it took.
 

@@ -164,8 +164,8 @@ class SlotPool:
         slots = self.list_slots(origin.role, component, origin.rank)
         start, may_add, warned = time.monotonic(), True, False
         is_checkpoint = origin.kind == "checkpoint"
-        limit_s = self._wait_s if is_checkpoint else min(self._wait_s, WEIGHTS_LIMIT_S)
-        while True:
+        while True:  # `wait_at_most` may lower the limit meanwhile
+            limit_s = self._wait_s if is_checkpoint else min(self._wait_s, WEIGHTS_LIMIT_S)
             waited = time.monotonic() - start
             free = sorted((slot for slot in slots if slot.free), key=_published_last)
             for slot in free:

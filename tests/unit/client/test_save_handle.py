@@ -75,3 +75,16 @@ def test_an_overlapped_save_ends_as_it_was_staged(
     else:
         handle.wait(30)
     assert handle.committed is not changes
+
+
+def test_a_sync_that_a_checkpoint_serves_is_committed_with_it(coordinator_of: Open) -> None:
+    trigger = CommitsWhenTold()
+    saves = coordinator_of(trigger=trigger)
+    saves.save(4, STATES)
+    sync = saves.save(4, STATES, kind="state_dict")
+    assert not sync.committed
+    with pytest.raises(SaveTimeoutError, match="step4"):
+        sync.wait(0.1)
+    trigger.go.set()
+    sync.wait(30)
+    assert sync.committed

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from tests.conftest import environment
-from tests.integration.fsdp.commits import CommitsHere
+from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
 from tests.support.job import Job
 from tests.unit.conftest import Open
 from tests.unit.snapshot.test_overlap import BIG
 from trinity_sync.client.coordinator import CLOSE_S
+from trinity_sync.client.saver_control import SaverControl
 from trinity_sync.errors import SaveFailedError, SaveTimeoutError
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.ticket import ticket_path
@@ -315,3 +316,40 @@ def test_a_handler_that_raises_ends_no_emergency_save(
     assert done.submitted == ("model", "optim")
     sealed = job.spool.read_step(1, 4)[0]
     assert {each.ticket.component for each in sealed} == {"model", "optim"}
+
+
+def test_an_emergency_save_names_what_was_submitted_of_the_step_before(
+    coordinator_of: Open,
+) -> None:
+    saves = coordinator_of(trigger=CommitsWhenTold())
+    states = {"model": {"w": torch.ones(3)}, "optim": {"m": torch.zeros(3)}}
+    saves.save(4, states)
+    words = saves.emergency_save(4, states, deadline_s=0.1)
+    assert (sorted(words.submitted), words.committed) == (["model", "optim"], ())
+
+
+def test_an_emergency_save_does_not_wait_for_a_role_that_this_process_saves_next(
+    coordinator_of: Open, job: Job
+) -> None:
+    saves = coordinator_of(trigger=CommitsHere(), roles=("actor", "critic"))
+    states = {"model": {"w": torch.ones(3)}}
+    for role in saves.roles:
+        saves.save(4, states, role=role)
+    saves.wait_all(30)
+    first = saves.emergency_save(5, states, deadline_s=300)
+    assert "once this process has saved critic as well" in first.undone[0]
+    last = saves.emergency_save(5, states, role="critic", deadline_s=60)
+    assert (last.undone, sorted(last.committed)) == ((), ["checkpoint", "state_dict"])
+
+
+def test_a_handler_may_save_while_the_saver_is_woken(tmp_path: Path) -> None:
+    control = SaverControl(tmp_path, tmp_path)
+
+    def wake() -> None:
+        with control._lock:  # as in wake, where the signal comes
+            assert not control.is_reached
+
+    waking = threading.Thread(target=wake, daemon=True)
+    waking.start()
+    waking.join(30)
+    assert not waking.is_alive()

@@ -29,6 +29,7 @@ from trinity_sync.snapshot.stager import Stager
 from trinity_sync.snapshot.ticket import (
     failure_path,
     free_slot,
+    hold_slot,
     lock_slot,
     read_cached_file,
     seal,
@@ -551,3 +552,17 @@ def test_the_commit_of_an_evicted_image_does_not_free_the_one_in_its_place(job: 
     (sealed,) = job.spool.tickets()[0]
     assert (sealed.slot, sealed.ticket.step) == (evicted.slot, 2)
     assert read_cached_file(evicted.slot) is None
+
+
+def test_a_save_that_waits_for_a_slot_gives_up_when_the_process_is_about_to_end(job: Job) -> None:
+    stager, state = Stager(job.spool, slots=1, slot_wait_s=300), {"w": torch.zeros(3)}
+    stager.stage(job.origin(1), {"model": state})
+    (slot,) = job.spool.folder.glob("*.slot")
+    with hold_slot(slot), ThreadPoolExecutor(1) as thread:  # as its writer does
+        waiting = thread.submit(stager.stage, job.origin(2), {"model": state})
+        with pytest.raises(TimeoutError):
+            waiting.result(0.2)
+        stager.wait_at_most(0.1)
+        with pytest.raises(SpoolError, match="every slot is still being written out"):
+            waiting.result(60)
+    stager.close()
