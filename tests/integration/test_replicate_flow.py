@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.maintenance import request_replication
 from tests.integration.prefect_api import Api, key_of, kind_of
@@ -72,16 +71,18 @@ def test_a_save_that_counts_in_a_store_ends_there_or_fails_and_goes_on_elsewhere
 
 
 def test_a_server_that_is_away_does_not_fail_the_save(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_job_settings(tmp_path, {"remote": "file:///nowhere"})
-    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-        asyncio.run(request_replication(request(tmp_path)))
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    asyncio.run(request_replication(request(tmp_path)))
     assert "is committed; cannot request its copy" in caplog.text
 
 
-def test_a_required_remote_gets_no_second_copy(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_required_remote_gets_no_second_copy(
+    job: Job, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_job_settings(job.root, {"remote": "file:///nowhere", "remote_required": True})
-    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-        asyncio.run(request_replication(request(job.root)))
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    asyncio.run(request_replication(request(job.root)))
     assert caplog.text == ""
