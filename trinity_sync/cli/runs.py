@@ -244,7 +244,7 @@ def _await_step(
             crashed_since = (crashed_since or now) if crashed else None
             if save and (crashed_since is None or now - crashed_since > CRASH_GRACE_S):
                 _require_not_failed(root, save)
-            if save and manifest is None and not _is_saved_later(root, save):
+            if save and manifest is None:
                 _require_not_removed(root, save)
             saved_later = save and manifest and save.run > manifest.run
             if found.error and manifest and not saved_later and is_running(root) is False:
@@ -294,7 +294,8 @@ def _require_not_removed(root: Path, save: "FlowRun") -> None:
 
     if save.state.type != "COMPLETED":  # which each look asks; the log may be long
         return
-    if (save.run, save.step) in {(each.run, each.step) for each in read_removals(root)}:
+    removed = (save.run, save.step) in {(each.run, each.step) for each in read_removals(root)}
+    if removed and not _is_saved_later(root, save):
         raise CommitError(
             f"step {save.step} of run {save.run} in {root} was committed and has been removed since"
         )
