@@ -15,6 +15,7 @@ from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings, set_job_settings
 from trinity_sync.client.prefect_api import PrefectApi
 from trinity_sync.orchestration.step_events import JOB_RESOURCE
+from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.stack import embedded
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.manifest import read_manifest
@@ -69,6 +70,14 @@ def assert_all_say(ranks: Ranks, why: str) -> None:
             rank.wait_all(150)
 
 
+def assert_images_say(ranks: Ranks, why: str) -> None:
+    """Whoever reads them before the journal is told the same."""
+    images = ranks[0].spool.tickets()[0]
+    assert images
+    for image in images:
+        assert failure_path(image.slot).read_text().startswith(why)
+
+
 @pytest.fixture(autouse=True)
 def trainers_read_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail a test whose trainers ask for flow runs."""
@@ -112,6 +121,7 @@ def test_a_save_that_is_cancelled_while_it_is_written(ranks: Ranks, root: Path, 
     set_state(api, root, Cancelling())
     save(ranks[1])
     assert_all_say(ranks, "Cancelled: Cancelled while running")
+    assert_images_say(ranks, "Cancelled: Cancelled while running")
 
 
 def test_a_save_that_is_cancelled_before_it_is_begun(
@@ -121,6 +131,7 @@ def test_a_save_that_is_cancelled_before_it_is_begun(
     set_state(api, root, Cancelled(message="not needed"))
     embedded.up(stack_settings)
     assert_all_say(ranks, "Cancelled: not needed")
+    assert_images_say(ranks, "Cancelled: not needed")
 
 
 def test_a_save_that_fails_once_its_worker_is_back(

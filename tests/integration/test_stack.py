@@ -163,13 +163,15 @@ def test_a_cleaner_of_old_files_removes_nothing_of_a_running_stack(
     files = [each for folder in folders for each in [folder, *folder.rglob("*")]]
     for path in files:
         os.utime(path, (0, 0), follow_symlinks=False)
-    secret = stack_settings.home / "ray_token"
     kill_worker(stack_settings)
     embedded.up(stack_settings)
-    until(lambda: secret.stat().st_mtime, "the worker to touch the files")
-    until(lambda: folders[1].stat().st_mtime, "the worker to touch those of Ray")
-    clean = ["find", *map(str, folders), "-mtime", "+9", "-delete", "-print"]
-    assert subprocess.run(clean, check=True, capture_output=True, text=True).stdout == ""
+
+    def find_old(*action: str) -> str:
+        clean = ["find", *map(str, folders), "-mtime", "+9", *action, "-print"]
+        return subprocess.run(clean, check=True, capture_output=True, text=True).stdout
+
+    until(lambda: not find_old(), "the worker to touch all files")
+    assert find_old("-delete") == ""
 
 
 def test_a_stack_starts_again_without_the_secrets_in_its_home(

@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 MODEL: Component = "model"
 DcpFolders = tuple[Mapping[str, LaidOut], Mapping[str, bytes]]
 """A rank's files by component, and small files of rank 0 by path below the role's folder."""
+Metadata = Path | dict[str, bytes | Path]
+"""Small files by path, or a folder of them."""
 NOTHING_STAGED = Staged((), 0, 0.0, 0.0)
 HELD_S = 0.1
 """Seconds for which a wait for an overlapped copy holds back handlers of signals."""
@@ -49,6 +51,8 @@ class _NewestStep:
     step: int
     components: tuple[str, ...] = ()
     submitted: dict[Kind, Origin] = field(default_factory=dict)
+    metadata: Metadata | None = None
+    """As it was given with the first of its saves that had any."""
 
 
 class StateSaver:
@@ -77,7 +81,7 @@ class StateSaver:
         """By role, the last step that was staged to be saved."""
         self._uploaded: dict[str, int] = {}
         """Newest step that was published, by role."""
-        self._packed: tuple[Path | Mapping[str, bytes | Path] | None, Packed | None] = None, None
+        self._packed: tuple[Metadata | None, Packed | None] = None, None
         """Metadata of the save before, and the same packed."""
         self._failures: list[str] = []
         self._background: ThreadPoolExecutor | None = None
@@ -105,7 +109,8 @@ class StateSaver:
         from ``began`` (`time.perf_counter`), by default from now.
 
         Raises:
-            ConfigError: components come after the save was submitted.
+            ConfigError: components or metadata come after the save was submitted, or the metadata
+                differs from that of an earlier save of the step.
             SpoolError, ImageError: the first save of the process cannot be staged. The error of a
                 later save is one of `take_failures`, and training continues.
         """
@@ -113,6 +118,9 @@ class StateSaver:
         # comparing earlier images stalls the caller as well
         began = time.perf_counter() if began is None else began
         role, step, kind = origin.role, origin.step, origin.kind
+        given: Metadata | None = None
+        if metadata is not None and origin.rank == 0:
+            given = dict(metadata) if isinstance(metadata, Mapping) else Path(metadata)
         states, again, earlier = components, False, list[str]()
         newest = self._newest.get(role)
         if newest is not None and newest.step == step:
@@ -141,13 +149,20 @@ class StateSaver:
                     if name in known and self._is_staged(origin, name, state, overlap)
                 ]
             states = {name: state for name, state in components.items() if name not in earlier}
+            late = [name for name in states if name not in known]
+            if given and given != newest.metadata:
+                if METADATA in known and not again:
+                    raise ConfigError(
+                        f"step {step}, role {role}: the metadata differs from that of an earlier "
+                        "save of the step; pass the same, or none"
+                    )
+                late.append(METADATA)
             if kind in pending:
                 attachments = None
             if not states and attachments is None:
-                if any(kind in SERVES_AS[each] for each in pending):
+                if not late and any(kind in SERVES_AS[each] for each in pending):
                     return NOTHING_STAGED
                 states = components  # all went with another save; this one needs its own images
-            late = [name for name in states if name not in known]
             if kind in pending and late:
                 raise ConfigError(
                     f"step {step}, role {role}: {', '.join(late)} comes after the {kind} was "
@@ -155,8 +170,8 @@ class StateSaver:
                 )
         packed = None
         try:
-            if metadata is not None and origin.rank == 0 and METADATA not in earlier:
-                packed = self._pack(metadata)
+            if given is not None and METADATA not in earlier:
+                packed = self._pack(given)
             plan = self._stager.lay_out(
                 origin,
                 states,
@@ -171,9 +186,9 @@ class StateSaver:
         except Exception as error:
             return self.fail(origin, error)
         if not overlap:
-            return self._copy_and_submit(plan)
+            return self._copy_and_submit(plan, given)
         self._background = self._background or ThreadPoolExecutor(1, "overlapped-staging")
-        submitted = self._overlapping = self._background.submit(self._copy_and_submit, plan)
+        submitted = self._overlapping = self._background.submit(self._copy_and_submit, plan, given)
         stall_s = time.perf_counter() - began
         return Staged(plan.components, plan.nbytes, stall_s, 0.0, submitted=submitted)
 
@@ -291,8 +306,7 @@ class StateSaver:
                 self._background.shutdown()
             self._stager.close()
 
-    def _pack(self, metadata: str | Path | Mapping[str, bytes | Path]) -> Packed | None:
-        given = dict(metadata) if isinstance(metadata, Mapping) else Path(metadata)
+    def _pack(self, given: Metadata) -> Packed | None:
         before, packed = self._packed
         if packed is None or packed.files or before != given:
             files = read_folder(given) if isinstance(given, Path) else given
@@ -318,7 +332,7 @@ class StateSaver:
             return self._stager.holds(origin, component, state, overlap=overlap)
         return False
 
-    def _copy_and_submit(self, plan: StagePlan) -> Staged:
+    def _copy_and_submit(self, plan: StagePlan, metadata: Metadata | None) -> Staged:
         """Copy and seal what was laid out, and submit the save."""
         origin = plan.origin
         try:
@@ -329,6 +343,7 @@ class StateSaver:
         if newest is None or newest.step != origin.step:
             newest = self._newest[origin.role] = _NewestStep(origin.step)
         newest.components = staged.components
+        newest.metadata = metadata or newest.metadata
         newest.submitted[origin.kind] = origin
         self._submit(origin, staged)
         return staged

@@ -166,8 +166,9 @@ class TrinitySyncWorker(
                 message = (
                     "Cancelled while running. A step that was not committed stays uncommitted."
                 )
-                await try_allow_eviction(self._trinity.spool, flow_run.parameters, message)
                 state = Cancelled(message=message)
+                why = describe_end(state.name, message)
+                await try_allow_eviction(self._trinity.spool, flow_run.parameters, why)
                 await self.client.set_flow_run_state(flow_run.id, state, force=True)
             if state and state.is_completed():
                 await self._tell(flow_run, "completed", state.message or "")

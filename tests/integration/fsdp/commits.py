@@ -3,6 +3,7 @@
 What is written, and how it is committed, is what the flow's tasks call.
 """
 
+import asyncio
 import queue
 import threading
 from collections.abc import Collection, Sequence
@@ -48,6 +49,11 @@ class CommitsHere(SaveTrigger):
                 append(request, "failed", repr(error))
             finally:
                 self._requests.task_done()
+
+    async def disconnect(self) -> None:
+        """Closing the coordinator waits: what the test removes then is not worked on."""
+        await asyncio.to_thread(self.finish)
+        await super().disconnect()
 
     def finish(self) -> None:
         """Also wait for what follows a commit: its slots are free then, and old steps pruned."""

@@ -191,7 +191,9 @@ def test_a_save_that_failed_and_is_called_again_takes_them_along(
     assert saves.attachment(4, "position") == b"17"
 
 
-@pytest.mark.parametrize("meanwhile", ["nothing", "optim is evicted", "optim has changed"])
+@pytest.mark.parametrize(
+    "meanwhile", ["nothing", "optim is evicted", "optim has changed", "metadata has changed"]
+)
 def test_a_save_whose_flow_failed_and_is_called_again_commits_all_of_it(
     coordinator_of: Open, job: Job, tmp_path: Path, meanwhile: str
 ) -> None:
@@ -213,15 +215,49 @@ def test_a_save_whose_flow_failed_and_is_called_again_commits_all_of_it(
             job.commit(step, "optim")
     elif meanwhile == "optim has changed":
         states["optim"]["m"] += 1
-    again = saves.save(4, states, metadata=tmp_path / "meta")
-    assert saves.save(4, states, metadata=tmp_path / "meta").images == ()  # it is under way
+    elif meanwhile == "metadata has changed":
+        (tmp_path / "meta").rename(tmp_path / "meta-4")
+        (tmp_path / "meta-4/config.json").write_text("[]")
+    (metadata,) = tmp_path.glob("meta*")
+    again = saves.save(4, states, metadata=metadata)
+    assert saves.save(4, states, metadata=metadata).images == ()  # it is under way
     saves.wait_all(30)
     assert len({*again.images} & {*first.images}) == (4 if meanwhile == "nothing" else 3)
     assert saves.attachment(4, "position") == b"17"
     assert require_committed(job.root, 4).find_file("actor/config.json")
+    found = (job.root / "global_step_4/actor/config.json").read_text()
+    assert found == (metadata / "config.json").read_text()
     assert torch.equal(load_states(job.root, 4, "actor")["optim"]["m"], states["optim"]["m"])
     saves._watcher._trigger.finish()
     assert not [each for each in job.spool.tickets()[0] if each.ticket.step == 4]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_other_metadata_of_a_step_that_is_submitted_is_refused(
+    coordinator_of: Open, job: Job, overlap: bool
+) -> None:
+    saves = coordinator_of()
+    saves.save(3, MODEL, overlap=overlap)
+    with pytest.raises(ConfigError, match="metadata comes after the checkpoint was submitted"):
+        saves.save(3, MODEL, metadata={"config.json": b"1"})
+    saves.save(4, MODEL, metadata={"config.json": b"1"}, overlap=overlap)
+    saves.save(4, MODEL)
+    saves.save(4, MODEL, metadata={"config.json": b"1"})
+    for kind in ("checkpoint", "state_dict"):
+        with pytest.raises(ConfigError, match="step 4, role actor: the metadata differs from that"):
+            saves.save(4, MODEL, kind=kind, metadata={"config.json": b"2"})
+    job.commit(4, "model", "metadata")
+    assert (job.root / "global_step_4/actor/config.json").read_bytes() == b"1"
+
+
+def test_metadata_of_a_sync_after_a_checkpoint_without_any_is_committed(
+    coordinator_of: Open, job: Job
+) -> None:
+    saves = coordinator_of(trigger=CommitsHere())
+    saves.save(4, MODEL)
+    saves.save(4, MODEL, kind="state_dict", metadata={"config.json": b"1"})
+    saves.wait_all(30)
+    assert require_committed(job.root, 4).find_file("actor/config.json")
 
 
 def test_with_two_roles_they_go_once(coordinator_of: Open, job: Job) -> None:

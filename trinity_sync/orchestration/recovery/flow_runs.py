@@ -86,12 +86,12 @@ async def _recover_zombie(api: PrefectApi, run: FlowRun, here: str, spool: Path)
     node, _, process = owner.partition("/")
     if owner != here and (node != here.partition("/")[0] or is_process_alive(process)):
         return
-    why = "could not report its end" if owner == here else "died"
+    why = f"Its process {owner} {'could not report its end' if owner == here else 'died'}."
     if now.state.type == "CANCELLING":
-        end = State("CANCELLED", "Cancelled", f"Cancelled; its process {owner} {why}.")
-        await try_allow_eviction(spool, now.parameters, end.message)
+        end = State("CANCELLED", "Cancelled", why)
+        await try_allow_eviction(spool, now.parameters, describe_end(end.name, why))
     else:
-        end = State("CRASHED", "Crashed", f"Its process {owner} {why}.")
+        end = State("CRASHED", "Crashed", why)
     logger.warning("flow run %s: %s", run.name, end.message)
     tasks = await api.read_unfinished_tasks({"flow_runs": {"id": {"any_": [str(run.id)]}}})
     await api.end_tasks(tasks.get(str(run.id), ()), end)

@@ -19,6 +19,7 @@ from trinity_sync.orchestration.job_registry import ANSWER_S, is_allowed
 from trinity_sync.orchestration.recovery.flow_runs import (
     LATE_S,
     allow_eviction,
+    describe_end,
     end_unreported_tasks,
     recover_zombie,
     retry_crashed,
@@ -156,7 +157,8 @@ class NodeRecovery:
                 continue
             if run.state.type in ("CANCELLED", "FAILED"):
                 # before a worker acquired it, or on a worker that cannot reach this node
-                await run_in_thread(allow_eviction, self._spool, run.parameters, run.state.message)
+                why = describe_end(run.state.name, run.state.message)
+                await run_in_thread(allow_eviction, self._spool, run.parameters, why)
                 await try_tell_failure(run)
             elif run.state.type == "CRASHED":
                 await self._retry_crashed(api, request, run.id)
