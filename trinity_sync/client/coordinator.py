@@ -799,7 +799,8 @@ class CheckpointCoordinator:
         """Wait until every save that this process submitted is committed or has failed.
 
         Args:
-            timeout: seconds; None for no limit, also while the Prefect server does not answer.
+            timeout: seconds from when an overlapped save is staged; None for no limit, also while
+                the Prefect server does not answer.
 
         Raises:
             SaveFailedError: saves were not committed; the message says which, why and where to
@@ -808,8 +809,8 @@ class CheckpointCoordinator:
                 commit.
             ConfigError: this process is a forked child.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
         self.wait_staged()
+        deadline = None if timeout is None else time.monotonic() + timeout
         self._failures += self._states.take_failures()
         self._failures += self._callables.wait(deadline)  # kept, should the next line time out
         failures = [*self._watcher.wait(deadline), *self._take_failures()]
