@@ -11,6 +11,7 @@ weights in place, or is refused.
 import logging
 import os
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from trinity_sync.errors import (
@@ -150,8 +151,14 @@ def replace_step(
     sync_folders(fresh, links)
     require_named_files(save, fresh, manifest)
     write_manifest_into(fresh, manifest)
+    for name in _list_unfinished(save.folder):  # writers find the folders at any time
+        make_folder((fresh / name).parent)
     lock.require_held()
     swap_folders(fresh, save.folder)
+    if not fresh.is_symlink():
+        own = {image for file in written for image in file.record.images}
+        names = _list_unfinished(fresh)
+        _move_back([n for n in names if parse_image_name(n.name) not in own], fresh, save.folder)
     sync_folder(Path(save.root))
     for path in elsewhere:
         path.unlink(missing_ok=True)
@@ -264,10 +271,21 @@ def displace_step(save: SaveId) -> None:
         make_folder(folder)  # before that, a repair renames the step back
         if moved.is_symlink():
             return
-        images = [path for path in moved.rglob(f".*{TEMPORARY_SUFFIX}")]
-        names = [path.relative_to(moved) for path in images if parse_image_name(path.name)]
-        for name in {*names, *(path.relative_to(folder) for path in own or ())}:
-            make_folder((folder / name).parent)  # of this run, which are written meanwhile
+        names = {path.relative_to(folder) for path in own or ()}
+        _move_back({*names, *_list_unfinished(moved)}, moved, folder)
+
+
+def _list_unfinished(folder: Path) -> list[Path]:
+    """Return the files below a step's folder that saves are writing, relative to it."""
+    found = folder.rglob(f".*{TEMPORARY_SUFFIX}")
+    return [path.relative_to(folder) for path in found if parse_image_name(path.name)]
+
+
+def _move_back(names: Iterable[Path], moved: Path, folder: Path) -> None:
+    """Move files of this run, which are written meanwhile, from where their step has moved to."""
+    for name in names:
+        make_folder((folder / name).parent)
+        with suppress(FileNotFoundError):  # a save that failed has removed its own
             (moved / name).rename(folder / name)
 
 

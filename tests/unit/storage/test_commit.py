@@ -890,6 +890,32 @@ def test_a_resumed_run_replaces_the_steps_that_it_reaches_again(job: Job) -> Non
     require_committed(job.root, 11)
 
 
+@pytest.mark.parametrize("resumed", [True, False])
+def test_a_checkpoint_is_committed_that_was_written_when_the_sync_of_its_step_replaced_the_folder(
+    job: Job, resumed: bool
+) -> None:
+    open_run(job.root, "first", 0)
+    job.stage(10, {"model": state(10)})
+    job.commit(10)
+    job.stage(11, {"model": state(11)}, kind="state_dict")
+    job.commit(11, kind="state_dict")
+    open_run(job.root, "second", 10 * resumed, resumed_run=int(resumed))
+    job.stage(11, {"model": state(-11)}, run=2, kind="state_dict")
+    job.stage(11, {"optim": state(2)}, run=2, also=("model",))
+    sync = job.persist(11, run=2, kind="state_dict")
+    checkpoint = job.persist(11, "optim", run=2)
+    (folder(job, 11) / "critic").mkdir()
+    unfinished = folder(job, 11) / "critic/.optim.pt.attempt.image.tmp"  # of another role
+    with unfinished.open("wb") as file:
+        assert commit(job.save(11, run=2, kind="state_dict"), sync).run == 2
+        assert unfinished.stat().st_ino == os.fstat(file.fileno()).st_ino
+    commit(job.save(11, run=2), [*job.persist(11, run=2), *checkpoint])
+    assert {*require_committed(job.root, 11).kinds} == {"checkpoint", "state_dict"}
+    for name, value in (("model", -11), ("optim", 2)):
+        again = torch.load(folder(job, 11) / f"actor/{name}_world_size_1_rank_0.pt")
+        assert torch.equal(again["w"], state(value)["w"])
+
+
 def test_a_fresh_run_quarantines_the_steps_that_it_replaces(
     job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
