@@ -516,9 +516,9 @@ class CheckpointCoordinator:
 
         Every rank calls it, for every role, with the same ``step`` and ``kind``. A component that
         was submitted at this step before (the model, for a sync) is not copied again, unless it has
-        changed since; then the save fails, which `wait_all` raises. A save that has failed is
-        submitted again. Handlers of signals that come meanwhile are called once the save is
-        submitted, or while it waits for a slot.
+        changed since, of which a sample tells on a GPU; then the save fails, which `wait_all`
+        raises. A save that has failed is submitted again. Handlers of signals that come meanwhile
+        are called once the save is submitted, or while it waits for a slot.
 
         Args:
             step: training step, from 0 on, of any integral type.

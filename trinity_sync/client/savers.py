@@ -146,7 +146,7 @@ class StateSaver:
                 earlier += [
                     name
                     for name, state in components.items()
-                    if name in known and self._is_staged(origin, name, state, overlap)
+                    if name in known and self._is_staged(origin, name, state)
                 ]
             states = {name: state for name, state in components.items() if name not in earlier}
             late = [name for name in states if name not in known]
@@ -326,10 +326,10 @@ class StateSaver:
             self._uploaded[origin.role] = origin.step
         return published
 
-    def _is_staged(self, origin: Origin, component: str, state: Any, overlap: bool) -> bool:
+    def _is_staged(self, origin: Origin, component: str, state: Any) -> bool:
         """Return whether a state is staged at this step and has not changed since."""
         with suppress(Exception):  # staging a state that cannot be read raises why
-            return self._stager.holds(origin, component, state, overlap=overlap)
+            return self._stager.holds(origin, component, state)
         return False
 
     def _copy_and_submit(self, plan: StagePlan, metadata: Metadata | None) -> Staged:

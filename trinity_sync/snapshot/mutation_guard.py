@@ -14,7 +14,7 @@ memory that is freed, allocated again at the same address and filled with the sa
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -180,6 +180,19 @@ def sample_storages(storages: Storages) -> torch.Tensor:
     """Return a ``[len(storages), SAMPLE]`` tensor of bytes of the storages, on their device."""
     middles = ((view_bytes(s), s.nbytes() // 2) for s in storages)
     return torch.cat([content[at : at + SAMPLE] for content, at in middles]).view(-1, SAMPLE)
+
+
+def has_samples(image: torch.Tensor, parts: Sequence[tuple[int, torch.UntypedStorage]]) -> bool:
+    """Return whether ``image`` has a sample of each storage, of one device; wait for its work.
+
+    ``parts`` are (offset in bytes, storage).
+    """
+    here, there = list[torch.Tensor](), list[torch.Tensor]()
+    for offset, storage in parts:
+        at = max(0, (storage.nbytes() - SAMPLE) // 2)
+        there.append(view_bytes(storage)[at : at + SAMPLE])
+        here.append(image[offset + at : offset + at + len(there[-1])])
+    return torch.equal(torch.cat(there).to(image.device), torch.cat(here))
 
 
 def compare_rows(before: torch.Tensor, now: torch.Tensor) -> list[bool]:

@@ -6,6 +6,7 @@ This is the whole cost of a save for the training loop. `Stager.lay_out` plans t
 
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -17,7 +18,7 @@ import torch
 from trinity_sync.errors import ImageError, SpoolError
 from trinity_sync.layout import Component, shard_file
 from trinity_sync.snapshot.image import LaidOut, Layout, Storages, fill, lay_out
-from trinity_sync.snapshot.mutation_guard import SAMPLE, MutationGuard
+from trinity_sync.snapshot.mutation_guard import MutationGuard, has_samples
 from trinity_sync.snapshot.packed import Packed
 from trinity_sync.snapshot.save_id import Origin
 from trinity_sync.snapshot.slot import Slot
@@ -215,7 +216,7 @@ class Stager:
         if slot is None:
             return None
         own = plan.again and slot.holds is not None and slot.holds.kind == plan.origin.kind
-        if (slot.free or own) and _has(slot, layout, storages, plan.overlap):
+        if (slot.free or own) and _has(slot, layout, storages):
             plan.locks.callback(slot.unlock)
             return slot
         slot.unlock()
@@ -296,13 +297,12 @@ class Stager:
         component: str,
         state: Any,
         *,
-        overlap: bool = False,
         on_device: bool = False,
     ) -> bool:
         """Return whether this process still has the image of a component at this step, unchanged.
 
-        With ``overlap``, only a sample of each large tensor is compared, as in an overlapped save.
-        With ``on_device``, tensors on a GPU are compared as well, which copies them to the CPU.
+        Of tensors on a GPU a sample is compared, which an optimizer's step changes; with
+        ``on_device`` all of them, which copies them to the CPU.
 
         Raises:
             ImageError: the state cannot be laid out.
@@ -315,7 +315,7 @@ class Stager:
             layout, storages = lay_out(state, self._layouts.get(key, (-1, None))[1])
             if on_device:
                 storages = [storage.cpu() for storage in storages]
-            return _has(slot, layout, storages, overlap)
+            return _has(slot, layout, storages)
         finally:
             slot.unlock()
 
@@ -407,16 +407,17 @@ class Stager:
         )
 
 
-def _has(slot: Slot, layout: Layout, storages: Storages, overlap: bool) -> bool:
-    """Return whether the image in a locked slot is that of a state; overlapped, by samples only."""
+def _has(slot: Slot, layout: Layout, storages: Storages) -> bool:
+    """Return whether the image in a locked slot is that of a state; on a GPU, by a sample."""
     if slot.laid_out is None or not slot.laid_out.equals(layout):
         return False
-    parts = [
-        (offset, storage)
-        for (offset, _), storage in zip(layout.holes, storages, strict=True)
-        if storage.device.type == "cpu"
-    ]
-    return equal_bytes(slot.image(layout.nbytes), parts, sample=SAMPLE if overlap else 0)
+    image, by_device = slot.image(layout.nbytes), defaultdict[torch.device, list[Any]](list)
+    for (offset, _), storage in zip(layout.holes, storages, strict=True):
+        by_device[storage.device].append((offset, storage))
+    on_cpu = by_device.pop(torch.device("cpu"), [])
+    return equal_bytes(image, on_cpu) and all(
+        has_samples(image, parts) for parts in by_device.values()
+    )
 
 
 @contextmanager

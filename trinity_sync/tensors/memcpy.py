@@ -142,24 +142,15 @@ def _copy_all(pieces: "deque[Piece]", threads: int, copy: Copy) -> None:
             helper.result()
 
 
-def equal_bytes(
-    image: torch.Tensor,
-    parts: Sequence[tuple[int, torch.UntypedStorage]],
-    *,
-    sample: int = 0,
-) -> bool:
+def equal_bytes(image: torch.Tensor, parts: Sequence[tuple[int, torch.UntypedStorage]]) -> bool:
     """Return whether each storage, on the CPU, equals the bytes at its offset in ``image``.
 
-    ``parts`` are (offset in bytes, storage). Of a large storage only ``sample`` bytes in the middle
-    are compared; 0 for all of it.
+    ``parts`` are (offset in bytes, storage).
     """
     pieces: deque[Piece] = deque()
     base = image.data_ptr()
     for offset, storage in parts:
-        start, nbytes = 0, storage.nbytes()
-        if sample and nbytes > SMALL:
-            start, nbytes = nbytes // 2, sample
-        target, source = base + offset + start, storage.data_ptr() + start
+        target, source, nbytes = base + offset, storage.data_ptr(), storage.nbytes()
         if nbytes > SMALL:
             _cut(pieces, target, source, nbytes)
         elif _compare_at_once(target, source, nbytes):

@@ -9,8 +9,10 @@ import torch
 from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
 from tests.unit.conftest import Open
 from trinity_sync.errors import SaveFailedError, SaveTimeoutError
+from trinity_sync.layout import Kind
 from trinity_sync.snapshot.mutation_guard import SMALL
 from trinity_sync.snapshot.stager import Stager
+from trinity_sync.storage.restore import load_states
 
 STATES = {"model": {"w": torch.arange(9.0)}}
 
@@ -75,6 +77,27 @@ def test_an_overlapped_save_ends_as_it_was_staged(
     else:
         handle.wait(30)
     assert handle.committed is not changes
+
+
+@pytest.mark.parametrize("kind", ["state_dict", "checkpoint"])
+def test_an_overlapped_save_fails_if_a_few_elements_of_what_was_saved_have_changed(
+    coordinator_of: Open, kind: Kind
+) -> None:
+    saves = coordinator_of(trigger=CommitsHere())
+    model = {"w": torch.zeros(SMALL)}
+    saves.save(5, {"model": model}, kind=kind).wait(30)
+    model["w"][:10] = 7.0
+    with pytest.raises(SaveFailedError, match="step 5"):
+        saves.save(5, {"model": model}, overlap=True).wait(30)
+
+
+def test_an_overlapped_save_has_what_has_changed_since_an_upload(coordinator_of: Open) -> None:
+    saves = coordinator_of(trigger=CommitsHere())
+    model = {"w": torch.zeros(SMALL)}
+    saves.upload(5, lambda: model)
+    model["w"][:10] = 7.0
+    saves.save(5, {"model": model}, overlap=True).wait(30)
+    assert torch.equal(load_states(saves.root, 5, "actor")["model"]["w"], model["w"])
 
 
 def test_a_sync_that_a_checkpoint_serves_is_committed_with_it(coordinator_of: Open) -> None:

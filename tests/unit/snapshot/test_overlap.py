@@ -18,12 +18,14 @@ from trinity_sync.settings import Settings
 from trinity_sync.snapshot.mutation_guard import (
     SMALL,
     compare_rows,
+    has_samples,
     list_named_tensors,
     sample_storages,
 )
 from trinity_sync.snapshot.save_id import Origin
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.stager import Staged, StagePlan, Stager
+from trinity_sync.tensors.memcpy import view_bytes
 
 BIG = SMALL  # elements of float32: four times the bytes that are copied at the call
 
@@ -189,6 +191,18 @@ def test_samples_that_stay_on_their_device_tell_which_storage_has_changed() -> N
     middle = torch.empty(0).set_(storages[1])[BIG // 2]
     middle += 1
     assert compare_rows(before, sample_storages(storages)) == [True, False, True]
+
+
+@pytest.mark.parametrize("changed", [None, 0, 1])
+def test_a_sample_tells_whether_an_image_has_what_is_on_a_gpu(changed: int | None) -> None:
+    storages = [torch.arange(size).untyped_storage() for size in (3, BIG)]
+    parts = [(64, storages[0]), (128, storages[1])]
+    image = torch.zeros(128 + storages[1].nbytes(), dtype=torch.uint8)
+    for offset, storage in parts:
+        image[offset : offset + storage.nbytes()] = view_bytes(storage)
+    if changed is not None:
+        view_bytes(storages[changed]).add_(1)  # as by an optimizer
+    assert has_samples(image, parts) is (changed is None)
 
 
 def test_a_gpu_without_room_for_copies_costs_a_save_and_not_the_training(

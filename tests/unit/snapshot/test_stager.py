@@ -509,18 +509,6 @@ def test_a_state_is_held_if_no_byte_of_it_has_changed_however_large(job: Job, ch
     assert held == (changed == "nothing")
 
 
-@pytest.mark.parametrize("changed", ["nothing", "a small tensor", "a large one, by an optimizer"])
-def test_an_overlapped_save_goes_by_samples_of_large_tensors(job: Job, changed: str) -> None:
-    state = {"small": torch.zeros(7), "large": torch.arange(3_000_000.0)}
-    job.stage(1, {"model": state})
-    if changed == "a small tensor":
-        state["small"][6] = -1
-    elif changed != "nothing":
-        state["large"] += 1
-    held = job.stager().holds(job.origin(1), "model", state, overlap=True)
-    assert held == (changed == "nothing")
-
-
 def test_the_failure_of_a_save_is_never_noted_at_the_image_of_a_later_save(job: Job) -> None:
     job.stagers[0] = Stager(job.spool, slot_wait_s=0.0)  # whatever waits may be evicted
     for step in (1, 2):
