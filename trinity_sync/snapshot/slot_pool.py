@@ -3,9 +3,9 @@
 A free slot is acquired first, the one with the newest published version last. If readers hold all
 free slots, a slot is added: training never waits for a reader. If all slots hold sealed images, the
 call waits for their writer. An image is evicted if its save failed or it was not persisted in time:
-a checkpoint is waited for as long as the caller says, weights for a few seconds, since newer ones
-supersede them. Weights go before checkpoints, and if checkpoints hold all slots, one slot is added
-for weights.
+a checkpoint is waited for as long as the caller says, with the weights that it shares; other
+weights for a few seconds, since newer ones supersede them. Weights go before checkpoints, and if
+checkpoints hold all slots, one slot is added for weights.
 """
 
 import itertools
@@ -234,11 +234,22 @@ class SlotPool:
         if slot.failed:
             return _Image(False, math.inf)
         age = ticket.age_s(self._clock()) if ticket else 0.0
-        if ticket and ticket.kind != "checkpoint":
+        if ticket and ticket.kind != "checkpoint" and not self._is_of_checkpoint(ticket.image):
             again = origin.is_of_step(ticket) and ticket.kind == origin.kind
             return _Image(False, age - min(self._wait_s, WEIGHTS_WAIT_S), again)
         again = ticket is not None and origin.is_of_step(ticket) and origin.kind == "checkpoint"
         return _Image(age < math.inf, age - self._wait_s, again)
+
+    def _is_of_checkpoint(self, image: str) -> bool:
+        """Return whether a checkpoint of this process that waits shares an image of weights."""
+        return any(
+            slot.holds
+            and slot.holds.kind == "checkpoint"
+            and image in slot.holds.shared.values()
+            and not (slot.free or slot.failed)
+            for slots in self._slots.values()
+            for slot in slots
+        )
 
     def _evict(self, slot: Slot, origin: Origin) -> None:
         """Remove the ticket of the image in ``slot``, which was not persisted in time."""

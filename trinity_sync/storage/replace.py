@@ -151,8 +151,8 @@ def replace_step(
     sync_folders(fresh, links)
     require_named_files(save, fresh, manifest)
     write_manifest_into(fresh, manifest)
-    for name in _list_unfinished(save.folder):  # writers find the folders at any time
-        make_folder((fresh / name).parent)
+    for unfinished in _list_unfinished(save.folder):  # writers find the folders at any time
+        make_folder((fresh / unfinished).parent)
     lock.require_held()
     swap_folders(fresh, save.folder)
     if not fresh.is_symlink():

@@ -149,6 +149,22 @@ def test_a_checkpoint_outlives_weights_however_old_it_is(job: Job) -> None:
     assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [1, 39]
 
 
+def test_weights_that_a_checkpoint_shares_outlive_those_of_later_steps(job: Job) -> None:
+    now = [1e10]
+    job.stagers[0] = Stager(job.spool, slot_wait_s=300, clock=lambda: now[0])
+    state = {"w": torch.zeros(3)}
+    job.stage(1, {"model": state}, kind="state_dict")
+    job.stage(1, {"optim": state}, also=("model",))
+    for step in (2, 3, 4):
+        now[0] += 2 * slot_pool.WEIGHTS_WAIT_S
+        assert job.stage(step, {"model": state}, kind="state_dict").waited_s < 1
+    assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [1, 1, 4]
+    (optim,) = (s for s in job.spool.tickets()[0] if s.ticket.component == "optim")
+    mark_image_failed(optim, "its disk was full")
+    job.stage(5, {"model": state}, kind="state_dict")
+    assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [1, 4, 5]
+
+
 def test_weights_get_a_slot_of_their_own_if_checkpoints_hold_all(job: Job) -> None:
     now = [1e10]
     job.stagers[0] = Stager(job.spool, slot_wait_s=300, clock=lambda: now[0])
