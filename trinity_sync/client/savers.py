@@ -109,8 +109,8 @@ class StateSaver:
         from ``began`` (`time.perf_counter`), by default from now.
 
         Raises:
-            ConfigError: components or metadata come after the save was submitted, or the metadata
-                differs from that of an earlier save of the step.
+            ConfigError: components, metadata, an export or ``keep`` come after the save was
+                submitted, or the metadata differs from that of an earlier save of the step.
             SpoolError, ImageError: the first save of the process cannot be staged. The error of a
                 later save is one of `take_failures`, and training continues.
         """
@@ -132,11 +132,11 @@ class StateSaver:
                 if not (again if each == kind else self._has_failed(submitted.key))
             }
             # another rank has saved these for this one
+            serving = [newest.submitted[each] for each in pending if kind in SERVES_AS[each]]
             covered = {
                 name
-                for each in pending
-                if kind in SERVES_AS[each] and (of := newest.submitted[each])
-                for name in {*of.replicated, *of.replicas}.difference(known)
+                for each in serving
+                for name in {*each.replicated, *each.replicas}.difference(known)
             }
             components = {name: each for name, each in components.items() if name not in covered}
             # a sync has no components of the checkpoint, and what failed is staged again
@@ -157,16 +157,20 @@ class StateSaver:
                         "save of the step; pass the same, or none"
                     )
                 late.append(METADATA)
+            for option in ("export", "keep"):
+                value = getattr(origin, option)
+                if value and any(getattr(each, option) != value for each in serving):
+                    late.append(option)
             if kind in pending:
                 attachments = None
             if not states and attachments is None:
-                if not late and any(kind in SERVES_AS[each] for each in pending):
+                if serving and not late:
                     return NOTHING_STAGED
                 states = components  # all went with another save; this one needs its own images
             if kind in pending and late:
                 raise ConfigError(
                     f"step {step}, role {role}: {', '.join(late)} comes after the {kind} was "
-                    "submitted; submit all components of a step in one call"
+                    "submitted; submit all of a step in one call"
                 )
         packed = None
         try:

@@ -8,7 +8,7 @@ import torch
 
 from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
 from tests.unit.conftest import Open
-from trinity_sync.errors import SaveFailedError, SaveTimeoutError
+from trinity_sync.errors import ConfigError, SaveFailedError, SaveTimeoutError
 from trinity_sync.layout import Kind
 from trinity_sync.snapshot.mutation_guard import SMALL
 from trinity_sync.snapshot.stager import Stager
@@ -77,6 +77,19 @@ def test_an_overlapped_save_ends_as_it_was_staged(
     else:
         handle.wait(30)
     assert handle.committed is not changes
+
+
+@pytest.mark.parametrize("option", [{"export": "hf_model"}, {"keep": 2}])
+def test_what_a_submitted_save_was_not_told_to_do_is_refused(
+    coordinator_of: Open, option: dict[str, Any]
+) -> None:
+    saves = coordinator_of(trigger=CommitsHere())
+    saves.save(4, STATES)
+    with pytest.raises(ConfigError, match=f"{next(iter(option))} comes after the checkpoint"):
+        saves.save(4, STATES, **option)
+    saves.save(5, STATES, **option)
+    assert saves.save(5, STATES, **option).images == ()
+    assert saves.save(5, STATES).images == ()
 
 
 @pytest.mark.parametrize("kind", ["state_dict", "checkpoint"])
