@@ -192,7 +192,11 @@ class StateSaver:
         if not overlap:
             return self._copy_and_submit(plan, given)
         self._background = self._background or ThreadPoolExecutor(1, "overlapped-staging")
-        submitted = self._overlapping = self._background.submit(self._copy_and_submit, plan, given)
+        try:
+            submitted = self._background.submit(self._copy_and_submit, plan, given)
+        except RuntimeError:  # after `close`, or while Python ends
+            return self._copy_and_submit(plan, given)
+        self._overlapping = submitted
         stall_s = time.perf_counter() - began
         return Staged(plan.components, plan.nbytes, stall_s, 0.0, submitted=submitted)
 

@@ -113,6 +113,15 @@ def test_an_overlapped_save_has_what_has_changed_since_an_upload(coordinator_of:
     assert torch.equal(load_states(saves.root, 5, "actor")["model"]["w"], model["w"])
 
 
+def test_an_overlapped_save_after_the_end_is_copied_at_the_call(coordinator_of: Open) -> None:
+    saves = coordinator_of(trigger=CommitsHere())
+    saves.save(5, STATES, overlap=True).wait(30)
+    saves.close()
+    saves.save(6, STATES, overlap=True)
+    saves._watcher._trigger.finish()
+    assert load_states(saves.root, 6, "actor")["model"]["w"][8] == 8
+
+
 def test_a_sync_that_a_checkpoint_serves_is_committed_with_it(coordinator_of: Open) -> None:
     trigger = CommitsWhenTold()
     saves = coordinator_of(trigger=trigger)
