@@ -47,6 +47,8 @@ WATCH_S = 5.0
 """Seconds between two looks for a run that supersedes this one."""
 RETRY_S = 1.0
 """Seconds after which the thread continues after an error."""
+SIGNAL_S = 1.0
+"""Most seconds of a wait of the main thread: a signal that comes just before does not end it."""
 SAY_S = 15.0
 """Seconds after which `wait` logs what it waits for."""
 HURRY_S = 5.0
@@ -241,8 +243,7 @@ class CommitWatcher:
                         "See the Prefect UI or trinity-sync status, or without a stack saver.log",
                         ", ".join(save.request.run_name for save in saves),
                     )
-                until = min(end, say_at)
-                self._changed.wait(None if until == math.inf else until - now)
+                self._changed.wait(min(end - now, say_at - now, SIGNAL_S))
         finally:
             self._waiting -= 1
             self._wake_up()

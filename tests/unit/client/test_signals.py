@@ -16,6 +16,7 @@ import torch
 from tests.conftest import environment
 from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
 from tests.support.job import Job
+from tests.support.waiting import until
 from tests.unit.conftest import Open
 from tests.unit.snapshot.test_overlap import BIG
 from trinity_sync.client.coordinator import CLOSE_S
@@ -157,6 +158,28 @@ def test_an_interrupted_end_says_what_is_in_memory_and_does_not_wait_for_a_serve
     assert "save actor step 1, save actor step 2" in said
     assert f"trinity-sync runs {job.root}" in said
     assert {sealed.ticket.step for sealed in job.spool.tickets()[0]} == {1, 2}
+
+
+def test_a_signal_that_another_thread_receives_ends_a_wait_as_well(
+    coordinator_of: Open, raising: Callable[..., None]
+) -> None:
+    """So does one that comes between the last look for signals and the wait."""
+    saves = coordinator_of(trigger=CommitsWhenTold())
+    saves.save(4, {"model": {"w": torch.ones(3)}})
+    ended, in_time = threading.Event(), list[bool]()
+
+    def send() -> None:
+        until(lambda: saves._watcher._waiting, "the wait")
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+        in_time.append(ended.wait(9))
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    with pytest.raises(Interrupted):
+        saves.wait_all(14)
+    ended.set()
+    sender.join()
+    assert in_time == [True]
 
 
 def test_the_coordinator_that_takes_the_signal_later_keeps_it(
