@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from glob import has_magic
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -58,6 +59,8 @@ UPLOADED = ".uploaded"
 _MOST_PARTS = 9_000  # S3 takes 10,000
 _PARALLEL_READS = 8
 """Number of steps whose state is read at a time."""
+_PARALLEL_REMOVALS = 32
+"""Number of files that are removed at a time where one request removes one file."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +225,7 @@ class Remote:
         """Remove a step, its manifest first, so that a partial step never counts as committed."""
         self.remove_manifest(step)
         with self._translate_errors(f"remove step {step} from"):
-            self._fs.rm(self._path(step, ""), recursive=True)
+            self._remove_folder(self._path(step, ""))
 
     def remove_manifest(self, step: int) -> None:
         """Remove the manifest of a step."""
@@ -419,7 +422,7 @@ class Remote:
     def remove_upload_records(self, step: int) -> None:
         """Remove the upload records of a step that is committed."""
         with self._translate_errors(f"clean up step {step} in"), suppress(FileNotFoundError):
-            self._fs.rm(self._path(step, UPLOADED), recursive=True)
+            self._remove_folder(self._path(step, UPLOADED))
 
     def _read(self, name: str) -> bytes | None:
         """Return the content of a small file; None if there is none."""
@@ -460,6 +463,17 @@ class Remote:
             except FileNotFoundError:
                 return []
         return [name.rstrip("/").rpartition("/")[2] for name in names]
+
+    def _remove_folder(self, path: str) -> None:
+        """Remove a folder with all that is in it, and nothing else, whatever its path."""
+        if self.folder or not has_magic(path):
+            self._fs.rm(path, recursive=True)  # many files in one request
+            return
+        # ``rm`` takes the path for a pattern, which the folders of other jobs may match
+        with ThreadPoolExecutor(_PARALLEL_REMOVALS, "remove") as pool:
+            list(pool.map(self._fs.rm_file, self._fs.find(path)))
+        for empty in sorted(self._fs.find(path, withdirs=True), reverse=True):
+            self._fs.rmdir(empty)  # a store that has folders
 
     def _path(self, step: int, name: str) -> str:
         return f"{self._base}/global_step_{step}/{name}"

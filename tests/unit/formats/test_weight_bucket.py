@@ -144,6 +144,20 @@ def test_what_a_publisher_left_that_died_is_never_read_and_removed_later(
     assert versions_in(s3, bucket) == {"weight_v000003"}
 
 
+@pytest.mark.parametrize("protocol", ["s3", "memory"])
+def test_old_versions_are_removed_at_the_very_url_whatever_other_paths_it_matches(
+    protocol: str, bucket: str, tmp_path: Path, model: Path
+) -> None:
+    urls = [f"{protocol}://{bucket}/removed/{name}" for name in ("w1", "w[1]")]
+    for number, url in enumerate(urls):
+        folder = WeightFolder(url, model, cache=tmp_path / str(number), keep=1)
+        for step in range(1, 2 + number):
+            folder.publish(StateView(step, small(step)))
+    plain, other = (Bucket(url, tmp_path / "unused").list_numbers() for url in urls)
+    assert (plain, other) == ([1], [2])
+    assert same(FolderReader(urls[0], cache=tmp_path / "reader").load(), small(1))
+
+
 def test_an_outage_of_the_store_does_not_end_a_reader_that_waits(
     url: str, tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -294,6 +294,27 @@ def test_the_newest_copies_stay_and_the_one_just_made(
     assert [step.step for step in Remote(url).list_steps()] == [1, 3, 4]
 
 
+@pytest.mark.parametrize("protocol", ["s3", "memory", "file"])
+@pytest.mark.parametrize("name", ["run[1]", "run*"])
+def test_a_removed_copy_is_that_of_the_very_url_whatever_other_paths_it_matches(
+    protocol: str,
+    name: str,
+    commit: Callable[..., Job],
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+) -> None:
+    where = request.getfixturevalue("bucket") if protocol == "s3" else f"{tmp_path}".lstrip("/")
+    url = f"{protocol}://{'/' if protocol == 'file' else ''}{where}/"
+    job = commit(4)
+    replicate(job.root, f"{url}run1", 4)
+    remote = Remote(f"{url}{name}")
+    replicate(job.root, remote.url, 4)
+    remote.remove_upload_records(4)
+    remote.remove_step(4)
+    assert (remote.list_steps(), remote.list_file_sizes(4)) == ([], {})
+    assert [each.state for each in Remote(f"{url}run1").list_steps()] == ["valid"]
+
+
 def test_a_push_that_keeps_the_last_copies_keeps_pinned_and_tagged_steps_and_says_why(
     commit: Callable[..., Job], url: str
 ) -> None:

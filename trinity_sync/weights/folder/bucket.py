@@ -107,7 +107,7 @@ class Bucket(Remote):
         for number in reversed(self.list_numbers()):  # so a delta is removed before its base
             if number < newest and number not in kept:
                 with self._translate_errors(f"remove version {number} from"):
-                    self._fs.rm(f"{self._base}/{version_folder(Path(), number)}", recursive=True)
+                    self._remove_folder(f"{self._base}/{version_folder(Path(), number)}")
 
     def fetch(self, latest: PublishedVersion) -> None:
         """Fetch a version and those that it builds on, and remove older ones from the cache.
