@@ -18,7 +18,7 @@ from trinity_sync.cli.app import (
 from trinity_sync.cli.completion import complete_step
 from trinity_sync.cli.output import Output, print_object, print_rows, progress_bar
 from trinity_sync.errors import CommitError, ConfigError
-from trinity_sync.layout import parse_number
+from trinity_sync.layout import MANIFEST, parse_number
 from trinity_sync.orchestration.quantities import format_bytes, format_duration, parse_size
 
 if TYPE_CHECKING:
@@ -92,18 +92,27 @@ def verify(
 def _verify_files(
     root: Path, step: str | None, limit: int | None, sample: str | None, seed: int | None
 ) -> "list[VerifiedStep]":
-    from trinity_sync.storage.verify import check_files, choose_files, judge_steps
+    from trinity_sync.storage.verify import (
+        check_files,
+        choose_files,
+        judge_manifests,
+        judge_steps,
+    )
 
+    number = None if step is None else resolve_step_argument(root, step)
+    corrupted = judge_manifests(require_existing(root), number)
+    if corrupted and number is not None:
+        return corrupted
     files = choose_files(
-        require_existing(root),
-        step=None if step is None else resolve_step_argument(root, step),
+        root,
+        step=number,
         newest=limit or (1 if step is None and not sample else 0),
         sample=_parse_sample(sample) if sample else 0,
         seed=int(time.time()) // DAY_S if seed is None else seed,
     )
     with progress_bar("reading") as on_progress:
         checked = check_files(files, on_progress=on_progress)
-    return list(judge_steps(checked))
+    return sorted([*judge_steps(checked), *corrupted], key=lambda each: each.step)
 
 
 def _parse_sample(text: str) -> int | float:
@@ -159,13 +168,17 @@ def _verify_remote(url: str, step: str | None, limit: int) -> "list[VerifiedStep
     manifests = sorted(
         (each.manifest for each in found if each.manifest), key=lambda each: (each.run, each.step)
     )
-    if step is not None and not manifests:
+    rows = [
+        VerifiedStep(url, each.step, "corrupted", 0, 0, 0.0, f"{MANIFEST} is torn or was altered")
+        for each in found
+        if each.state == "corrupted" and not each.manifest
+    ]
+    if step is not None and not (manifests or rows):
         raise with_hint(
             CommitError(f"step {step} is not committed at {remote.url}"), f"trinity-sync ls {url}"
         )
     chosen = manifests[-limit:]
     total = sum(manifest.nbytes for manifest in chosen)
-    rows = []
     with progress_bar("reading") as on_progress:
         for manifest in chosen:
             start, wrong = time.perf_counter(), []
@@ -184,4 +197,4 @@ def _verify_remote(url: str, step: str | None, limit: int) -> "list[VerifiedStep
                     wrong="; ".join(wrong),
                 )
             )
-    return rows
+    return sorted(rows, key=lambda each: each.step)

@@ -48,6 +48,7 @@ from trinity_sync.storage.verify import (
     VerifiedStep,
     check_files,
     choose_files,
+    judge_manifests,
     judge_steps,
     split_evenly,
 )
@@ -115,12 +116,13 @@ def verify(
 
     These are all files of ``step`` and of the ``newest`` steps of each job, and a sample of about
     ``sample_percent`` of the bytes of all steps. ``seed`` selects the sample; None is the number of
-    the day.
+    the day. Steps whose manifest is torn are returned as well.
     """
     settings, stack = read_settings()
+    roots = select_roots(root, settings, stack)
     files = [
         file
-        for each in select_roots(root, settings, stack)
+        for each in roots
         for file in choose_files(
             each,
             step=step,
@@ -132,7 +134,8 @@ def verify(
     check = partial(check_files, nice=stack.worker.nice)
     with ThreadPoolExecutor(VERIFIERS, "verify") as threads:
         checked = threads.map(check, split_evenly(files, VERIFIERS))
-        return judge_steps([file for batch in checked for file in batch])
+        judged = judge_steps([file for batch in checked for file in batch])
+    return [*judged, *(torn for each in roots for torn in judge_manifests(each))]
 
 
 def load_newest_checkpoints(root: str | None) -> "list[tuple[Path, LoadedCheckpoint | str]]":

@@ -24,7 +24,7 @@ from trinity_sync.errors import CommitError, ConfigError, FormatError, ManifestE
 from trinity_sync.fs.atomic import UNWRITABLE
 from trinity_sync.fs.direct_io import OnProgress, digest_file, no_progress
 from trinity_sync.fs.locks import acquire_commit_lock
-from trinity_sync.layout import KINDS, step_folder
+from trinity_sync.layout import KINDS, step_folder, steps_on_disk
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.storage.discovery import (
     Corruption,
@@ -119,6 +119,24 @@ def choose_files(
         sample = math.ceil(sample * sum(file.record.nbytes for file in files))
     chosen = set(_select_arc(files, sample, seed)) if sample else set()
     return [file for file in files if file.step in complete or file in chosen]
+
+
+def judge_manifests(root: str | Path, step: int | None = None) -> list[VerifiedStep]:
+    """Return the steps, or ``step`` alone, whose manifest is torn or was altered.
+
+    They are corrupted, and have no files that can be chosen.
+
+    Raises:
+        FormatError: another release has committed a step.
+    """
+    found = []
+    for each in steps_on_disk(root) if step is None else [step]:
+        try:
+            read_manifest(root, each)
+        except ManifestError as error:
+            where = str(Path(root).resolve())
+            found.append(VerifiedStep(where, each, "corrupted", 0, 0, 0.0, str(error)))
+    return found
 
 
 def split_evenly(files: Sequence[ChosenFile], number: int) -> list[list[ChosenFile]]:

@@ -1,6 +1,7 @@
 """Steps that are read again after their commit: findings, marks and the latest pointer."""
 
 import errno
+import json
 import os
 import random
 import shutil
@@ -11,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from tests.support.forked import Program
 from tests.support.job import Job
 from tests.support.meanwhile import when_opened
+from trinity_sync.cli.commands import app
 from trinity_sync.errors import CommitError, ConfigError, ManifestError
 from trinity_sync.fs.direct_io import (
     PIECE,
@@ -26,6 +29,8 @@ from trinity_sync.fs.direct_io import (
 )
 from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.layout import MANIFEST, step_folder
+from trinity_sync.orchestration import on_node
+from trinity_sync.remote.upload import replicate
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.latest_pointer import read_latest_pointer, repair_latest_pointer
 from trinity_sync.storage.manifest import read_manifest, write_manifest
@@ -301,6 +306,32 @@ def test_split_lists_have_every_file_once_and_similar_sizes(job: Job) -> None:
 def test_a_step_that_is_not_committed_cannot_be_verified(job: Job) -> None:
     with pytest.raises(CommitError, match="not committed, so there is nothing to compare"):
         choose_files(job.root, step=9)
+
+
+@pytest.mark.parametrize("torn", [2, 3], ids=["an older step", "the newest step"])
+def test_a_step_with_a_torn_manifest_is_corrupted_whichever_steps_are_read(
+    job: Job, torn: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(job, 1, 2, 3)
+    url = f"file://{tmp_path}/copies"
+    replicate(job.root, url, 1)
+    for folder in (step_folder(job.root, torn), tmp_path / "copies/global_step_1"):
+        (folder / MANIFEST).write_bytes(b"")
+    for root, step, *how in (
+        (job.root, torn),
+        (job.root, torn, str(torn)),
+        (job.root, torn, "--limit", "9"),
+        (job.root, torn, "--sample", "100%"),
+        (url, 1),
+        (url, 1, "1"),
+        (url, 1, "--limit", "9"),
+    ):
+        done = CliRunner().invoke(app, ["verify", str(root), *how, "--output", "json"])
+        rows = {row["step"]: row for row in json.loads(done.stdout)["steps"]}
+        assert (done.exit_code, rows[step]["status"]) == (3, "corrupted"), (how, done.output)
+        assert "manifest" in rows[step]["reason"]
+    monkeypatch.setenv("TRINITY_SYNC_HOME", str(tmp_path / "home"))
+    assert states(on_node.verify(str(job.root), None, 1, 0, None))[torn] == "corrupted"
 
 
 def test_a_manifest_that_names_files_elsewhere_is_refused(job: Job) -> None:
