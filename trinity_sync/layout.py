@@ -29,7 +29,7 @@ import hashlib
 import operator
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -219,6 +219,16 @@ def check_name(what: str, value: str) -> str:
             f"{what} {value!r} may hold letters, digits, '_' and '-' only, 100 at most"
         )
     return value
+
+
+def check_choice(what: str, value: object, known: Collection[str]) -> None:
+    """Require that a value is one of those that are known.
+
+    Raises:
+        ConfigError: it is none of them.
+    """
+    if not (isinstance(value, str) and value in known):
+        raise ConfigError(f"{what} {value!r} is unknown; pass one of {', '.join(map(repr, known))}")
 
 
 def name_job(real: Path, others: Iterable[Path] = ()) -> str:

@@ -8,7 +8,7 @@ import torch
 
 from trinity_sync.client.attachments import attachment_path
 from trinity_sync.errors import ConfigError
-from trinity_sync.layout import Kind, check_number, refuse_url
+from trinity_sync.layout import KINDS, Kind, check_choice, check_number, refuse_url
 from trinity_sync.storage.discovery import (
     find_newest,
     iter_committed_steps,
@@ -65,8 +65,10 @@ class Checkpoints:
                 or infinite.
 
         Raises:
+            ConfigError: the kind is unknown.
             FormatError: another release has committed the newest step.
         """
+        check_choice("kind", kind, KINDS)
         manifest = find_newest(self.root, kind, healthy=healthy)
         return manifest.step if manifest else None
 
@@ -75,7 +77,11 @@ class Checkpoints:
 
         Args:
             kind: as in `latest_step`.
+
+        Raises:
+            ConfigError: the kind is unknown.
         """
+        check_choice("kind", kind, KINDS)
         return [
             each.step
             for each in iter_committed_steps(self.root)

@@ -304,6 +304,7 @@ class CheckpointCoordinator:
                 or infinite.
 
         Raises:
+            ConfigError: the kind is unknown.
             FormatError: another release has committed the newest step.
         """
         return self._loader.latest_step(kind, settle_s, healthy)
@@ -570,7 +571,7 @@ class CheckpointCoordinator:
                 step, components, replicated, kind, self.rank
             )
         keep = check_number(f"step {step}: keep, of which 0 keeps all steps,", keep)
-        self._submitter.check_components(step, components, role, kind)
+        self._submitter.check_components(step, components, role, kind, export)
         self._run.require_not_superseded(step)
         origin = self._submitter.origin(
             step,

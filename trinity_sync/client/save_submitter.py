@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -14,8 +14,10 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.layout import (
     COMPONENTS,
     FOLDERS,
+    KINDS,
     Kind,
     WriteConcurrency,
+    check_choice,
     check_name,
 )
 from trinity_sync.snapshot.image import LaidOut
@@ -119,14 +121,17 @@ class SaveSubmitter:
             self._spool.mark_run(self._run.get().key)  # a program may have removed the folder
 
     def check_components(
-        self, step: int, components: Mapping[str, Any], role: str, kind: Kind
+        self, step: int, components: Mapping[str, Any], role: str, kind: Kind, export: Export
     ) -> None:
         """Check the arguments of `CheckpointCoordinator.save`.
 
         Raises:
-            ConfigError: there is no component or an unknown one, one is a module, or the role is
-                not the job's; or `submit_callables` has submitted the save, which may be committed.
+            ConfigError: there is no component or an unknown one, one is a module, the kind or the
+                export is unknown, or the role is not the job's; or `submit_callables` has submitted
+                the save, which may be committed.
         """
+        check_choice(f"step {step}: kind", kind, KINDS)
+        check_choice(f"step {step}: export", export, get_args(Export))
         are_known = bool(components)
         for name, state in components.items():
             are_known &= isinstance(state, LaidOut) or name in {*COMPONENTS} - {*FOLDERS, "dcp"}

@@ -18,7 +18,7 @@ from trinity_sync.client.collective import (
 )
 from trinity_sync.client.run_context import RunContext
 from trinity_sync.fs.atomic import ReadOnChange, lengthen_pauses
-from trinity_sync.layout import Kind, step_folder
+from trinity_sync.layout import KINDS, Kind, check_choice, step_folder
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.latest_pointer import warn_of_other_step
@@ -52,6 +52,7 @@ class StepLoader:
 
     def latest_step(self, kind: Kind, settle_s: float, healthy: bool) -> int | None:
         """As `CheckpointCoordinator.latest_step`."""
+        check_choice("kind", kind, KINDS)
 
         def find() -> int | None:
             manifest = find_newest(self.root, kind, healthy=healthy)

@@ -1,6 +1,7 @@
 """`Checkpoints` and the command metrics read and annotate the steps of a job that trains."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,29 @@ def files_of(root: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()
     }
+
+
+@pytest.mark.parametrize(
+    ("what", "value"),
+    [
+        ("kind", "weights"),
+        ("kind", "checkpoints"),
+        ("kind", None),
+        ("export", True),
+        ("export", "hf"),
+    ],
+)
+def test_an_unknown_kind_or_export_is_refused_at_the_call_and_loses_no_save(
+    what: str, value: Any, job: Job, training: CheckpointCoordinator
+) -> None:
+    steps = Checkpoints(job.root)
+    finders = (training.latest_step, training.latest, steps.latest_step, steps.steps)
+    finds = [partial(each, value) for each in finders if what == "kind"]
+    for call in [partial(training.save, 90, state(90), **{what: value}), *finds]:
+        with pytest.raises(ConfigError, match=f"{what} {value!r} is unknown; pass one of"):
+            call()
+    save(training, job, 90)
+    assert training.latest_step() == 90
 
 
 def test_an_evaluation_next_to_a_training_reads_everything_and_changes_nothing_but_metrics(
