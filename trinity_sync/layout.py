@@ -212,8 +212,10 @@ def check_name(what: str, value: str) -> str:
 
     Raises:
         ConfigError: the value has other or more than 100 characters, or begins with ``_`` or
-            ``-``.
+            ``-``; or it is a role with the folder of the attachments.
     """
+    if (what, value) == ("role", "attachments"):
+        raise ConfigError("role 'attachments' has the folder of what is attached; rename the role")
     if not _NAME.fullmatch(value):
         raise ConfigError(
             f"{what} {value!r} may hold letters, digits, '_' and '-' only, 100 at most"

@@ -6,8 +6,9 @@ image is filled, into the slot; other files stay where they are and are only nam
 
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -110,23 +111,29 @@ def read_folder(folder: Path) -> dict[str, bytes]:
     return {name: path.read_bytes() for name, path in list_files(folder).items()}
 
 
-def require_names(paths: Iterable[str]) -> None:
-    """Require that the files of an image can be written by these paths.
+def require_names(paths: Collection[str]) -> None:
+    """Require that the files of an image can be written by these paths, each to a file of its own.
 
     Raises:
-        ConfigError: a path leads out of its folder, is not valid text, or has a name that is too
-            long.
+        ConfigError: a path leads out of its folder, is not valid text or not as short as it can be,
+            has a name that is too long, or is below another of the paths.
     """
     for path in paths:
+        names = path.split("/")
         try:
-            is_short = all(len(name.encode()) <= _LONGEST for name in path.split("/"))
+            is_valid = all(len(name.encode()) <= _LONGEST for name in names) and is_below(path)
         except UnicodeEncodeError:
-            is_short = False
-        if not (is_short and is_below(path)):
+            is_valid = False
+        if not is_valid or not {"", "."}.isdisjoint(names):
             raise ConfigError(
                 f"{path!r} cannot be saved: pass a path below the folder, whose names are valid "
-                f"UTF-8 of at most {_LONGEST} bytes"
+                f"UTF-8 of at most {_LONGEST} bytes, as in 'folder/file'"
             )
+        for above in accumulate(names[:-1], "{}/{}".format):
+            if above in paths:
+                raise ConfigError(
+                    f"{path!r} cannot be saved next to a file {above!r}; rename one of them"
+                )
 
 
 def pack(files: Mapping[str, bytes | Path], links: Mapping[str, Path] | None = None) -> Packed:

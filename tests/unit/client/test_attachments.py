@@ -163,6 +163,26 @@ def test_metadata_that_no_file_can_have_the_name_of_is_refused_at_the_call(
     assert (job.root / "global_step_4/actor" / longest).read_bytes() == b"x"
 
 
+@pytest.mark.parametrize(
+    "names", [("a/c", "a//c"), ("./b", "b"), ("b/",), ("a", "a/b"), ("a/b/c", "a")]
+)
+def test_two_paths_of_one_file_and_a_path_below_another_are_refused_at_the_call(
+    coordinator_of: Open, job: Job, names: tuple[str, ...]
+) -> None:
+    saves = coordinator_of()
+    with pytest.raises(ConfigError, match="cannot be saved"):
+        saves.save(4, MODEL, metadata={name: name.encode() for name in names})
+    saves.save(4, MODEL, metadata={"a/c": b"1", "a.json": b"2", "ab": b"3"})
+    job.commit(4, "model", "metadata")
+
+
+def test_a_role_with_the_folder_of_the_attachments_is_refused(coordinator_of: Open) -> None:
+    with pytest.raises(ConfigError, match="rename the role"):
+        coordinator_of(roles=("actor", "attachments"))
+    with pytest.raises(ConfigError, match="rename the role"):
+        coordinator_of().save(4, MODEL, role="attachments", kind="state_dict")
+
+
 def test_what_comes_while_the_step_or_after_a_later_one_is_saved_is_refused(
     coordinator_of: Open, job: Job
 ) -> None:
