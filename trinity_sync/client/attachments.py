@@ -7,13 +7,14 @@ written for the step stay where they are until the commit moves them.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import attaching_folder, step_folder
 from trinity_sync.snapshot.packed import Packed, list_files, pack, require_names
 from trinity_sync.snapshot.stager import ATTACHMENTS
+from trinity_sync.storage.manifest import is_own_file
 
 LIMIT = 256 << 20
 """Most bytes of an attachment, which is copied as a whole on the training thread."""
@@ -43,13 +44,14 @@ class Attachments:
                 step was submitted already.
         """
         path = attachment_path(name, self._rank)
+        _refuse_own_names([path])
         self._require_before_save(step, name)
         try:
             whole = Path(content).read_bytes() if isinstance(content, str | Path) else content
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a path with a NUL
             raise ConfigError(
-                f"step {step}: {error.filename} cannot be attached as {path}: {error.strerror}; "
-                "pass bytes, or the path of a file"
+                f"step {step}: {str(content)!r} cannot be attached as {path}: "
+                f"{getattr(error, 'strerror', error)}; pass bytes, or the path of a file"
             ) from error
         if len(whole) > LIMIT:
             raise ConfigError(
@@ -63,8 +65,7 @@ class Attachments:
         """Attach the files below a folder, which the save of the step reads.
 
         Raises:
-            ConfigError: the name is invalid, the folder is none, the step was submitted already, or
-                as `list_files`.
+            ConfigError: the name is invalid, the step was submitted already, or as `list_folder`.
         """
         attachment_path(name, self._rank)  # refuses an invalid name
         self._require_before_save(step, name)
@@ -120,13 +121,24 @@ def list_folder(step: int, name: str, folder: Path) -> dict[str, Path]:
     """Return the files below a folder that is saved under a name, by their paths there.
 
     Raises:
-        ConfigError: the folder is none, or otherwise as `list_files` and `require_names`.
+        ConfigError: the folder is none, a name is one that trinity_sync uses itself, or otherwise
+            as `list_files` and `require_names`.
     """
     if not folder.is_dir():
         raise ConfigError(f"step {step}: {folder} cannot be saved as {name!r}: it is no folder")
     found = {f"{name}/{each}": path for each, path in list_files(folder).items()}
     require_names(found)
+    _refuse_own_names(found)
     return found
+
+
+def _refuse_own_names(paths: Iterable[str]) -> None:
+    for path in paths:
+        if is_own_file(path):
+            raise ConfigError(
+                f"{path!r} cannot be saved: it is a name that trinity_sync uses itself; save that "
+                "file under another name"
+            )
 
 
 def attachment_path(name: str, rank: int) -> str:

@@ -147,6 +147,31 @@ def test_what_comes_too_late_or_is_misnamed_or_missing_is_refused(
         saves.attachment(4, "x")
 
 
+def test_an_attachment_that_the_commit_would_refuse_is_refused_at_the_call_and_not_attached(
+    coordinator_of: Open, job: Job, tmp_path: Path
+) -> None:
+    saves = coordinator_of()
+    for name in ("buffer.tmp", "manifest.json", ".nfs0001"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    for call in (
+        lambda: saves.attach("x.tmp", b"x", step=4),
+        lambda: saves.attach_folder("queue", tmp_path / "buffer.tmp", step=4),
+        lambda: saves.attach_folder("queue", tmp_path / ".nfs0001", step=4),
+    ):
+        with pytest.raises(ConfigError, match="a name that trinity_sync uses itself"):
+            call()
+    with pytest.raises(ConfigError, match="pass bytes, or the path of a file"):
+        saves.attach("x", "a\0b", step=4)
+    saves.attach_folder("queue", tmp_path / "manifest.json", step=4)
+    saves.attach("manifest.json", b"x", step=4)
+    saves.save(4, MODEL)
+    job.commit(4, "model", "attachments")
+    attached = job.root / "global_step_4/attachments"
+    names = {str(path.relative_to(attached)) for path in attached.rglob("*") if path.is_file()}
+    assert names == {"manifest.json", "queue/manifest.json"}
+
+
 def test_metadata_that_no_file_can_have_the_name_of_is_refused_at_the_call(
     coordinator_of: Open, job: Job
 ) -> None:
