@@ -55,6 +55,8 @@ MANIFEST = "manifest.json"
 FULL_CHECKPOINT_MARK = ".full_checkpoint"
 CORRUPTION_MARK = "corrupted.json"
 PRIVATE_FOLDER = ".trinity_sync"
+EMPTY_FOLDER = ".empty_folder"
+"""File in a folder that was attached without files; a commit has files only."""
 ITERATION_FILES: dict[Kind, str] = {
     "checkpoint": "latest_checkpointed_iteration.txt",
     "state_dict": "latest_state_dict_iteration.txt",

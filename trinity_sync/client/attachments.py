@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.layout import attaching_folder, step_folder
+from trinity_sync.layout import EMPTY_FOLDER, attaching_folder, step_folder
 from trinity_sync.snapshot.packed import Packed, list_files, pack, require_names
 from trinity_sync.snapshot.stager import ATTACHMENTS
 from trinity_sync.storage.manifest import is_own_file
@@ -117,8 +117,10 @@ class Attachments:
             )
 
 
-def list_folder(step: int, name: str, folder: Path) -> dict[str, Path]:
+def list_folder(step: int, name: str, folder: Path) -> dict[str, bytes | Path]:
     """Return the files below a folder that is saved under a name, by their paths there.
+
+    Those of a folder without any are a mark that it is empty.
 
     Raises:
         ConfigError: the folder is none, a name is one that trinity_sync uses itself, or otherwise
@@ -126,7 +128,8 @@ def list_folder(step: int, name: str, folder: Path) -> dict[str, Path]:
     """
     if not folder.is_dir():
         raise ConfigError(f"step {step}: {folder} cannot be saved as {name!r}: it is no folder")
-    found = {f"{name}/{each}": path for each, path in list_files(folder).items()}
+    files: Mapping[str, bytes | Path] = list_files(folder) or {EMPTY_FOLDER: b""}
+    found = {f"{name}/{each}": content for each, content in files.items()}
     require_names(found)
     _refuse_own_names(found)
     return found

@@ -682,8 +682,8 @@ class CheckpointCoordinator:
         `save` reads them into shared memory, which takes as long as a read from the page cache, and
         they become ``global_step_{N}/attachments/{name}/...``. They must not change from this call
         until `save` returns, or with ``overlap`` until `wait_staged`; afterwards they may be
-        changed and removed. `restore_folder` gives them back: paths and contents, without empty
-        folders, modes and times. Links are followed.
+        changed and removed. `restore_folder` gives them back: paths and contents, without modes,
+        times and the empty folders below it. Links are followed.
 
         Args:
             name: name of the folder in the step, as in `attach`.

@@ -44,7 +44,7 @@ from trinity_sync.fs.direct_io import (
     read_fd,
 )
 from trinity_sync.fs.locks import LockFile
-from trinity_sync.layout import step_folder
+from trinity_sync.layout import EMPTY_FOLDER, step_folder
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import hold_slot
 from trinity_sync.storage.discovery import require_committed
@@ -260,6 +260,8 @@ def restore_folder(root: str | Path, manifest: Manifest, path: str, to: Path) ->
         copy = to / record.path.removeprefix(f"{path}/")
         try:
             copy.parent.mkdir(parents=True, exist_ok=True)
+            if copy == to / EMPTY_FOLDER:
+                continue
             shutil.copyfile(source, copy)
             digest = digest_cached_file(copy)
         except OSError as error:

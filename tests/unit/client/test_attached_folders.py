@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.integration.fsdp.commits import CommitsHere
 from tests.support.dying import in_a_process
 from tests.support.forked import Program
 from tests.support.job import Job
@@ -255,6 +256,24 @@ def test_what_no_step_can_have_of_a_folder_is_refused_by_its_name(
     make(tmp_path / "queue" / "below" / "it")
     with pytest.raises(ConfigError, match=reason):
         coordinator_of().attach_folder("queue", tmp_path / "queue", step=4)
+
+
+def test_a_folder_without_files_is_attached_like_any_other_and_restored_as_one(
+    coordinator_of: Open, job: Job, tmp_path: Path
+) -> None:
+    job.world_size = 2
+    (tmp_path / "queue" / "below").mkdir(parents=True)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a").write_bytes(b"a")
+    ranks = [coordinator_of(rank, 2, trigger=CommitsHere()) for rank in (0, 1)]
+    for saves, name in zip(reversed(ranks), ("full", "queue"), strict=True):
+        saves.attach_folder("queue", tmp_path / name, step=4)
+        saves.save(4, MODEL)
+    ranks[0].wait_all(30)
+    for rank, files in enumerate(([], ["a"])):
+        to = tmp_path / "back" / str(rank)
+        ranks[rank].restore_folder(4, "queue", to)
+        assert [path.name for path in to.iterdir()] == files
 
 
 @pytest.mark.parametrize("change", ["grow", "shrink", "remove"])
