@@ -107,13 +107,18 @@ def parse_protocol(url: str) -> str:
     """Return the protocol of a remote's URL, as it is spelled there.
 
     Raises:
-        ConfigError: it is not the URL of a folder, or contains secrets.
+        ConfigError: it is not the URL of a folder, contains secrets, or has a relative path.
     """
     refuse_credentials(url)
     protocol, separator, where = url.partition("://")
     if not separator or not where.strip("/"):
         raise ConfigError(
             f"{url!r} is not the URL of a folder; pass one like s3://bucket/job or file:///copies"
+        )
+    if protocol in LOCAL and not where.startswith("/"):
+        raise ConfigError(
+            f"{url!r} has no full path, so each process would look in a folder of its own; pass "
+            f"one like {protocol}:///copies/job, with three slashes"
         )
     return protocol
 
