@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trinity_sync.errors import ConfigError
-from trinity_sync.retention.policies import parse_policy
+from trinity_sync.retention.policies import WITHOUT_METRICS, parse_policy, refuse_metrics
 from trinity_sync.storage.job_settings import JobSettings, write_job_settings
 
 
@@ -25,8 +24,8 @@ def set_job_settings(root: str | Path, changes: Mapping[str, Any]) -> JobSetting
     for name in ("keep", "keep_weights", "keep_quarantine", "remote_keep"):
         if changes.get(name) is not None:
             parse_policy(str(changes[name]))
-    if "best=" in str(changes.get("remote_keep")):
-        raise ConfigError(f"remote_keep={changes['remote_keep']}: remotes have no metrics")
+    for name in WITHOUT_METRICS:
+        refuse_metrics(name, str(changes.get(name)))
     if remote := changes.get("remote"):
         from trinity_sync.remote.remote_root import LOCAL, Remote, parse_protocol  # import fsspec
 

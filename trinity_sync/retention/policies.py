@@ -162,6 +162,9 @@ _WORDS: tuple[tuple[str, Callable[..., Term]], ...] = (
     ),
 )
 
+WITHOUT_METRICS = {"keep_quarantine": "folders in quarantine", "remote_keep": "remotes"}
+"""What the policies of these settings apply to."""
+
 
 def parse_policy(text: str) -> Policy:
     """Return the policy of a short form, e.g. ``last=3,every=100,hourly=24,best=2:reward:max``.
@@ -175,6 +178,16 @@ def parse_policy(text: str) -> Policy:
     words = [f"last={word}" if word.isdecimal() else word for word in words]
     terms = [_parse_word(word, text) for word in words]
     return ALL if "all" in words else Policy(tuple(words), tuple(terms))
+
+
+def refuse_metrics(setting: str, policy: str) -> None:
+    """Require that the policy of a setting in `WITHOUT_METRICS` goes by no metric.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if "best=" in policy:
+        raise ConfigError(f"{setting}={policy}: {WITHOUT_METRICS[setting]} have no metrics")
 
 
 def _parse_word(word: str, text: str) -> Term:

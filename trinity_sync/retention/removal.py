@@ -19,7 +19,7 @@ from typing import Protocol
 
 from trinity_sync.errors import ConfigError, ManifestError
 from trinity_sync.layout import KINDS, Kind
-from trinity_sync.retention.policies import ALL, Policy, StepInfo, parse_policy
+from trinity_sync.retention.policies import ALL, Policy, StepInfo, parse_policy, refuse_metrics
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.storage.job_settings import JobSettings
 from trinity_sync.storage.latest_pointer import read_latest_pointer
@@ -60,6 +60,7 @@ class Rules:
         Raises:
             ConfigError: a policy is invalid.
         """
+        refuse_metrics("keep_quarantine", keep_quarantine)
         return cls(
             parse_policy(keep or job.keep),
             parse_policy(keep_weights or job.keep_weights),

@@ -385,6 +385,7 @@ def test_prune_removes_what_was_confirmed_and_nothing_else(
         (["lss", "ROOT"], 2, "UsageError"),
         (["diff", "ROOT", 20, 30, "--component", "all"], 2, "UsageError"),
         (["verify", "ROOT", "--sample", "much"], 2, "ConfigError"),
+        (["prune", "ROOT", "--keep-quarantine", "best=1:reward:max", "--yes"], 2, "ConfigError"),
         (["verify", "ROOT", 5], 3, ""),
         (["diff", "ROOT", 20, 30, "--exit-code"], 3, ""),
         (["status"], 3, ""),

@@ -76,6 +76,7 @@ def test_jobs_next_to_each_other_have_policies_of_their_own(tmp_path: Path) -> N
         ({"keep": "0"}, "'0'"),
         ({"keep": "last=0"}, "'last=0'"),
         ({"remote_keep": "best=1:reward:max"}, "remotes have no metrics"),
+        ({"keep_quarantine": "last=2,best=1:reward:max"}, "folders in quarantine have no metrics"),
         ({"remote": "s3://me:secret@bucket/job"}, "contains a user, a password"),
         ({"remote": "/copies/job"}, "is not the URL of a folder"),
         ({"remote": "file://copies/job"}, r"no full path.*file:///copies/job"),
