@@ -58,15 +58,15 @@ def remove_folder(root: str | Path, folder: Path, *, keep: int) -> None:
 
 
 def remove_tree(folder: Path) -> bool:
-    """Remove a folder, or a link to a folder; return whether nothing of it is left.
+    """Remove a folder, or what is there in its place; return whether nothing of it is left.
 
     A folder with a file that NFS keeps (`REMOVED_PREFIX`) stays for the next removal.
 
     Raises:
         OSError: something else cannot be removed.
     """
-    if folder.is_symlink():
-        folder.unlink()
+    if folder.is_symlink() or not folder.is_dir():
+        folder.unlink(missing_ok=True)
         return True
     shutil.rmtree(folder, ignore_errors=True)
     left = [path for path in folder.rglob("*") if not path.is_dir()]
