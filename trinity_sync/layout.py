@@ -91,9 +91,11 @@ def refuse_url(root: str | Path) -> None:
     """Require that a root is a path and not a URL, also after `Path` has made ``s3:/`` of it.
 
     Raises:
-        ConfigError: it is a URL, and the message names the setting for a remote; or the path is not
-            valid text.
+        ConfigError: it is a URL, and the message names the setting for a remote; or the path is
+            empty or not valid text.
     """
+    if not str(root):
+        raise ConfigError("the root is empty, as is a variable without a value; pass a folder")
     if not _is_utf8(Path(root).absolute()) or not is_path(str(root)):
         raise ConfigError(
             f"root {str(root)!r} has a NUL or bytes that are not valid UTF-8, which Prefect and "
@@ -105,6 +107,24 @@ def refuse_url(root: str | Path) -> None:
             "locked there, which object stores cannot do. Pass a folder, and for copies in a store "
             f"set its remote: trinity-sync jobs set ROOT remote={url[1]}://{url[2]}"
         )
+
+
+def check_root(root: str | Path) -> None:
+    """Require that a path can be that of a root that is written, which may not exist.
+
+    Raises:
+        ConfigError: as `refuse_url`, or it is the folder of a step or in one, and no root.
+    """
+    refuse_url(root)
+    if (Path(root) / PRIVATE_FOLDER).is_dir():
+        return
+    for path in (Path(os.path.abspath(root)), Path(os.path.realpath(root))):  # noqa: PTH100
+        for each in filter(is_step_folder, (path, *path.parents)):
+            if (each.parent / PRIVATE_FOLDER).is_dir() or (each / MANIFEST).exists():
+                raise ConfigError(
+                    f"{root} is not the root of a job, but inside of one; pass the root: "
+                    f"{each.parent}"
+                )
 
 
 def step_folder(root: str | Path, step: int) -> Path:

@@ -31,7 +31,7 @@ from trinity_sync.errors import (
     TrinitySyncError,
 )
 from trinity_sync.fs.atomic import UNWRITABLE
-from trinity_sync.layout import PRIVATE_FOLDER, refuse_url, step_of_folder
+from trinity_sync.layout import PRIVATE_FOLDER, check_root, refuse_url, step_of_folder
 from trinity_sync.stack import list_missing_packages
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class Command(typer.core.TyperCommand):
         """Put the root of ``-C`` before the arguments.
 
         Raises:
-            ConfigError: The first argument is a root as well.
+            ConfigError: The first argument is a root as well, or the root is empty.
         """
         if _given_root is not None and self.params and self.params[0].name == "root":
             first = next((word for word in args if not word.startswith("-")), "")
@@ -143,6 +143,8 @@ class Command(typer.core.TyperCommand):
                     "leave one of them out",
                 )
             args = [_given_root, *args]
+        if args[:1] == [""] and self.params and self.params[0].name in ("root", "roots"):
+            refuse_url("")  # a Path would make it the folder that the command is run in
         return super().parse_args(ctx, args)
 
 
@@ -368,6 +370,7 @@ def require_existing(root: Path) -> Path:
         )
     if not is_root(root):
         _refuse_inside(root)
+        check_root(root)  # also behind a link
     read_identity(root)  # which refuses a root of another release
     return root
 

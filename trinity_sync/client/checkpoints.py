@@ -8,7 +8,7 @@ import torch
 
 from trinity_sync.client.attachments import attachment_path
 from trinity_sync.errors import ConfigError
-from trinity_sync.layout import KINDS, Kind, check_choice, check_number, refuse_url
+from trinity_sync.layout import KINDS, Kind, check_choice, check_number, check_root
 from trinity_sync.storage.discovery import (
     find_newest,
     iter_committed_steps,
@@ -40,7 +40,7 @@ class Checkpoints:
         root: the job's root, a folder.
 
     Raises:
-        ConfigError: the root is a URL, or is not a folder.
+        ConfigError: the root is a URL, is not a folder, or is that of a step.
 
     Example::
 
@@ -51,7 +51,7 @@ class Checkpoints:
     """
 
     def __init__(self, root: str | Path) -> None:
-        refuse_url(root)
+        check_root(root)
         self.root = Path(root).resolve()
         if not self.root.is_dir():
             raise ConfigError(f"{self.root} is not a folder; pass the job's root")

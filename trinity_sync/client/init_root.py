@@ -24,7 +24,7 @@ from trinity_sync.fs.atomic import UNWRITABLE, make_temporary_path, revalidate_f
 from trinity_sync.fs.capabilities import require_capabilities
 from trinity_sync.fs.locks import acquire_file_lock, try_acquire_file_lock
 from trinity_sync.fs.mounts import find_mount
-from trinity_sync.layout import refuse_url, steps_on_disk
+from trinity_sync.layout import check_root, refuse_url, steps_on_disk
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import job_id, open_identity
 from trinity_sync.storage.job_settings import read_job_settings
@@ -59,9 +59,9 @@ def resolve_root(root: str | Path) -> Path:
     """Return the full path of a job's root, and create the folder if it is missing.
 
     Raises:
-        ConfigError: it is a URL, or cannot be created.
+        ConfigError: as `check_root`, or it cannot be created.
     """
-    refuse_url(root)
+    check_root(root)
     folder = Path(os.path.realpath(root))  # before Python 3.13, resolve() raises for a loop
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ def open_root(root: str | Path, job: Mapping[str, Any] | None = None) -> Path:
     written can be loaded from; a warning says so, and nothing else is done.
 
     Raises:
-        ConfigError: the root is a URL or cannot be created, or a setting of the job is invalid.
+        ConfigError: as `resolve_root`, or a setting of the job is invalid.
         RootError: the file system lacks an operation that a commit needs, or the root has no steps
             and cannot be written.
         RemoteError: the remote cannot be read or written.

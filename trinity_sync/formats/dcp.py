@@ -44,7 +44,7 @@ from trinity_sync.formats.dcp_source import DcpReader, Paths, run_dcp_alone
 from trinity_sync.formats.shard_reader import SavedState, open_shard, outline_files
 from trinity_sync.fs.atomic import make_folder, sync_folder
 from trinity_sync.fs.direct_io import OnProgress, digest_cached_file, no_progress
-from trinity_sync.layout import check_name, shard_file, step_folder
+from trinity_sync.layout import check_name, check_root, shard_file, step_folder
 from trinity_sync.snapshot.job_identity import open_identity
 from trinity_sync.snapshot.packed import read_folder
 from trinity_sync.snapshot.save_id import SaveId
@@ -272,6 +272,7 @@ def from_dcp(
         SaveError: the step cannot be written; nothing is left of it.
     """
     check_name("role", role)
+    check_root(root)
     if world_size < 1 or step < 0:
         raise ConfigError(
             f"step must be at least 0, got {step}, and world_size at least 1, got {world_size}"

@@ -16,7 +16,7 @@ from trinity_sync.errors import CommitError, CorruptedCopyError
 from trinity_sync.fs.atomic import link_or_copy, make_folder, revalidate_folder, sync_folder
 from trinity_sync.fs.direct_io import DIGEST, OnProgress, digest_cached_file, no_progress
 from trinity_sync.fs.locks import acquire_commit_lock, acquire_file_lock
-from trinity_sync.layout import PRIVATE_FOLDER, step_folder
+from trinity_sync.layout import PRIVATE_FOLDER, check_root, step_folder
 from trinity_sync.remote.remote_root import Remote
 from trinity_sync.remote.upload import FETCHED, PARALLEL, join_remote
 from trinity_sync.storage.commit import update_latest_pointers
@@ -61,8 +61,9 @@ def fetch(
             root has another step of the same number.
         RemoteError: the remote cannot be reached or read.
         CorruptedCopyError: the remote has other bytes than the manifest says.
-        ConfigError: the URL cannot be used, or another job's steps are there.
+        ConfigError: the URL or the root cannot be used, or another job's steps are there.
     """
+    check_root(root)
     base, remote = Path(root).resolve(), Remote(url)
     join_remote(base, remote)
     manifest = _find_manifest(remote, step)

@@ -7,7 +7,20 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
+from tests.support.job import Job
+from trinity_sync.cli.commands import app
+from trinity_sync.client.checkpoints import Checkpoints
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.client.init_root import resolve_root
+from trinity_sync.errors import ConfigError
+from trinity_sync.formats.dcp import from_dcp, to_dcp
+from trinity_sync.layout import step_folder
+from trinity_sync.remote.download import fetch
+from trinity_sync.remote.upload import replicate
+from trinity_sync.settings import Settings
 from trinity_sync.storage.job_settings import write_job_settings
 
 RANK = """
@@ -78,3 +91,55 @@ def test_nodes_that_share_a_root_begin_and_disks_of_their_own_are_refused_on_all
     assert "loop" in one[4][1]
     assert "rank 1 on node node-1 has the root" in one[5][1]
     assert sorted(path.name for path in own.iterdir()) == [".trinity_sync", "loop"]
+
+
+@pytest.mark.parametrize("by", ["its path", "a link"])
+@pytest.mark.parametrize("below", ["", "new", "actor"])
+def test_a_step_is_written_into_no_folder_of_a_step(
+    job: Job, tmp_path: Path, spool_folder: Path, by: str, below: str
+) -> None:
+    job.stage(30, {"model": {"w": torch.ones(9)}})
+    job.commit(30)
+    replicate(job.root, f"file://{tmp_path}/copies", 30)
+    to_dcp(job.root, 30, tmp_path / "dcp", components=["model"])
+    inside = step_folder(job.root, 30) / below
+    if by == "a link":
+        (tmp_path / "link").symlink_to(step_folder(job.root, 30))
+        inside = tmp_path / "link" / below
+    before = sorted(job.root.rglob("*"))
+    for write in (
+        lambda: CheckpointCoordinator(inside, settings=Settings(spool=spool_folder)),
+        lambda: fetch(f"file://{tmp_path}/copies", 30, inside),
+        lambda: from_dcp(tmp_path / "dcp", inside, 31, world_size=1, optim=""),
+        lambda: Checkpoints(inside).record_metrics(30, {"reward": 1.0}),
+    ):
+        with pytest.raises(ConfigError, match=r"pass the root|is not a folder"):
+            write()
+    done = CliRunner().invoke(app, ["jobs", "set", str(inside), "keep=last=3"])
+    assert done.exit_code == 2, done.output
+    assert sorted(job.root.rglob("*")) == before
+
+
+def test_a_root_may_have_the_name_of_a_step_or_be_one_inside_of_it(
+    job: Job, tmp_path: Path
+) -> None:
+    assert resolve_root(tmp_path / "other/global_step_5").is_dir()
+    own = step_folder(job.root, 30) / "own"
+    (own / ".trinity_sync").mkdir(parents=True)
+    assert resolve_root(own) == own
+
+
+@pytest.mark.parametrize(
+    "command", [("jobs", "set", "", "keep=last=3"), ("metrics", "", "30", "a=1")]
+)
+def test_an_empty_root_is_not_the_folder_that_one_is_in(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, command)
+    assert (done.exit_code, "the root is empty" in done.stderr) == (2, True)
+    with pytest.raises(ConfigError, match="the root is empty"):
+        resolve_root("")
+    assert not any(tmp_path.iterdir())
+    done = CliRunner().invoke(app, ["jobs", "set", ".", "keep=last=3"])
+    assert done.exit_code == 0, done.output
