@@ -159,7 +159,9 @@ def _download(
         path.unlink()
         raise CorruptedCopyError(
             f"{remote.url}/global_step_{manifest.step}/{record.path} is corrupted: its digest is "
-            "not that of the manifest. Fetch another step, or replicate the step again."
+            "not that of the manifest. Fetch another step; or remove that file there and copy the "
+            f"step again, from a root that has it: trinity-sync remote push ROOT {manifest.step} "
+            f"{remote.url}"
         )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import boto3
 import pytest
 import torch
+from fsspec.core import url_to_fs
 from s3fs import S3FileSystem
 from typer.testing import CliRunner
 
@@ -366,6 +367,22 @@ def test_a_corrupted_copy_is_not_committed_and_a_valid_download_resumes(
     assert find_newest(tmp_path / "back") is None
     Remote(url).write_file(4, file_of(4), good)
     assert fetch(url, 4, tmp_path / "back")[0] == find_newest(tmp_path / "back")
+
+
+def test_a_corrupted_copy_is_sent_again_once_its_file_is_removed_as_the_error_says(
+    commit: Callable[..., Job], any_url: str, tmp_path: Path
+) -> None:
+    job = commit(4)
+    replicate(job.root, any_url, 4)
+    remote = Remote(any_url)
+    remote.write_file(4, file_of(4), bytes(remote.list_file_sizes(4)[file_of(4)]))
+    words = rf"remove that file there and .* trinity-sync remote push ROOT 4 {any_url}"
+    with pytest.raises(RemoteError, match=words) as corrupted:
+        fetch(any_url, 4, tmp_path / "back")
+    store, path = url_to_fs(str(corrupted.value).partition(" ")[0])
+    store.rm_file(path)
+    assert replicate(job.root, any_url, 4).uploaded == 1
+    assert fetch(any_url, 4, tmp_path / "back")[1]
 
 
 def test_a_copy_never_takes_the_place_of_another_step(
