@@ -115,7 +115,7 @@ def parse_protocol(url: str) -> str:
         raise ConfigError(
             f"{url!r} is not the URL of a folder; pass one like s3://bucket/job or file:///copies"
         )
-    if protocol in LOCAL and not where.startswith("/"):
+    if protocol in LOCAL and not where.startswith(("/", "~/")):
         raise ConfigError(
             f"{url!r} has no full path, so each process would look in a folder of its own; pass "
             f"one like {protocol}:///copies/job, with three slashes"
