@@ -6,7 +6,7 @@ The plan is the same for all versions of one structure and is made once. Only te
 values are unpickled.
 """
 
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from operator import add
@@ -76,20 +76,48 @@ class TensorOutline:
 Outline = Mapping[str, TensorOutline]
 """The tensors of a rank's image, by name."""
 Keys = tuple[Any, ...]
-"""Path of a value in nested dicts: ``("state", 0, "exp_avg")``."""
+"""Path of a value in a nested state: ``("state", 0, "exp_avg")``."""
 
 
-def iter_leaves(state: Mapping[Any, Any], above: Keys = ()) -> Iterator[tuple[Keys, Any]]:
-    """Yield the values in nested dicts, each with its path."""
-    for key, value in state.items():
-        if isinstance(value, Mapping):
-            yield from iter_leaves(value, (*above, key))
-        else:
-            yield (*above, key), value
+def iter_leaves(state: Any, above: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    """Yield the values in nested dicts and lists, each with its path, as DCP divides a state.
+
+    A list without tensors and dicts is a value, and so is a tuple.
+    """
+    if not _is_divided(state):
+        yield above, state
+        return
+    for key, value in state.items() if isinstance(state, Mapping) else enumerate(state):
+        yield from iter_leaves(value, (*above, key))
+
+
+def map_leaves(change: Callable[[Keys, Any], Any], state: Any, above: Keys = ()) -> Any:
+    """Return a state with what a function makes of the path and value of each of `iter_leaves`."""
+    if not _is_divided(state):
+        return change(above, state)
+    if isinstance(state, Mapping):
+        return {key: map_leaves(change, value, (*above, key)) for key, value in state.items()}
+    return [map_leaves(change, value, (*above, n)) for n, value in enumerate(state)]
+
+
+def _is_divided(value: Any) -> bool:
+    return isinstance(value, Mapping) or (
+        isinstance(value, list)
+        and any(isinstance(each, torch.Tensor) or _is_divided(each) for each in value)
+    )
+
+
+def iter_tensors(value: Any, above: Keys = ()) -> Iterator[tuple[Keys, torch.Tensor]]:
+    """Yield the tensors in a value and in all containers in it, each with its path."""
+    if isinstance(value, torch.Tensor):
+        yield above, value
+    elif isinstance(value, Mapping | list | tuple | set):
+        for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from iter_tensors(each, (*above, key))
 
 
 def join_keys(keys: Keys) -> str:
-    """Return the name of a tensor in nested dicts, as DCP makes it: its keys, joined by dots."""
+    """Return the name of a tensor in a nested state, as DCP makes it: its keys, joined by dots."""
     return ".".join(map(str, keys))
 
 
@@ -122,24 +150,28 @@ def plan_unshard(
 def outline_state(
     image: memoryview, rank: int, world_size: int, flat_lengths: Mapping[Any, int]
 ) -> Outline:
-    """Return the tensors in the nested dicts of a rank's image, by the names of `join_keys`.
+    """Return the tensors in the nested state of a rank's image, by the names of `join_keys`.
 
     ``flat_lengths`` are the numbers of elements of FSDP1's flat parameters, by their number in the
     optimizer. The state of each is plain tensors of ``ceil(length / world_size)`` elements, padded.
 
     Raises:
         ImageError: the image cannot be read.
-        WeightSyncError: it holds no dict, or other shards than it should.
+        WeightSyncError: it holds no dict, other shards than it should, or shards in a tuple.
     """
     tensors = {}
-    for keys, value in iter_leaves(_read_outline(image, rank)):
-        if not isinstance(value, torch.Tensor):
-            continue
-        name = join_keys(keys)
-        if keys[0] == "state" and is_flat(value, flat_lengths.get(keys[1])):
-            tensors[name] = _outline_flat(rank, world_size, name, value, flat_lengths[keys[1]])
-        else:
-            tensors[name] = _outline_tensor(rank, name, value)
+    for above, leaf in iter_leaves(_read_outline(image, rank)):
+        for keys, value in iter_tensors(leaf, above):
+            name = join_keys(keys)
+            if keys != above and isinstance(value, DTensor):
+                raise WeightSyncError(
+                    f"{name} is a DTensor in a {type(leaf).__name__}, which is not put together; "
+                    "keep it in a list or a dict"
+                )
+            if keys[0] == "state" and is_flat(value, flat_lengths.get(keys[1])):
+                tensors[name] = _outline_flat(rank, world_size, name, value, flat_lengths[keys[1]])
+            else:
+                tensors[name] = _outline_tensor(rank, name, value)
     return tensors
 
 

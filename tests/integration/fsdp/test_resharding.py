@@ -22,9 +22,10 @@ from tests.support.states import differences
 from trinity_sync import CommitError, ConfigError
 from trinity_sync.formats.dcp import from_dcp, to_dcp
 from trinity_sync.formats.shard_reader import SavedState, outline_files
-from trinity_sync.integrations.verl.fsdp.reshard import derive_rng
+from trinity_sync.integrations.verl.fsdp.reshard import derive_rng, load_resharded
 from trinity_sync.layout import shard_file, step_folder
 from trinity_sync.storage.leases import list_leases
+from trinity_sync.tensors.torch_private import make_dtensor, make_mesh
 
 STEP = 3
 
@@ -416,3 +417,29 @@ def test_the_optimizer_of_another_strategy_is_refused_with_a_way_out(
     folder = step_folder(jobs / "fsdp2-2", STEP) / "actor"
     with pytest.raises(ConfigError, match=r"take optimizer out of checkpoint.load_contents"):
         manager_of(Trained(tiny, 1, original=True)).load_checkpoint(str(folder))
+
+
+def test_a_list_of_an_optimizer_is_put_together_like_its_other_tensors(
+    one_rank: None, tmp_path: Path
+) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    whole, meshes = torch.arange(6.0).reshape(2, 3), [make_mesh("cpu", n, 2) for n in range(2)]
+    for rank, mesh in enumerate(meshes):
+        shard = make_dtensor(whole[rank : rank + 1].clone(), mesh, whole.shape)
+        state = {"GG": [shard, torch.ones(4)], "steps": [1, 2]}
+        saved = {"state": {0: state}, "param_groups": [{"params": [0]}]}
+        torch.save(saved, tmp_path / shard_file("optim", 2, rank))
+    model: Any = torch.nn.Linear(3, 2, bias=False)
+    fully_shard(model)
+    ((_, found),) = load_resharded(
+        tmp_path,
+        2,
+        ["optim"],
+        committed=False,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters()),
+    )
+    lists = _gathered(found["state"][0]["GG"][0]), found["state"][0]["GG"][1]
+    assert differences({"GG": (whole, torch.ones(4))}, {"GG": lists}) == []
+    assert found["state"][0]["steps"] == [1, 2]

@@ -24,6 +24,7 @@ from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.restore import load_states
+from trinity_sync.tensors.torch_private import make_dtensor, make_mesh
 
 STEP = 40
 
@@ -377,6 +378,45 @@ def test_ranks_that_hold_unlike_plain_tensors_are_refused(job: Job, tmp_path: Pa
         job.stage(STEP, {"model": {"w": torch.full((4,), float(rank))}}, rank=rank)
     job.commit(STEP, "model")
     with pytest.raises(CommitError, match=r"w differs between ranks 0 and 1"):
+        to_dcp(job.root, STEP, tmp_path / "out")
+
+
+def commit_of_two(job: Job, optims: list[Any]) -> None:
+    job.world_size = 2
+    for rank, state in enumerate(optims):
+        job.stage(STEP, {"model": {"w": torch.ones(1)}, "optim": {"state": {0: state}}}, rank=rank)
+    job.commit(STEP, "model", "optim")
+
+
+def test_a_list_has_the_shards_of_all_ranks(job: Job, tmp_path: Path) -> None:
+    whole = torch.arange(12.0).reshape(4, 3)
+
+    def of(rank: int) -> Any:
+        shard = whole[2 * rank :][:2].clone()
+        return make_dtensor(shard, make_mesh("cpu", rank, 2), whole.shape)
+
+    commit_of_two(job, [{"GG": [of(n), [of(n), 7]], "betas": (0.5, 0.9)} for n in range(2)])
+    to_dcp(job.root, STEP, tmp_path / "out")
+    found = {"GG": [torch.zeros(4, 3), [torch.zeros(4, 3), 0]], "betas": (0.0, 0.0)}
+    dcp.load({"optim": {"state": {0: found}}}, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert same(found["GG"][:1] + found["GG"][1][:1], [whole, whole])  # type: ignore[index,operator]
+
+
+@pytest.mark.parametrize("container", [list, tuple])
+def test_ranks_that_hold_unlike_plain_tensors_in_a_container_are_refused(
+    job: Job, tmp_path: Path, container: type
+) -> None:
+    commit_of_two(job, [{"GG": container([torch.full((2,), float(n))])} for n in range(2)])
+    with pytest.raises(CommitError, match=r"state.0.GG.0 differs between ranks 0 and 1"):
+        to_dcp(job.root, STEP, tmp_path / "out")
+
+
+def test_shards_in_a_tuple_are_refused(job: Job, tmp_path: Path) -> None:
+    meshes = [make_mesh("cpu", rank, 2) for rank in range(2)]
+    commit_of_two(
+        job, [{"GG": (make_dtensor(torch.ones(1), mesh, torch.Size([2])),)} for mesh in meshes]
+    )
+    with pytest.raises(CommitError, match=r"state.0.GG.0 is a DTensor in a tuple"):
         to_dcp(job.root, STEP, tmp_path / "out")
 
 

@@ -56,7 +56,7 @@ from trinity_sync.tensors.torch_private import (
     get_shard,
     get_whole_numel,
 )
-from trinity_sync.tensors.unshard import is_flat, iter_leaves, join_keys
+from trinity_sync.tensors.unshard import Keys, is_flat, iter_tensors, join_keys, map_leaves
 
 logger = logging.getLogger(__name__)
 
@@ -199,20 +199,23 @@ def _load_optimizer_state(
         if (numel := get_whole_numel(param)) is not None  # FSDP1
     }
     saved = _open_state(role_folder, "optim", saved_by, flat)
-    state: dict[Any, dict[str, Any]] = defaultdict(dict)
     whole: dict[str, Any] = {}
     pieces: dict[str, tuple[ShardBox, torch.Tensor]] = {}
-    for (_, number, key), leaf in iter_leaves({"state": first.get("state", {})}):
-        name = join_keys(("state", number, key))
+
+    def allocate(keys: Keys, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
-            state[number][key] = leaf
-        elif is_flat(leaf, flat.get(number)):
-            state[number][key], pieces[name] = _allocate_flat(leaf, params[number], flat[number])
-        else:
-            state[number][key] = whole[name] = _allocate(name, leaf, params[number])
+            return leaf
+        name, number = join_keys(keys), keys[1]
+        if is_flat(leaf, flat.get(number)):
+            value, pieces[name] = _allocate_flat(leaf, params[number], flat[number])
+            return value
+        whole[name] = _allocate(name, leaf, params[number])
+        return whole[name]
+
+    state = map_leaves(allocate, first.get("state", {}), ("state",))
     targets = run_on_all_ranks(role_folder, lambda: _find_targets(whole))
     _copy(role_folder, saved, {**targets, **pieces})
-    return {"state": dict(state), "param_groups": groups}
+    return {"state": state, "param_groups": groups}
 
 
 def _require_same_groups(role_folder: Path, groups: Sequence[Any], optimizer: Any) -> None:
@@ -390,6 +393,8 @@ def load_pieces(
             first, last = places[number].mine
             low, high = max(begin, first), min(end, last)
             for key, value in saved.get(number, {}).items():
+                if not isinstance(value, torch.Tensor) and any(iter_tensors(value)):
+                    raise _make_error(folder, saved_by, number, key)
                 if not isinstance(value, torch.Tensor) or not value.ndim:
                     copied = value.clone() if isinstance(value, torch.Tensor) else value
                     state[number].setdefault(key, copied)
