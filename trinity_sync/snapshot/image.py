@@ -46,9 +46,10 @@ from trinity_sync.snapshot.layout_key import (
     pack_floats,
     walk_state,
 )
-from trinity_sync.tensors.memcpy import ComputedEvents, copy_into, view_bytes
+from trinity_sync.tensors.memcpy import ComputedEvents, copy_into, exceeds_storage, view_bytes
 from trinity_sync.tensors.torch_private import (
     HASHED,
+    disable_subclasses,
     get_new_dtypes,
     get_spec_and_shard,
     get_untyped_storage,
@@ -165,16 +166,26 @@ def _pickler(record: RecordingPickle) -> type[pickle.Pickler]:
 
 
 def require_data(value: Any) -> None:
-    """Require that a tensor has data; `torch.save` writes one on the device ``meta`` without.
+    """Require that a tensor has data, without which `torch.save` writes it as well.
 
     Raises:
-        ValueError: it has none.
+        ValueError: it is on the device ``meta``, or its storage was freed.
     """
-    if isinstance(value, torch.Tensor) and value.is_meta:
+    if not isinstance(value, torch.Tensor):
+        return
+    if value.is_meta:
         raise ValueError(
             "a tensor on the device meta has no data; load it onto a device before the save (what "
             "Accelerate has offloaded: accelerator.get_state_dict(model))"
         )
+    if value.layout is not torch.strided or value.is_nested or value.is_quantized:
+        return  # has no storage, or parts that are pickled by themselves
+    with disable_subclasses():
+        if type(value) is not DTensor and exceeds_storage(value):
+            raise ValueError(
+                "a tensor is larger than its storage, which was freed or resized; save it while it "
+                "has its data"
+            )
 
 
 def find_unpicklable(state: Any) -> str:

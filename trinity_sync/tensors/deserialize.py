@@ -60,7 +60,8 @@ def deserialize(image: memoryview, *, plain: bool = False) -> Any:
     tensors and plain values are loaded, by a copy; call it within `restrict_to_plain`.
 
     Raises:
-        ImageError: the bytes are not a ``.pt`` file, or a compressed or legacy one.
+        ImageError: the bytes are not a ``.pt`` file, or a compressed or legacy one, or a tensor is
+            larger than its storage.
     """
     try:
         with zipfile.ZipFile(open_image(image)) as archive:
@@ -137,7 +138,11 @@ def _unpickle(file: Any, get_storage: Callable[[str, int], torch.UntypedStorage]
     """Load a state whose storages a function gives for their key and number of bytes.
 
     It is called for each tensor.
+
+    Raises:
+        ImageError: a tensor is larger than its storage.
     """
+    taken: list[tuple[torch.UntypedStorage, int]] = []
 
     class Unpickler(pickle.Unpickler):
         @property
@@ -151,10 +156,18 @@ def _unpickle(file: Any, get_storage: Callable[[str, int], torch.UntypedStorage]
     def take(name: tuple[str, Any, str, str, int]) -> torch.TypedStorage:
         _, storage_type, key, _, numel = name
         dtype = torch.uint8 if storage_type is torch.UntypedStorage else storage_type.dtype
-        return make_typed_storage(get_storage(key, numel * dtype.itemsize), dtype)
+        nbytes = numel * dtype.itemsize
+        taken.append((get_storage(key, nbytes), nbytes))
+        return make_typed_storage(taken[-1][0], dtype)
 
     module = SimpleNamespace(__name__="pickle", Unpickler=Unpickler)
-    return _load(file, weights_only=False, pickle_module=module)
+    try:
+        state = _load(file, weights_only=False, pickle_module=module)
+        if any(storage.nbytes() > nbytes for storage, nbytes in taken):  # torch makes it longer
+            raise ImageError("a tensor is larger than its storage in the file")
+        return state
+    finally:
+        taken.clear()  # as above
 
 
 def deserialize_outline(image: memoryview) -> Any:

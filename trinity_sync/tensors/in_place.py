@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from trinity_sync.errors import ConfigError, ImageError
 from trinity_sync.tensors.deserialize import UnreadStorage, deserialize_unread
-from trinity_sync.tensors.memcpy import copy_pieces, view_bytes, view_memory
+from trinity_sync.tensors.memcpy import copy_pieces, exceeds_storage, view_bytes, view_memory
 from trinity_sync.tensors.torch_private import get_shard, get_storage_id
 
 
@@ -279,13 +279,11 @@ def _find_fault(live: torch.Tensor) -> str:
     """Return why a tensor cannot be written to, in words."""
     if live.is_meta:
         return "is on the meta device"
-    steps = [*zip(live.shape, live.stride(), strict=True)]
+    steps = zip(live.shape, live.stride(), strict=True)
     if any(size > 1 and not stride for size, stride in steps):
         return "is expanded: elements share their memory"
-    if live.numel():
-        last = live.storage_offset() + sum((size - 1) * stride for size, stride in steps)
-        if (last + 1) * live.element_size() > live.untyped_storage().nbytes():
-            return "has no memory: its storage was resized"
+    if exceeds_storage(live):
+        return "has no memory: its storage was resized"
     return ""
 
 

@@ -459,6 +459,13 @@ def deep() -> Any:
     return state
 
 
+def resized(nbytes: int) -> torch.Tensor:
+    """A tensor whose storage is shorter than it is."""
+    tensor = torch.empty(1000)
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
 @pytest.mark.parametrize(
     ("inner", "why"),
     [
@@ -468,8 +475,10 @@ def deep() -> Any:
         (torch.randn(3, 4).to_mkldnn(), "NotImplementedError"),
         (torch.empty(3, device="meta"), "ValueError: a tensor on the device meta has no data"),
         (torch.nn.Linear(3, 2, device="meta").weight, "ValueError: .* has no data"),
+        (resized(0), "ValueError: a tensor is larger than its storage"),
+        (torch.nn.Parameter(resized(40)), "ValueError: a tensor is larger than its storage"),
     ],
-    ids=["generator", "lambda", "object", "opaque", "meta", "offloaded"],
+    ids=["generator", "lambda", "object", "opaque", "meta", "offloaded", "freed", "shortened"],
 )
 def test_a_state_that_cannot_be_pickled_is_an_error_that_names_the_key(
     inner: Any, why: str
@@ -478,6 +487,14 @@ def test_a_state_that_cannot_be_pickled_is_an_error_that_names_the_key(
     with pytest.raises(ImageError, match=rf"^groups\[1\]\.odd cannot be pickled, ({why})"):
         lay_out(state)
     lay_out({"w": torch.zeros(3)})
+
+
+def test_a_storage_that_was_freed_since_the_last_save_is_found() -> None:
+    state = {"w": torch.ones(1000)}
+    known, _ = lay_out(state)
+    state["w"].untyped_storage().resize_(0)
+    with pytest.raises(ImageError, match=r"^w cannot .* larger than its storage"):
+        lay_out(state, known)
 
 
 def test_a_state_that_is_too_deep_is_an_error_that_says_so() -> None:

@@ -16,11 +16,12 @@ from tests.unit.snapshot.test_image import (
     nested,
     quantized,
     quantized_by_channel,
+    resized,
     states,
 )
 from trinity_sync.errors import ImageError
 from trinity_sync.fs.direct_io import open_to_read, read_fd
-from trinity_sync.tensors.deserialize import deserialize
+from trinity_sync.tensors.deserialize import deserialize, deserialize_unread
 
 
 def saved(state: Any) -> bytes:
@@ -122,6 +123,15 @@ def test_a_file_that_is_cut_short_is_named_as_what_it_is() -> None:
     for length in (0, 10, len(content) // 2, len(content) - 1):
         with pytest.raises(ImageError, match=r"no file of torch\.save"):
             from_memory(content[:length])
+
+
+@pytest.mark.parametrize("nbytes", [0, 40])
+def test_a_tensor_that_is_larger_than_its_storage_is_refused(nbytes: int) -> None:
+    content = memoryview(bytearray(saved({"w": torch.ones(9), "x": resized(nbytes)})))
+    with pytest.raises((ImageError, RuntimeError), match=r"larger than its storage|not resizable"):
+        deserialize(content)
+    with pytest.raises(ImageError, match="larger than its storage"):
+        deserialize_unread(content)
 
 
 def test_a_compressed_archive_is_refused() -> None:
