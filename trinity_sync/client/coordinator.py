@@ -372,7 +372,8 @@ class CheckpointCoordinator:
 
         Raises:
             ConfigError: as `check_resume`; or the step has no such component, or other tensors, by
-                name, shape, dtype or placement, on any rank: nothing was changed.
+                name, shape, dtype or placement, or unlike values for tensors that share memory, on
+                any rank: nothing was changed.
             CommitError, RootInUseError: as `load`. An error of a corrupted file says which
                 components have changed.
         """

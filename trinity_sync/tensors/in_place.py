@@ -8,7 +8,7 @@ to it later, as for a tensor that is not contiguous, or is no tensor's.
 import copy
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 from operator import attrgetter
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from trinity_sync.errors import ConfigError, ImageError
 from trinity_sync.tensors.deserialize import UnreadStorage, deserialize_unread
+from trinity_sync.tensors.dtensor_shards import have_equal_bits
 from trinity_sync.tensors.memcpy import copy_pieces, exceeds_storage, view_bytes, view_memory
 from trinity_sync.tensors.torch_private import get_shard, get_storage_id
 
@@ -126,14 +127,14 @@ def plan_filling(image: memoryview, live: Any) -> Filling:
         nbytes = unread.storage.nbytes()
         part = torch.frombuffer(image, dtype=torch.uint8, count=nbytes, offset=unread.start)
         view_bytes(unread.storage).copy_(part)
+    matching.require_same_where_shared(lambda pair: _view_saved(image, storages, pair.source))
     matching.require_equal()
     plans = {key: _place(unread, by_storage[key]) for key, unread in storages.items()}
-    shared = _find_shared(plans)
     filling = Filling(matching.state, filled=[pair.live for pair in matching.pairs])
     for key, unread in storages.items():
         spans, tied = plans[key] or ([], [])
         is_on_cpu = all(span.target.device.type == "cpu" for span in spans)
-        if plans[key] is None or key in shared or not (matching.is_plain or is_on_cpu):
+        if plans[key] is None or not (matching.is_plain or is_on_cpu):
             end = unread.start + unread.storage.nbytes()
             filling.spans.append(Span(unread.start, end, view_bytes(unread.storage)))
             filling.copies += by_storage[key]
@@ -150,21 +151,14 @@ def _size(pairs: Sequence[Pair]) -> int:
     return sum(pair.source.nbytes for pair in pairs)
 
 
-def _find_shared(plans: Mapping[int, "_Placed | None"]) -> set[int]:
-    """Return the storages whose bytes go where those of another one go as well."""
-    targets = [
-        (str(span.target.device), span.target.data_ptr(), span.end - span.start, key)
-        for key, placed in plans.items()
-        for span in (placed[0] if placed else ())
-    ]
-    shared, before, last, end = set[int](), "", 0, 0
-    for device, start, nbytes, key in sorted(targets):
-        if device == before and start < end:
-            shared |= {last, key}
-        if device != before or start + nbytes > end:
-            last, end = key, start + nbytes
-        before = device
-    return shared
+def _view_saved(
+    image: memoryview, storages: Mapping[int, UnreadStorage], source: torch.Tensor
+) -> torch.Tensor:
+    """Return the data of a tensor in a file."""
+    start = storages[get_storage_id(source.untyped_storage())].start
+    at = int(start + source.storage_offset() * source.element_size())
+    part = torch.frombuffer(image, dtype=torch.uint8, count=_span(source), offset=at)
+    return part.view(source.dtype).as_strided(source.shape, source.stride())
 
 
 def plan_copies(saved: Any, live: Any) -> Filling:
@@ -174,6 +168,7 @@ def plan_copies(saved: Any, live: Any) -> Filling:
         ConfigError: as `plan_filling`.
     """
     matching = _match(saved, live)
+    matching.require_same_where_shared(lambda pair: pair.source.resolve_conj().resolve_neg())
     matching.require_equal()
     return Filling(
         matching.state, copies=matching.pairs, filled=[pair.live for pair in matching.pairs]
@@ -192,6 +187,8 @@ class _Matching:
 
     state: Any = None
     pairs: list[Pair] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    """Those of the pairs."""
     differing: list[str] = field(default_factory=list)
     meshes: dict[tuple[int, int], tuple[str, DeviceMesh, DeviceMesh]] = field(default_factory=dict)
     """Those of DTensors, saved and live, each with the name of the first."""
@@ -206,6 +203,7 @@ class _Matching:
             elif isinstance(saved, DTensor) and isinstance(live, DTensor):
                 meshes = saved.device_mesh, live.device_mesh
                 self.meshes.setdefault((id(meshes[0]), id(meshes[1])), (name[1:], *meshes))
+            self.names.append(name[1:])
             self.pairs.append(Pair(get_shard(saved), get_shard(live).detach()))
             return live
         if isinstance(saved, dict) and isinstance(live, Mapping):
@@ -228,6 +226,29 @@ class _Matching:
         self.is_plain &= isinstance(saved, _PLAIN)
         return saved
 
+    def require_same_where_shared(self, view: Callable[[Pair], torch.Tensor]) -> None:
+        """Collect live tensors that share memory which the file has other values for.
+
+        ``view`` returns the data that the first tensor of a pair has in the file. Parts of one
+        tensor with gaps between their elements are not compared: they may lie side by side.
+        """
+        places: dict[Any, int] = {}
+        device, end, last = "", 0, 0
+        found = ((n, live) for n, (_, live) in enumerate(self.pairs) if live.numel())
+        ordered = ((str(live.device), live.data_ptr(), -_span(live), n) for n, live in found)
+        for on, start, span, number in sorted(ordered) if not self.differing else ():
+            pair = self.pairs[number]
+            first = places.setdefault((on, *_get_place(pair.live)), number)
+            if first == number and on == device and start < end:
+                first = last
+            if first != number and not _agree(self.pairs[first], pair, view):
+                names = self.names[max(first, number)], self.names[min(first, number)]
+                self.differing.append(
+                    "{} is not equal to {}, with which it shares memory".format(*names)
+                )
+            if (on != device or start - span > end) and -span == pair.live.nbytes:
+                device, end, last = on, start - span, number
+
     def require_equal(self) -> None:
         """Raise an error if the tensors differ, once the ranks of meshes are read."""
         for name, *meshes in self.meshes.values():
@@ -242,6 +263,33 @@ class _Matching:
                 f"{'; '.join(differing[:_NAMED])}{more}. Nothing was changed. Pass a state of the "
                 "structure that was saved, or use load"
             )
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Return the bytes from the first element of a tensor to the end of its last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
+
+
+def _get_place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    form = tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+    return tensor.data_ptr(), *form
+
+
+def _agree(one: Pair, other: Pair, view: Callable[[Pair], torch.Tensor]) -> bool:
+    """Return whether live tensors that share memory are to have the same values in it."""
+    (at, *form), (live_at, *live_form) = map(_get_place, one)
+    (other_at, *other_form), (other_live_at, *other_live_form) = map(_get_place, other)
+    are_tied = (live_at, live_form) == (other_live_at, other_live_form)
+    if are_tied and (at, form) == (other_at, other_form):
+        return True
+    if (
+        form == live_form
+        and other_form == other_live_form
+        and at - live_at == other_at - other_live_at
+    ):
+        return True  # parts of one tensor, there as here
+    return are_tied and form[2:] == other_form[2:] and have_equal_bits(view(one), view(other))
 
 
 def _match(saved: Any, live: Any) -> _Matching:

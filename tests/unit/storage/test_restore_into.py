@@ -249,28 +249,57 @@ def test_a_part_that_the_saved_state_has_twice_is_filled_twice(job: Job) -> None
     assert found["actor"]["w"] is live["actor"]["w"]
 
 
+WEIGHT = torch.zeros(50, 100)
+TIED_HERE: dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]] = {
+    "the same memory": ([BASE, BASE + 1], [WEIGHT, WEIGHT]),
+    "turned": ([BASE, BASE.t().clone()], [WEIGHT, WEIGHT.t()]),
+    "in part": ([BASE, BASE[:9] + 1], [WEIGHT, WEIGHT[7:16]]),
+    "another part": ([BASE, BASE[:9]], [WEIGHT, WEIGHT[7:16]]),
+    "with gaps": ([BASE[:, :2].clone(), BASE[:, 1:3].clone()], [WEIGHT[:, :2], WEIGHT[:, :2]]),
+    "conjugated": (
+        [(tied := torch.complex(BASE, BASE)), tied.conj()],
+        [(twice := torch.complex(WEIGHT, WEIGHT)), twice],
+    ),
+}
+
+
 @PLACES
-@pytest.mark.parametrize("shift", [0, 1000])
-def test_tensors_that_share_memory_here_alone_get_the_later_values(
-    job: Job, shift: int, from_spool: bool
+@pytest.mark.parametrize("case", TIED_HERE)
+def test_tensors_that_share_memory_here_and_have_other_values_there_are_refused(
+    job: Job, case: str, from_spool: bool
 ) -> None:
-    """As ``load_state_dict`` leaves them, and never a mix."""
-    pairs = range(8)
-    saved_state = {
-        f"{n}.{part}": torch.full((1 << 20,), float(part)) for n in pairs for part in (1, 2)
-    }
-    job.stage(1, {"model": saved_state})
+    saved, live = TIED_HERE[case]
+    job.stage(1, {"model": {"emb": saved[0], "head": saved[1]}})
     job.commit(1)
-    whole = [torch.zeros((1 << 20) + shift) for _ in pairs]
-    live = {
-        f"{n}.{part}": whole[n][: 1 << 20] if part == 1 else whole[n][shift:]
-        for n in pairs
-        for part in (1, 2)
-    }
-    into(job, 1, {"model": live}, from_spool=from_spool)
-    for each in whole:
-        assert (each[:shift] == 1).all()
-        assert (each[shift:] == 2).all()
+    with pytest.raises(ConfigError, match="head is not equal to emb, with which it shares memory"):
+        into(job, 1, {"model": {"emb": live[0], "head": live[1]}}, from_spool=from_spool)
+    with pytest.raises(ConfigError, match=r"1 is not equal to 0, with which it shares memory"):
+        plan_copies(saved, live)
+    assert not live[0].any()
+
+
+@pytest.mark.parametrize("case", ["equal", "tied", "parts", "side by side"])
+@PLACES
+def test_tensors_that_share_memory_here_are_filled_where_their_values_are_the_same(
+    job: Job, case: str, from_spool: bool
+) -> None:
+    saved, live = {
+        "equal": ([BASE, BASE.clone()], lambda whole: [whole, whole]),
+        "tied": ([BASE, BASE], lambda whole: [whole.t().contiguous().t()] * 2),
+        "parts": ([BASE, BASE[:9], BASE.t()], lambda whole: [whole, whole[:9], whole.t()]),
+        "side by side": (
+            [BASE[:, :7].clone(), BASE[:, 7:].clone()],
+            lambda whole: [whole[:, :7], whole[:, 7:]],
+        ),
+    }[case]
+    job.stage(1, {"model": saved})
+    job.commit(1)
+    targets = live(torch.zeros(50, 100))
+    into(job, 1, {"model": targets}, from_spool=from_spool)
+    again = live(torch.zeros(50, 100))
+    plan_copies(saved, again).finish()
+    for each in (targets, again):
+        assert all(map(torch.equal, each, saved))
 
 
 def test_a_dtensor_on_ranks_in_another_order_is_refused() -> None:
