@@ -93,6 +93,8 @@ def walk_state(state: Any) -> StateWalk | None:
     floats: list[float] = []
     live: list[torch.UntypedStorage] = []
     numbers: dict[int, int] = {}
+    firsts: list[torch.Tensor] = []
+    """The first tensor in each storage."""
     seen: dict[int, int] = {}
     # local names: this walk is the whole cost of a known state
     add, add_all = found.append, found.extend
@@ -100,7 +102,7 @@ def walk_state(state: Any) -> StateWalk | None:
     attributes_count = type(state) is not UndetachedStateDict
 
     def walk(value: Any) -> None:
-        kind = type(value)
+        kind, given = type(value), value
         if kind is DTensor:
             if attributes_count and value.__dict__:
                 raise _NotComparable
@@ -122,8 +124,11 @@ def walk_state(state: Any) -> StateWalk | None:
             number = numbers.get(address)
             if number is None:
                 number = numbers[address] = len(numbers)
+                firsts.append(given)
                 if nbytes:
                     live.append(storage)
+            elif given is not firsts[number]:  # a pickle has an object once
+                add(seen.setdefault(id(given), len(seen)))
             add_all(
                 (
                     kind,

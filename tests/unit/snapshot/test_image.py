@@ -19,10 +19,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.tensor import DTensor
 
 from trinity_sync.errors import ImageError
 from trinity_sync.snapshot.image import ALIGNMENT, fill, lay_out
 from trinity_sync.snapshot.layout_key import UndetachedStateDict
+from trinity_sync.tensors.torch_private import make_dtensor, make_mesh
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 
@@ -270,11 +272,38 @@ def test_tied_tensors_and_views_stay_shared() -> None:
     assert all(not tensor.any() for tensor in again.values())
 
 
+def one_rank_dtensor(shard: torch.Tensor) -> DTensor:
+    return make_dtensor(shard, MESH, shard.shape)
+
+
+MESH = make_mesh("cpu", 0, 1)
+
+
 def test_tying_that_changes_is_laid_out_again() -> None:
     a, b = torch.zeros(4), torch.ones(4)
     known, _ = lay_out([a, a, b])
     layout, _ = lay_out([a, b, b], known)
     assert layout is not known
+
+
+def same_objects(items: list[Any]) -> list[int]:
+    return [next(n for n, other in enumerate(items) if other is each) for each in items]
+
+
+@pytest.mark.parametrize("of", [torch.nn.Parameter, torch.Tensor.detach, one_rank_dtensor])
+def test_entries_that_become_one_object_or_two_are_laid_out_again(of: Any) -> None:
+    shared = torch.ones(4)
+    one, other = of(shared), of(shared)
+    two = [shared, one, other], [shared, one, one]
+    three = [one, other, other], [one, other, one]
+    for first, second in ([one, other], [one, one]), ([one, one], [one, other]), two, three:
+        known, _ = lay_out(first)
+        assert lay_out(list(first), known)[0] is known
+        layout, storages = lay_out(second, known)
+        image = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        fill(image, layout, storages)
+        again = loaded(image.numpy().tobytes())
+        assert same_objects(again) == same_objects(second)
 
 
 NUMBERS, COMPLEX = torch.arange(12.0), torch.randn(6, dtype=torch.complex64)
