@@ -234,6 +234,9 @@ _MADE: dict[tuple[str, str], Any] = {
         storage, offset, tuple(shape), tuple(stride)
     ),
     ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
+    ("torch._tensor", "_rebuild_from_type_v2"): lambda make, _, parts, state: _Stub(
+        make(*parts), state
+    ),
     ("collections", "OrderedDict"): OrderedDict,
 }
 

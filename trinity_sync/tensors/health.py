@@ -43,6 +43,8 @@ _INFINITIES = {
     "HalfStorage": (2, 0x1F << 10),
 }
 """Bytes and infinite value of the floats that are looked at, by their storage's class in torch."""
+_COMPLEX = {"ComplexDoubleStorage": "DoubleStorage", "ComplexFloatStorage": "FloatStorage"}
+"""Storages of complex numbers, each of which is two floats."""
 
 
 class ValueScan:
@@ -54,7 +56,7 @@ class ValueScan:
 
     def __init__(self, image: memoryview, *, of_items: bool = False) -> None:
         found = (list_tensors_of_items if of_items else list_tensors)(image)
-        floats = (each for each in found if each.storage in _INFINITIES)
+        floats = (each for each in map(_to_floats, found) if each.storage in _INFINITIES)
         self._tensors = [(each, *_INFINITIES[each.storage]) for each in floats if each.numel]
         for each, nbytes, _ in self._tensors:
             if each.storage_start + nbytes * (each.offset + each.spanned) > len(image):
@@ -97,6 +99,17 @@ class ValueScan:
         norm = min(math.sqrt(self._squares), sys.float_info.max)
         names = tuple(self._names[:NAMED])
         return len(self._tensors), self._nonfinite, norm, self._largest, names
+
+
+def _to_floats(tensor: ArchivedTensor) -> ArchivedTensor:
+    """Return a tensor without the dimensions along which it is expanded; complex numbers as two."""
+    dims = [(n, by) for n, by in zip(tensor.shape, tensor.stride, strict=True) if by or not n]
+    offset, storage = tensor.offset, tensor.storage
+    if storage in _COMPLEX:
+        dims = [*((n, 2 * by) for n, by in dims), (2, 1)]
+        offset, storage = 2 * offset, _COMPLEX[storage]
+    shape, stride = (tuple(each[part] for each in dims) for part in (0, 1))
+    return tensor._replace(storage=storage, offset=offset, shape=shape, stride=stride)
 
 
 def _iter_slices(

@@ -85,6 +85,39 @@ def test_tensors_count_once_and_what_lies_between_them_does_not() -> None:
     assert measure({"both": both}).nonfinite == 300_000
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_numbers_are_two_floats_each(dtype: torch.dtype) -> None:
+    tensor = torch.full((40, 50), -2 + 1j, dtype=dtype)
+    tensor[3, 4], tensor[7, 8] = complex(1, float("nan")), complex(float("inf"), 1)
+    states = {"w": tensor, "t": tensor[1:7].t(), "gaps": tensor[:, :5], "conj": tensor[4:].conj()}
+    for name, count in {"w": 2, "t": 1, "gaps": 1, "conj": 1}.items():
+        found = measure({"scalar": torch.tensor(0j), name: states[name]})
+        assert (found.tensors, found.nonfinite, found.names) == (2, count, (name,))
+        assert found.largest == 2
+    assert measure({"w": tensor[10:].clone()}).norm == pytest.approx((1500 * 5) ** 0.5)
+
+
+class Own(torch.Tensor):
+    """A tensor of a user's class."""
+
+
+@pytest.mark.parametrize("of", [Own, torch.nn.Parameter])
+def test_tensors_of_other_classes_and_with_attributes_are_looked_at(of: Any) -> None:
+    tensor = torch.tensor([1, float("nan")]).as_subclass(of)
+    tensor.scale = torch.tensor([float("inf")])
+    found = measure({"w": [tensor]})
+    assert (found.tensors, found.nonfinite, found.names) == (2, 2, ("w.0", "w.0.scale"))
+
+
+def test_what_lies_in_the_gaps_of_an_expanded_tensor_does_not_count() -> None:
+    whole = torch.full((10, 4), float("nan"))
+    whole[:, :2] = 3
+    whole[5, 1] = float("inf")
+    found = measure({"w": whole[:, :2].unsqueeze(0).expand(6, 10, 2)})
+    assert (found.tensors, found.nonfinite, found.largest) == (1, 1, 3)
+    assert found.norm == pytest.approx((19 * 9) ** 0.5)
+
+
 def test_other_values_are_passed_over() -> None:
     states = {
         "steps": torch.arange(5),
