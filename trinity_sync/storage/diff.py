@@ -190,9 +190,12 @@ def _compare_narrow(change: _Comparison, x: torch.Tensor, y: torch.Tensor) -> bo
 def _compare_wide(change: _Comparison, x: torch.Tensor, y: torch.Tensor) -> None:
     """Compare in 64 bits, for any values."""
     wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
+    given = x, y
     x, y = x.to(wide), y.to(wide)
     both_nan = x.isnan() & y.isnan()
-    unequal = (x != y) & ~both_nan
+    # large integers that differ may be the same float
+    a, b = given if given[0].dtype == given[1].dtype else (x, y)
+    unequal = (a != b) & ~both_nan
     change.nonfinite += int((~y.isfinite()).sum())
     change.before += float(x.abs().square().nansum())
     if unequal.any():

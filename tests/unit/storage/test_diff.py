@@ -107,6 +107,14 @@ def test_every_dtype_can_be_compared(job: Job, dtype: torch.dtype) -> None:
     assert changes(job, {"w": before}, {"w": after})["w"].changed == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
+def test_large_integers_that_are_one_float_differ(job: Job, dtype: torch.dtype) -> None:
+    first = 2**53 if dtype == torch.int64 else 2**63
+    before, after = (torch.tensor([first + n, 7], dtype=dtype) for n in range(2))
+    change = changes(job, {"w": before}, {"w": after})["w"]
+    assert (change.state, change.changed) == ("changed", 1)
+
+
 def test_a_sharded_tensor_is_compared_without_a_process_group(job: Job) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
