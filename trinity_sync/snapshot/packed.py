@@ -60,7 +60,8 @@ class Packed:
                         if not (read := os.preadv(fd, [left], done)):
                             break
                         done += read
-                    found = os.fstat(fd).st_size
+                    # files of /proc have more than the 0 bytes that they are said to have
+                    found = max(os.fstat(fd).st_size, done + len(os.pread(fd, 1, done)))
             except OSError as error:
                 raise ImageError(f"{path} cannot be read: {error.strerror}") from error
             if not done == found == nbytes:

@@ -373,3 +373,12 @@ def test_metadata_that_is_neither_bytes_nor_a_path_is_refused_at_the_call(
     saves = coordinator_of()
     with pytest.raises(ConfigError, match="pass its content as bytes"):
         saves.save(4, MODEL, metadata={"config.json": content})
+
+
+def test_a_file_that_has_more_bytes_than_its_size_says_fails_the_save(
+    coordinator_of: Open, job: Job
+) -> None:
+    saves = coordinator_of()
+    saves.save(3, MODEL)
+    handle = saves.save(4, MODEL, metadata={"cpu": Path("/proc/cpuinfo")})
+    assert "/proc/cpuinfo had 0 bytes and has " in handle.failure
