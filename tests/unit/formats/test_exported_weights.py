@@ -12,7 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import (
+    LoraConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+)
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -562,6 +569,20 @@ def test_an_adapter_with_the_config_of_another_one_is_refused_by_name(
     LoraConfig(**values).save_pretrained(tmp_path / "metadata/lora_adapter")
     commit(job, tmp_path / "metadata", 1, trained.state_dict(), trained.config)
     with pytest.raises(ExportError, match=said):
+        export_step(job.root, 1, to=tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+
+
+@pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig])
+def test_an_adapter_that_peft_computes_is_refused_with_what_saves_it(
+    job: Job, tmp_path: Path, kind: Any
+) -> None:
+    KINDS["qwen2"].make().save_pretrained(tmp_path / "base")
+    config = kind(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    trained = get_peft_model(load(KINDS["qwen2"], tmp_path / "base"), config)
+    config.save_pretrained(tmp_path / "metadata/lora_adapter")
+    commit(job, tmp_path / "metadata", 1, trained.state_dict(), trained.base_model.config)
+    with pytest.raises(ExportError, match=r"PEFT computes tensors .* save the adapter with PEFT"):
         export_step(job.root, 1, to=tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
 
