@@ -168,7 +168,7 @@ async def verify(
             ranks, and measure it, instead of reading files.
 
     Raises:
-        CommitError: A step is corrupted, or cannot be loaded.
+        CommitError: A step is corrupted, as any with a torn manifest, or cannot be loaded.
     """
     if load:
         await _load_newest_checkpoints(root)

@@ -116,11 +116,12 @@ def check_root(root: str | Path) -> None:
         ConfigError: as `refuse_url`, or it is the folder of a step or in one, and no root.
     """
     refuse_url(root)
-    if (Path(root) / PRIVATE_FOLDER).is_dir():
+    if os.path.isdir(Path(root) / PRIVATE_FOLDER):  # noqa: PTH112, False for a folder without access
         return
     for path in (Path(os.path.abspath(root)), Path(os.path.realpath(root))):  # noqa: PTH100
         for each in filter(is_step_folder, (path, *path.parents)):
-            if (each.parent / PRIVATE_FOLDER).is_dir() or (each / MANIFEST).exists():
+            found = each.parent / PRIVATE_FOLDER, each / MANIFEST
+            if any(map(os.path.exists, found)):
                 raise ConfigError(
                     f"{root} is not the root of a job, but inside of one; pass the root: "
                     f"{each.parent}"

@@ -72,9 +72,9 @@ def assert_all_say(ranks: Ranks, why: str) -> None:
 
 def assert_images_say(ranks: Ranks, why: str) -> None:
     """Whoever reads them before the journal is told the same."""
-    images = ranks[0].spool.tickets()[0]
-    assert images
-    for image in images:
+    failed = [image for image in ranks[0].spool.tickets()[0] if image.failed]
+    assert failed
+    for image in failed:
         assert failure_path(image.slot).read_text().startswith(why)
 
 

@@ -131,7 +131,7 @@ class Command(typer.core.TyperCommand):
         """Put the root of ``-C`` before the arguments.
 
         Raises:
-            ConfigError: The first argument is a root as well, or the root is empty.
+            ConfigError: The first argument is a root as well.
         """
         if _given_root is not None and self.params and self.params[0].name == "root":
             first = next((word for word in args if not word.startswith("-")), "")
@@ -143,8 +143,6 @@ class Command(typer.core.TyperCommand):
                     "leave one of them out",
                 )
             args = [_given_root, *args]
-        if args[:1] == [""] and self.params and self.params[0].name in ("root", "roots"):
-            refuse_url("")  # a Path would make it the folder that the command is run in
         return super().parse_args(ctx, args)
 
 
@@ -287,9 +285,20 @@ def _refuse_inside(folder: Path) -> None:
             )
 
 
+def _require_text(text: str) -> str:
+    if not text:
+        refuse_url(text)  # a Path would make it the folder that the command is run in
+    return text
+
+
+def _parse_root(text: str) -> Path:
+    return Path(_require_text(text))
+
+
 Root = Annotated[
     Path,
     typer.Argument(
+        parser=_parse_root,
         metavar="ROOT",
         autocompletion=complete_root,
         help="Root of the job, which holds the global_step_N folders.",
@@ -298,6 +307,7 @@ Root = Annotated[
 RootOrUrl = Annotated[
     str,
     typer.Argument(
+        callback=_require_text,
         metavar="ROOT",
         autocompletion=complete_root,
         help="Root of the job, or the URL of its remote.",

@@ -530,9 +530,9 @@ class CheckpointCoordinator:
             role: role of the states; they become files in ``global_step_{step}/{role}/``.
             kind: ``checkpoint`` for all components, ``state_dict`` for the weights of a sync.
             metadata: small files to commit with the shards, by path below the role's folder, or a
-                folder of them; only rank 0's are used. A folder is read once: pass a new one when
-                its content has changed. A path is that of a file, which may be large: as of
-                `attach_folder`.
+                folder of them; only rank 0's are used, of the step's first save. A folder is read
+                once: pass a new one when its content has changed. A path is that of a file, which
+                may be large: as of `attach_folder`.
             overlap: return before large tensors are copied; a thread copies them during the next
                 forward and backward pass. They must not change before `wait_staged`, which
                 `wait_staged_before` calls, and the save is not submitted until then. A detected

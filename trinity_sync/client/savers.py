@@ -52,7 +52,7 @@ class _NewestStep:
     components: tuple[str, ...] = ()
     submitted: dict[Kind, Origin] = field(default_factory=dict)
     metadata: Metadata | None = None
-    """As it was given with the first of its saves that had any."""
+    """As it was given last and saved."""
 
 
 class StateSaver:
@@ -104,13 +104,13 @@ class StateSaver:
         before, and fails this save. A save that has failed is submitted again as a whole; images
         that are still there and equal are not copied again.
 
-        ``metadata``, small files or their folder, is ignored on other ranks than 0. ``attachments``
-        are packed; those of a save that was submitted are part of it already. The stall is counted
-        from ``began`` (`time.perf_counter`), by default from now.
+        ``metadata``, small files or their folder, is ignored on other ranks than 0, and if it
+        differs from that of the step's first save, with a warning. ``attachments`` are packed;
+        those of a save that was submitted are part of it already. The stall is counted from
+        ``began`` (`time.perf_counter`), by default from now.
 
         Raises:
-            ConfigError: components, metadata, an export or ``keep`` come after the save was
-                submitted, or the metadata differs from that of an earlier save of the step.
+            ConfigError: components, an export or ``keep`` come after the save was submitted.
             SpoolError, ImageError: the first save of the process cannot be staged. The error of a
                 later save is one of `take_failures`, and training continues.
         """
@@ -138,34 +138,36 @@ class StateSaver:
                 for each in serving
                 for name in {*each.replicated, *each.replicas}.difference(known)
             }
-            components = {name: each for name, each in components.items() if name not in covered}
+            own = {name: each for name, each in components.items() if name not in covered}
             # a sync has no components of the checkpoint, and what failed is staged again
-            others = (name for name in known if name not in components and kind == "checkpoint")
+            others = (name for name in known if name not in own and kind == "checkpoint")
             earlier = [name for name in others if not (again and name in FOLDERS)]
             if not again:
                 earlier += [
                     name
-                    for name, state in components.items()
+                    for name, state in own.items()
                     if name in known and self._is_staged(origin, name, state)
                 ]
-            states = {name: state for name, state in components.items() if name not in earlier}
+            states = {name: state for name, state in own.items() if name not in earlier}
             late = [name for name in states if name not in known]
-            if given and given != newest.metadata:
-                if METADATA in known and not again:
-                    raise ConfigError(
-                        f"step {step}, role {role}: the metadata differs from that of an earlier "
-                        "save of the step; pass the same, or none"
-                    )
-                late.append(METADATA)
             for option in ("export", "keep"):
                 value = getattr(origin, option)
                 if value and any(getattr(each, option) != value for each in serving):
                     late.append(option)
             if kind in pending:
                 attachments = None
+            is_served = bool(serving) and not (states or attachments or late)
+            if given and given != newest.metadata and (is_served or METADATA in earlier):
+                logger.warning(  # an error would be one of rank 0 alone
+                    "Step %d, role %s: its metadata is that of the first save of the step. Other "
+                    "metadata is not saved; pass it with that save",
+                    step,
+                    role,
+                )
+                given = newest.metadata
+            if is_served:
+                return NOTHING_STAGED
             if not states and attachments is None:
-                if serving and not late:
-                    return NOTHING_STAGED
                 states = components  # all went with another save; this one needs its own images
             if kind in pending and late:
                 raise ConfigError(

@@ -237,8 +237,8 @@ class SlotPool:
         if ticket and ticket.kind != "checkpoint" and not self._is_of_checkpoint(ticket.image):
             again = origin.is_of_step(ticket) and ticket.kind == origin.kind
             return _Image(False, age - min(self._wait_s, WEIGHTS_WAIT_S), again)
-        again = ticket is not None and origin.is_of_step(ticket) and origin.kind == "checkpoint"
-        return _Image(age < math.inf, age - self._wait_s, again)
+        kinds = ("checkpoint", ticket.kind) if ticket and origin.is_of_step(ticket) else ()
+        return _Image(age < math.inf, age - self._wait_s, origin.kind in kinds)
 
     def _is_of_checkpoint(self, image: str) -> bool:
         """Return whether a checkpoint of this process that waits shares an image of weights."""

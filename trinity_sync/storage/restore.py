@@ -260,7 +260,7 @@ def restore_folder(root: str | Path, manifest: Manifest, path: str, to: Path) ->
         copy = to / record.path.removeprefix(f"{path}/")
         try:
             copy.parent.mkdir(parents=True, exist_ok=True)
-            if copy == to / EMPTY_FOLDER:
+            if copy == to / EMPTY_FOLDER and len(records) == 1:
                 continue
             shutil.copyfile(source, copy)
             digest = digest_cached_file(copy)

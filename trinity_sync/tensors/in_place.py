@@ -229,6 +229,7 @@ class _Matching:
     def require_same_where_shared(self, view: Callable[[Pair], torch.Tensor]) -> None:
         """Collect live tensors that share memory which the file has other values for.
 
+        So are those that lie there in another form than in the file, whatever their values.
         ``view`` returns the data that the first tensor of a pair has in the file. Parts of one
         tensor with gaps between their elements are not compared: they may lie side by side.
         """
@@ -244,7 +245,8 @@ class _Matching:
             if first != number and not _agree(self.pairs[first], pair, view):
                 names = self.names[max(first, number)], self.names[min(first, number)]
                 self.differing.append(
-                    "{} is not equal to {}, with which it shares memory".format(*names)
+                    "{} shares memory with {}, and has other values or another form in the step"
+                    "".format(*names)
                 )
             if (on != device or start - span > end) and -span == pair.live.nbytes:
                 device, end, last = on, start - span, number
@@ -272,8 +274,9 @@ def _span(tensor: torch.Tensor) -> int:
 
 
 def _get_place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    form = tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
-    return tensor.data_ptr(), *form
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    strides = [stride for size, stride in steps if size > 1]
+    return tensor.data_ptr(), tensor.shape, *strides, tensor.is_conj(), tensor.is_neg()
 
 
 def _agree(one: Pair, other: Pair, view: Callable[[Pair], torch.Tensor]) -> bool:
@@ -289,7 +292,7 @@ def _agree(one: Pair, other: Pair, view: Callable[[Pair], torch.Tensor]) -> bool
         and at - live_at == other_at - other_live_at
     ):
         return True  # parts of one tensor, there as here
-    return are_tied and form[2:] == other_form[2:] and have_equal_bits(view(one), view(other))
+    return are_tied and form[-2:] == other_form[-2:] and have_equal_bits(view(one), view(other))
 
 
 def _match(saved: Any, live: Any) -> _Matching:

@@ -120,6 +120,12 @@ def test_a_step_is_written_into_no_folder_of_a_step(
     assert sorted(job.root.rglob("*")) == before
 
 
+def test_a_root_that_the_file_system_refuses_is_an_error_of_the_root(tmp_path: Path) -> None:
+    for root in (tmp_path / ("a" * 300), tmp_path / ("a" * 300) / "global_step_5"):
+        with pytest.raises(ConfigError, match="cannot create the job's root"):
+            resolve_root(root)
+
+
 def test_a_root_may_have_the_name_of_a_step_or_be_one_inside_of_it(
     job: Job, tmp_path: Path
 ) -> None:
@@ -130,7 +136,13 @@ def test_a_root_may_have_the_name_of_a_step_or_be_one_inside_of_it(
 
 
 @pytest.mark.parametrize(
-    "command", [("jobs", "set", "", "keep=last=3"), ("metrics", "", "30", "a=1")]
+    "command",
+    [
+        ("jobs", "set", "", "keep=last=3"),
+        ("metrics", "", "30", "a=1"),
+        ("prune", "--keep", "last=1", ""),
+        ("ls", "--limit", "1", ""),
+    ],
 )
 def test_an_empty_root_is_not_the_folder_that_one_is_in(
     command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
