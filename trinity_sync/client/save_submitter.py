@@ -130,8 +130,9 @@ class SaveSubmitter:
                 export is unknown, or the role is not the job's; or `submit_callables` has submitted
                 the save, which may be committed.
         """
-        check_choice(f"step {step}: kind", kind, KINDS)
-        check_choice(f"step {step}: export", export, get_args(Export))
+        if kind not in KINDS or export not in get_args(Export):
+            check_choice(f"step {step}: kind", kind, KINDS)
+            check_choice(f"step {step}: export", export, get_args(Export))
         are_known = bool(components)
         for name, state in components.items():
             are_known &= isinstance(state, LaidOut) or name in {*COMPONENTS} - {*FOLDERS, "dcp"}
