@@ -70,14 +70,6 @@ def assert_all_say(ranks: Ranks, why: str) -> None:
             rank.wait_all(150)
 
 
-def assert_images_say(ranks: Ranks, why: str) -> None:
-    """Whoever reads them before the journal is told the same."""
-    failed = [image for image in ranks[0].spool.tickets()[0] if image.failed]
-    assert failed
-    for image in failed:
-        assert failure_path(image.slot).read_text().startswith(why)
-
-
 @pytest.fixture(autouse=True)
 def trainers_read_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail a test whose trainers ask for flow runs."""
@@ -121,7 +113,6 @@ def test_a_save_that_is_cancelled_while_it_is_written(ranks: Ranks, root: Path, 
     set_state(api, root, Cancelling())
     save(ranks[1])
     assert_all_say(ranks, "Cancelled: Cancelled while running")
-    assert_images_say(ranks, "Cancelled: Cancelled while running")
 
 
 def test_a_save_that_is_cancelled_before_it_is_begun(
@@ -131,7 +122,9 @@ def test_a_save_that_is_cancelled_before_it_is_begun(
     set_state(api, root, Cancelled(message="not needed"))
     embedded.up(stack_settings)
     assert_all_say(ranks, "Cancelled: not needed")
-    assert_images_say(ranks, "Cancelled: not needed")
+    images = ranks[0].spool.tickets()[0]
+    said = {failure_path(image.slot).read_text() for image in images}
+    assert said == {"Cancelled: not needed"}  # which a rank may read before the journal
 
 
 def test_a_save_that_fails_once_its_worker_is_back(
