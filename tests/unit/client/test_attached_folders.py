@@ -16,7 +16,7 @@ from tests.support.forked import Program
 from tests.support.job import Job
 from tests.unit.conftest import Open
 from trinity_sync.errors import ConfigError, SaveError
-from trinity_sync.layout import attaching_folder, step_folder
+from trinity_sync.layout import EMPTY_FOLDER, attaching_folder, step_folder
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.upload import replicate
 from trinity_sync.snapshot.stager import Staged, StagePlan
@@ -274,6 +274,20 @@ def test_a_folder_without_files_is_attached_like_any_other_and_restored_as_one(
         to = tmp_path / "back" / str(rank)
         ranks[rank].restore_folder(4, "queue", to)
         assert [path.name for path in to.iterdir()] == files
+
+
+def test_a_file_with_the_name_of_the_mark_of_an_empty_folder_is_restored_next_to_others(
+    coordinator_of: Open, job: Job, tmp_path: Path
+) -> None:
+    saves = coordinator_of()
+    (tmp_path / "queue").mkdir()
+    for name in (EMPTY_FOLDER, "a"):
+        (tmp_path / "queue" / name).write_bytes(b"x")
+    saves.attach_folder("queue", tmp_path / "queue", step=4)
+    saves.save(4, MODEL)
+    job.commit(4, "model", "attachments")
+    saves.restore_folder(4, "queue", tmp_path / "back")
+    assert {path.name for path in (tmp_path / "back").iterdir()} == {EMPTY_FOLDER, "a"}
 
 
 @pytest.mark.parametrize("change", ["grow", "shrink", "remove"])
