@@ -96,7 +96,7 @@ def test_a_home_in_a_folder_that_is_cleaned_is_a_warning(tmp_path: Path) -> None
     finally:
         home.rmdir()
     assert (found["home"].state, f"{home} is in /var/tmp" in found["home"].found) == ("warn", True)
-    elsewhere = run_checks(Settings(home=Path(__file__).parent, spool=tmp_path))
+    elsewhere = run_checks(Settings(home=Path.home(), spool=tmp_path))
     assert "home" not in {check.name for check in elsewhere}
 
 

@@ -1,0 +1,49 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = """
+from pathlib import Path
+
+def test_fails_once():
+    mark = Path(__file__).with_name("mark")
+    first = not mark.exists()
+    mark.touch()
+    assert not first, "only at first"
+
+def test_passes():
+    pass
+"""
+
+
+def test_a_test_that_fails_once_is_named_as_flaky_with_what_it_said(tmp_path: Path) -> None:
+    ended, repeated = run_and_repeat(tmp_path, TESTS)
+    assert (ended, repeated.returncode) == (1, 0)
+    assert "flaky: test_it.py::test_fails_once" in repeated.stdout
+    assert "AssertionError: only at first" in repeated.stdout
+    assert "test_passes" not in repeated.stdout
+
+
+def test_a_test_that_fails_twice_fails_the_gate_as_does_a_run_that_ends_without_a_failure(
+    tmp_path: Path,
+) -> None:
+    _, repeated = run_and_repeat(tmp_path, f"{TESTS}\ndef test_fails():\n    assert not 'again'\n")
+    assert repeated.returncode == 1
+    assert "failed twice: test_it.py::test_fails\n" in repeated.stdout
+    assert run_and_repeat(tmp_path, "import nothing_of_this_name")[1].returncode == 1
+
+
+def run_and_repeat(folder: Path, tests: str) -> tuple[int, subprocess.CompletedProcess[str]]:
+    """Run tests as `.ci/run` does, two at a time; return the exit code and the repetition."""
+    (folder / "test_it.py").write_text(tests)
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    own = {"PYTHONPATH": str(Path(__file__).parents[3]), "FAILED_TESTS": "failed.jsonl"}
+
+    def run(*command: str) -> subprocess.CompletedProcess[str]:
+        python = [sys.executable, "-m", *command]
+        env = os.environ | own
+        return subprocess.run(python, cwd=folder, env=env, capture_output=True, text=True)
+
+    ended = run("pytest", "-p", "tests.repeat", "--numprocesses", "2")
+    return ended.returncode, run("tests.repeat", "failed.jsonl")
