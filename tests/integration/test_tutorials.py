@@ -1,6 +1,6 @@
 """The tutorials, as they are written: their files, and their commands in one shell.
 
-That of vLLM needs its environment: see `tests.vllm.test_tutorial`.
+That of vLLM needs its environment: see `tests.environments.vllm.test_tutorial`.
 """
 
 import os

@@ -18,8 +18,8 @@ from verl.checkpoint_engine import CheckpointEngineRegistry
 from verl.checkpoint_engine.base import CheckpointEngineWithCache
 
 from tests.conftest import environment
+from tests.environments.verl.publishing import weights_of
 from tests.integration.fsdp.commits import CommitsHere
-from tests.verl.publishing import weights_of
 from trinity_sync import CheckpointCoordinator, ConfigError, WeightSyncError
 from trinity_sync.integrations.verl.checkpoint_engine import TrinitySyncCheckpointEngine, _Sender
 from trinity_sync.snapshot import stager
@@ -192,7 +192,7 @@ def test_a_reader_that_stops_early_holds_nothing(trainer: Engine, rollout: Engin
 def test_the_trainer_killed_in_mid_publication_leaves_the_last_version(
     root: Path, rollout: Engine
 ) -> None:
-    command = [sys.executable, "-m", "tests.verl.publishing", str(root), "4"]
+    command = [sys.executable, "-m", "tests.environments.verl.publishing", str(root), "4"]
     environ = {**os.environ, "PYTHONPATH": str(Path.cwd())}
     died = subprocess.run(command, env=environ, timeout=120)
     assert died.returncode == -signal.SIGKILL

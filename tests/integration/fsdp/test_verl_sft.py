@@ -1,6 +1,6 @@
 """What veRL's SFT trainer does around a checkpoint, with ours: its real handler, in one process.
 
-The trainer itself, on two ranks, is in ``tests/verl``.
+The trainer itself, on two ranks, is in ``tests/environments/verl``.
 """
 
 import shutil

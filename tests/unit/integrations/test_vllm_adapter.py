@@ -1,6 +1,6 @@
 """`VLLMAdapter` against a server with vLLM's calls, and an engine that is none.
 
-``tests/vllm`` has the same with the real engine.
+``tests/environments/vllm`` has the same with the real engine.
 """
 
 import json

@@ -1,7 +1,7 @@
 """An updater and what a vLLM worker does to read a version, without vLLM.
 
 The server here answers vLLM's calls over HTTP; in place of a worker it opens the version that the
-updater names, as a worker does. ``tests/vllm`` has the same with the real engine.
+updater names, as a worker does. ``tests/environments/vllm`` has the same with the real engine.
 """
 
 import json

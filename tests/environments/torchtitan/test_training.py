@@ -1,0 +1,277 @@
+"""TorchTitan's own trainer on CPU ranks, in an environment of its own (``make torchtitan``)."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tests.conftest import environment
+from tests.support.states import differences
+from tests.support.waiting import until
+from trinity_sync.errors import ConfigError
+from trinity_sync.layout import step_folder, steps_on_disk
+from trinity_sync.stack.services import StackState
+from trinity_sync.storage.discovery import find_newest
+from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.runs import list_runs
+
+pytest.importorskip("torchtitan", reason="it has an environment of its own; see make torchtitan")
+pytestmark = pytest.mark.timeout(600)
+
+REPOSITORY = Path(__file__).parents[3]
+OURS = ["--override.imports", "trinity_sync.integrations.torchtitan.use_trinity_sync"]
+LOSS = re.compile(r"step: +(\d+) +loss: +([\d.]+)")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with texts and a tokenizer, where trainings run."""
+    folder = tmp_path_factory.mktemp("titan")
+    program = "import sys, pathlib, tests.environments.torchtitan.train\n"
+    program += "from tests.environments.torchtitan import tiny\n"
+    program += "tiny.make_assets(pathlib.Path(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", program, str(folder)], cwd=REPOSITORY, check=True)
+    return folder
+
+
+def train(
+    folder: Path, *options: str, ranks: int = 2, config: str = "tiny", fails: str = ""
+) -> dict[int, str]:
+    """Train with a checkpoint folder of options; return the loss of each step."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={ranks}", "-m", "tests.environments.torchtitan.train"]
+    command += ["--module", "tests.environments.torchtitan.tiny", "--config", config, *options]
+    environment = {
+        "PYTHONPATH": str(REPOSITORY),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        command, cwd=folder, env=os.environ | environment, capture_output=True, text=True
+    )
+    printed = done.stdout + done.stderr
+    assert (done.returncode == 0) == (not fails), printed
+    assert fails in printed, printed
+    return {int(step): loss for step, loss in LOSS.findall(printed)}
+
+
+def read(folder: Path) -> dict[str, object]:
+    """Return what plain PyTorch reads of a folder of DCP."""
+    file = folder.parent / f"{folder.name}.pt"
+    dcp_to_torch_save(folder, file)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> dict[int, str]:
+    """Losses of a training of two ranks that TorchTitan saves itself, to ``plain``."""
+    return train(folder, "--checkpoint.folder", "plain")
+
+
+@pytest.fixture(scope="module")
+def resumed(folder: Path, stack: StackState) -> dict[int, str]:
+    """Losses of one that is killed at step 6 and started again, saved to ``ours``."""
+    train(folder, "--checkpoint.folder", "ours", config="dying", fails="SIGKILL")
+    until(lambda: read_manifest(folder / "ours", 6), "the commit of step 6", 150)
+    return train(folder, "--checkpoint.folder", "ours", *OURS)
+
+
+def test_ranks_killed_the_instant_after_a_save_resume_from_it_bit_equal(
+    folder: Path, reference: dict[int, str], resumed: dict[int, str]
+) -> None:
+    assert [run.resumed_from for run in list_runs(folder / "ours")] == [0, 6]
+    assert resumed == {step: reference[step] for step in range(7, 13)}
+    saved = read(step_folder(folder / "ours", 12) / "actor")
+    assert {"optimizer", "lr_scheduler", "dataloader", "train_state"} < saved.keys()
+    assert differences(read(folder / "plain" / "step-12"), saved) == []
+
+
+def test_only_the_newest_committed_steps_remain(folder: Path, resumed: dict[int, str]) -> None:
+    kept = [8, 10, 12]
+    until(lambda: sorted(steps_on_disk(folder / "ours")) == kept, "the removal of older steps")
+    newest = find_newest(folder / "ours")
+    assert newest
+    assert newest.step == 12
+
+
+MORE = ["--training.steps", "14"]
+WHOLE = [*MORE, "--checkpoint.no-initial-load-model-only", "--checkpoint.initial-load-path"]
+
+
+def test_torchtitans_own_manager_goes_on_from_a_committed_step(
+    folder: Path, reference: dict[int, str], resumed: dict[int, str]
+) -> None:
+    own = train(folder, "--checkpoint.folder", "plain", *MORE)
+    step = step_folder(folder / "ours", 12) / "actor"
+    assert own.keys() == {13, 14}
+    assert train(folder, "--checkpoint.folder", "plain-from-ours", *WHOLE, str(step)) == own
+    ended = [read(folder / name / "step-14") for name in ("plain", "plain-from-ours")]
+    assert differences(*ended) == []
+
+
+MESHES: dict[str, tuple[int, list[str]]] = {
+    "one-rank": (1, []),
+    "tensor-parallel": (2, ["--parallelism.tensor-parallel-degree", "2"]),
+    "replicas": (2, ["--parallelism.data-parallel-replicate-degree", "2"]),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_another_mesh_goes_on_as_with_torchtitans_own_manager(
+    folder: Path, reference: dict[int, str], resumed: dict[int, str], mesh: str
+) -> None:
+    ranks, options = MESHES[mesh]
+    options = [*options, "--checkpoint.exclude-from-loading", "dataloader", *WHOLE]
+    plain, ours = f"plain-{mesh}", f"ours-{mesh}"
+    first = [*options, str(folder / "plain" / "step-12"), "--checkpoint.folder", plain]
+    second = [*options, str(folder / "ours/global_step_12/actor"), "--checkpoint.folder", ours]
+    losses = train(folder, *first, ranks=ranks)
+    assert losses.keys() == {13, 14}
+    assert train(folder, *second, *OURS, ranks=ranks) == losses
+    ended = [folder / plain / "step-14", step_folder(folder / ours, 14) / "actor"]
+    assert differences(*map(read, ended)) == []
+
+
+EXPERTS = ["--parallelism.expert-parallel-degree", "2"]
+
+
+@pytest.mark.parametrize(("last", "steps"), [(4, {1, 2, 3, 4}), (6, {5, 6})])
+def test_experts_on_different_ranks_are_saved_and_resumed_as_by_torchtitan_itself(
+    folder: Path, stack: StackState, last: int, steps: set[int]
+) -> None:
+    options = [*EXPERTS, "--training.steps", str(last)]
+    plain, ours = (
+        train(folder, *options, *more, "--checkpoint.folder", name, config="experts")
+        for name, more in {"plain-experts": [], "ours-experts": OURS}.items()
+    )
+    assert plain.keys() == steps
+    assert ours == plain
+    until(lambda: read_manifest(folder / "ours-experts", last), "the commit", 150)
+    saved = step_folder(folder / "ours-experts", last) / "actor"
+    assert differences(read(folder / "plain-experts" / f"step-{last}"), read(saved)) == []
+
+
+def test_experts_of_two_ranks_go_on_on_one(folder: Path, stack: StackState) -> None:
+    """From the steps of the test above."""
+    options = ["--training.steps", "8", "--checkpoint.exclude-from-loading", "dataloader"]
+    plain, ours = (
+        train(
+            folder,
+            *options,
+            *WHOLE[len(MORE) :],
+            str(folder / saved),
+            "--checkpoint.folder",
+            f"{saved.partition('/')[0]}-one",
+            *more,
+            ranks=1,
+            config="experts",
+        )
+        for saved, more in {
+            "plain-experts/step-6": [],
+            "ours-experts/global_step_6/actor": OURS,
+        }.items()
+    )
+    assert plain.keys() == {7, 8}
+    assert ours == plain
+
+
+def test_a_seed_checkpoint_of_one_rank_begins_a_training_of_two(
+    folder: Path, stack: StackState
+) -> None:
+    losses = []
+    for name, options in (("plain-seed", []), ("ours-seed", OURS)):
+        options = [*options, "--checkpoint.folder", name, "--training.steps", "2"]
+        train(folder, *options, "--checkpoint.create-seed-checkpoint", ranks=1)
+        losses.append(train(folder, *options))
+    assert losses[0] == losses[1]
+    assert [run.resumed_from for run in list_runs(folder / "ours-seed")] == [0, 0]
+
+
+def test_a_save_that_fails_is_raised_at_the_end(folder: Path, stack: StackState) -> None:
+    root = folder / "failing"
+    root.mkdir()
+    (root / "global_step_4").write_text("not a folder")
+    why = "SaveFailedError"
+    losses = train(
+        folder, "--checkpoint.folder", root.name, *OURS, "--training.steps", "6", fails=why
+    )
+    assert 6 in losses
+    assert read_manifest(root, 6)
+
+
+@pytest.fixture
+def group(tmp_path: Path, spool_folder: Path) -> Iterator[None]:
+    """A process group of this process alone, without a stack."""
+    dist.init_process_group("gloo", f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
+    own = {"TRINITY_SYNC_SPOOL": str(spool_folder), "TRINITY_SYNC_HOME": str(tmp_path / "home")}
+    with environment(own):
+        yield
+    dist.destroy_process_group()
+
+
+def build(folder: Path, **settings: Any) -> Any:
+    """Build the manager as TorchTitan does."""
+    from trinity_sync.integrations.torchtitan import TrinitySyncCheckpointManager
+
+    config = TrinitySyncCheckpointManager.Config(enable=True, folder="ckpts", **settings)
+    return config.build(
+        dataloader=None,
+        model_parts=[torch.nn.Linear(2, 2)],
+        optimizers=None,
+        lr_schedulers=None,
+        states={},
+        sd_adapter=object(),
+        base_folder=str(folder),
+    )
+
+
+def test_steps_of_torchtitan_itself_in_the_same_folder_are_refused(
+    tmp_path: Path, group: None
+) -> None:
+    (tmp_path / "ckpts" / "step-30").mkdir(parents=True)
+    (tmp_path / "ckpts" / "step-30" / ".metadata").touch()
+    with pytest.raises(ConfigError, match=r"up to step-30; set another checkpoint.folder, and"):
+        build(tmp_path)
+
+
+def test_a_last_step_in_hugging_face_format_is_refused(tmp_path: Path, group: None) -> None:
+    with pytest.raises(ConfigError, match="convert the last step with"):
+        build(tmp_path, last_save_in_hf=True)
+
+
+def test_another_checkpoint_manager_is_not_replaced() -> None:
+    from torchtitan.experiments.torchft.checkpoint import TorchFTCheckpointManager
+
+    import tests.environments.torchtitan.train  # noqa: F401, TorchTitan on the CPU
+    from trinity_sync.integrations.torchtitan import use_trinity_sync
+
+    with pytest.raises(ConfigError, match=r"cannot replace TorchFTCheckpointManager\.Config"):
+        use_trinity_sync(TorchFTCheckpointManager.Config())
+
+
+def test_a_step_that_is_not_committed_is_not_loaded(tmp_path: Path, group: None) -> None:
+    manager = build(tmp_path)
+    (tmp_path / "ckpts" / "global_step_4" / "actor").mkdir(parents=True)
+    with pytest.raises(CheckpointException, match="CommitError"):
+        manager.load(4)
+    assert not manager.load()
+    manager.close()
+
+
+def test_after_an_error_of_the_training_nothing_is_waited_for(tmp_path: Path, group: None) -> None:
+    manager = build(tmp_path)  # without a stack nothing is committed
+    manager.dcp_save({"w": torch.ones(2)}, manager._create_checkpoint_id(1))
+    try:
+        raise RuntimeError("as in TorchTitan's main")
+    except RuntimeError:
+        manager.close()
+    assert read_manifest(tmp_path / "ckpts", 1) is None

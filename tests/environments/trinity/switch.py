@@ -1,0 +1,78 @@
+"""Trinity-RFT 0.6 itself, as it was installed, with one variable set: the whole switch.
+
+Run by ``make trinity`` in an environment of its own, and for that named unlike a file of tests:
+Trinity and veRL 0.9 need different versions of transformers.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from tests.environments.trinity.conftest import Configure
+from trinity_sync import Checkpoints
+from trinity_sync.integrations.trinity.switch import PLUGINS
+from trinity_sync.layout import step_folder, steps_on_disk
+from trinity_sync.stack.services import StackState
+from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.restore import load_bytes
+from trinity_sync.storage.runs import list_runs
+
+TRINITY = Path(sys.executable).with_name("trinity")
+LAUNCH_S = 280.0
+
+
+def launch(config: Path, *, switch: bool = True) -> str:
+    """``trinity run``; what it printed."""
+    ours = {"TRINITY_PLUGIN_DIRS": str(PLUGINS)} if switch else {}
+    done = subprocess.run(
+        [str(TRINITY), "run", "--config", str(config)],
+        env=os.environ | ours,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LAUNCH_S,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout
+
+
+def position(root: Path, step: int) -> Any:
+    """How many samples the trainer had taken when it saved."""
+    return json.loads(load_bytes(root, step, "attachments/trainer_meta.json"))
+
+
+@pytest.mark.timeout(2 * LAUNCH_S + 120)
+def test_a_training_by_trinitys_own_launcher_is_committed_pruned_exported_and_resumed(
+    stack: StackState, configure: Configure, root: Path
+) -> None:
+    trainer = {
+        "save_interval": 2,
+        "total_steps": 3,
+        "max_checkpoints_to_keep": 1,
+        "save_strategy": "single_process",
+        "save_hf_checkpoint": "last",
+    }
+    launch(configure(trainer))
+    assert steps_on_disk(root) == [3]
+    assert read_latest_pointer(root, "checkpoint") == read_latest_pointer(root, "state_dict") == 3
+    manifest = read_manifest(root, 3)
+    assert manifest is not None
+    shards = [(f.component, f.rank) for f in manifest.files if f.path.endswith(".pt")]
+    assert sorted(shards) == [(c, r) for c in ("extra_state", "model", "optim") for r in (0, 1)]
+    assert position(root, 3)["sample_strategy_state"] == {"current_index": 12}
+    metrics = Checkpoints(root).metrics(3)  # what the trainer's monitor has logged of the step
+    assert {"actor/lr", "sample/task_count"} <= metrics.keys()
+    whole = step_folder(root, 3) / "actor" / "huggingface"
+    transformers.AutoModelForCausalLM.from_pretrained(whole)
+
+    launch(configure(trainer | {"total_steps": 5}))
+    assert steps_on_disk(root) == [5]
+    assert list_runs(root)[-1].resumed_from == 3
+    assert position(root, 5)["sample_strategy_state"] == {"current_index": 20}

