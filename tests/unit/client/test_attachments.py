@@ -318,13 +318,15 @@ def test_a_sync_after_its_checkpoint_waits_for_no_rank_that_submits_nothing(
             saves.wait_all(30)
 
 
-def test_with_two_roles_they_go_once(coordinator_of: Open, job: Job) -> None:
-    job.roles = ("actor", "critic")
+def test_with_several_roles_they_go_once(coordinator_of: Open, job: Job) -> None:
+    job.roles = ("actor", "critic", "reference")
     saves = coordinator_of(roles=job.roles)
     saves.attach("position", b"17", step=4)
-    saves.save(4, MODEL, overlap=True)
-    saves.save(4, MODEL, role="critic", overlap=True)
+    for role in job.roles:
+        saves.save(4, MODEL, role=role, overlap=True)
     saves.wait_staged()
+    sealed = [image.ticket for image in job.spool.tickets()[0]]
+    assert [each.role for each in sealed if each.component == "attachments"] == ["actor"]
     job.commit(4, "model", "attachments")
     assert saves.attachment(4, "position") == b"17"
 

@@ -1,6 +1,7 @@
 """Without a stack, the savers of several nodes commit a save together.
 
-The nodes are spools of this machine, each with a saver of its own.
+The nodes are spools of this machine, each with a saver of its own. There are three, as what holds
+for the first other node need not hold for the next.
 """
 
 import subprocess
@@ -26,6 +27,7 @@ from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.placement import group_by_node
 from trinity_sync.storage.restore import load_states
 
+NODES = 3
 TRAINER = """
 import os, signal, sys
 import torch
@@ -38,7 +40,7 @@ root, *spools = sys.argv[1:]
 nodes = [Settings(node=f"node-{rank}", spool=spool) for rank, spool in enumerate(spools)]
 places = group_by_node([(n.node, str(open_job_spool(n.spool, root).folder)) for n in nodes])
 ranks = [
-    CheckpointCoordinator(root, rank=r, world_size=2, places=places, run_key="one", settings=n)
+    CheckpointCoordinator(root, rank=r, world_size=3, places=places, run_key="1", settings=n)
     for r, n in enumerate(nodes)
 ]
 for rank, saves in enumerate(ranks):
@@ -49,9 +51,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.fixture
 def nodes(settings: Settings) -> Iterator[list[Settings]]:
-    """Settings of the processes of two nodes."""
+    """Settings of the processes of each node."""
     made = []
-    for number in range(2):
+    for number in range(NODES):
         spool = settings.spool / f"{number}"
         spool.mkdir(mode=0o700)
         own = {"node": f"node-{number}", "spool": spool, "saver_after_s": 1.0}
@@ -69,7 +71,11 @@ def ranks(nodes: list[Settings], job: Job) -> Iterator[list[CheckpointCoordinato
     with ExitStack() as closing:
         made = []
         for rank, settings in enumerate(nodes):
-            how: dict[str, Any] = {"world_size": 2, "places": group_by_node(where), "run_key": "a"}
+            how: dict[str, Any] = {
+                "world_size": NODES,
+                "places": group_by_node(where),
+                "run_key": "a",
+            }
             saves = CheckpointCoordinator(job.root, rank=rank, settings=settings, **how)
             closing.callback(saves.close, 0)
             made.append(saves)
@@ -87,9 +93,9 @@ def wait_all(ranks: list[CheckpointCoordinator]) -> None:
 
 
 def require_saved(root: Path, step: int) -> None:
-    assert [file.rank for file in require_committed(root, step).files] == [0, 1]
-    for rank in range(2):
-        states = load_states(root, step, "actor", rank=rank, world_size=2)
+    assert [file.rank for file in require_committed(root, step).files] == [*range(NODES)]
+    for rank in range(NODES):
+        states = load_states(root, step, "actor", rank=rank, world_size=NODES)
         assert states["model"]["w"].tolist() == [float(rank)] * 9
     await_that(lambda: not [*root.rglob("*.tmp")], "what the commit has left is removed")
 
@@ -105,6 +111,20 @@ def test_each_node_persists_its_ranks_and_the_first_one_commits(
     assert all(savers_of(each.spool) for each in nodes)
 
 
+def test_the_record_of_each_node_is_awaited(ranks: list[CheckpointCoordinator], job: Job) -> None:
+    *early, late = ranks
+    save(early, 1)
+    ended = '"ended": true'
+    first = job.root / "global_step_1"
+    await_that(
+        lambda: any(ended in each.read_text() for each in first.glob(".node1.*.tmp")),
+        "the second node has persisted",
+    )
+    late.save(1, {"model": {"w": torch.full((9,), 2.0)}})
+    wait_all(ranks)
+    require_saved(job.root, 1)
+
+
 def test_the_nodes_of_a_stack_that_is_away_do_so_as_well(
     ranks: list[CheckpointCoordinator], job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,7 +133,7 @@ def test_the_nodes_of_a_stack_that_is_away_do_so_as_well(
     wait_all(ranks)
     require_saved(job.root, 1)
     (timing,) = require_committed(job.root, 1).timings
-    assert (timing.by_saver, timing.nodes) == (True, 2)
+    assert (timing.by_saver, timing.nodes) == (True, NODES)
 
 
 def test_what_killed_ranks_have_saved_on_several_nodes_is_committed(
@@ -138,13 +158,13 @@ def test_a_node_that_is_gone_is_named_with_its_ranks_and_fails_the_save_on_the_o
 ) -> None:
     write_job_settings(job.root, {"rank_timeout_s": 3.0})
     ranks[0].save(1, {"model": {"w": torch.ones(3)}})
+    ranks[2].save(1, {"model": {"w": torch.ones(3)}})
     monkeypatch.setattr(sys, "executable", "/bin/false")  # its saver never lives
     ranks[1].save(1, {"model": {"w": torch.ones(3)}})
     named = r"within 3 s by node node-1, role actor rank 1\."
-    with pytest.raises(SaveFailedError, match=named):
-        ranks[0].wait_all(60)
-    with pytest.raises(SaveFailedError, match=named):
-        ranks[1].wait_all(60)
+    for saves in ranks:
+        with pytest.raises(SaveFailedError, match=named):
+            saves.wait_all(60)
     await_that(lambda: not [*job.root.rglob("*.tmp")], "what the commit has left is removed")
     assert all(image.failed for image in ranks[0].spool.tickets()[0])
     monkeypatch.undo()
@@ -159,7 +179,8 @@ def test_a_node_that_cannot_persist_fails_the_save_with_its_reason(
     ranks[0].save(1, {"model": {"w": torch.ones(3)}})
     (saver,) = savers_of(nodes[0].spool)
     saver.suspend()
-    ranks[1].save(1, {"model": {"w": torch.ones(3)}})
+    for rank in (1, 2):
+        ranks[rank].save(1, {"model": {"w": torch.ones(3)}})
     (image,) = ranks[1].spool.tickets()[0]
     with image.slot.open("r+b") as slot:
         slot.truncate(1)
@@ -187,7 +208,7 @@ def test_a_saver_that_is_killed_on_any_node_is_replaced(
         if instant == "begun":
             return bool(records)
         ended = any('"ended": true' in each for each in records)
-        return ended and len([*step.rglob(".model*.tmp")]) == 2
+        return ended and len([*step.rglob(".model*.tmp")]) == NODES
 
     with acquire_commit_lock(job.root):
         save(ranks, 1)
