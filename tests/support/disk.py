@@ -1,5 +1,6 @@
-"""What processes read from a disk, and a disk that is full."""
+"""What processes read from a disk, what they sync, and a disk that is full."""
 
+import errno
 import os
 import resource
 import signal
@@ -39,3 +40,26 @@ def no_file_above(nbytes: int) -> Iterator[None]:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
+
+
+@contextmanager
+def noted_syncs(failing: str = "") -> Iterator[set[int]]:
+    """Yield the inodes of files that are durable by the syncs of this process within the block.
+
+    The first sync of a file with ``failing`` in its name fails as a kernel's does: the next one has
+    no error, and the bytes are not on the disk.
+    """
+    fsync, durable, lost = os.fsync, set[int](), set[int]()
+
+    def sync(fd: int) -> None:
+        inode = os.fstat(fd).st_ino
+        if failing and not lost and failing in Path(f"/proc/self/fd/{fd}").resolve().name:
+            lost.add(inode)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(fd)
+        if inode not in lost:
+            durable.add(inode)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", sync)
+        yield durable

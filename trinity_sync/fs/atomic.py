@@ -4,6 +4,7 @@ import ctypes
 import errno
 import fnmatch
 import os
+import re
 import shutil
 import time
 import uuid
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 TEMPORARY_SUFFIX = ".tmp"
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}" + re.escape(TEMPORARY_SUFFIX))
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV}
 """Error numbers of file systems without hard links, and of a link between two file systems."""
 UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM}
@@ -161,6 +163,11 @@ def make_folder(folder: Path) -> None:
 def make_temporary_path(path: Path) -> Path:
     """Return a random path next to a file, for its next content."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
+
+
+def is_temporary(name: str) -> bool:
+    """Return whether a name is that of a temporary file of this project."""
+    return bool(_TEMPORARY.fullmatch(name))
 
 
 def write_in_place(

@@ -7,7 +7,6 @@ are running.
 """
 
 import math
-import re
 import shutil
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from trinity_sync.errors import CommitError
-from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, revalidate_folder, sync_folder
+from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, is_temporary, revalidate_folder, sync_folder
 from trinity_sync.fs.locks import (
     TRASH_LOCK,
     acquire_commit_lock,
@@ -50,8 +49,6 @@ from trinity_sync.storage.quarantine import (
     fetching_folder,
     replacing_folder,
 )
-
-_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}" + re.escape(TEMPORARY_SUFFIX))
 
 
 @dataclass(frozen=True)
@@ -261,8 +258,7 @@ def _remove_paths(root: Path, paths: Iterable[Path], why: str) -> Iterator[Findi
 
 
 def _is_temporary(path: Path) -> bool:
-    ours = _TEMPORARY.fullmatch(path.name)
-    return bool(ours) and path.is_file() and not path.is_symlink()
+    return is_temporary(path.name) and path.is_file() and not path.is_symlink()
 
 
 def _find_error(root: Path, step: int) -> str | None:

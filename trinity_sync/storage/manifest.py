@@ -19,12 +19,7 @@ from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 
 from trinity_sync.errors import FormatError, ManifestError
-from trinity_sync.fs.atomic import (
-    REMOVED_PREFIX,
-    TEMPORARY_SUFFIX,
-    read_uncached,
-    replace_file,
-)
+from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, is_temporary, read_uncached, replace_file
 from trinity_sync.fs.records import Count, Record, Seconds, decode_record, encode_record
 from trinity_sync.layout import (
     CORRUPTION_MARK,
@@ -47,6 +42,7 @@ PART_FILES = 1000
 
 _NAME = re.compile(r"manifest-[0-9a-f]{16}\.json")
 _OWN = (MANIFEST, FULL_CHECKPOINT_MARK, CORRUPTION_MARK)
+_REMOVED = re.compile(r"\.nfs[0-9a-f]{24}")
 
 
 def is_own_file(path: str) -> bool:
@@ -57,8 +53,8 @@ def is_own_file(path: str) -> bool:
     of removed files, are anywhere.
     """
     name = path.rpartition("/")[2]
-    passing = name.endswith(TEMPORARY_SUFFIX) or name.startswith(REMOVED_PREFIX)
-    return passing or path in _OWN or bool(_NAME.fullmatch(path))
+    passing = is_temporary(name) or _REMOVED.fullmatch(name)
+    return bool(passing or path in _OWN or _NAME.fullmatch(path))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ import logging
 import math
 import mmap
 import os
+import shutil
 import threading
 import time
 import uuid
@@ -36,8 +37,10 @@ from typing import TYPE_CHECKING, Any
 from trinity_sync.errors import EvictedError, ImageError, SaveError
 from trinity_sync.fs.atomic import (
     TEMPORARY_SUFFIX,
+    is_temporary,
     link_or_copy,
     make_folder,
+    open_fd,
     sync_file,
     sync_folder,
 )
@@ -204,8 +207,7 @@ def _write_one(
     health = None
     try:
         if isinstance(content, Path):
-            link_or_copy(content, temporary)
-            sync_file(temporary)
+            _name_attached(content, temporary)
             digest = digest_cached_file(temporary)
         else:
             acquire_spare(save.root, temporary, len(content))
@@ -259,6 +261,24 @@ def _write_one(
         submitted_at=ticket.sealed_at if own else 0.0,
         stall_s=ticket.stall_s if own else 0.0,
     )
+
+
+def _name_attached(content: Path, temporary: Path) -> None:
+    """Give a file of other code a temporary name, or a copy of it if others may write into it.
+
+    One that cannot be synced is removed: the kernel would report no error to the next attempt.
+    """
+    with open_fd(content) as fd:
+        try:
+            os.fsync(fd)
+        except OSError:
+            content.unlink()
+            raise
+    if content.resolve() == content and content.stat().st_nlink == 1:
+        link_or_copy(content, temporary)
+    else:
+        shutil.copy2(content, temporary)
+    sync_file(temporary)
 
 
 def _link_replicas(
@@ -322,9 +342,7 @@ def make_attempt_path(final: Path, attempt: str, image: str) -> Path:
 
 def parse_image_name(name: str) -> str:
     """Return the image in the name of a `make_attempt_path`; empty for other file names."""
-    parts = name.removesuffix(TEMPORARY_SUFFIX).rsplit(".", 2)
-    temporary = name.startswith(".") and name.endswith(TEMPORARY_SUFFIX)
-    return parts[2] if temporary and len(parts) == 3 else ""
+    return name.removesuffix(TEMPORARY_SUFFIX).rpartition(".")[2] if is_temporary(name) else ""
 
 
 def read_file_identity(path: Path) -> tuple[int, int]:

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_sync.errors import ConfigError, StepInUseError
-from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, sync_folder
+from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, is_temporary, make_folder, sync_folder
 from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.layout import (
     KINDS,
@@ -92,14 +92,15 @@ def clear_replaced_step(root: str | Path, step: int, *, keep: int = 0) -> Path |
     elif not before and list_files_of_run(root, folder, now) is not None:
         parent = _timed_folder(root, read_start_time(root, now))
     if parent:
-        place = step_folder(parent, step)
-        if not place.exists():
-            make_folder(place.parent)
-            for path in folder.rglob(f".*{TEMPORARY_SUFFIX}"):  # files of the replacing save
+        while (place := step_folder(parent, step)).exists():  # of a run of the same second
+            parent = parent.with_name(parent.name + "_")
+        make_folder(parent)
+        for path in folder.rglob(f".*{TEMPORARY_SUFFIX}"):
+            if is_temporary(path.name):  # of the replacing save
                 path.unlink()
-            folder.rename(place)
-            sync_folder(place.parent)
-            return place
+        folder.rename(place)
+        sync_folder(parent)
+        return place
     remove_folder(root, folder, keep=keep)
     return None
 

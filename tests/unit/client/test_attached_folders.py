@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.integration.fsdp.commits import CommitsHere
+from tests.support.disk import noted_syncs
 from tests.support.dying import in_a_process
 from tests.support.forked import Program
 from tests.support.job import Job
@@ -66,6 +67,61 @@ def test_they_are_moved_to_the_step_and_not_copied(coordinator_of: Open, job: Jo
     named = {record.path for record in read_manifest(job.root, 4).files}
     assert {"data.pt", QUEUE, "attachments/data.pt"} <= named
     assert (verify(job, 4).state, verify(job, 4).wrong) == ("valid", "")
+
+
+def link_to_a_file(name: Path, other: Path) -> None:
+    name.symlink_to(other / "data.pt")
+
+
+def link_to_its_folder(name: Path, other: Path) -> None:
+    name.parent.rmdir()
+    name.parent.symlink_to(other)
+
+
+def second_name(name: Path, other: Path) -> None:
+    name.hardlink_to(other / "data.pt")
+
+
+@pytest.mark.parametrize("outside", [True, False])
+@pytest.mark.parametrize("make", [link_to_a_file, link_to_its_folder, second_name])
+def test_a_file_that_others_may_write_into_is_copied_and_stays(
+    coordinator_of: Open,
+    job: Job,
+    tmp_path: Path,
+    make: Callable[[Path, Path], None],
+    outside: bool,
+) -> None:
+    saves = coordinator_of()
+    written = written_by_other_code(job.root, 4, {"actor/b.pt": b"own"})
+    other = tmp_path / "other" if outside else written.parent / "blobs"
+    for folder in (other, written / "linked"):
+        folder.mkdir()
+    (other / "data.pt").write_bytes(b"17")
+    make(written / "linked/data.pt", other)
+    saves.attach_written(written, step=4)
+    saves.save(4, MODEL)
+    commit(job, 4)
+    found = step_folder(job.root, 4) / "linked/data.pt"
+    if outside:
+        (other / "data.pt").write_bytes(b"71")
+    assert not found.is_symlink()
+    assert (found.read_bytes(), found.stat().st_nlink) == (b"17", 1)
+    assert (verify(job, 4).state, verify(job, 4).wrong) == ("valid", "")
+    assert list(attaching_folder(job.root).iterdir()) == []
+
+
+def test_one_that_could_not_be_synced_is_in_no_commit_of_a_retry(
+    coordinator_of: Open, job: Job
+) -> None:
+    saves = coordinator_of()
+    saves.attach_written(written_by_other_code(job.root, 4, {"data.pt": b"17"}), step=4)
+    saves.save(4, MODEL)
+    with noted_syncs(failing="data.pt"):
+        with pytest.raises(SaveError, match="Input/output error"):
+            commit(job, 4)
+        with pytest.raises(SaveError, match=r"data\.pt: No such file"):
+            commit(job, 4)
+    assert read_manifest(job.root, 4) is None
 
 
 def test_a_trainer_that_is_killed_leaves_them_to_be_committed(

@@ -152,25 +152,23 @@ def test_an_attachment_that_the_commit_would_refuse_is_refused_at_the_call_and_n
     coordinator_of: Open, job: Job, tmp_path: Path
 ) -> None:
     saves = coordinator_of()
-    for name in ("buffer.tmp", "manifest.json", ".nfs0001"):
+    temporary, removed = f".x.{'ab' * 16}.tmp", f".nfs{'0' * 24}"
+    for name in ("buffer.tmp", "manifest.json", temporary, removed):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
-    for call in (
-        lambda: saves.attach("x.tmp", b"x", step=4),
-        lambda: saves.attach_folder("queue", tmp_path / "buffer.tmp", step=4),
-        lambda: saves.attach_folder("queue", tmp_path / ".nfs0001", step=4),
-    ):
+    for name in (temporary, removed):
         with pytest.raises(ConfigError, match="a name that trinity_sync uses itself"):
-            call()
+            saves.attach_folder("queue", tmp_path / name, step=4)
     with pytest.raises(ConfigError, match="pass bytes, or the path of a file"):
         saves.attach("x", "a\0b", step=4)
     saves.attach_folder("queue", tmp_path / "manifest.json", step=4)
+    saves.attach_folder("buffer", tmp_path / "buffer.tmp", step=4)
     saves.attach("manifest.json", b"x", step=4)
     saves.save(4, MODEL)
     job.commit(4, "model", "attachments")
     attached = job.root / "global_step_4/attachments"
     names = {str(path.relative_to(attached)) for path in attached.rglob("*") if path.is_file()}
-    assert names == {"manifest.json", "queue/manifest.json"}
+    assert names == {"manifest.json", "queue/manifest.json", "buffer/buffer.tmp"}
 
 
 def test_metadata_that_no_file_can_have_the_name_of_is_refused_at_the_call(
@@ -180,7 +178,7 @@ def test_metadata_that_no_file_can_have_the_name_of_is_refused_at_the_call(
     for name in ("../x", "/x", "", "x" * 201, "a/" + "é" * 101, "\udcff"):
         with pytest.raises(ConfigError, match="pass a path below the folder"):
             saves.save(4, MODEL, metadata={name: b"x"})
-    for name in ("model_world_size_1_rank_0.pt", "below/x.tmp"):
+    for name in ("model_world_size_1_rank_0.pt", f"below/.x.{'ab' * 16}.tmp"):
         with pytest.raises(ConfigError, match="a name that trinity_sync uses itself"):
             saves.save(4, MODEL, metadata={name: b"x"})
     longest = "a/" + "x" * 200

@@ -875,7 +875,7 @@ def test_a_resumed_run_replaces_the_steps_that_it_reaches_again(job: Job) -> Non
         job.stage(step, {"model": state(step)})
         job.commit(step)
     (folder(job, 11) / "data.pt").write_text("by other code, next to the first run's step")
-    (folder(job, 11) / ".nfs0000000000a1").write_text("removed, and still open on NFS")
+    (folder(job, 11) / f".nfs{'0' * 24}").write_text("removed, and still open on NFS")
     open_run(job.root, "second", 10)
     job.stage(11, {"model": state(-11)}, run=2)
     before = folder(job, 11).stat().st_ino
@@ -905,7 +905,7 @@ def test_a_checkpoint_is_committed_that_was_written_when_the_sync_of_its_step_re
     sync = job.persist(11, run=2, kind="state_dict")
     checkpoint = job.persist(11, "optim", run=2)
     (folder(job, 11) / "critic").mkdir()
-    unfinished = folder(job, 11) / "critic/.optim.pt.attempt.image.tmp"  # of another role
+    unfinished = folder(job, 11) / f"critic/.optim.pt.attempt.{'ab' * 16}.tmp"  # of another role
     with unfinished.open("wb") as file:
         assert commit(job.save(11, run=2, kind="state_dict"), sync).run == 2
         assert unfinished.stat().st_ino == os.fstat(file.fileno()).st_ino
@@ -937,6 +937,35 @@ def test_a_fresh_run_quarantines_the_steps_that_it_replaces(
     assert torch.equal(again["w"], state(10)["w"])
     require_committed(job.root, 10)
     require_committed(job.root, 20)
+
+
+def test_steps_that_runs_of_one_second_replace_are_all_kept(job: Job) -> None:
+    """Also files of other code whose names look like temporary ones."""
+    for run in (1, 2, 3, 4):
+        open_run(job.root, str(run), 0)
+        os.utime(job.root / f".trinity_sync/runs/{run}.json", (1.7e9, 1.7e9))
+        job.stage(10, {"model": state(run)}, run=run)
+        job.commit(10, run=run)
+        for name in (".notes.tmp", ".a.b.c.tmp"):
+            (folder(job, 10) / name).write_text(str(run))
+    kept = [*(job.root / ".trinity_sync/quarantine").glob("*/global_step_10")]
+    for name in (".notes.tmp", ".a.b.c.tmp"):
+        assert sorted((each / name).read_text() for each in kept) == ["1", "2", "3"]
+    assert len(list_prunable_quarantine(job.root, parse_policy("newer=1s"), now=4e9)) == 3
+
+
+def test_a_commit_that_finds_a_link_in_the_place_of_a_file_is_refused(
+    job: Job, tmp_path: Path
+) -> None:
+    open_run(job.root, "first", 0)
+    job.stage(4, {"model": state(4)}, kind="state_dict")
+    job.commit(4, kind="state_dict")
+    path = folder(job, 4) / MODEL
+    path.symlink_to(path.rename(tmp_path / "moved"))
+    job.stage(4, {"optim": state(1)}, also=("model",))
+    with pytest.raises(SaveError, match=rf"{path} changed before its commit"):
+        job.commit(4, "model", "optim")
+    assert read_manifest(job.root, 4).kinds == ("state_dict",)
 
 
 @pytest.mark.parametrize("resumed", [True, False])

@@ -109,7 +109,7 @@ def test_files_beside_the_commit_are_named_and_mark_nothing(job: Job) -> None:
     (folder / "transfer_queue").mkdir()
     (folder / "transfer_queue/unit.pkl").write_text("of a killed run")
     (folder / "data.pt").symlink_to("elsewhere")
-    for own in (".nfs0000000000a1", "actor/.model.pt.0.0.tmp"):
+    for own in (f".nfs{'0' * 24}", f"actor/.model.pt.0.{'ab' * 16}.tmp"):
         (folder / own).touch()
     (found,) = verify(job, newest=5)
     assert (found.state, found.wrong) == (
