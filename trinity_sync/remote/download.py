@@ -29,6 +29,7 @@ from trinity_sync.storage.manifest import (
     read_run_number,
     write_manifest_into,
 )
+from trinity_sync.storage.persist import make_attempt_path
 from trinity_sync.storage.quarantine import (
     clear_replaced_step,
     fetching_folder,
@@ -143,12 +144,14 @@ def _download(
 ) -> None:
     path = folder / record.path
     make_folder(path.parent)
-    if path.is_file() and digest_cached_file(path) == record.digest:
+    # what an earlier download has named was synced before
+    if path.is_file() and not path.is_symlink() and digest_cached_file(path) == record.digest:
         on_read(record.nbytes)
         return
     digest = xxhash.xxh3_128()
-    path.unlink(missing_ok=True)  # never write into a link or a file of another user
-    with path.open("xb") as file:
+    temporary = make_attempt_path(path, "fetch", record.digest[-32:])
+    temporary.unlink(missing_ok=True)  # never write into a link or a file of another user
+    with temporary.open("xb") as file:
         for chunk in remote.read_chunks(manifest.step, record.path):
             digest.update(chunk)
             file.write(chunk)
@@ -156,13 +159,14 @@ def _download(
         file.flush()
         os.fsync(file.fileno())
     if f"{DIGEST}:{digest.hexdigest()}" != record.digest:
-        path.unlink()
+        temporary.unlink()
         raise CorruptedCopyError(
             f"{remote.url}/global_step_{manifest.step}/{record.path} is corrupted: its digest is "
             "not that of the manifest. Fetch another step; or remove that file there and copy the "
             f"step again, from a root that has it: trinity-sync remote push ROOT {manifest.step} "
             f"{remote.url}"
         )
+    temporary.replace(path)
 
 
 def _commit(root: Path, manifest: Manifest, folder: Path, replace: bool) -> None:

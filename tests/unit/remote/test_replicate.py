@@ -14,6 +14,7 @@ from fsspec.core import url_to_fs
 from s3fs import S3FileSystem
 from typer.testing import CliRunner
 
+from tests.support.disk import noted_syncs
 from tests.support.forked import Program
 from tests.support.job import Job
 from tests.support.steps import commit_files
@@ -85,6 +86,37 @@ def test_a_copy_is_the_step_file_by_file_and_back_again(
     assert torch.equal(load_states(back, 4, "actor")["model"]["w"], state(4)["w"])
     assert read_latest_pointer(back, "checkpoint") == read_latest_pointer(back, "state_dict") == 4
     assert not fetch(any_url, 4, back)[1]
+
+
+KILLED_BEFORE_A_SYNC = """
+import os, signal, stat, sys
+from trinity_sync.remote.download import fetch
+sync = os.fsync
+def die(fd):
+    if os.fstat(fd).st_size > 10_000 and not stat.S_ISDIR(os.fstat(fd).st_mode):  # a shard
+        os.kill(os.getpid(), signal.SIGKILL)
+    sync(fd)
+os.fsync = die
+fetch(sys.argv[1], 4, sys.argv[2], parallel=1)
+"""
+
+
+@pytest.mark.parametrize("ends", ["killed", "Input/output error"])
+def test_a_pull_commits_no_file_that_one_before_it_did_not_sync(
+    commit: Callable[..., Job], url: str, tmp_path: Path, ends: str
+) -> None:
+    replicate(commit(4).root, url, 4)
+    back, before = tmp_path / "back", set[int]()
+    if ends == "killed":
+        Program(KILLED_BEFORE_A_SYNC, url, back).end(-signal.SIGKILL)
+    else:
+        with noted_syncs(failing="model_world") as before, pytest.raises(OSError, match=ends):
+            fetch(url, 4, back)
+    with noted_syncs() as durable:
+        fetch(url, 4, back)
+    files = [path for path in (back / "global_step_4/actor").iterdir() if path.is_file()]
+    assert {path.name for path in files} == {Path(file_of(4, c)).name for c in ("model", "optim")}
+    assert {path.stat().st_ino for path in files} <= durable | before
 
 
 def test_equal_files_of_a_step_are_sent_and_fetched_once(
