@@ -140,6 +140,46 @@ def test_a_folder_is_loaded_as_the_newest_save_to_it_also_if_that_is_of_dcp_itse
     assert done.stdout.splitlines() == ["[2.0, 2.0, 2.0]", "[3.0, 3.0, 3.0]"], done.stderr
 
 
+WITH_OWN_PLANNER = """
+import sys
+from pathlib import Path
+import trinity_sync.integrations.dcp.switch
+import torch
+import torch.distributed.checkpoint as dcp
+class Planner(dcp.DefaultSavePlanner):
+    pass
+folder = sys.argv[1] + "/last"
+def read_newest():
+    newest = sorted(Path(sys.argv[1]).glob("saves/global_step_*"))[-1] / "actor"
+    return {path: path.read_bytes() for path in newest.iterdir()}
+for value, call in ((1.0, dcp.save), (2.0, dcp.async_save)):
+    for sign, planner in ((1, None), (-1, Planner())):
+        done = call({"w": torch.full((3,), sign * value)}, checkpoint_id=folder, planner=planner)
+        if done and hasattr(done, "result"):
+            done.result()
+        if planner is None:
+            committed = read_newest()
+    assert read_newest() == committed
+    state = {"w": torch.zeros(3)}
+    dcp.load(state, checkpoint_id=folder)
+    print(state["w"].tolist())
+dcp.save({"w": torch.ones(3)}, checkpoint_id=folder)
+committed = read_newest()
+writer = dcp.FileSystemWriter(folder)  # without a call of dcp
+with writer.fs.create_stream(Path(folder) / "__0_0.distcp", "wb") as stream:
+    stream.write(b"x")
+assert read_newest() == committed
+"""
+
+
+def test_a_save_that_remains_that_of_dcp_does_not_write_into_a_committed_step(
+    tmp_path: Path, variables: dict[str, str]
+) -> None:
+    done = run_code(WITH_OWN_PLANNER, tmp_path, variables)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"[-{n}.0, -{n}.0, -{n}.0]" for n in (1, 2)]
+
+
 UNKNOWN_OPTION = """
 import sys
 import trinity_sync.integrations.dcp.switch

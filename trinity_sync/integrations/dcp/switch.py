@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
     FileSystemReader,
     FileSystemWriter,
     SerializationFormat,
@@ -280,6 +281,13 @@ def _wrap_load(load: Call) -> Call:
     return load_step
 
 
+def _create_stream(self: FileSystem, path: Path, mode: str) -> Any:
+    """Open a file as DCP does, but write into none that has another name, which may be a step's."""
+    if mode == "wb" and (file := Path(path)).is_file() and file.stat().st_nlink > 1:
+        file.unlink()
+    return _create_stream_of_dcp(self, path, mode)
+
+
 def _is_folder(checkpoint_id: Any) -> bool:
     """Return whether DCP reads a checkpoint from a folder, and not from a URL."""
     return isinstance(checkpoint_id, (str, os.PathLike)) and "://" not in str(checkpoint_id)
@@ -292,6 +300,8 @@ for _module, _name, _wrap in (
     (state_dict_loader, "load", _wrap_load),
 ):
     rebind(_module, _name, _wrap(getattr(_module, _name)), within=["torch.distributed"])
+_create_stream_of_dcp = FileSystem.create_stream
+FileSystem.create_stream = _create_stream  # type: ignore[method-assign,assignment]
 
 if __name__ == "__main__":
     if len(sys.argv) == 1:
