@@ -21,15 +21,15 @@ from typing import Any
 
 from trinity_sync.errors import ConfigError, ImageError, SaveTimeoutError, TrinitySyncError
 from trinity_sync.fs.process import call_held_handlers, hold_handlers
-from trinity_sync.layout import FOLDERS, SERVES_AS, Component, Kind, is_shard_file, step_folder
+from trinity_sync.layout import FOLDERS, SERVES_AS, Component, Kind, is_shard_file
 from trinity_sync.snapshot.image import LaidOut
 from trinity_sync.snapshot.packed import Packed, pack, read_folder
 from trinity_sync.snapshot.save_id import Origin, SaveId
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.stager import METADATA, Staged, StagePlan, Stager
 from trinity_sync.snapshot.ticket import VersionTag
-from trinity_sync.storage.manifest import is_own_file
-from trinity_sync.storage.replace import displace_step
+from trinity_sync.storage.manifest import is_own_file, read_run_manifest
+from trinity_sync.storage.replace import displace_step, exclude_writes
 from trinity_sync.storage.save_functions import CallableStatus, write_status
 
 logger = logging.getLogger(__name__)
@@ -413,30 +413,33 @@ class CallableSaver:
         return failures
 
     def _run(self, save_fn: Callable[[], Any], status: CallableStatus) -> None:
-        folder = step_folder(self._root, status.step)
+        save = SaveId(str(self._root), status.run, "", status.step, status.kind, ())
         try:
-            displace_step(SaveId(str(self._root), status.run, "", status.step, status.kind, ()))
-            before = _files_below(folder)
-            start = time.monotonic()
-            save_fn()
-            seconds = time.monotonic() - start
-            after = _files_below(folder)
-            changed = tuple(sorted(name for name in after if before.get(name) != after[name]))
-            finished = replace(status, state="finished", seconds=seconds, files=changed)
-            write_status(self._spool, finished)
+            with exclude_writes(save, shared=True):
+                displace_step(save)
+                before = _files_below(save.folder)
+                start = time.monotonic()
+                save_fn()
+                seconds = time.monotonic() - start
+                after = _files_below(save.folder)
+                if read_run_manifest(save.root, save.run, save.step):  # of the step's sync
+                    after = {name: seen for name, seen in after.items() if not is_own_file(name)}
+                changed = tuple(sorted(name for name in after if before.get(name) != after[name]))
+                finished = replace(status, state="finished", seconds=seconds, files=changed)
+                write_status(self._spool, finished)
         except BaseException as error:
             write_status(self._spool, replace(status, state="failed", error=repr(error)))
             raise
 
 
 def _files_below(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """Return inode, size and time in ns of each file by path, without files of trinity_sync."""
+    """Return inode, size and time in ns of each file and link by path, without temporary ones."""
     found: dict[str, tuple[int, int, int]] = {}
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
         try:
-            if not is_own_file(name) and path.is_file():
-                seen = path.stat()
+            if (path.is_symlink() or path.is_file()) and not is_own_file(f"below/{name}"):
+                seen = path.lstat()
                 found[name] = (seen.st_ino, seen.st_size, seen.st_mtime_ns)
         except FileNotFoundError:
             continue  # renamed or removed meanwhile

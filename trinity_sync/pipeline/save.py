@@ -42,7 +42,7 @@ from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.placement import NodeShards, await_node_shards
 from trinity_sync.storage.runs import refuse_other_job
 from trinity_sync.storage.save import Persisted, discard, mark_failed
-from trinity_sync.storage.save_functions import await_callable_saves, sync_callable_files
+from trinity_sync.storage.save_functions import await_callable_saves
 from trinity_sync.storage.save_timing import refuse_removed
 
 if TYPE_CHECKING:
@@ -129,7 +129,6 @@ def persist_share(
     )
     written = persist(shards, save, share.component, options) if share.component else []
     statuses = await_callable_saves(spool, save) if share.awaits_callables else []
-    sync_callable_files(save, statuses)
     return Persisted(written, statuses)
 
 

@@ -58,6 +58,7 @@ from trinity_sync.storage.persist import digest_content, parse_image_name, unpac
 from trinity_sync.storage.placement import describe_ranks
 from trinity_sync.storage.quarantine import clear_displaced_step
 from trinity_sync.storage.replace import (
+    exclude_writes,
     inherit_metrics,
     is_redundant_sync,
     make_missing_file_error,
@@ -108,8 +109,9 @@ def commit(
             other content of the step; or the newest step of a kind would be lost.
         FormatError: another release has committed the step, or has begun a run of the job.
         CommitError: this node lost the commit lock of the root to another node.
+        LockTimeoutError: a save function has written into the step's folder for ten minutes.
     """
-    with acquire_commit_lock(save.root) as lock:
+    with exclude_writes(save), acquire_commit_lock(save.root) as lock:
         refuse_other_job(save)
         refuse_superseded(save.root, save.run, save.run_key, save.step)
         earlier = _earlier(save)
@@ -363,7 +365,7 @@ def _name(
         with suppress(FileNotFoundError):  # an earlier attempt named it
             os.replace(file.temporary, final)  # noqa: PTH105 (paths would double the time)
     try:
-        found = os.stat(final)  # noqa: PTH116
+        found = os.lstat(final)
         same = found.st_size == (committed or file.record).nbytes
         if file.temporary and not committed:
             same = same and (found.st_ino, found.st_mtime_ns) in identities

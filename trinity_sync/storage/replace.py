@@ -8,11 +8,13 @@ weights in place, or is refused.
 "Save functions" in ``docs/contributing/design.md``.
 """
 
+import fcntl
 import logging
 import os
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from stat import S_ISREG
 
 from trinity_sync.errors import (
     LockTimeoutError,
@@ -23,12 +25,14 @@ from trinity_sync.errors import (
 from trinity_sync.fs.atomic import (
     TEMPORARY_SUFFIX,
     exchange_names,
+    is_temporary,
     link_or_copy,
     make_folder,
     sync_folder,
 )
-from trinity_sync.fs.locks import LockFile, acquire_commit_lock
-from trinity_sync.layout import SERVES_AS, Kind, step_folder
+from trinity_sync.fs.locks import LIMIT_S, LockFile, acquire_commit_lock, open_lock_file
+from trinity_sync.fs.process import describe_this_process
+from trinity_sync.layout import PRIVATE_FOLDER, SERVES_AS, Kind, step_folder
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.storage.discovery import (
     find_newest,
@@ -137,7 +141,7 @@ def replace_step(
     for record in manifest.files:  # what save functions wrote has its name already
         links.setdefault(record.path, save.folder / record.path)
     for path in kept:
-        if not path.name.endswith(TEMPORARY_SUFFIX):
+        if not is_temporary(path.name):
             links.setdefault(path.relative_to(save.folder).as_posix(), path)
     for name, path in links.items():
         make_folder((fresh / name).parent)
@@ -200,7 +204,7 @@ def require_named_files(save: SaveId, folder: Path, manifest: Manifest) -> None:
     """Require that a manifest names files that are in the folder, and none of trinity_sync's own.
 
     Raises:
-        SaveError: a file is missing, has another size, or belongs to trinity_sync.
+        SaveError: a file is missing, no regular one, has another size, or belongs to trinity_sync.
     """
     for record in manifest.files:
         path = f"{folder}/{record.path}"  # a Path per file would double the time
@@ -210,13 +214,13 @@ def require_named_files(save: SaveId, folder: Path, manifest: Manifest) -> None:
                 "Save that file under another name."
             )
         try:
-            same = os.stat(path).st_size == record.nbytes  # noqa: PTH116
+            found = os.lstat(path)
         except FileNotFoundError as error:
             raise SaveError(
                 f"{save} is not committed: {path} is missing. Look for what removed it, and save "
                 "the step again."
             ) from error
-        if not same:
+        if not S_ISREG(found.st_mode) or found.st_size != record.nbytes:
             raise SaveError(f"{path} changed before its commit; retry the save")
 
 
@@ -230,6 +234,24 @@ def make_missing_file_error(file: Written, final: str) -> SaveError:
     )
 
 
+@contextmanager
+def exclude_writes(save: SaveId, *, shared: bool = False) -> Iterator[None]:
+    """Keep the commit of a save, and the functions that write for it, apart within the block.
+
+    Functions share it, of superseded runs as well. A sync does not wait for a checkpoint's.
+
+    Raises:
+        LockTimeoutError: it has taken ten minutes.
+    """
+    end = len(SERVES_AS[save.kind])  # of a step's two bytes, the first is that of syncs
+    how, start = (fcntl.F_RDLCK, end - 1) if shared else (fcntl.F_WRLCK, 0)
+    with open_lock_file(Path(save.root) / PRIVATE_FOLDER / "functions.lock") as lock:
+        lock.wait(lambda: lock.try_acquire_range(how, 2 * save.step + start, end - start), LIMIT_S)
+        if shared:  # for messages
+            os.pwrite(lock.fd, f"{describe_this_process()}\n".encode(), 0)
+        yield
+
+
 def displace_step(save: SaveId) -> None:
     """Move an earlier run's commit of a step away before a save function writes into its folder.
 
@@ -238,11 +260,12 @@ def displace_step(save: SaveId) -> None:
     stays, and the function is refused.
 
     Raises:
-        SaveError: the step is pinned, leased, or the newest of a kind.
+        SaveError: the step is pinned, leased, the newest of a kind, or committed by this run.
         SupersededError: a later run has superseded or committed the step.
         FormatError: another release has committed it.
     """
     root, folder = Path(save.root), save.folder
+    refuse_superseded(save.root, save.run, "", save.step)
     if _read_other(save) is None and list_files_of_run(root, folder, save.run) is None:
         return
     with acquire_commit_lock(root) as lock, acquire_removal_lock(root) as removal:
@@ -250,7 +273,6 @@ def displace_step(save: SaveId) -> None:
         own = None if earlier else list_files_of_run(root, folder, save.run)
         if earlier is None and own is None:
             return  # another function was faster
-        refuse_superseded(save.root, save.run, "", save.step)
         if earlier and earlier.run > save.run:
             raise SupersededError(
                 f"{save} is superseded: run {earlier.run} has committed step {save.step}"
@@ -290,11 +312,21 @@ def _move_back(names: Iterable[Path], moved: Path, folder: Path) -> None:
 
 
 def _read_other(save: SaveId) -> Manifest | None:
-    """Return the manifest of a step that has files of another run; otherwise None."""
+    """Return the manifest of a step that has files of another run; otherwise None.
+
+    Raises:
+        SaveError: this run has committed the save. A sync of images alone may get functions' files.
+    """
     try:
         found = read_manifest(save.root, save.step)
     except ManifestError:
         return None  # it is not committed
+    is_mine = found and found.run == save.run and found.has_kind(save.kind)
+    if found and is_mine and (found.has_kind("checkpoint") or found.callables):
+        raise SaveError(
+            f"{save}: the save function is not run, because run {save.run} has committed that "
+            "step, whose files never change. Save another step."
+        )
     return found if found and (found.run != save.run or found.checkpoint_run) else None
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Literal
 
 from trinity_sync.errors import MissingShardsError, SaveError, SpoolError
-from trinity_sync.fs.atomic import lengthen_pauses, replace_file
+from trinity_sync.fs.atomic import lengthen_pauses, open_fd, replace_file
 from trinity_sync.fs.direct_io import digest_cached_file
 from trinity_sync.fs.process import is_process_alive
 from trinity_sync.fs.records import Count, Record, Seconds, decode_record, encode_record
-from trinity_sync.layout import Kind, check_name, is_below
+from trinity_sync.layout import MANIFEST, Kind, check_name, is_below
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.manifest import FileRecord
@@ -138,7 +138,7 @@ def await_callable_saves(
     at_least: int = 0,
     rank_timeout_s: float = 60.0,
 ) -> list[CallableStatus]:
-    """Wait until the callable saves of this node have ended, and return their statuses.
+    """Wait until the callable saves of this node have ended; return their statuses, files synced.
 
     Their start is awaited for ``rank_timeout_s``, their end without a limit.
 
@@ -156,7 +156,8 @@ def await_callable_saves(
                     f"{save} is not committed: the callable save {status.name!r} of rank "
                     f"{status.rank} failed: {status.error}"
                 )
-        if len(statuses) >= at_least and all(r.state == "finished" for r in statuses):
+        ended = len(statuses) >= at_least and all(r.state == "finished" for r in statuses)
+        if ended and all([_sync_files(spool, save, each) for each in statuses]):
             return statuses
         if len(statuses) < at_least and time.monotonic() >= deadline:
             raise MissingShardsError(
@@ -166,11 +167,20 @@ def await_callable_saves(
         time.sleep(next(pauses))
 
 
-def sync_callable_files(save: SaveId, statuses: Sequence[CallableStatus]) -> None:
-    """Sync the files that callables wrote on this node, which may still be in its page cache."""
-    for name in {name for status in statuses for name in status.files}:
-        with suppress(FileNotFoundError), (save.folder / name).open("rb") as file:
-            os.fsync(file.fileno())  # the commit reports files that are missing
+def _sync_files(spool: JobSpool, save: SaveId, status: CallableStatus) -> bool:
+    """Sync the files that a callable wrote on this node; return whether all are durable.
+
+    If not, it has failed until it is called again: the kernel reports no error to a retry.
+    """
+    for path in map(save.folder.joinpath, status.files):
+        try:
+            with suppress(FileNotFoundError), open_fd(path) as fd:
+                os.fsync(fd)  # the commit reports files that are missing
+        except OSError as error:
+            why = f"{path} cannot be written: {error.strerror}"
+            write_status(spool, replace(status, state="failed", error=why))
+            return False
+    return True
 
 
 def list_callable_files(
@@ -179,36 +189,40 @@ def list_callable_files(
     written: set[str],
     committed: Mapping[str, FileRecord],
 ) -> Iterator[FileRecord]:
-    """Yield records of the files that callables wrote on any node, digested and synced.
+    """Yield records of the files that callables wrote on any node, and have synced, digested.
 
     The files in ``written`` are left out, and the images in ``committed``, which this run has
     committed of the step: the list of a callable has every file that changed while it ran,
     including shards of a sync that was committed meanwhile.
 
     Raises:
-        SaveError: a file is missing, outside of the step's folder, or was committed with other
-            content.
+        SaveError: a file is missing, a link, outside of the step's folder, or was committed with
+            other content.
     """
-    images = {path for path, record in committed.items() if record.images}
     found = {name for status in statuses for name in status.files}
-    for name in sorted(found - written - images):
-        path = save.folder / name
-        if not is_below(name) or not path.resolve().is_relative_to(save.folder.resolve()):
-            raise SaveError(f"{save}: {path} of a callable save is outside of the step's folder")
+    for name in sorted(found - written):
+        path, known = save.folder / name, committed.get(name)
+        is_outside = not is_below(name) or not path.resolve().is_relative_to(save.folder.resolve())
+        if is_outside or path.is_symlink():
+            where = "is a link, or outside of the step's folder"
+            raise SaveError(f"{save}: {path} of a callable save {where}")
         try:
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+            seen = path.lstat()
+            committed_at = (save.folder / MANIFEST).stat().st_ctime_ns if known else 0
+            if known and known.images and seen.st_ctime_ns < committed_at:
+                continue  # it was committed meanwhile, and not changed since
             digest = digest_cached_file(path)
-            nbytes = path.stat().st_size
         except FileNotFoundError as error:
             raise SaveError(
                 f"{save}: {path} of a callable save is missing on the node of the commit. Check "
                 "whether something removed it, or the root is another disk on the node where the "
                 "callable ran."
             ) from error
-        if name in committed and committed[name].digest != digest:
+        if known and known.digest != digest:
             raise SaveError(
                 f"{save} is not committed: its save function has changed {path}, which run "
                 f"{save.run} had committed with that step. Write other content to another file."
             )
-        yield FileRecord(path=name, nbytes=nbytes, digest=digest, role=Path(name).parts[0])
+        if not (known and known.images):
+            role = Path(name).parts[0]
+            yield FileRecord(path=name, nbytes=seen.st_size, digest=digest, role=role)

@@ -2,16 +2,20 @@
 
 import asyncio
 import itertools
+import os
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
 
 from tests.integration.fsdp.commits import CommitsHere
+from tests.support.disk import noted_syncs
 from tests.support.dying import in_a_process
 from tests.support.job import Job, held
 from tests.support.leases import acquire_lease
@@ -19,16 +23,29 @@ from tests.support.steps import MODEL, commit_files, save_foreign_step
 from tests.unit.conftest import Open
 from tests.unit.snapshot.test_overlap import BIG
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.errors import ConfigError, SaveError, SaveFailedError, SupersededError
+from trinity_sync.errors import (
+    ConfigError,
+    LockTimeoutError,
+    SaveError,
+    SaveFailedError,
+    SupersededError,
+)
+from trinity_sync.fs.direct_io import digest_cached_file
+from trinity_sync.layout import Kind
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.gc import remove_replaced
 from trinity_sync.storage.latest_pointer import read_latest_pointer
-from trinity_sync.storage.manifest import write_manifest
+from trinity_sync.storage.manifest import read_manifest, write_manifest
 from trinity_sync.storage.pins import pin
 from trinity_sync.storage.replace import displace_step
 from trinity_sync.storage.runs import open_run
-from trinity_sync.storage.save_functions import CallableStatus, read_statuses
+from trinity_sync.storage.save_functions import (
+    CallableStatus,
+    await_callable_saves,
+    read_statuses,
+    write_status,
+)
 
 
 def test_other_coroutines_run_while_it_waits_for_staging(coordinator_of: Open, job: Job) -> None:
@@ -305,3 +322,172 @@ def test_a_step_that_a_function_of_a_run_without_a_load_replaces_is_quarantined(
     (found,) = remove_replaced(job.root)
     assert "quarantined" in found.why
     assert (kept / MODEL).read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("committed", "kind"),
+    [("checkpoint", "checkpoint"), ("checkpoint", "state_dict"), ("state_dict", "state_dict")],
+)
+@pytest.mark.parametrize("by", ["a function", "images"])
+def test_a_function_is_not_called_for_what_its_run_has_committed(
+    coordinator_of: Open, job: Job, committed: Kind, kind: Kind, by: str
+) -> None:
+    """But for a sync that images alone have committed: that of another role may be a function's."""
+    saves = coordinator_of()
+    saves.begin()
+    if by == "a function":
+        write = partial(write_model, job.root, 4)
+        saves.save_sync(write, 4, is_state_dict=committed == "state_dict")
+        commit(job.save(4, kind=committed), [], [*read_statuses(job.spool, 1, 4, committed)])
+    else:
+        job.stage(4, {"model": {"w": torch.ones(3)}}, kind=committed)
+        job.commit(4, kind=committed)
+    before = (job.root / "global_step_4" / MODEL).read_bytes()
+    is_sync, called = kind == "state_dict", list[int]()
+    if by == "images" and committed == "state_dict":
+        saves.save_sync(lambda: called.append(4), 4, is_state_dict=True)
+        return
+    with pytest.raises(SaveError, match="run 1 has committed that step"):
+        saves.save_sync(lambda: called.append(4), 4, is_state_dict=is_sync)
+    saves.save_async("own", lambda: called.append(4), 4, is_state_dict=is_sync)
+    with pytest.raises(SaveFailedError, match="the save function is not run, because run 1"):
+        saves.wait_all(30)
+    assert not called
+    assert (job.root / "global_step_4" / MODEL).read_bytes() == before
+
+
+def test_a_commit_waits_for_a_function_that_is_called_again_after_it_has_ended(
+    coordinator_of: Open, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trinity_sync.storage.replace.LIMIT_S", 0.0)
+    saves, path = coordinator_of(), job.root / "global_step_4/own.bin"
+    path.parent.mkdir()
+    saves.save_sync(lambda: path.write_bytes(b"first"), 4)
+    ended = [*read_statuses(job.spool, 1, 4, "checkpoint")]
+    job.stage(4, {"model": {"w": torch.ones(3)}}, kind="state_dict")
+
+    def write_again() -> None:
+        with pytest.raises(
+            LockTimeoutError, match=rf"the last holder in the file is process {os.getpid()} "
+        ):
+            commit(job.save(4), [], ended)
+        job.commit(4, kind="state_dict")  # which has nothing of the checkpoint's functions
+        path.write_bytes(b"again")
+
+    saves.save_sync(write_again, 4)
+    commit(job.save(4), [], ended)
+    require_committed(job.root, 4)
+    assert digest_cached_file(path) == read_manifest(job.root, 4).find_file("own.bin").digest
+
+
+def test_no_commit_replaces_a_step_into_which_a_function_of_an_earlier_run_writes(
+    coordinator_of: Open, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trinity_sync.storage.replace.LIMIT_S", 0.0)
+    saves, called = coordinator_of(), list[str]()
+
+    def write_late() -> None:
+        open_run(job.root, "second", 0)
+        job.stage(4, {"model": {"w": torch.ones(3)}}, run=2)
+        with pytest.raises(LockTimeoutError):
+            job.commit(4, run=2)
+        saves.save_async("own", lambda: called.append("own"), 4)
+        write_model(job.root, 4)
+
+    with ThreadPoolExecutor(1) as pool:
+        begun = Event()
+        saves.save_async("own", lambda: begun.wait(30), 4)
+        pool.submit(saves.save_sync, write_late, 4).result()
+        begun.set()
+    with pytest.raises(SaveFailedError, match="is superseded: run 2"):
+        saves.wait_all(30)
+    assert not called
+    job.commit(4, run=2)
+    require_committed(job.root, 4)
+
+
+@pytest.mark.parametrize("target", ["file", "folder", "nowhere", "../outside"])
+def test_a_link_that_a_function_makes_fails_the_save_by_name(
+    coordinator_of: Open, job: Job, target: str
+) -> None:
+    saves, folder = coordinator_of(), job.root / "global_step_4"
+
+    def write() -> None:
+        (folder / "folder").mkdir(parents=True)
+        (folder / "file").write_bytes(b"x")
+        (folder / "link").symlink_to(target)
+
+    saves.save_sync(write, 4)
+    with pytest.raises(SaveError, match=r"global_step_4/link of a callable save is a link"):
+        commit(job.save(4), [], [*read_statuses(job.spool, 1, 4, "checkpoint")])
+
+
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "corrupted.json", "manifest-0123456789abcdef.json"]
+)
+def test_files_of_functions_are_committed_or_refused_by_name(
+    coordinator_of: Open, job: Job, name: str
+) -> None:
+    saves, folder = coordinator_of(), job.root / "global_step_4"
+    names = {"compaction.tmp", ".hidden.tmp", ".x.0.1.tmp", ".nfs0001", f"below/{name}"}
+
+    def write(*more: str) -> None:
+        (folder / "below").mkdir(parents=True, exist_ok=True)
+        for each in (*names, *more):
+            (folder / each).write_text(each)
+
+    saves.save_sync(partial(write, name), 4)
+    with pytest.raises(SaveError, match=f"lists .*/{name}, a name that trinity_sync uses itself"):
+        commit(job.save(4), [], [*read_statuses(job.spool, 1, 4, "checkpoint")])
+    (folder / name).unlink(missing_ok=True)  # the commit has removed a mark
+    for status in read_statuses(job.spool, 1, 4, "checkpoint"):
+        write_status(job.spool, replace(status, state="failed"))
+    saves.save_async("again", write, 4)
+    saves.wait_all(30)
+    statuses = read_statuses(job.spool, 1, 4, "checkpoint")
+    commit(job.save(4), [], [each for each in statuses if each.name == "again"])
+    assert {each.path for each in require_committed(job.root, 4).files} == names
+
+
+def test_a_function_that_writes_into_a_shard_of_the_steps_sync_fails_the_save(
+    coordinator_of: Open, job: Job
+) -> None:
+    saves = coordinator_of()
+    saves.begin()
+    job.stage(4, {"model": {"w": torch.ones(3)}}, kind="state_dict")
+
+    def write(late: Callable[[], object] = lambda: None) -> list[CallableStatus]:
+        saves.save_sync(late, 4)
+        return [*read_statuses(job.spool, 1, 4, "checkpoint")]
+
+    harmless = write(partial(job.commit, 4, kind="state_dict"))
+    assert harmless[0].files == (MODEL,)
+    damaging = write(lambda: write_model(job.root, 4))
+    with pytest.raises(SaveError, match=rf"has changed .*{Path(MODEL).name}, which run 1"):
+        commit(job.save(4), [], damaging)
+
+
+def test_what_a_function_wrote_and_could_not_be_synced_is_in_no_commit_of_a_retry(
+    coordinator_of: Open, job: Job
+) -> None:
+    saves, path = coordinator_of(trigger=CommitsHere()), job.root / "global_step_4/own.bin"
+    path.parent.mkdir()
+
+    def submit() -> None:
+        saves.save_async("own", lambda: path.write_bytes(b"own"), 4)
+        asyncio.run(saves.register_and_monitor(4, checkpoint_thread_count=1))
+
+    with noted_syncs(failing="own.bin"):
+        submit()
+        with pytest.raises(
+            SaveFailedError, match=r"own\.bin cannot be written: Input/output error"
+        ):
+            saves.wait_all(60)
+        with pytest.raises(SaveError, match=r"own\.bin cannot be written: Input/output error"):
+            await_callable_saves(job.spool, job.save(4), at_least=1)
+    path.unlink()
+    with noted_syncs() as durable:
+        submit()
+        saves.wait_all(60)
+        assert path.stat().st_ino in durable
+    require_committed(job.root, 4)
