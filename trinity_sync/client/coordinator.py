@@ -702,8 +702,8 @@ class CheckpointCoordinator:
     def attach_written(self, folder: Path, *, step: int) -> None:
         """Attach files that other code has written for a step, on rank 0; otherwise as `attach`.
 
-        They may be large: nothing is copied, the commit moves them to the same names below the
-        step's folder.
+        They may be large: the commit moves them to the same names below the step's folder. What a
+        link leads to, or has another name, is copied.
 
         Args:
             folder: ``global_step_{step}`` in a folder of `adapter.attaching_folder`, complete.
@@ -886,7 +886,7 @@ class CheckpointCoordinator:
         Files below the step's folder that change during the call become part of the commit. Call
         `save` of the same step or `register_and_monitor` afterwards, which request the flow run. A
         step that an earlier run has committed makes way before; if a resume, a reader or a pin
-        needs it, ``save_fn`` is not called, and the save fails.
+        needs it, or this run has committed it, ``save_fn`` is not called, and the save fails.
 
         Args:
             name: name of the save, unique within a step and rank.
