@@ -204,8 +204,7 @@ def list_callable_files(
         path, known = save.folder / name, committed.get(name)
         is_outside = not is_below(name) or not path.resolve().is_relative_to(save.folder.resolve())
         if is_outside or path.is_symlink():
-            where = "is a link, or outside of the step's folder"
-            raise SaveError(f"{save}: {path} of a callable save {where}")
+            raise SaveError(f"{save}: {path} of a callable save is a link or outside of its folder")
         try:
             seen = path.lstat()
             committed_at = (save.folder / MANIFEST).stat().st_ctime_ns if known else 0
@@ -224,5 +223,4 @@ def list_callable_files(
                 f"{save.run} had committed with that step. Write other content to another file."
             )
         if not (known and known.images):
-            role = Path(name).parts[0]
-            yield FileRecord(path=name, nbytes=seen.st_size, digest=digest, role=role)
+            yield FileRecord(name, nbytes=seen.st_size, digest=digest, role=Path(name).parts[0])
