@@ -282,9 +282,13 @@ def _read_decisive_save(
 
 
 def _is_saved_later(root: Path, save: "FlowRun") -> bool:
-    """Return whether a later run lives, which may save the step again."""
-    from trinity_sync.storage.runs import find_living_run
+    """Return whether a later run lives, or is to follow a rewind, which may save the step again."""
+    from trinity_sync.storage.quarantine import REWIND
+    from trinity_sync.storage.runs import find_living_run, find_newest_run
 
+    newest = find_newest_run(root)
+    if newest and newest.key.startswith(REWIND) and newest.resumed_from < save.step:
+        return True
     living = find_living_run(root, "")
     return living is not None and living[0].number > save.run
 

@@ -59,6 +59,8 @@ from trinity_sync.storage.runs import open_run, read_restart_time, read_start_ti
 from trinity_sync.storage.save_timing import append_removal
 
 TIME_FORMAT = "%Y%m%dT%H%M%SZ"
+REWIND = "rewind-to-step-"
+"""Prefix of the key of a rewind's run, of which no process is part."""
 
 
 def quarantine_folder(root: str | Path) -> Path:
@@ -197,7 +199,7 @@ def rewind(
     with acquire_commit_lock(base) as changes, acquire_removal_lock(base) as removal:
         newer = list_newer_steps(base, step)
         pinned = _refuse_in_use(base, step, newer, force=force)
-        key = f"rewind-to-step-{step}-of-run-{target.run}"
+        key = f"{REWIND}{step}-of-run-{target.run}"
         run = open_run(base, key, step, resumed_run=target.run)
         for lock in (changes, removal):
             lock.require_held()

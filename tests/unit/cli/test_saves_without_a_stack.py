@@ -18,6 +18,7 @@ from trinity_sync.fs.direct_io import CHUNK, IN_FLIGHT, RateLimit
 from trinity_sync.storage.block_reuse import remove_folder
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.pins import tag
+from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.runs import hold_run, open_run
 from trinity_sync.storage.save import mark_failed
 
@@ -102,6 +103,19 @@ def test_a_step_that_was_removed_is_not_waited_for(saves: Job) -> None:
     with hold_run(saves.root, later.number):  # a trainer, which may save it again
         late = run(saves, "wait", saves.root, 10, "--timeout", 0.2)
     assert (late.exit_code, "is not committed after 0.2 s" in late.stderr) == (1, True)
+
+
+def test_a_step_that_a_rewind_has_removed_is_waited_for_until_a_later_run_has_ended(
+    saves: Job,
+) -> None:
+    saves.stage(40, {"model": {"w": torch.zeros(4)}})
+    saves.commit(40)
+    rewind(saves.root, 10)
+    waiting = run(saves, "wait", saves.root, 40, "--timeout", 0.2)
+    assert (waiting.exit_code, "is not committed after 0.2 s" in waiting.stderr) == (1, True)
+    open_run(saves.root, "second", 10)  # its process has ended
+    done = run(saves, "wait", saves.root, 40, "--timeout", 60)
+    assert (done.exit_code, "has been removed since" in done.stderr) == (1, True)
 
 
 @pytest.mark.parametrize("over_a_spare_file", [True, False])
