@@ -9,10 +9,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from pydantic import ValidationError
+
+from trinity_sync.client.journal import Entry
 from trinity_sync.client.prefect_api import FAILED, FlowRun, State, ask_server
 from trinity_sync.client.prefect_connection import read_local_stack
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.errors import PrefectApiError
+from trinity_sync.errors import FormatError, PrefectApiError
 from trinity_sync.layout import Kind
 from trinity_sync.orchestration.report.steps import (
     is_part_of_step,
@@ -27,6 +30,7 @@ from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.storage import save_timing
 from trinity_sync.storage.runs import Run, find_superseding_run
+from trinity_sync.storage.save_functions import list_requests
 
 QUICK_S = 2.0
 """Seconds that a command waits for a server that it could do without."""
@@ -80,7 +84,8 @@ def list_saves_of_files(
         state = State("COMPLETED", "Completed", since=each.committed_at)
         saves[save] = make_save(*save, state, seconds=each.timing.total_s)
     journal = read_journal(root)
-    for image in JobSpool(settings.spool / job_id(root)).tickets()[0]:
+    spool = JobSpool(settings.spool / job_id(root))
+    for image in spool.tickets()[0]:
         ticket = image.ticket
         save = ticket.run, ticket.step, ticket.kind
         if save in saves and saves[save].state.type in ("COMPLETED", "FAILED"):
@@ -96,10 +101,20 @@ def list_saves_of_files(
                 reason = failure_path(image.slot).read_text()
             saves[save] = make_save(*save, State("FAILED", "Failed", reason, ticket.sealed_at))
         else:
-            state = State("SCHEDULED", "Scheduled", since=ticket.sealed_at)
-            begun = State("RUNNING", "Running", since=entry.at) if entry else None
-            saves[save] = make_save(*save, begun or state)
+            saves[save] = _make_waiting_save(save, entry, ticket.sealed_at)
+    for path in list_requests(spool):
+        with suppress(OSError, ValidationError, FormatError):  # it has just ended
+            request = SaveRequest.model_validate_json(path.read_bytes())
+            save, entry = (request.run, request.step, request.kind), journal.find(request.key)
+            if (entry and entry.state != "pending") or is_part_of_step(root, *save):
+                continue
+            saves.setdefault(save, _make_waiting_save(save, entry, path.stat().st_mtime))
     return _sort([*saves.values(), *list_failed_saves(root, saves)], step)
+
+
+def _make_waiting_save(save: tuple[int, int, Kind], entry: Entry | None, since: float) -> FlowRun:
+    begun = State("RUNNING", "Running", since=entry.at) if entry else None
+    return make_save(*save, begun or State("SCHEDULED", "Scheduled", since=since))
 
 
 def _sort(saves: list[FlowRun], step: int | None) -> list[FlowRun]:

@@ -26,6 +26,7 @@ from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.placement import NodeRanks
 from trinity_sync.storage.restore import open_states
 from trinity_sync.storage.restore_into import fill_states
+from trinity_sync.storage.save_functions import list_requests
 from trinity_sync.tensors.replicas import adopt_meshes
 
 T = TypeVar("T")
@@ -139,7 +140,10 @@ class StepLoader:
         deadline = time.monotonic() + seconds
         tickets, pauses = ReadOnChange(self.spool.folder, self.spool.tickets), lengthen_pauses()
         begun = False
-        while steps := {each.ticket.step for each in tickets.get()[0] if not each.failed}:
+        while steps := {
+            *(each.ticket.step for each in tickets.get()[0] if not each.failed),
+            *(int(path.name.split(".")[1]) for path in list_requests(self.spool)),
+        }:
             if time.monotonic() >= deadline:
                 logger.warning(
                     "Saves of an earlier run of %s (steps %s) are still not committed after %g s: "

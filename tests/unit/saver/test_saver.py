@@ -16,14 +16,17 @@ from types import CodeType, FrameType
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from benchmarks.path_calls import watch_path_calls
+from tests.conftest import environment
 from tests.support.answers import server
 from tests.support.job import Job
 from tests.support.savers import await_that, is_announced, is_locked, savers_of, train
 from tests.unit.saver.conftest import Make
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync import saver as saver_module
+from trinity_sync.cli.commands import app
 from trinity_sync.client.journal import read_entry
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.client.saver_control import (
@@ -226,6 +229,25 @@ def test_a_start_says_which_saves_it_no_longer_waits_for(
         assert "(steps 3) are still not committed after 0.1 s" in caplog.text
         assert first.latest_step() is None  # its run has begun
         assert caplog.text.count("not committed") == 1
+
+
+def test_a_start_waits_for_save_functions_of_a_trainer_that_has_ended(
+    coordinator: Make, settings: Settings, job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    command = ["wait", str(job.root), "--timeout"]
+    with acquire_commit_lock(job.root):
+        ended = coordinator()
+        ended.save_async("other", (job.root / "global_step_3").mkdir, 3)
+        asyncio.run(ended.register_and_monitor(3, checkpoint_thread_count=1))
+        ended.close(timeout=0)
+        assert coordinator().latest_step(settle_s=0.1) is None
+        assert "(steps 3) are still not committed after 0.1 s" in caplog.text
+        with environment(settings.to_variables()):
+            late = CliRunner().invoke(app, [*command, "0.1"])
+        assert (late.exit_code, "step 3 " in late.stderr) == (1, True)
+    with environment(settings.to_variables()):
+        assert CliRunner().invoke(app, [*command, "60"]).exit_code == 0
+    assert coordinator().latest_step() == 3
 
 
 def test_a_saver_that_cannot_be_started_fails_the_save_by_name(
