@@ -47,7 +47,7 @@ def init_required_remote(root: Path, url: str) -> Manifest | None:
         FormatError: another release has begun a run or sent a newer step there.
     """
     remote = Remote(url)
-    join_remote(root, remote)
+    join_remote(root, remote, by_pull=False)
     open_identity(root)
     claim_remote(root, remote)
     if not remote.supports_exclusive_create():

@@ -19,6 +19,7 @@ same numbers and other keys.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -227,8 +228,10 @@ def _claim_run(root: Path, remote: Remote, manifest: Manifest) -> None:
             )
 
 
-def join_remote(root: Path, remote: Remote) -> None:
+def join_remote(root: Path, remote: Remote, *, by_pull: bool = True) -> None:
     """Require that a remote is the job's, before steps are fetched; a new root continues its job.
+
+    Unless ``by_pull``, which asks for that, it does not while the root of the job is here.
 
     Raises:
         ConfigError: it has the steps of another job.
@@ -237,7 +240,10 @@ def join_remote(root: Path, remote: Remote) -> None:
     theirs = remote.read_identity()
     if theirs is None or theirs.identity == read_identity(root):
         return
-    if steps_on_disk(root) or list_runs(root):
+    is_here = False
+    with suppress(OSError):
+        is_here = not by_pull and read_identity(theirs.root) == theirs.identity
+    if is_here or steps_on_disk(root) or list_runs(root):
         raise _make_error(root, remote, theirs)
     open_identity(root, adopted=theirs.identity)
 

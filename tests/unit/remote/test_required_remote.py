@@ -28,6 +28,7 @@ from trinity_sync.errors import (
     SaveFailedError,
     SupersededError,
 )
+from trinity_sync.fs.records import encode_record
 from trinity_sync.layout import MANIFEST, step_folder
 from trinity_sync.remote.prune import NOT_OURS, prune_remote
 from trinity_sync.remote.remote_root import Remote
@@ -36,7 +37,7 @@ from trinity_sync.retention.policies import ALL, parse_policy
 from trinity_sync.retention.prune import NOT_REPLICATED, plan_prune, prune
 from trinity_sync.retention.removal import Rules
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.job_identity import read_identity
+from trinity_sync.snapshot.job_identity import IDENTITY_FILE, JobIdentity, read_identity
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.stack.doctor_job import check_root
 from trinity_sync.storage.commit import commit, free_committed_slots
@@ -64,7 +65,10 @@ class Asked(SaveTrigger):
 
 @dataclass
 class Machine:
-    """A root and a memory of its own, and a training there; the store is all they share."""
+    """A root and a memory of its own, and a training there; the store is all they share.
+
+    Its root is under a path that other machines do not have, so the remote names another one.
+    """
 
     folder: Path
     spool: Path
@@ -80,6 +84,11 @@ class Machine:
             trigger=Asked(),
         )
         self.closing.callback(saves.close, timeout=0)
+        mine, remote = (
+            JobIdentity(read_identity(saves.root), f"/away{saves.root}"),
+            Remote(self.url),
+        )
+        remote._fs.pipe_file(f"{remote._base}/{IDENTITY_FILE}", encode_record(mine).encode())
         if load and (step := saves.latest_step()) is not None:
             saves.load(step)
         return saves
@@ -171,9 +180,31 @@ def test_a_training_of_its_own_does_not_begin_with_the_required_remote_of_anothe
         two.folder / "ckpts", settings=Settings(spool=two.spool, home=two.folder), trigger=Asked()
     ) as own:
         assert own.begin() == 1
-    with pytest.raises(ConfigError, match=f"another job, whose root is {one.folder}"):
+    with pytest.raises(ConfigError, match=f"another job, whose root is /away{one.folder}"):
         two.start("second")
     assert [step.step for step in Remote(one.url).list_steps()] == [1]
+
+
+def test_a_new_root_does_not_continue_a_job_whose_root_is_still_here(machine: Make) -> None:
+    one, two = machine("one"), machine("two")
+    required = {"remote": one.url, "remote_required": True}
+
+    def start(of: Machine) -> CheckpointCoordinator:
+        settings = Settings(spool=of.spool, home=of.folder)
+        return CheckpointCoordinator(
+            of.folder / "ckpts", job=required, settings=settings, trigger=Asked()
+        )
+
+    with start(one) as saves:
+        one.commit(saves, 1)
+        identity = read_identity(saves.root)
+    with pytest.raises(ConfigError, match=f"another job, whose root is {saves.root};"):
+        start(two)
+    assert read_identity(two.folder / "ckpts") != identity
+    assert [step.step for step in Remote(one.url).list_steps()] == [1]
+    shutil.rmtree(saves.root)
+    with start(two) as again:
+        assert (again.latest_step(), read_identity(again.root)) == (1, identity)
 
 
 def test_a_root_that_has_the_newest_or_a_newer_one_fetches_nothing(
