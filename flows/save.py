@@ -279,8 +279,8 @@ async def save_step(request: SaveRequest) -> State[Any] | None:
             await run_on_node(nodes[0].name, request.root, export_requested_models, request)
     finally:  # the copy includes the exported models, which are files of the step
         await request_replication(request)
-    if request.keep or request.kind != "checkpoint":
-        await prune(request, nodes[0])
+        if done.keep or request.kind != "checkpoint":
+            await prune(request, nodes[0])
     return Completed(message=str(hidden or BY_SAVER)) if done.by_saver else None
 
 

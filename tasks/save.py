@@ -199,4 +199,4 @@ async def replicate(root: str, step: int, url: str) -> None:
 @task(name="upload-to-required-remote", **_UPLOADS)
 async def upload(root: str, step: int, url: str, node: str) -> None:
     """Upload a committed step to the required remote of its root."""
-    await run_on_node(node, root, on_node.upload_to_required_remote, root, step, url)
+    await run_on_node(node, root, on_node.replicate_step, root, step, url)

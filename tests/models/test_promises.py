@@ -652,7 +652,7 @@ class Promises(World, RuleBasedStateMachine):
         elif what == "uploaded":
             self.see_copy(request)
         elif what == "pruned":
-            stay = self.model.kept(last=request.keep or 100, last_syncs=2)
+            stay = self.model.kept(last=self.keep_of(request) or 100, last_syncs=2)
             self.see_removal(stay | self.model.earlier(request.run))
         elif what.startswith("failed") and run.state == "failed" and not run.attempts:
             save = (request.run, request.step, request.kind, request.roles)
@@ -660,6 +660,11 @@ class Promises(World, RuleBasedStateMachine):
             refused = self.job.has_remote and "has the steps of another job" in run.message
             reason = refused or not of_this_job or self.model.reason_to_fail(*save)
             assert reason, f"{request.run_name}: {run.message}"
+
+    def keep_of(self, request: SaveRequest) -> int:
+        """What the processes of a save want to keep, as its manifest says."""
+        found = manifest.read_run_manifest(self.root, request.run, request.step)
+        return found.keep if found and request.kind == "checkpoint" else 0
 
     def see_commit(self, request: SaveRequest, state: str) -> None:
         """A flow run says that a save is committed: so it has to be, as it was submitted."""

@@ -145,7 +145,7 @@ class Node(Server):
         self._patch.setattr(saver_module, "run_save", self._run_save)
         self._patch.setattr(saver_module, "PATIENCE_S", 0.0)  # also for a root that has gone
         persist, commit = pipeline.persist_share, pipeline.commit_images
-        upload, prune = pipeline.upload_to_required_remote, pipeline.prune_after_commit
+        upload, prune = pipeline.replicate_step, pipeline.prune_after_commit
 
         def persist_share(request: SaveRequest, share: Any, *others: Any) -> Any:
             what = f"{share.what} is written"
@@ -154,14 +154,14 @@ class Node(Server):
         def commit_images(request: SaveRequest, *others: Any, **options: Any) -> Any:
             return self._do(request, "committed", partial(commit, request, *others, **options))
 
-        def upload_to_required_remote(*arguments: Any) -> Any:
+        def replicate_step(*arguments: Any) -> Any:
             request = self._of_threads[threading.get_ident()]
             return self._do(request, "uploaded", lambda: upload(*arguments))
 
         def prune_after_commit(request: SaveRequest, *others: Any, **options: Any) -> Any:
             return self._do(request, "pruned", lambda: prune(request, *others, **options))
 
-        for part in (persist_share, commit_images, upload_to_required_remote, prune_after_commit):
+        for part in (persist_share, commit_images, replicate_step, prune_after_commit):
             self._patch.setattr(pipeline, part.__name__, part)
         self._run, self._of_threads = pipeline.run_save, dict[int, SaveRequest]()
 

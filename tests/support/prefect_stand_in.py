@@ -20,7 +20,7 @@ from trinity_sync.orchestration.on_node import (
     commit_step,
     persist_share,
     prune_after_commit,
-    upload_to_required_remote,
+    replicate_step,
 )
 from trinity_sync.orchestration.recovery.flow_runs import allow_eviction, find_orphaned_saves
 from trinity_sync.pipeline import save as pipeline
@@ -63,17 +63,17 @@ def save_step(request: SaveRequest, before_commit: Callable[[SaveRequest], None]
             raise failures[0]
         before_commit(request)
         now = time.time()
-        commit_step(request, persisted, nodes[0], now, now)
+        done = commit_step(request, persisted, nodes[0], now, now)
         yield "committed"
         url = read_required_remote(request.root)
         if url and request.kind == "checkpoint":
-            upload_to_required_remote(request.root, request.step, url)
+            replicate_step(request.root, request.step, url)
             yield "uploaded"
     except Exception as error:
         for shards in nodes:
             mark_images_failed(request, persisted, shards, str(error))
         raise
-    if request.keep or request.kind != "checkpoint":
+    if done.keep or request.kind != "checkpoint":
         prune_after_commit(request)
         yield "pruned"
 

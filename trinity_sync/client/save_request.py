@@ -64,13 +64,6 @@ class SaveRequest(BaseModel):
         ge=0,
         description="Least number of images and save functions to wait for (0: what was staged).",
     )
-    keep: int = Field(
-        default=0,
-        ge=0,
-        description="Number of checkpoints to keep after the commit, this one included (0: all). "
-        "Steps that the job's policy keeps, and those that are pinned, leased or named by a latest "
-        "pointer, stay as well.",
-    )
 
     @model_validator(mode="before")
     @classmethod

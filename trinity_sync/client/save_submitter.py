@@ -166,7 +166,7 @@ class SaveSubmitter:
         save = origin.save
         if save.attempt > 1:
             self._attempts[replace(save, attempt=1)] = save.attempt
-        request = _request(save, components, keep=origin.keep)
+        request = _request(save, components)
         self._watcher.follow(
             request,
             images=staged.images,
@@ -189,7 +189,6 @@ class SaveSubmitter:
         for role in roles:
             if read_placement(self._root, run.number, run.key, role) is None:  # save functions only
                 self.prepare(role)
-        keep = max((ticket.keep for ticket in mine), default=0)
         save = self._save_id(step, kind, roles)
         if mine:
             save = replace(save, attempt=max(ticket.attempt for ticket in mine))
@@ -202,7 +201,7 @@ class SaveSubmitter:
             save = self._watcher.find_attempt(save)
         if save.attempt > 1:
             self._attempts[replace(save, attempt=1)] = save.attempt
-        request = _request(save, list_components(mine), keep=keep, expected=expected)
+        request = _request(save, list_components(mine), expected=expected)
         write_request(self._spool, run.number, step, kind, request.model_dump_json())
         self._monitored = {k: v for k, v in self._monitored.items() if k[0] == step}
         self._monitored[step, kind] = request.key
@@ -241,13 +240,10 @@ def select_own(
     return (saved, (), dict.fromkeys(replicated, ranks)) if ranks else (saved, replicated, {})
 
 
-def _request(
-    save: SaveId, components: Collection[str], *, keep: int, expected: int = 0
-) -> SaveRequest:
+def _request(save: SaveId, components: Collection[str], *, expected: int = 0) -> SaveRequest:
     # without its checks, which take longer than all else here: the values are this process's own
     return SaveRequest.model_construct(
         **vars(save),
         components=tuple(filter(components.__contains__, COMPONENTS)),
         expected=expected,
-        keep=keep,
     )

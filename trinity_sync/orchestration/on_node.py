@@ -99,12 +99,6 @@ def replicate_step(root: str, step: int, url: str) -> tuple["Replicated", Remova
     return pipeline.replicate_step(root, step, url)
 
 
-def upload_to_required_remote(root: str, step: int, url: str) -> None:
-    """Upload a step, see `pipeline.save.upload_to_required_remote`."""
-    require_allowed_store(url, read_settings()[1])
-    pipeline.upload_to_required_remote(root, step, url)
-
-
 VERIFIERS = 4
 """Number of threads that read files."""
 
@@ -255,6 +249,8 @@ class Committed:
     summary: str
     has_exports: bool
     """Whether models of the step are to be exported."""
+    keep: int
+    """Checkpoints to keep, as in the manifest."""
     by_saver: bool
     """Whether the saver of the node had committed it before."""
     timing: SaveTiming
@@ -317,6 +313,7 @@ def commit_step(
         describe_commit(request, manifest, written),
         summarize_commit(request, manifest),
         has_exports,
+        found.keep if found else 0,
         by_saver,
         manifest.timings[0],
         manifest.alarms,

@@ -82,8 +82,7 @@ def _find_in_job(job: JobSpool, grace_s: float, before: float) -> Iterator[SaveR
             image.ticket.age_s(now) > grace_s and not image.failed for image in images
         ):
             components = list_components([image.ticket for image in images])
-            keep = max(image.ticket.keep for image in images)
-            yield SaveRequest(**vars(save), components=components, keep=keep)
+            yield SaveRequest(**vars(save), components=components)
 
 
 def _find_of_functions(job: JobSpool, written: float, before: float) -> Iterator[SaveRequest]:

@@ -37,7 +37,7 @@ from trinity_sync.storage.job_settings import (
     read_required_remote,
     read_set_job_settings,
 )
-from trinity_sync.storage.manifest import Manifest, read_run_manifest
+from trinity_sync.storage.manifest import Manifest, read_manifest, read_run_manifest
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.placement import NodeShards, await_node_shards
 from trinity_sync.storage.runs import refuse_other_job
@@ -228,52 +228,50 @@ def export_requested_models(request: SaveRequest) -> None:
 
 
 def replicate_step(root: str, step: int, url: str) -> "tuple[Replicated, RemovalPlan]":
-    """Upload the files of a step that the remote lacks, then the manifest, and prune the remote.
+    """Upload the files of a step that the remote lacks, then the manifest; `copy_missing_steps`.
 
     Also return what became of the steps in the remote.
     """
-    from trinity_sync.remote.prune import prune_remote  # imports fsspec
-    from trinity_sync.remote.upload import replicate
+    from trinity_sync.remote.required import replicate_and_record  # imports fsspec
 
-    done = replicate(root, url, step)
-    rules = Rules.of_remote(read_job_settings(root), url)
-    return done, prune_remote(root, url, rules, time.time(), just_copied=step)
+    return replicate_and_record(Path(root), url, step), copy_missing_steps(root, step, url)
 
 
-def upload_to_required_remote(root: str, step: int, url: str) -> None:
-    """Upload a committed step to the required remote of its root.
+def copy_missing_steps(root: str, step: int, url: str) -> RemovalPlan:
+    """Upload the checkpoints that the job's remote lacks, and prune it after the save of a step.
 
-    Then upload earlier steps that the remote lacks because it was away, and prune it. If that
-    fails, the next save retries it.
+    Nothing is done while another process does it, which then uploads this step as well. What fails
+    is logged.
     """
     from trinity_sync.remote.prune import prune_remote
-    from trinity_sync.remote.required import replicate_missing, replicate_required
+    from trinity_sync.remote.required import replicate_missing
 
-    replicate_required(Path(root), url, step)
     try:
-        replicate_missing(Path(root), url)
-        rules = Rules.of_remote(read_job_settings(root), url)
-        prune_remote(root, url, rules, time.time(), just_copied=step)
+        if replicate_missing(Path(root), url) is not None:
+            rules = Rules.of_remote(read_job_settings(root), url)
+            return prune_remote(root, url, rules, time.time(), just_copied=step)
     except (TrinitySyncError, OSError) as error:
         logger.error(
-            "uploaded step %d to %s; cannot upload earlier steps or prune there, the next save "
-            "will retry: %s",
-            step,
-            url,
-            error,
+            "step %d of %s is committed; cannot copy all that %s lacks, or prune it. The next save "
+            "will retry, for the steps that are here then: %s",
+            *(step, root, url, error),
         )
+    return RemovalPlan((), (), {})
 
 
 def prune_after_commit(request: SaveRequest, writing: NodeWriting, spool: Path) -> RemovalPlan:
-    """Remove all steps but those that ``request.keep`` or a policy of the job keeps.
+    """Remove all steps but those that the save of a step or a policy of the job keeps.
 
     The step of the request stays, also if newer steps were committed before it.
     """
     policy = read_set_job_settings(request.root).get("keep")  # the default keeps all
-    kept = [f"last={request.keep}"] if request.keep else []
-    rules = Rules.of_job(
-        read_job_settings(request.root), keep=",".join([*kept, *([policy] if policy else [])])
-    )
+    read_head, is_checkpoint = partial(read_manifest, ranks=()), request.kind == "checkpoint"
+    found = read_run_manifest(request.root, request.run, request.step, read=read_head)
+    kept = [f"last={found.keep}"] if found and found.keep and is_checkpoint else []
+    kept += [policy] if policy else []
+    if is_checkpoint and kept in ([], ["all"]):
+        return RemovalPlan((), (), {})
+    rules = Rules.of_job(read_job_settings(request.root), keep=",".join(kept))
     plan = plan_prune(request.root, rules, time.time(), just_committed=request.step)
     return prune(request.root, plan, spool=spool, recycle=writing.reuse_files)
 
@@ -293,7 +291,8 @@ def run_save(
 
     Raises:
         Exception: as the parts; what is not committed is marked as failed then. Copies to a remote
-            that is not required, and removals, are retried by the next save.
+            that is not required, and removals, go on after an export that fails, and are retried by
+            the next save.
     """
     started_at, persisted = time.time(), list[Persisted]()
     limit_s = read_job_settings(request.root).rank_timeout_s
@@ -326,7 +325,7 @@ def run_save(
         is_checkpoint = request.kind == "checkpoint"
         required = read_required_remote(request.root) if is_checkpoint else None
         if required:
-            upload_to_required_remote(request.root, request.step, required)
+            replicate_step(request.root, request.step, required)
     except Exception as error:
         if here and not has_persisted:
             with suppress(OSError):
@@ -342,13 +341,11 @@ def run_save(
         try:
             job = read_job_settings(request.root)
             if is_checkpoint and job.remote and not required:
-                replicate_step(request.root, request.step, job.remote)
-            if request.keep or job.keep != "all" or not is_checkpoint:
-                prune_after_commit(request, writing, spool)
+                copy_missing_steps(request.root, request.step, job.remote)
+            prune_after_commit(request, writing, spool)
         except (TrinitySyncError, OSError) as error:
             logger.error(
-                "%s is committed; cannot copy it or remove older steps, the next save will "
-                "retry: %s",
+                "%s is committed; cannot remove older steps, the next save will retry: %s",
                 request.run_name,
                 error,
             )

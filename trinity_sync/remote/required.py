@@ -5,7 +5,7 @@
     url/global_step_40/manifest.json        its appearance is the commit in the remote
     url/.trinity_sync/runs/3.json           run 3 writes here, and no other run of its number
 
-A checkpoint is committed in the root, replicated (`replicate_required`), and recorded as
+A checkpoint is committed in the root, replicated (`replicate_and_record`), and recorded as
 replicated. With its first step, a run creates a record of its number in the remote, by a write that
 succeeds once (``If-None-Match`` on S3); manifests are created the same way. So of two trainings
 that write to one remote, the one that a later run superseded is refused, and of two with the same
@@ -18,17 +18,27 @@ from pathlib import Path
 
 from trinity_sync.errors import (
     CorruptedCopyError,
+    RemoteError,
     SupersededError,
     TrinitySyncError,
 )
 from trinity_sync.fs.locks import try_acquire_file_lock
-from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.remote_root import Remote
-from trinity_sync.remote.upload import Replicated, claim_remote, join_remote, replicate
+from trinity_sync.remote.upload import (
+    Replicated,
+    claim_remote,
+    join_remote,
+    replicate,
+    sending_lock,
+)
 from trinity_sync.snapshot.job_identity import open_identity
 from trinity_sync.storage.discovery import find_newest, iter_committed_steps, require_committed
-from trinity_sync.storage.job_settings import needs_replication, record_replicated
+from trinity_sync.storage.job_settings import (
+    needs_replication,
+    read_job_settings,
+    record_replicated,
+)
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.runs import Run, add_run, find_superseding_run, list_runs
 
@@ -84,38 +94,54 @@ def fetch_newest(root: Path, remote: Remote) -> Manifest | None:
     return None
 
 
-def replicate_required(root: Path, url: str, step: int) -> Replicated:
-    """Replicate a committed checkpoint to the required remote, and record it.
+def replicate_and_record(root: Path, url: str, step: int) -> Replicated:
+    """Replicate a committed checkpoint, and record it if the remote is that of the job.
 
     Raises:
         SupersededError: another training resumed from an earlier step, or has this run's number.
         CommitError, RemoteError: as ``replicate``.
     """
-    remote = Remote(url)
+    remote, job = Remote(url), read_job_settings(root)
     manifest = require_committed(root, step)
-    claim_remote(root, remote)
-    _claim_run(root, remote, manifest)
+    if remote.url == job.required_remote:
+        claim_remote(root, remote)
+        _claim_run(root, remote, manifest)
     done = replicate(root, url, step)
-    record_replicated(root, remote.url, manifest)
+    if remote.url == job.remote:
+        record_replicated(root, remote.url, manifest)
     return done
 
 
-def replicate_missing(root: Path, url: str) -> list[int]:
-    """Replicate the older checkpoints that the remote lacks; return their steps.
+def replicate_missing(root: Path, url: str) -> list[int] | None:
+    """Replicate the checkpoints that the job's remote lacks, newest first; return their steps.
 
-    Failures are logged and retried at the next call. Nothing is done while another process does it.
+    Failures are logged and retried at the next call. None means that ``url`` is another remote, or
+    that another process does it, which then looks again at what was committed meanwhile.
+
+    Raises:
+        RemoteError: the remote cannot be reached or written.
     """
-    replicated = []
-    with try_acquire_file_lock(root / PRIVATE_FOLDER / "sending.lock") as acquired:
-        for manifest in iter_committed_steps(root) if acquired else ():
-            try:
-                if not needs_replication(root, manifest):
-                    continue
-                replicate_required(root, url, manifest.step)
-                replicated.append(manifest.step)
-            except TrinitySyncError as error:
-                logger.warning("step %d is not replicated to %s: %s", manifest.step, url, error)
-    return replicated
+    url, replicated, tried = url.rstrip("/"), list[int](), set[tuple[int, int]]()
+    if url != read_job_settings(root).remote:
+        return None
+    while missing := [
+        each
+        for each in iter_committed_steps(root)
+        if (each.run, each.step) not in tried and needs_replication(root, each, url)
+    ]:
+        with try_acquire_file_lock(sending_lock(root, url, "all-")) as acquired:
+            if not acquired:
+                return None
+            for manifest in reversed(missing):
+                tried.add((manifest.run, manifest.step))
+                try:
+                    replicate_and_record(root, url, manifest.step)
+                    replicated.append(manifest.step)
+                except TrinitySyncError as error:
+                    if isinstance(error, RemoteError) and not replicated:
+                        raise
+                    logger.warning("step %d is not replicated to %s: %s", manifest.step, url, error)
+    return sorted(replicated)
 
 
 def _claim_run(root: Path, remote: Remote, manifest: Manifest) -> None:

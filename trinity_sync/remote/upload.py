@@ -16,10 +16,11 @@ So would two roots of one job, of which one is a copy that cannot see the other:
 same numbers and other keys.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +34,8 @@ from trinity_sync.errors import (
     SupersededError,
 )
 from trinity_sync.fs.direct_io import DIGEST, OnProgress, no_progress
-from trinity_sync.layout import MANIFEST, step_folder, steps_on_disk
+from trinity_sync.fs.locks import acquire_file_lock
+from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER, step_folder, steps_on_disk
 from trinity_sync.remote.remote_root import CHUNK, Remote
 from trinity_sync.snapshot.job_identity import JobIdentity, open_identity, read_identity
 from trinity_sync.storage.job_settings import read_required_remote
@@ -71,6 +73,7 @@ def replicate(
 ) -> Replicated:
     """Copy a committed step to ``url/global_step_{step}``; files that are there are not sent again.
 
+    Waits for another upload from the root to this remote: two would rewrite each other's files.
     Each of ``parallel`` files in flight takes about three chunks of 16 MiB memory.
 
     Raises:
@@ -83,7 +86,10 @@ def replicate(
     remote = Remote(url)
     start = time.perf_counter()
     claim_remote(Path(root), remote)
-    with lease_to_read(root, step, f"replicate to {remote.url}") as manifest:
+    with ExitStack() as held:
+        with suppress(OSError):  # the root cannot be written
+            held.enter_context(acquire_file_lock(sending_lock(root, remote.url), limit_s=math.inf))
+        manifest = held.enter_context(lease_to_read(root, step, f"replicate to {remote.url}"))
         _claim_run(Path(root), remote, manifest)
         before, missing = _list_missing(remote, manifest)
         total = sum(record.nbytes for record in missing)
@@ -117,6 +123,12 @@ def replicate(
             remote.remove_upload_records(step)
     seconds = time.perf_counter() - start
     return Replicated(remote.url, step, manifest.run, len(sent), sum(sent), seconds)
+
+
+def sending_lock(root: str | Path, url: str, what: str = "") -> Path:
+    """Return the path of the lock of the uploads from a root to a remote."""
+    name = f"sending-{what}{xxhash.xxh3_64_hexdigest(url.encode())}.lock"
+    return Path(root) / PRIVATE_FOLDER / name
 
 
 def _commit(remote: Remote, before: Manifest | None, manifest: Manifest) -> None:

@@ -137,6 +137,7 @@ def commit(
             callables=tuple(CallableRecord(s.name, s.rank, s.seconds, s.files) for s in statuses),
             committed_at=clock(),
             exports={file.record.role: file.export for file in written if file.export},
+            keep=max((file.keep for file in written), default=0),
         )
 
         def add_timing(manifest: Manifest) -> Manifest:  # right before the write

@@ -10,7 +10,7 @@ Other users may be able to write into the root. What acts outside of it counts o
 this user or root owns and nobody else may write (or in a folder of ``TRINITY_SYNC_TRUSTED_PATHS``).
 A torn file fails no save: then all steps are kept, and nothing is copied.
 
-Records tell which steps the required remote has.
+Records tell which steps the remote has.
 
 ::
 
@@ -238,9 +238,12 @@ def record_replicated(root: str | Path, url: str, manifest: Manifest) -> None:
     replace_file(path, encode_record(_Stored(url, manifest.run, manifest.kinds)))
 
 
-def is_replicated(root: str | Path, manifest: Manifest) -> bool:
-    """Return whether the required remote has a step; True for a sync, or without such a remote."""
-    url = read_required_remote(root)
+def is_replicated(root: str | Path, manifest: Manifest, url: str | None = None) -> bool:
+    """Return whether a remote has a step; True for a sync, or without a remote.
+
+    ``url`` is that of the required remote by default.
+    """
+    url = read_required_remote(root) if url is None else url
     if not url or "checkpoint" not in manifest.kinds:
         return True
     record = read_record(_Stored, _record_path(root, manifest.step), read_uncached)
@@ -249,9 +252,9 @@ def is_replicated(root: str | Path, manifest: Manifest) -> bool:
     return "checkpoint" in record.kinds
 
 
-def needs_replication(root: str | Path, manifest: Manifest) -> bool:
-    """Return whether the required remote lacks a checkpoint that is not superseded."""
-    if is_replicated(root, manifest):
+def needs_replication(root: str | Path, manifest: Manifest, url: str | None = None) -> bool:
+    """Return whether a remote, as in `is_replicated`, lacks a checkpoint not superseded."""
+    if is_replicated(root, manifest, url):
         return False
     return find_superseding_run(list_runs(root), manifest.run, manifest.step) is None
 

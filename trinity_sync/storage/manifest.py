@@ -221,6 +221,8 @@ class Manifest(Record, format=MANIFEST_FORMAT):
     """Roles whose model the step's saves requested to export into it, and how."""
     failed_exports: tuple[str, ...] = ()
     """Roles whose export has failed."""
+    keep: Count = 0
+    """Most checkpoints that a process of the step's saves wants to keep after it; 0 for all."""
 
     @property
     def nbytes(self) -> int:
@@ -297,6 +299,7 @@ class Manifest(Record, format=MANIFEST_FORMAT):
                 *later.callables,
             ),
             exports={**exports, **later.exports},
+            keep=max(self.keep, later.keep),
             failed_exports=tuple(
                 sorted({*self.failed_exports, *later.failed_exports}.difference(failed))
             ),

@@ -15,6 +15,8 @@ import tasks.save
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import EvictedError, ExportError, MissingShardsError, SupersededError
 
+COMMITTED = SimpleNamespace(has_exports=True, keep=0, by_saver=False, alarms=["bad"])
+
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -38,7 +40,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     patch("find_nodes", [Node])
     patch("persist_images")
-    patch("commit_step", SimpleNamespace(has_exports=True, by_saver=False, alarms=["bad"]))
+    patch("commit_step", COMMITTED)
     patch("free_remaining_slots")
     patch("upload_if_required")
     monkeypatch.setattr(flows.save, "run_on_node", run_on_node)
@@ -52,13 +54,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
-def test_a_copy_is_requested_after_the_export_even_if_that_failed(
+def test_a_copy_is_requested_and_older_steps_go_after_the_export_even_if_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: list[str]
 ) -> None:
+    monkeypatch.setattr(COMMITTED, "keep", 2)
     request = SaveRequest(root=str(tmp_path), step=1, run=1)
     asyncio.run(flows.save.save_step.fn(request))
-    assert calls[-2:] == ["export_requested_models", "request_replication"]
-    assert calls[-4:-2] == ["committed", "unhealthy"]  # events
+    after = ["export_requested_models", "request_replication", "prune"]
+    assert calls[-5:] == ["committed", "unhealthy", *after]  # the first two are events
 
     async def fail(*_: object) -> None:
         raise ExportError("no config")
@@ -66,7 +69,7 @@ def test_a_copy_is_requested_after_the_export_even_if_that_failed(
     monkeypatch.setattr(flows.save, "run_on_node", fail)
     with pytest.raises(ExportError):
         asyncio.run(flows.save.save_step.fn(request))
-    assert calls[-1] == "request_replication"
+    assert calls[-2:] == ["request_replication", "prune"]
 
 
 @pytest.mark.parametrize(
@@ -74,9 +77,15 @@ def test_a_copy_is_requested_after_the_export_even_if_that_failed(
     [("state_dict", 0, True), ("checkpoint", 0, False), ("checkpoint", 2, True)],
 )
 def test_older_weights_are_pruned_after_each_commit_of_weights(
-    tmp_path: Path, calls: list[str], kind: Any, keep: int, prunes: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    calls: list[str],
+    kind: Any,
+    keep: int,
+    prunes: bool,
 ) -> None:
-    request = SaveRequest(root=str(tmp_path), step=1, run=1, kind=kind, keep=keep)
+    monkeypatch.setattr(COMMITTED, "keep", keep)  # whoever has requested the save
+    request = SaveRequest(root=str(tmp_path), step=1, run=1, kind=kind)
     asyncio.run(flows.save.save_step.fn(request))
     assert ("prune" in calls) == prunes
 

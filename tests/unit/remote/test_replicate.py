@@ -4,6 +4,7 @@ import json
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,9 +24,11 @@ from trinity_sync.cli.commands import app
 from trinity_sync.client.job_settings import set_job_settings
 from trinity_sync.errors import CommitError, ConfigError, RemoteError, SupersededError
 from trinity_sync.layout import MANIFEST
+from trinity_sync.pipeline.save import replicate_step
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.prune import RemoteSteps, prune_remote
 from trinity_sync.remote.remote_root import UPLOADED, Remote
+from trinity_sync.remote.required import replicate_missing
 from trinity_sync.remote.upload import replicate
 from trinity_sync.retention.policies import ALL, parse_policy
 from trinity_sync.retention.removal import Rules, carry_out, describe_steps, plan_removals
@@ -225,6 +228,47 @@ def test_a_killed_upload_is_not_committed_and_resumes(
     assert replicate(job.root, any_url, 4).uploaded == 1
     assert Remote(any_url).read_step(4).state == "valid"
     assert not any(UPLOADED in name for name in Remote(any_url).list_file_sizes(4))
+
+
+def test_the_copy_of_a_step_brings_those_that_the_jobs_remote_lacks(
+    commit: Callable[..., Job], tmp_path: Path, url: str
+) -> None:
+    for step in (1, 2, 3):
+        job = commit(step)
+    set_job_settings(job.root, {"remote": url})
+    replicate_step(str(job.root), 2, f"file://{tmp_path}/other")
+    replicate_step(str(job.root), 3, url)
+    assert [each.step for each in Remote(f"file://{tmp_path}/other").list_steps()] == [2]
+    assert [each.step for each in Remote(url).list_steps()] == [1, 2, 3]
+    Remote(url).remove_step(1)  # as its policy or a user does
+    assert replicate_missing(job.root, url) == []
+
+
+@pytest.mark.parametrize("by", ["a push", "the next save"])
+def test_a_second_upload_of_a_step_waits_for_the_first_and_writes_no_file_again(
+    commit: Callable[..., Job], url: str, by: str
+) -> None:
+    job = commit(4)
+    set_job_settings(job.root, {"remote": url, "remote_required": True})
+    seconds: list[Future[object]] = []
+
+    def second() -> object:
+        if by == "the next save":
+            return replicate_missing(job.root, url)
+        return replicate(job.root, url, 4).uploaded
+
+    def hold(_sent: int, _total: int) -> None:
+        if not seconds:
+            seconds.append(threads.submit(second))
+        wait(seconds, 1.0)  # it would have sent all by then
+        assert Remote(url).read_manifest(4) is None, "a file is sent next to the manifest"
+
+    with ThreadPoolExecutor(2) as threads:
+        first = replicate(job.root, url, 4, parallel=1, on_progress=hold)
+        written = {path: path.stat().st_ino for path in Path(url[7:]).rglob("*.pt")}
+        assert (first.uploaded, len(written)) == (2, 2)
+        assert seconds[0].result(60) == (0 if by == "a push" else [4])
+    assert {path: path.stat().st_ino for path in written} == written
 
 
 def test_a_file_that_was_written_over_since_is_sent_again(

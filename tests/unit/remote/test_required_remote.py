@@ -32,7 +32,7 @@ from trinity_sync.fs.records import encode_record
 from trinity_sync.layout import MANIFEST, step_folder
 from trinity_sync.remote.prune import NOT_OURS, prune_remote
 from trinity_sync.remote.remote_root import Remote
-from trinity_sync.remote.required import replicate_missing, replicate_required
+from trinity_sync.remote.required import replicate_and_record, replicate_missing
 from trinity_sync.retention.policies import ALL, parse_policy
 from trinity_sync.retention.prune import NOT_REPLICATED, plan_prune, prune
 from trinity_sync.retention.removal import Rules
@@ -104,7 +104,7 @@ class Machine:
         commit(save, written)
         free_committed_slots(saves.spool, save, written)
         if sent:
-            replicate_required(saves.root, self.url, step)
+            replicate_and_record(saves.root, self.url, step)
 
 
 Make = Callable[..., Machine]
@@ -430,7 +430,7 @@ def test_a_step_of_a_later_run_in_the_remote_is_not_replaced(machine: Make) -> N
     theirs = encode_manifest(replace(read_manifest(saves.root, 1), run=7))
     Remote(one.url).write_file(1, MANIFEST, theirs)
     with pytest.raises(SupersededError, match="has the step of run 7"):
-        replicate_required(saves.root, one.url, 1)
+        replicate_and_record(saves.root, one.url, 1)
     assert Remote(one.url).read_file(1, MANIFEST) == theirs
 
 

@@ -659,7 +659,8 @@ def test_the_driver_plans_removes_and_tells_what_went(root: Path) -> None:
 
 def prune_after(root: Path, step: int, keep: int, home: Path) -> None:
     """Prune as the flow of a save does, with a home of its own."""
-    request = SaveRequest(root=str(root), run=1, run_key="", step=step, keep=keep)
+    write_manifest(root, replace(read_manifest(root, step), keep=keep))
+    request = SaveRequest(root=str(root), run=1, run_key="", step=step)
     with environment({"TRINITY_SYNC_HOME": str(home), "TRINITY_SYNC_SPOOL": str(home / "spool")}):
         prune_after_commit(request)
 

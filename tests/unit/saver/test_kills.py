@@ -61,7 +61,7 @@ def test_a_saver_that_is_killed_at_any_instant_of_a_commit_is_replaced_without_l
             assert found.step in (step - 1, step)
         in_a_process(lambda: live(spool), notes)
         require_newest(job, step)
-        request = job.request(step, keep=KEEP)
+        request = job.request(step)
         journal = Journal.of(request)
         journal.read()
         told = journal.find(request.key)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.savers import await_that
 from tests.unit.saver.conftest import Make
 from trinity_sync import Participant, RolloutLedger, Settings
 from trinity_sync.client import cut
@@ -24,6 +25,7 @@ from trinity_sync.errors import (
 )
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.upload import replicate
+from trinity_sync.storage.discovery import iter_committed_steps
 from trinity_sync.storage.verify import check_files, choose_files, judge_steps
 
 ROLES = ("actor", "queue", "controller")
@@ -353,3 +355,24 @@ def test_a_cut_that_is_repeated_is_not_answered_with_the_state_of_the_first(
         trainer.save(1, MODEL)  # which commits the first state
         with pytest.raises(SaveFailedError):
             part.wait_all(60)
+
+
+def test_what_the_trainer_keeps_holds_though_a_participants_image_came_first(
+    coordinator: Make, settings: Settings
+) -> None:
+    roles = ("actor", "queue")
+    trainer = coordinator(roles=roles, run_key="run")
+    with Participant(
+        trainer.root, role="queue", roles=roles, run_key="run", settings=settings
+    ) as part:
+        for step in (1, 2, 3, 4):
+            part.save(step, {"at": step})
+            begun = trainer.spool.folder.glob
+            await_that(lambda begun=begun: [*begun("*.begun.json")], "the saver has begun the save")
+            trainer.save(step, MODEL, keep=2)
+            trainer.wait_all(60)
+    await_that(lambda: find_kept(trainer.root) == {3, 4}, "the older steps are removed")
+
+
+def find_kept(root: Path) -> set[int]:
+    return {each.step for each in iter_committed_steps(root)}

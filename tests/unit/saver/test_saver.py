@@ -364,6 +364,55 @@ def test_older_steps_are_removed(coordinator: Make, job: Job, keep: str) -> None
     await_that(lambda: len([*job.root.glob("global_step_*/manifest.json")]) == 2, "two steps stay")
 
 
+def list_begun(job: Job) -> list[Path]:
+    return [*job.spool.folder.glob("*.begun.json")]
+
+
+def list_committed(root: Path) -> list[int]:
+    return sorted(int(path.parent.name[12:]) for path in root.glob("global_step_*/manifest.json"))
+
+
+def test_a_remote_that_is_away_stops_no_removal_and_gets_the_steps_that_it_lacks(
+    coordinator: Make, settings: Settings, job: Job, tmp_path: Path
+) -> None:
+    away, remote = tmp_path / "mount", tmp_path / "mount/remote"
+    away.write_text("not mounted")
+    saves = coordinator(job={"remote": remote.as_uri()})
+    for step in range(1, 6):
+        saves.save(step, {"model": {"w": torch.ones(3)}}, keep=2)
+        saves.wait_all(60)
+    await_that(lambda: list_committed(job.root) == [4, 5], "older steps are removed")
+    log = (settings.home / LOG).read_text()
+    assert "The next save will retry, for the steps that are here then" in log
+    away.unlink()
+    saves.save(6, {"model": {"w": torch.ones(3)}}, keep=2)
+    await_that(lambda: list_committed(remote)[-2:] == [5, 6], "the remote has what was kept")
+    await_that(lambda: list_committed(job.root) == [5, 6], "older steps are removed")
+
+
+def test_a_remote_that_hangs_holds_one_thread_and_its_own_step(
+    coordinator: Make, settings: Settings, job: Job, tmp_path: Path
+) -> None:
+    remote = tmp_path / "remote"
+    runs = remote / ".trinity_sync/runs"
+    runs.mkdir(parents=True)
+    os.mkfifo(runs / "1.json")  # the upload waits for a writer
+    saves = coordinator(job={"remote": remote.as_uri()})
+    for step in range(1, 7):
+        saves.save(step, {"model": {"w": torch.ones(3)}}, keep=2)
+        saves.wait_all(60)
+        await_that(lambda: len(list_begun(job)) == 1, "one save waits for the remote")
+    *sending, before, last = list_committed(job.root)
+    assert (len(sending), before, last) == (1, 5, 6)
+    (saver,) = savers_of(settings.spool)
+    assert saver.num_threads() < 6
+    with (runs / "1.json").open("w"):  # it answers
+        (runs / "1.json").unlink()
+    await_that(lambda: not list_begun(job), "the save ends")
+    saves.save(7, {"model": {"w": torch.ones(3)}}, keep=2)
+    await_that(lambda: list_committed(remote)[-2:] == [6, 7], "the remote has what was kept")
+
+
 def test_functions_are_awaited(coordinator: Make, job: Job) -> None:
     saves = coordinator()
     target = job.root / "global_step_3/actor/other.bin"
