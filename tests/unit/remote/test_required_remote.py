@@ -84,10 +84,8 @@ class Machine:
             trigger=Asked(),
         )
         self.closing.callback(saves.close, timeout=0)
-        mine, remote = (
-            JobIdentity(read_identity(saves.root), f"/away{saves.root}"),
-            Remote(self.url),
-        )
+        remote = Remote(self.url)
+        mine = JobIdentity(read_identity(saves.root), f"/away{saves.root}")
         remote._fs.pipe_file(f"{remote._base}/{IDENTITY_FILE}", encode_record(mine).encode())
         if load and (step := saves.latest_step()) is not None:
             saves.load(step)
