@@ -97,7 +97,9 @@ class Saver:
             # a pipe tells that it has no writer only once it has had one
             os.close(os.open(self._wake, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
             while not self._ends(pipe):
-                works = self._look()
+                works = True
+                with suppress(RuntimeError):  # no thread can be started: the next look tries again
+                    works = self._look()
                 if self._pause(pipe) or works:
                     self._idle_until = time.monotonic() + LINGER_S
         finally:
@@ -140,8 +142,8 @@ class Saver:
             look = self._looks.get(job.folder)
             if look is None or not look.is_alive():
                 look = threading.Thread(target=self._look_at, args=(job,), daemon=True)
-                self._looks[job.folder] = look
                 look.start()
+                self._looks[job.folder] = look
                 look.join(ANSWER_S)
         with self._lock:
             looks = any(look.is_alive() for look in self._looks.values())
@@ -163,8 +165,8 @@ class Saver:
             for request in due:
                 if request.key not in self._saves and request.key not in self._failed:
                     save = threading.Thread(target=self._save, args=(request,), daemon=True)
-                    self._saves[request.key] = save
                     save.start()
+                    self._saves[request.key] = save
 
     def _save(self, request: SaveRequest) -> None:
         began, commits, failure = time.monotonic(), False, ""
@@ -188,7 +190,7 @@ class Saver:
             )
         try:
             if failure:
-                with suppress(OSError):  # shared memory is full
+                with suppress(OSError, TrinitySyncError):  # such as a trainer that hangs
                     mark_failed(JobSpool(self._spool / request.job), request.save, failure)
                 append(request, "failed", failure, patience_s=PATIENCE_S)
             else:

@@ -69,7 +69,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if made.returncode:
         pytest.skip(f"cannot mount a small file system: {made.stderr.decode().strip()}")
     yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    subprocess.run(["umount", "-l", str(folder)], check=True)  # memory of it may be mapped
 
 
 @pytest.fixture(scope="module")

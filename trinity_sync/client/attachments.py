@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from trinity_sync.client.savers import StateSaver
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import EMPTY_FOLDER, attaching_folder, step_folder
 from trinity_sync.snapshot.packed import Packed, list_files, pack, require_names
@@ -24,11 +25,12 @@ _NAME = re.compile(r"(?!rank_\d+$)[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
 class Attachments:
-    """The attachments of one rank."""
+    """The attachments of one rank, which go with its ``states``."""
 
-    def __init__(self, root: Path, rank: int) -> None:
+    def __init__(self, root: Path, rank: int, states: StateSaver) -> None:
         self._root = root
         self._rank = rank
+        self._report = states.report
         self._pending: dict[int, dict[str, bytes | Path]] = {}
         self._links: dict[int, dict[str, Path]] = {}
         """Files on the disk, by step and by their names in the step's folder."""
@@ -46,20 +48,21 @@ class Attachments:
         path = attachment_path(name, self._rank)
         _refuse_own_names([path])
         self._require_before_save(step, name)
-        try:
-            whole = Path(content).read_bytes() if isinstance(content, str | Path) else content
-        except (OSError, ValueError) as error:  # a path with a NUL
-            raise ConfigError(
-                f"step {step}: {str(content)!r} cannot be attached as {path}: "
-                f"{getattr(error, 'strerror', error)}; pass bytes, or the path of a file"
-            ) from error
-        if len(whole) > LIMIT:
-            raise ConfigError(
-                f"step {step}: {name!r} of {len(whole):,} bytes cannot be attached as {path}: an "
-                f"attachment has at most {LIMIT:,} bytes; save its tensors as a component, such as "
-                "extra_state, or attach its folder with attach_folder"
-            )
-        self._replace(step, name, {name: bytes(whole)})
+        with self._report(step, "checkpoint", name):
+            try:
+                whole = Path(content).read_bytes() if isinstance(content, str | Path) else content
+            except (OSError, ValueError) as error:  # a path with a NUL
+                raise ConfigError(
+                    f"step {step}: {str(content)!r} cannot be attached as {path}: "
+                    f"{getattr(error, 'strerror', error)}; pass bytes, or the path of a file"
+                ) from error
+            if len(whole) > LIMIT:
+                raise ConfigError(
+                    f"step {step}: {name!r} of {len(whole):,} bytes cannot be attached as {path}: "
+                    f"an attachment has at most {LIMIT:,} bytes; save its tensors as a component, "
+                    "such as extra_state, or attach its folder with attach_folder"
+                )
+            self._replace(step, name, {name: bytes(whole)})
 
     def add_folder(self, step: int, name: str, folder: Path) -> None:
         """Attach the files below a folder, which the save of the step reads.
@@ -69,7 +72,8 @@ class Attachments:
         """
         attachment_path(name, self._rank)  # refuses an invalid name
         self._require_before_save(step, name)
-        self._replace(step, name, list_folder(step, name, folder))
+        with self._report(step, "checkpoint", name):
+            self._replace(step, name, list_folder(step, name, folder))
 
     def add_written(self, step: int, folder: Path) -> None:
         """Attach the files below a folder, which the commit moves to the step's folder.
@@ -83,7 +87,8 @@ class Attachments:
                 f"step {step}: the files in {folder} cannot be attached, since a commit moves them "
                 f"from {attaching} only; write them to {attaching}/NAME/{step_folder('', step)}"
             )
-        self._links[step] = list_files(folder) if folder.exists() else {}
+        with self._report(step, "checkpoint", str(folder)):
+            self._links[step] = list_files(folder) if folder.exists() else {}
 
     def take(self, step: int, role: str) -> Packed | None:
         """Return all attachments of a step, packed; afterwards the step accepts no more.
@@ -94,15 +99,15 @@ class Attachments:
         Raises:
             OSError: a file of a folder cannot be looked at.
         """
-        self._newest_taken = max(step, self._newest_taken)
         for by_step in (self._pending, self._links, self._roles):
             for other in sorted(by_step):
                 if other < step:
                     del by_step[other]
         mine, links = self._pending.get(step, {}), self._links.get(step, {})
-        if not (mine or links) or self._roles.setdefault(step, role) != role:
-            return None
-        return pack(mine, links)
+        taken = (mine or links) and self._roles.setdefault(step, role) == role
+        packed = pack(mine, links) if taken else None
+        self._newest_taken = max(step, self._newest_taken)
+        return packed
 
     def _replace(self, step: int, name: str, files: Mapping[str, bytes | Path]) -> None:
         before = self._pending.get(step, {})

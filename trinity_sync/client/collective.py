@@ -44,8 +44,8 @@ def run_on_all_ranks(what: Path, work: Callable[[], T]) -> T:
     except Exception as error:
         cause = error
         mine = CommitError(
-            f"{what} cannot be loaded by rank {dist.get_rank()}: {error!r}. Repair it, or load "
-            "another step."
+            f"{what} cannot be loaded or cut by rank {dist.get_rank()}: {error!r}. Repair it, or "
+            "take another step."
         )
     for rank, theirs in enumerate(gather_from_ranks(mine)):
         if theirs is not None:

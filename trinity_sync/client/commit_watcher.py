@@ -34,6 +34,7 @@ from trinity_sync.errors import (
 )
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.storage.save import mark_failed
 
 logger = logging.getLogger(__name__)
 
@@ -150,6 +151,9 @@ class CommitWatcher:
         """Have the saver commit soon what no flow run has begun, because this process waits."""
         with suppress(SaveError):  # the flow run may begin
             self._trigger.hurry(self._spool.folder.name, HURRY_S)
+        with self._lock:  # images of saves that others know to have failed are evicted
+            self._sweeps |= not self._leads and bool(self._pending)
+            self._start()
 
     def has_failed(self, key: str) -> bool:
         """Return whether this process knows that a save has failed."""
@@ -244,6 +248,9 @@ class CommitWatcher:
                         ", ".join(save.request.run_name for save in saves),
                     )
                 self._changed.wait(min(end - now, say_at - now, SIGNAL_S))
+                if self._thread is None:  # none could be started
+                    self._look()
+                    self._start()
         finally:
             self._waiting -= 1
             self._wake_up()
@@ -280,8 +287,9 @@ class CommitWatcher:
         """Start the thread if there is work, or wake it; call it under the lock."""
         if self._thread is None and self._has_work:
             thread = threading.Thread(target=self._run_thread, name="commit-watcher", daemon=True)
-            thread.start()
-            self._thread = thread
+            with suppress(RuntimeError):  # none can be started: the next save or wait tries again
+                thread.start()
+                self._thread = thread
         self._wake_up()
 
     def _wake_up(self) -> None:
@@ -427,6 +435,8 @@ class CommitWatcher:
         request = save.request
         if failure:
             logger.error("%s", failure)
+            with suppress(OSError, TrinitySyncError):  # whoever has told it
+                mark_failed(self._spool, request.save, failure)
         with self._lock:
             if failure:
                 self._failures.append(failure)

@@ -1,13 +1,12 @@
 """`CheckpointCoordinator`, which a trainer saves and loads with."""
 
-import asyncio
 import os
 import signal
 import time
 import uuid
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +29,7 @@ from trinity_sync.client.preemption import (
 from trinity_sync.client.run_context import RunContext, make_run_key
 from trinity_sync.client.save_handle import SaveHandle
 from trinity_sync.client.save_submitter import SaveSubmitter, select_own
-from trinity_sync.client.save_trigger import SaveTrigger
+from trinity_sync.client.save_trigger import SaveTrigger, run_in_thread
 from trinity_sync.client.savers import NOTHING_STAGED, CallableSaver, DcpFolders, StateSaver
 from trinity_sync.client.step_loader import StepLoader
 from trinity_sync.errors import ConfigError, SaveFailedError, SaveTimeoutError
@@ -166,7 +165,6 @@ class CheckpointCoordinator:
             leads=rank == 0,
             takes_over=self.settings.take_over if take_over is None else take_over,
         )
-        self._attachments = Attachments(self.root, rank)
         self._watcher = CommitWatcher(requests, self.spool, rank=rank, run=self._run)
         self._loader = StepLoader(
             self.root,
@@ -201,6 +199,7 @@ class CheckpointCoordinator:
             self._watcher.has_failed,
             check_overlap=self.settings.overlap == "check",
         )
+        self._attachments = Attachments(self.root, rank, self._states)
         self._callables = CallableSaver(self.root, self.spool)
         self._metrics = MetricsLog(self.root, self._run.find_run_of_metrics)
         self._preemption = Preemption(self.settings.save_by)
@@ -560,8 +559,8 @@ class CheckpointCoordinator:
             SupersededError: a later run has taken over, which rank 0 notices within seconds.
             SpoolError: the first save of this process cannot be written into the spool.
             ImageError: the first save of this process cannot be pickled or copied; the message
-                names the key. Errors of later saves do not stop the training: `wait_all` raises
-                them.
+                names the key. What fails later, here or in another call that prepares a save, does
+                not stop the training: the handle has it as ``failure``, and `wait_all` raises it.
         """
         self._require_own_process()
         began, self._began = self._began, None
@@ -584,8 +583,11 @@ class CheckpointCoordinator:
             replicas=replicas,
             again=self._run.require_next_step(step, role, kind),
         )
+        if lost := self._states.find_lost(step, kind):
+            return self._handle(origin, lost)
         self._metrics.flush()
-        self._submitter.prepare(role)
+        with suppress(Exception) if self._states.has_saved else nullcontext():  # `send` tries again
+            self._submitter.prepare(role)
         attached = None
         self._states.wait_staged()  # which may still fail and leave its attachments
         with hold_handlers():
@@ -671,8 +673,9 @@ class CheckpointCoordinator:
             step: training step.
 
         Raises:
-            ConfigError: the name or the path is invalid, the file is larger than 256 MiB, or this
-                step or a later one has been submitted already.
+            ConfigError: the name is invalid, or this step or a later one has been submitted
+                already; before the first save also: the file cannot be read, or is larger than
+                256 MiB. Later the save of the step fails with that.
         """
         self._require_own_process()
         self._attachments.add(check_number("step", step), name, content)
@@ -692,9 +695,9 @@ class CheckpointCoordinator:
             step: training step.
 
         Raises:
-            ConfigError: the name is invalid, the folder is none, it has anything but files, folders
-                and links to them, a link leads to a folder above it, or this step or a later one
-                has been submitted already.
+            ConfigError: as `attach`; what cannot be attached is a folder that has anything but
+                files, folders and links to them, names of more than 200 bytes, temporary files
+                (``*.tmp``, ``.nfs*``), or a link to a folder above it.
         """
         self._require_own_process()
         self._attachments.add_folder(check_number("step", step), name, Path(folder))
@@ -733,8 +736,9 @@ class CheckpointCoordinator:
             Seconds for which this call has held the training.
 
         Raises:
-            SaveError: a participant has died, or could not save; the message names its role.
-            SaveTimeoutError: a participant has not saved in time, or has not started.
+            SaveError: a participant has died, or could not save; the message names its role. After
+                the first save of this process, the step's `save` fails with it instead.
+            SaveTimeoutError: a participant has not saved in time, or has not started; likewise.
             ConfigError: the step is invalid, or this process is a forked child.
         """
         self._require_own_process()
@@ -744,7 +748,8 @@ class CheckpointCoordinator:
         def ask() -> None:
             ask_roles(self.root, self._run.get().key, step, others, timeout_s)
 
-        self._loader.run_on_rank_0(step, ask)
+        with self._states.report(step, "checkpoint", "cut"):
+            self._loader.run_on_rank_0(step, ask)
         return time.perf_counter() - began
 
     def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -895,7 +900,10 @@ class CheckpointCoordinator:
             global_step: training step.
             is_state_dict: True for the sync of the step, False for its checkpoint.
         """
-        self._callables.start(name, save_fn, self._status_of(name, global_step, is_state_dict))
+        status = self._status_of(name, global_step, is_state_dict)
+        with self._states.report(status.step, status.kind, f"save function {name}"):
+            self._callables.start(name, save_fn, status)
+            self._states.has_saved = True
 
     def save_sync(
         self, save_fn: Callable[[], Any], global_step: int, is_state_dict: bool = False
@@ -909,6 +917,7 @@ class CheckpointCoordinator:
         """
         name = f"sync-{uuid.uuid4().hex[:8]}"
         self._callables.call(save_fn, self._status_of(name, global_step, is_state_dict))
+        self._states.has_saved = True
 
     async def register_and_monitor(
         self,
@@ -929,19 +938,23 @@ class CheckpointCoordinator:
             checkpoint_thread_count: least number of other saves to expect.
 
         Raises:
-            ConfigError: the step or a count is not a whole number, or is negative; or the save has
-                failed, and `save` was not called again for its states.
+            ConfigError: the step or a count is not a whole number, or is negative. `wait_all`
+                raises what fails later, also if the save has failed, and `save` was not called
+                again for its states.
         """
-        step = check_number("step", global_step)
+        step, kind = check_number("step", global_step), _kind(is_state_dict)
         expected = check_number("state_dict_thread_count", state_dict_thread_count)
         expected += check_number("checkpoint_thread_count", checkpoint_thread_count)
         self._require_own_process()
 
         def submit() -> None:  # waits for a copy, and reads files of the spool and of the root
-            self.wait_staged()
-            self._submitter.submit_callables(step, _kind(is_state_dict), expected)
+            with self._states.report(step, kind):
+                self.wait_staged()
+                if not self._states.find_lost(step, kind):
+                    self._submitter.submit_callables(step, kind, expected)
+                    self._states.has_saved = True
 
-        await asyncio.to_thread(submit)
+        await run_in_thread(submit)
 
     # ------------------------------------------------------------ preemption
 

@@ -14,7 +14,7 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,7 +133,8 @@ class CutMember:
         request = self._find_request()
         if request and request.step == step:
             self._answered = request.name
-            self._say(request.name, error)
+            with suppress(OSError):  # the trainer tells that there is no answer
+                self._say(request.name, error)
 
     def close(self) -> None:
         """Show no longer that the process lives."""

@@ -141,13 +141,14 @@ class Participant:
                 ``global_step_{step}/{role}/{name}/...``, and may change once it has returned.
 
         Raises:
-            ConfigError: a folder is none; otherwise as `CheckpointCoordinator.save`, whose other
-                errors are these as well. The trainer's `cut` raises them, too.
+            ConfigError: a folder is none, before the first save; otherwise as
+                `CheckpointCoordinator.save`. The trainer's `cut` fails with these as well.
         """
         try:
             files: dict[str, bytes | Path] = {}
-            for name, folder in (folders or {}).items():
-                files |= list_folder(step, name, Path(folder))
+            with self._saves._states.report(step, "checkpoint", self.role):
+                for name, folder in (folders or {}).items():
+                    files |= list_folder(step, name, Path(folder))
             handle = self._saves.save(
                 step, {"extra_state": {STATE: state}}, role=self.role, metadata=files
             )

@@ -26,7 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from trinity_sync.errors import SaveError
+from trinity_sync.errors import SaveError, SpoolError
 from trinity_sync.fs.atomic import make_folder, replace_file
 from trinity_sync.fs.process import read_umask
 from trinity_sync.snapshot.spool import make_own_folder, warn_once
@@ -74,7 +74,7 @@ class SaverControl:
             SaveError: as `wake`.
         """
         path = self._spool / job / SERVED
-        with suppress(FileNotFoundError):  # it has no images
+        with suppress(OSError):  # it has no images, or shared memory is full: nothing is staged
             served = f"{after_s} {self._umask:03o}"
             if not path.exists() or path.read_bytes() != served.encode():
                 replace_file(path, served, sync=False)
@@ -161,7 +161,6 @@ class SaverControl:
             self._started = None
             code = started.returncode
             if code and self._starts >= STARTS:
-                self._starts = 0
                 raise SaveError(
                     f"the saver has ended with exit code {code}: {self._read_reason()}. Its log is "
                     f"{self._log}. Repair that and save again. Images of saves stay in "
@@ -189,7 +188,7 @@ class SaverControl:
                     start_new_session=True,  # a signal to the trainer's group is not for it
                     env={**os.environ, "PYTHONSAFEPATH": "1"},
                 )
-        except OSError as error:
+        except (OSError, SpoolError) as error:
             raise SaveError(
                 f"the saver cannot be started ({error}); repair that and save again, or run: "
                 "trinity-sync up"

@@ -12,9 +12,9 @@ wrote, or why it failed.
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,10 @@ class StateSaver:
         self._packed: tuple[Metadata | None, Packed | None] = None, None
         """Metadata of the save before, and the same packed."""
         self._failures: list[str] = []
+        self._lost: dict[tuple[int, Kind, str], str] = {}
+        """Why a save lacks a part of it, by step, kind and name of the part."""
+        self.has_saved = False
+        """Whether this process has saved: since then only errors of arguments are raised."""
         self._background: ThreadPoolExecutor | None = None
         self._overlapping: Future[Staged] | None = None
 
@@ -196,7 +200,8 @@ class StateSaver:
         self._background = self._background or ThreadPoolExecutor(1, "overlapped-staging")
         try:
             submitted = self._background.submit(self._copy_and_submit, plan, given)
-        except RuntimeError:  # after `close`, or while Python ends
+        except RuntimeError:  # after `close`, while Python ends, or no thread can be started
+            self._background = None  # which may have queued it
             return self._copy_and_submit(plan, given)
         self._overlapping = submitted
         stall_s = time.perf_counter() - began
@@ -288,7 +293,7 @@ class StateSaver:
         failures, self._failures = self._failures, []
         return failures
 
-    def fail(self, origin: Origin, error: Exception) -> Staged:
+    def fail(self, origin: Origin | str, error: Exception) -> Staged:
         """Log that a save cannot be staged, and have `take_failures` return why.
 
         Raises:
@@ -296,16 +301,37 @@ class StateSaver:
         """
         if not isinstance(error, TrinitySyncError):  # of torch, the system or a user's object
             cause = error
+            if isinstance(origin, Origin):
+                origin = f"step {origin.step}, role {origin.role}, rank {origin.rank}"
             error = ImageError(
-                f"step {origin.step}, role {origin.role}, rank {origin.rank}: nothing was "
-                f"submitted, because staging failed with {type(cause).__name__}: {cause}"
+                f"{origin}: nothing was submitted, because staging failed with "
+                f"{type(cause).__name__}: {cause}"
             )
             error.__cause__ = cause
-        if not (self._newest or self._uploaded):
+        if not self.has_saved:
             raise error
         self._failures.append(str(error))
-        logger.error("Step %d is not saved, training continues: %s", origin.step, error)
+        logger.error("A save has failed, training continues: %s", error)
         return replace(NOTHING_STAGED, failure=str(error))
+
+    @contextmanager
+    def report(self, step: int, kind: Kind, part: str = "") -> Iterator[None]:
+        """Call `fail` with an error of the block, in which no argument is checked.
+
+        The save of the step then lacks ``part``, until a block for it succeeds.
+        """
+        self._lost.pop((step, kind, part), None)
+        try:
+            yield
+        except (OSError, RuntimeError, TrinitySyncError) as error:
+            failure = self.fail(f"step {step}, {part or kind}", error).failure
+            if part:
+                self._lost[step, kind, part] = failure
+
+    def find_lost(self, step: int, kind: Kind) -> Staged | None:
+        """Return the failure of a save that lacks a part; None if it lacks none."""
+        why = [why for key, why in self._lost.items() if key[:2] == (step, kind)]
+        return replace(NOTHING_STAGED, failure="; ".join(why)) if why else None
 
     def close(self) -> None:
         """Wait for an overlapped save, and release the slots."""
@@ -334,6 +360,7 @@ class StateSaver:
         published = self._stager.publish(origin, MODEL)
         if published:
             self._uploaded[origin.role] = origin.step
+            self.has_saved = True
         return published
 
     def _is_staged(self, origin: Origin, component: str, state: Any) -> bool:
@@ -355,6 +382,7 @@ class StateSaver:
         newest.components = staged.components
         newest.metadata = metadata or newest.metadata
         newest.submitted[origin.kind] = origin
+        self.has_saved = True
         self._submit(origin, staged)
         return staged
 
@@ -386,12 +414,17 @@ class CallableSaver:
                 logger.exception("save %r of step %d failed", name, status.step)
 
         thread = threading.Thread(target=run, name=f"save-{name}-step{status.step}")
+        try:
+            thread.start()
+        except RuntimeError as error:  # what waits for the function is told
+            write_status(self._spool, replace(status, state="failed", error=repr(error)))
+            raise
         self._threads[name] = thread
-        thread.start()
 
     def call(self, save_fn: Callable[[], Any], status: CallableStatus) -> None:
         """Run a save function in the calling thread, and raise its errors."""
-        write_status(self._spool, status)
+        with suppress(OSError):  # memory is full: other ranks may be in its collectives
+            write_status(self._spool, status)
         self._run(save_fn, status)
 
     def wait(self, deadline: float | None) -> list[str]:

@@ -10,6 +10,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,8 @@ class MetricsLog:
         """Submit what waits for the run to begin."""
         if self._recorded:
             self._writer = self._writer or ThreadPoolExecutor(1, "metrics")
-            self._writer.submit(self._write)
+            with suppress(RuntimeError):  # no thread can be started: the next save tries again
+                self._writer.submit(self._write)
 
     def close(self) -> None:
         """Wait for metrics that are being written."""

@@ -96,7 +96,10 @@ def mark_image_failed(sealed: SealedImage, reason: str) -> None:
     with suppress(FileNotFoundError), lock_image(sealed.slot), hold_slot(sealed.slot):
         now = read_ticket(sealed.slot)
         if now and now.image == sealed.ticket.image:
-            replace_file(failure_path(sealed.slot), reason, sync=False, own_name=False)
+            try:
+                replace_file(failure_path(sealed.slot), reason, sync=False, own_name=False)
+            except OSError:  # shared memory is full: an empty file takes none
+                failure_path(sealed.slot).touch()
 
 
 def measure_save(

@@ -55,7 +55,12 @@ class CallableStatus(Record):
 
 def write_status(spool: JobSpool, status: CallableStatus) -> None:
     """Write a status, in the place of an earlier one of the same call."""
-    _replace(spool, _path(spool, status), encode_record(status))
+    try:
+        _replace(spool, _path(spool, status), encode_record(status))
+    except OSError:  # shared memory is full: a torn status of an end needs none, and fails the save
+        if status.state == "started":
+            raise
+        _path(spool, status).write_bytes(b"")
 
 
 def read_statuses(spool: JobSpool, run: int, step: int, kind: Kind) -> Iterator[CallableStatus]:

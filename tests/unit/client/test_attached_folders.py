@@ -2,9 +2,12 @@
 
 import itertools
 import os
+import re
 import signal
+import socket
 import uuid
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -379,17 +382,60 @@ def test_a_folder_that_changes_before_its_save_fails_the_save(
     assert (step_folder(job.root, 5) / "attachments" / "queue" / "a.bin").read_bytes() == b"again"
 
 
+def bind(path: Path) -> None:
+    with closing(socket.socket(socket.AF_UNIX)) as server:
+        server.bind(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("compaction.tmp", Path.touch),
+        (".nfs0001", Path.touch),
+        ("a" * 201, Path.touch),
+        ("socket", bind),
+        ("link", lambda path: path.symlink_to("nowhere")),
+        ("", lambda path: path.rename(path.with_name("moved"))),
+    ],
+)
+def test_a_live_folder_that_cannot_be_attached_fails_its_step_until_it_can(
+    coordinator_of: Open,
+    job: Job,
+    tmp_path: Path,
+    name: str,
+    make: Callable[[Path], object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the path of a socket is short
+    queue, saves = Path("queue"), coordinator_of()
+    queue.mkdir()
+    (queue / "items").write_bytes(b"items")
+    saves.save(3, MODEL)
+    make(queue / name)
+    saves.attach_folder("queue", queue, step=4)
+    failure = saves.save(4, MODEL).failure
+    assert failure
+    assert name in failure
+    with pytest.raises(SaveError, match=re.escape(failure)):
+        saves.wait_all(0)
+    (queue / name).unlink() if name else Path("moved").rename(queue)
+    saves.attach_folder("queue", queue, step=4)
+    saves.save(4, MODEL)
+    job.commit(4, "model", "attachments")
+    assert saves.attachment(4, "queue/items") == b"items"
+
+
 def test_a_folder_that_is_none_or_was_removed_or_has_too_long_a_name_is_named(
     coordinator_of: Open, job: Job, tmp_path: Path
 ) -> None:
     saves = coordinator_of()
-    saves.save(3, MODEL)
     with pytest.raises(ConfigError, match="is no folder"):
-        saves.attach_folder("queue", tmp_path / "none", step=4)
+        saves.attach_folder("queue", tmp_path / "none", step=3)
     (tmp_path / "queue").mkdir()
     (tmp_path / "queue" / ("a" * 201)).touch()
     with pytest.raises(ConfigError, match="at most 200 bytes"):
-        saves.attach_folder("queue", tmp_path / "queue", step=4)
+        saves.attach_folder("queue", tmp_path / "queue", step=3)
+    saves.save(3, MODEL)
     (tmp_path / "queue" / ("a" * 201)).rename(tmp_path / "queue" / "a.bin")
     saves.attach_folder("queue", tmp_path / "queue", step=4)
     (tmp_path / "queue" / "a.bin").unlink()

@@ -290,8 +290,9 @@ def test_a_save_of_states_and_a_function_that_failed_is_committed_once_both_are_
         saves.wait_all(60)
     path.parent.unlink()
     path.parent.mkdir()
-    with pytest.raises(ConfigError, match="call save again before register_and_monitor"):
-        submit(states=False)
+    submit(states=False)
+    with pytest.raises(SaveFailedError, match="call save again before register_and_monitor"):
+        saves.wait_all(60)
     submit(states=True)
     saves.wait_all(60)
     found = require_committed(job.root, 4)

@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from tests.support.savers import await_that
 from tests.unit.saver.conftest import Make
-from trinity_sync import Participant, RolloutLedger, Settings
+from trinity_sync import Checkpoints, Participant, RolloutLedger, Settings
 from trinity_sync.client import cut
 from trinity_sync.errors import (
     CommitError,
@@ -268,6 +269,32 @@ def test_a_state_that_cannot_be_saved_fails_the_cut(coordinator: Make, settings:
     trainer.save(1, MODEL)
     trainer.wait_all(60)
     part.close()
+
+
+def test_a_state_that_cannot_be_saved_stops_no_role_that_has_saved(
+    coordinator: Make, settings: Settings, tmp_path: Path
+) -> None:
+    roles, folder = ("actor", "controller"), tmp_path / "storage"
+    folder.mkdir()
+    trainer = coordinator(roles=roles, run_key="run")
+    with Participant(
+        trainer.root, role="controller", roles=roles, run_key="run", settings=settings
+    ) as part:
+        for step, name in enumerate(("items", "compaction.tmp", "items"), 1):
+            (folder / name).touch()
+            answer = partial(part.save, state={}, folders={"storage": folder})
+            answering = threading.Thread(target=lambda: answer(part.wait_cut(60)))  # noqa: B023
+            answering.start()
+            trainer.cut(step, timeout_s=60)
+            failure = trainer.save(step, MODEL).failure
+            answering.join()
+            for each in (trainer, part):
+                wrong = pytest.raises(SaveFailedError, match=r"compaction\.tmp")
+                with nullcontext() if name == "items" else wrong:
+                    each.wait_all(60)
+            assert ("role controller could not be saved" in failure) == (name != "items")
+            (folder / name).unlink()
+    assert Checkpoints(trainer.root).steps() == [1, 3]
 
 
 def test_a_request_of_an_earlier_start_is_not_answered(

@@ -236,8 +236,10 @@ async def try_tell(
         )
 
 
-async def try_tell_failure(run: FlowRun) -> None:
-    """Write into the journal that the save of a run has failed, unless its worker has done so."""
+async def try_tell_failure(spool: Path, run: FlowRun) -> None:
+    """Mark the images that this node has of a failed run, and tell it unless its worker has."""
+    why, start = describe_end(run.state.name, run.state.message), run.attempts + 1
+    await try_allow_eviction(spool, run.parameters, why)
     request = read_request(run.parameters, of_any_release=True)
     if request is None:
         return
@@ -246,5 +248,4 @@ async def try_tell_failure(run: FlowRun) -> None:
         known = await run_in_thread(read_entry, request)
     if known is None or known.state == "pending" or known.start < run.attempts:
         # after a start that the server has not counted: its process died before it ran
-        why, start = describe_end(run.state.name, run.state.message), run.attempts + 1
         await try_tell(request, "failed", why, url=run.page, start=start)

@@ -18,8 +18,6 @@ from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.orchestration.job_registry import ANSWER_S, is_allowed
 from trinity_sync.orchestration.recovery.flow_runs import (
     LATE_S,
-    allow_eviction,
-    describe_end,
     end_unreported_tasks,
     recover_zombie,
     retry_crashed,
@@ -112,7 +110,7 @@ class NodeRecovery:
         for each, run in seen.items():
             if now >= self._failed[each] + self._get_grace(run) and not self._executes(run.id):
                 self._failed[each] = math.inf
-                await try_tell_failure(run)
+                await try_tell_failure(self._spool, run)
 
     def _get_grace(self, run: FlowRun) -> float:
         """Return the seconds for which the failure of a run may not be its end."""
@@ -157,9 +155,7 @@ class NodeRecovery:
                 continue
             if run.state.type in ("CANCELLED", "FAILED"):
                 # before a worker acquired it, or on a worker that cannot reach this node
-                why = describe_end(run.state.name, run.state.message)
-                await run_in_thread(allow_eviction, self._spool, run.parameters, why)
-                await try_tell_failure(run)
+                await try_tell_failure(self._spool, run)
             elif run.state.type == "CRASHED":
                 await self._retry_crashed(api, request, run.id)
             elif run.state.type == "COMPLETED":

@@ -1,0 +1,308 @@
+"""After its first save a training is stopped by errors of its arguments alone, and held by nothing.
+
+What else fails is told by the handle or by `wait_all`, and the next save commits once it is
+repaired.
+"""
+
+import asyncio
+import itertools
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.job import Job
+from tests.support.savers import await_that, savers_of
+from tests.unit.saver.conftest import Make
+from trinity_sync import CheckpointCoordinator, Checkpoints, SaveHandle, Settings
+from trinity_sync import saver as saver_module
+from trinity_sync.client.journal import append
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.client.saver_control import SERVED
+from trinity_sync.errors import SaveFailedError
+from trinity_sync.fs.process import read_umask
+from trinity_sync.layout import attaching_folder, step_folder
+from trinity_sync.pipeline.save import NodeWriting
+from trinity_sync.saver import Saver
+from trinity_sync.snapshot import slot_pool
+from trinity_sync.snapshot.job_identity import open_identity
+from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.storage.discovery import require_committed
+from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.save import mark_failed
+
+MODEL = {"model": {"w": torch.ones(3)}}
+HELD_S = 60.0
+"""Seconds that a training would be held for if a slot was awaited in vain, at least."""
+
+
+def attach(saves: CheckpointCoordinator, step: int) -> None:
+    (saves.settings.home.parent / "position").write_text(f"{step}")
+    saves.attach("position", saves.settings.home.parent / "position", step=step)
+
+
+def attach_folder(saves: CheckpointCoordinator, step: int) -> None:
+    (saves.settings.home.parent / "queue").mkdir(exist_ok=True)
+    (saves.settings.home.parent / "queue" / "items").write_text(f"{step}")
+    saves.attach_folder("queue", saves.settings.home.parent / "queue", step=step)
+
+
+def attach_written(saves: CheckpointCoordinator, step: int) -> None:
+    folder = step_folder(attaching_folder(saves.root) / "own", step)
+    with suppress(OSError):  # of other code, on the same disk
+        folder.mkdir(parents=True)
+        (folder / "data.pt").write_text(f"{step}")
+    saves.attach_written(folder, step=step)
+
+
+def register(saves: CheckpointCoordinator, step: int) -> None:
+    asyncio.run(saves.register_and_monitor(step, checkpoint_thread_count=1))
+
+
+def save_async(saves: CheckpointCoordinator, step: int) -> None:
+    saves.save_async("own", lambda: None, step)
+    register(saves, step)
+
+
+def save_sync(saves: CheckpointCoordinator, step: int) -> None:
+    saves.save_sync(lambda: None, step)
+    register(saves, step)
+
+
+def save(saves: CheckpointCoordinator, step: int, **options: Any) -> SaveHandle:
+    return saves.save(step, {"model": {"w": torch.full((3,), float(step))}}, **options)
+
+
+CALLS: dict[str, Callable[[CheckpointCoordinator, int], object]] = {
+    "save": save,
+    "save with overlap": partial(save, overlap=True),
+    "save of weights": partial(save, kind="state_dict"),
+    "upload": lambda saves, step: saves.upload(step, lambda: {"w": torch.full((3,), float(step))}),
+    "save_async": save_async,
+    "save_sync": save_sync,
+    "attach": attach,
+    "attach_folder": attach_folder,
+    "attach_written": attach_written,
+    "cut": lambda saves, step: saves.cut(step, roles=()),
+    "record_metrics": lambda saves, step: saves.record_metrics(step, {"reward": step}),
+    "wait_staged": lambda saves, step: saves.wait_staged(),
+}
+
+
+@contextmanager
+def is_full(disk: Path) -> Iterator[None]:
+    with (disk / "others").open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(1 << 16)):
+            pass
+    try:
+        yield
+    finally:
+        (disk / "others").unlink()
+
+
+@contextmanager
+def is_read_only(disk: Path) -> Iterator[None]:
+    subprocess.run(["mount", "--bind", disk, disk], check=True)  # a new one: files are open
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", disk], check=True)
+        yield
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
+@contextmanager
+def no_thread_starts() -> Iterator[None]:
+    before = threading.stack_size(1 << 46)  # of which there is no memory
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
+
+
+def kill_savers(spool: Path) -> None:
+    for saver in savers_of(spool):
+        saver.kill()
+        saver.wait(10)
+
+
+@contextmanager
+def no_saver_starts(spool: Path, said: str = "/nowhere/python") -> Iterator[None]:
+    """As in an environment that was removed; the saver has died."""
+    kill_savers(spool)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", said)
+        yield
+
+
+@pytest.mark.parametrize(
+    "world", ["root full", "root read-only", "memory full", "no threads", "no processes"]
+)
+def test_no_call_of_a_training_that_has_saved_raises_what_the_world_does(
+    settings: Settings, tmp_path: Path, small_disk: Path, world: str
+) -> None:
+    subprocess.run(["mount", "-o", "remount,size=32m", small_disk], check=True)
+    of_root = world.startswith("root")
+    root = small_disk / "ckpts" if of_root else tmp_path / "ckpts"
+    spool = small_disk / "spool" if world == "memory full" else settings.spool
+    settings = settings.model_copy(update={"spool": spool})
+    broken: dict[str, Callable[[], AbstractContextManager[None]]] = {
+        "root full": partial(is_full, small_disk),
+        "root read-only": partial(is_read_only, small_disk),
+        "memory full": partial(is_full, small_disk),
+        "no threads": no_thread_starts,
+        "no processes": partial(no_saver_starts, spool),
+    }
+    raised, steps = {}, itertools.count(1)
+    with CheckpointCoordinator(root, settings=settings) as saves:
+        save(saves, next(steps))
+        saves.wait_all(60)
+        for name, call in CALLS.items():
+            step, told, began = next(steps), "", time.monotonic()
+            try:
+                with broken[world]():
+                    call(saves, step)
+                    if not name.startswith("save"):  # which is submitted already
+                        told = save(saves, step).failure
+            except Exception as error:
+                raised[name] = error
+            assert time.monotonic() - began < HELD_S, name
+            try:
+                saves.wait_all(60)
+            except SaveFailedError as error:
+                told = str(error)
+            assert read_manifest(root, step) or told, name
+            images = saves.spool.tickets
+            await_that(lambda: all(each.failed for each in images()[0]), "no image is in use")  # noqa: B023
+            save(saves, last := next(steps))
+            saves.wait_all(60)
+            require_committed(root, last)
+        assert raised == {}
+    kill_savers(spool)
+
+
+def test_a_save_is_followed_to_its_end_also_where_no_thread_can_be_started(
+    coordinator: Make, job: Job
+) -> None:
+    saves = coordinator()
+    with no_thread_starts():
+        save(saves, 1)
+        saves.wait_all(60)
+    save(saves, 2)
+    saves.wait_all(60)
+    assert Checkpoints(job.root).steps() == [1, 2]
+
+
+def test_an_overlapped_save_for_which_no_thread_can_be_started_is_staged_once(
+    coordinator: Make, job: Job
+) -> None:
+    saves = coordinator()
+    with no_thread_starts():
+        save(saves, 1, overlap=True)
+    save(saves, 2, overlap=True)
+    saves.wait_all(60)
+    require_committed(job.root, 1)
+    assert not [each for each in saves.spool.tickets()[0] if each.ticket.step == 1]
+
+
+def test_saves_that_no_saver_can_commit_hold_up_no_later_ones(
+    coordinator: Make, settings: Settings, job: Job
+) -> None:
+    saves, began = coordinator(), time.monotonic()
+    save(saves, 1)
+    saves.wait_all(60)
+    with no_saver_starts(settings.spool, "/bin/false"):
+        for step in range(2, 6):  # of which two have a slot at once
+            save(saves, step)
+        with pytest.raises(SaveFailedError, match="exit code 1"):
+            saves.wait_all(60)
+    assert time.monotonic() - began < HELD_S
+    assert all(each.failed for each in saves.spool.tickets()[0])
+    save(saves, 6)
+    saves.wait_all(60)
+    assert Checkpoints(job.root).steps() == [1, 6]
+
+
+def test_a_rank_that_never_waits_is_not_held_by_images_that_others_know_to_have_failed(
+    coordinator: Make, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_pool, "LONG_WAIT_S", 0.1)
+    saves, began = coordinator(rank=1, world_size=2, run_key="run"), time.monotonic()
+    for step in (1, 2):
+        save(saves, step)
+    for image in saves.spool.tickets()[0]:
+        append(SaveRequest(**vars(image.ticket.save)), "failed", "its disk is full")
+    assert not save(saves, 3).failure
+    assert time.monotonic() - began < HELD_S
+
+
+def test_a_function_whose_end_cannot_be_written_fails_its_save(
+    settings: Settings, tmp_path: Path, small_disk: Path
+) -> None:
+    subprocess.run(["mount", "-o", "remount,size=32m", small_disk], check=True)
+    settings, go = settings.model_copy(update={"spool": small_disk / "spool"}), threading.Event()
+    full = is_full(small_disk)
+    with CheckpointCoordinator(tmp_path / "ckpts", settings=settings) as saves:
+        save(saves, 1)
+        saves.wait_all(60)
+        saves.save_async("own", lambda: go.wait(60) and full.__enter__(), 2)
+        register(saves, 2)
+        go.set()
+        with pytest.raises(SaveFailedError, match=r"receipt .* of step 2 is torn"):
+            saves.wait_all(60)
+        full.__exit__(None, None, None)
+        save_async(saves, 3)
+        saves.wait_all(60)
+    kill_savers(settings.spool)
+
+
+def test_an_image_is_marked_as_failed_although_memory_is_full(
+    tmp_path: Path, small_disk: Path
+) -> None:
+    (tmp_path / "ckpts").mkdir()
+    open_identity(tmp_path / "ckpts")
+    job = Job(tmp_path / "ckpts", open_job_spool(small_disk / "spool", tmp_path / "ckpts"))
+    job.stage(1, MODEL)
+    with is_full(small_disk):
+        mark_failed(job.spool, job.save(1), "a value is NaN")
+    assert [each.failed for each in job.spool.tickets()[0]] == [True]
+    job.stager().close()
+
+
+def test_a_saver_that_can_start_no_thread_commits_once_it_can(
+    job: Job, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver_module, "LOOK_S", 0.01)
+    monkeypatch.setattr(saver_module, "LINGER_S", 0.1)
+    looks = []
+
+    class Counting(Saver):
+        def _look(self) -> bool:
+            looks.append(0)
+            return super()._look()
+
+    saver = Counting(settings.spool, NodeWriting())
+    job.stage(1, MODEL)
+    (job.spool.folder / SERVED).write_text(f"0 {read_umask():03o}")
+    serving = threading.Thread(target=saver.run)
+    with monkeypatch.context() as patch:
+        patch.setattr(saver, "_look_at", lambda _: None)
+        serving.start()
+        await_that(lambda: looks, "it serves")
+        with no_thread_starts():
+            before = len(looks)
+            await_that(lambda: len(looks) > before + 1, "it looks again")
+            patch.undo()
+            with pytest.raises(RuntimeError, match="thread"):
+                saver._look_at(job.spool)
+            assert saver._saves == {}
+    await_that(lambda: read_manifest(job.root, 1), "step 1 is committed")
+    serving.join(60)
+    assert not serving.is_alive()
