@@ -583,7 +583,7 @@ class CheckpointCoordinator:
             replicas=replicas,
             again=self._run.require_next_step(step, role, kind),
         )
-        if lost := self._states.find_lost(step, kind):
+        if self._states.lost and (lost := self._states.find_lost(step, kind)):
             return self._handle(origin, lost)
         self._metrics.flush()
         with suppress(Exception) if self._states.has_saved else nullcontext():  # `send` tries again

@@ -84,7 +84,7 @@ class StateSaver:
         self._packed: tuple[Metadata | None, Packed | None] = None, None
         """Metadata of the save before, and the same packed."""
         self._failures: list[str] = []
-        self._lost: dict[tuple[int, Kind, str], str] = {}
+        self.lost: dict[tuple[int, Kind, str], str] = {}
         """Why a save lacks a part of it, by step, kind and name of the part."""
         self.has_saved = False
         """Whether this process has saved: since then only errors of arguments are raised."""
@@ -293,7 +293,7 @@ class StateSaver:
         failures, self._failures = self._failures, []
         return failures
 
-    def fail(self, origin: Origin | str, error: Exception) -> Staged:
+    def fail(self, origin: Origin, error: Exception) -> Staged:
         """Log that a save cannot be staged, and have `take_failures` return why.
 
         Raises:
@@ -301,36 +301,40 @@ class StateSaver:
         """
         if not isinstance(error, TrinitySyncError):  # of torch, the system or a user's object
             cause = error
-            if isinstance(origin, Origin):
-                origin = f"step {origin.step}, role {origin.role}, rank {origin.rank}"
             error = ImageError(
-                f"{origin}: nothing was submitted, because staging failed with "
-                f"{type(cause).__name__}: {cause}"
+                f"step {origin.step}, role {origin.role}, rank {origin.rank}: nothing was "
+                f"submitted, because staging failed with {type(cause).__name__}: {cause}"
             )
             error.__cause__ = cause
         if not self.has_saved:
             raise error
-        self._failures.append(str(error))
-        logger.error("A save has failed, training continues: %s", error)
-        return replace(NOTHING_STAGED, failure=str(error))
+        return self._tell(str(error))
+
+    def _tell(self, failure: str) -> Staged:
+        self._failures.append(failure)
+        logger.error("A save has failed, training continues: %s", failure)
+        return replace(NOTHING_STAGED, failure=failure)
 
     @contextmanager
     def report(self, step: int, kind: Kind, part: str = "") -> Iterator[None]:
-        """Call `fail` with an error of the block, in which no argument is checked.
+        """Do as `fail` with an error of the block, in which no argument is checked.
 
         The save of the step then lacks ``part``, until a block for it succeeds.
         """
-        self._lost.pop((step, kind, part), None)
+        self.lost.pop((step, kind, part), None)
         try:
             yield
         except (OSError, RuntimeError, TrinitySyncError) as error:
-            failure = self.fail(f"step {step}, {part or kind}", error).failure
+            if not self.has_saved:
+                raise
+            failure = f"step {step}, {part or kind}: {error}"
+            self._tell(failure)
             if part:
-                self._lost[step, kind, part] = failure
+                self.lost[step, kind, part] = failure
 
     def find_lost(self, step: int, kind: Kind) -> Staged | None:
         """Return the failure of a save that lacks a part; None if it lacks none."""
-        why = [why for key, why in self._lost.items() if key[:2] == (step, kind)]
+        why = [why for key, why in self.lost.items() if key[:2] == (step, kind)]
         return replace(NOTHING_STAGED, failure="; ".join(why)) if why else None
 
     def close(self) -> None:

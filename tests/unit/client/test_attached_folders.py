@@ -411,18 +411,19 @@ def test_a_live_folder_that_cannot_be_attached_fails_its_step_until_it_can(
     queue.mkdir()
     (queue / "items").write_bytes(b"items")
     saves.save(3, MODEL)
+    job.commit(3, "model")
     make(queue / name)
     saves.attach_folder("queue", queue, step=4)
     failure = saves.save(4, MODEL).failure
     assert failure
     assert name in failure
     with pytest.raises(SaveError, match=re.escape(failure)):
-        saves.wait_all(0)
+        saves.wait_all(60)
     (queue / name).unlink() if name else Path("moved").rename(queue)
     saves.attach_folder("queue", queue, step=4)
     saves.save(4, MODEL)
     job.commit(4, "model", "attachments")
-    assert saves.attachment(4, "queue/items") == b"items"
+    assert (step_folder(job.root, 4) / "attachments/queue/items").read_bytes() == b"items"
 
 
 def test_a_folder_that_is_none_or_was_removed_or_has_too_long_a_name_is_named(
