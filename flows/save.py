@@ -19,7 +19,7 @@ from typing import Any
 from prefect import flow, get_run_logger, task
 from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
-from prefect.states import Completed, Failed
+from prefect.states import Completed, Crashed, Failed
 from ray.exceptions import RayError, RayTaskError
 
 from flows.maintenance import request_replication
@@ -33,7 +33,7 @@ from tasks.save import (
     upload,
 )
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.errors import HiddenSpoolError, SaveError, TrinitySyncError
+from trinity_sync.errors import HiddenSpoolError, RootAwayError, SaveError, TrinitySyncError
 from trinity_sync.orchestration import metrics, on_node
 from trinity_sync.orchestration.on_node import Outcome, persist_node
 from trinity_sync.orchestration.recovery.flow_runs import try_tell
@@ -234,8 +234,9 @@ async def save_step(request: SaveRequest) -> State[Any] | None:
         request: The save. The placement files in the root name the nodes that hold its images.
 
     Returns:
-        A Failed state with a name of its own for a save that was superseded or evicted; for a
-        committed save None, or a Completed state that says that the saver has committed it.
+        A state with a name of its own: Failed for a save that was superseded or evicted; Crashed
+        for one that is retried once its root is there. For a committed save None, or a Completed
+        state that says that the saver has committed it.
     """
     started_at = time.time()
     nodes: list[NodeSave] = []
@@ -259,6 +260,8 @@ async def save_step(request: SaveRequest) -> State[Any] | None:
         showing.cancel()
         await free_remaining_slots(request, nodes[1:])
         await upload_if_required(request, nodes[0])
+    except RootAwayError as error:
+        return Crashed(name="Waiting for its root", message=str(error))
     except Exception as error:
         outcome = metrics.get_outcome(error)
         metrics.METRICS.count_failed_save(request, outcome)

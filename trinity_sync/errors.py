@@ -16,6 +16,7 @@
      │   ├─ MissingShardsError      ranks or components were not submitted
      │   │   └─ EvictedError        their images were evicted for a later step
      │   ├─ SupersededError         a later run of the job resumed from an earlier step
+     │   ├─ RootAwayError           the job is not at its root; the save waits until it is
      │   ├─ SaveFailedError         saves of this process have failed (`wait_all`)
      │   └─ SaveTimeoutError        a save has not ended in time; it may still commit
      ├─ CommitError                 a step is not committed, or not as its manifest says
@@ -183,6 +184,10 @@ class EvictedError(MissingShardsError):
 
 class SupersededError(SaveError):
     """A later run of the job has superseded the save."""
+
+
+class RootAwayError(SaveError):
+    """This process does not see the job of a save at its root; the save waits until it does."""
 
 
 class SaveFailedError(SaveError):

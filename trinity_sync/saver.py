@@ -1,6 +1,7 @@
 """The process that commits the saves of all jobs of a spool that no stack commits.
 
-Trainers with another umask have a saver of their own, so files are as if they had written them.
+Trainers with another umask or mount namespace have a saver of their own: files are as if they had
+written them, and it sees their roots. Saves of a root that it does not see wait.
 
 The first save of a trainer starts ``python -m trinity_sync.saver SPOOL``, which works until no
 process saves there any more. The saves of a job without a stack are committed at once, and those of
@@ -22,15 +23,15 @@ from pydantic import ValidationError
 
 from trinity_sync.client.journal import PATIENCE_S, append, read_entry
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.client.saver_control import lock_path, read_served, wake_path
-from trinity_sync.errors import ConfigError, LockTimeoutError, TrinitySyncError
+from trinity_sync.client.saver_control import lock_path, name_saver, read_served, wake_path
+from trinity_sync.errors import ConfigError, LockTimeoutError, RootAwayError, TrinitySyncError
 from trinity_sync.fs.atomic import replace_file
 from trinity_sync.fs.locks import LockFile
-from trinity_sync.fs.process import read_umask
 from trinity_sync.pipeline.pending import compare_late_images, find_pending_saves
 from trinity_sync.pipeline.save import NodeWriting, run_save
 from trinity_sync.pipeline.several_nodes import has_node_records, is_committed
 from trinity_sync.settings import Settings, StackSettings
+from trinity_sync.snapshot.job_identity import explain_away
 from trinity_sync.snapshot.spool import JobSpool, list_job_spools, make_own_folder, warn_once
 from trinity_sync.storage.placement import is_on_several_nodes
 from trinity_sync.storage.save import is_being_written, mark_failed
@@ -59,8 +60,8 @@ class Saver:
     def __init__(self, spool: Path, writing: NodeWriting, node: str = "") -> None:
         self._spool = spool
         self._node = node
-        self._umask = read_umask()
-        self._wake = wake_path(spool, self._umask)
+        self._name = name_saver()
+        self._wake = wake_path(spool, self._name)
         self._writing = writing
         self._lock = threading.Lock()
         self._looks: dict[Path, threading.Thread] = {}
@@ -77,7 +78,7 @@ class Saver:
     def run(self) -> None:
         """Commit what waits, until no process saves; return at once if another saver does so."""
         make_own_folder(self._spool)
-        lock = LockFile(lock_path(self._spool, self._umask), os.O_RDWR | os.O_CREAT)
+        lock = LockFile(lock_path(self._spool, self._name), os.O_RDWR | os.O_CREAT)
         try:
             lock.acquire(limit_s=LINGER_S)  # another may be about to end
             self._serve()
@@ -135,7 +136,7 @@ class Saver:
     def _look(self) -> bool:
         """Begin to commit the saves that are due; return whether any waits, or a root hangs."""
         jobs = list_job_spools(self._spool)
-        served = [job for job in jobs if read_served(job.folder, self._umask) is not None]
+        served = [job for job in jobs if read_served(job.folder, self._name) is not None]
         with self._lock:  # a folder may have vanished
             self._waiting = {job.folder: self._waiting.get(job.folder, False) for job in served}
         for job in served:
@@ -150,8 +151,10 @@ class Saver:
             return bool(self._saves) or any(self._waiting.values()) or looks
 
     def _look_at(self, job: JobSpool) -> None:
-        after_s = read_served(job.folder, self._umask) or 0.0
+        after_s = read_served(job.folder, self._name) or 0.0
         job.remove_closed()
+        if self._is_away(job):
+            return
         waiting = find_pending_saves(job, grace_s=0, settle_s=SETTLE_S)
         due = waiting
         if waiting and after_s:
@@ -168,8 +171,23 @@ class Saver:
                     save.start()
                     self._saves[request.key] = save
 
+    def _is_away(self, job: JobSpool) -> bool:
+        """Return whether this process does not see a job's root, and tell the job's processes."""
+        why = explain_away(job.read_root(), job.folder.name)
+        waits = any(not image.failed for image in job.tickets()[0])
+        with suppress(OSError), self._lock:  # shared memory is full
+            if not why:
+                job.away.unlink(missing_ok=True)
+            elif not job.away.exists():
+                until = f"waits for that, or from {PATIENCE_S:g} s on for its training's next start"
+                logger.warning("%s What is in %s %s.", why, job.folder, until)
+                replace_file(job.away, why, sync=False)
+            waits = bool(why) and waits and time.time() < job.away.stat().st_mtime + PATIENCE_S
+            self._waiting[job.folder] = waits
+        return bool(why)
+
     def _save(self, request: SaveRequest) -> None:
-        began, commits, failure = time.monotonic(), False, ""
+        began, commits, failure, waits = time.monotonic(), False, "", False
         append(request, "pending")
         try:
             with suppress(OSError):  # shared memory is full: the commit frees it
@@ -180,7 +198,7 @@ class Saver:
                 "%s of %s: %.2f s", request.run_name, request.root, time.monotonic() - began
             )
         except Exception as error:
-            failure = str(error) or repr(error)
+            failure, waits = str(error) or repr(error), isinstance(error, RootAwayError)
             logger.error(
                 "%s of %s has failed: %s",
                 request.run_name,
@@ -189,20 +207,21 @@ class Saver:
                 exc_info=not isinstance(error, TrinitySyncError),
             )
         try:
-            if failure:
+            if failure and not waits:
                 with suppress(OSError, TrinitySyncError):  # such as a trainer that hangs
                     mark_failed(JobSpool(self._spool / request.job), request.save, failure)
                 append(request, "failed", failure, patience_s=PATIENCE_S)
-            else:
+            elif not waits:
                 compare_late_images(self._spool, request)
                 if commits:  # otherwise what follows the commit may go on
                     append(request, "completed", patience_s=PATIENCE_S)
         except Exception:
             logger.exception("cannot tell how %s of %s ended", request.run_name, request.root)
         finally:
-            _begun_path(self._spool / request.job, request).unlink(missing_ok=True)
+            if not waits:
+                _begun_path(self._spool / request.job, request).unlink(missing_ok=True)
             with self._lock:
-                if failure:
+                if failure and not waits:
                     self._failed.add(request.key)
                 del self._saves[request.key]
             os.write(self._end, b"\n")

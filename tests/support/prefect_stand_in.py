@@ -15,6 +15,7 @@ import pytest
 from trinity_sync.client.journal import SaveState, append
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
+from trinity_sync.errors import RootAwayError
 from trinity_sync.orchestration import on_node
 from trinity_sync.orchestration.on_node import (
     commit_step,
@@ -69,6 +70,8 @@ def save_step(request: SaveRequest, before_commit: Callable[[SaveRequest], None]
         if url and request.kind == "checkpoint":
             replicate_step(request.root, request.step, url)
             yield "uploaded"
+    except RootAwayError:
+        raise
     except Exception as error:
         for shards in nodes:
             mark_images_failed(request, persisted, shards, str(error))
@@ -107,6 +110,10 @@ class FlowRun:
             self.state = "completed"
             self.tell("completed")
             return "completed"
+        except RootAwayError as error:
+            self.attempts.remove(attempt)
+            self.state, self.message = "crashed", f"RootAwayError: {error}"
+            return f"waits: {error}"
         except Exception as error:
             self.attempts.remove(attempt)
             if self.state != "completed":  # Prefect keeps that

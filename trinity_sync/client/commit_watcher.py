@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from trinity_sync.client.journal import Entry, Journal, append
+from trinity_sync.client.journal import PATIENCE_S, Entry, Journal, append
 from trinity_sync.client.pending_save import PendingSave
 from trinity_sync.client.run_context import RunContext
 from trinity_sync.client.save_request import SaveRequest
@@ -181,7 +181,8 @@ class CommitWatcher:
         The deadline is in monotonic seconds.
 
         Raises:
-            SaveTimeoutError: a save is still pending at the deadline, or after `close`.
+            SaveTimeoutError: a save is still pending at the deadline, after `close`, or once the
+                root has been away for `PATIENCE_S`.
         """
         with self._lock:
             self._wait(deadline, lambda: [*self._pending.values()])
@@ -225,27 +226,34 @@ class CommitWatcher:
 
     def _wait(self, deadline: float | None, pending: Callable[[], Sequence[PendingSave]]) -> None:
         """Wait until none of some saves is pending; call it under the lock."""
-        say_at = time.monotonic() + SAY_S
+        here_at, deadline = time.monotonic(), math.inf if deadline is None else deadline
+        say_at = here_at + SAY_S
         self._waiting += 1
         self._sweeps |= not self._leads and bool(self._pending)  # also if the time is over
         self._start()
         try:
             while saves := pending():
                 now = time.monotonic()
-                end = min(math.inf if deadline is None else deadline, self._end_at)
+                away = ""
+                with suppress(OSError):
+                    away = self._spool.away.read_text()
+                here_at = here_at if away else now
+                end = min(deadline, self._end_at, here_at + PATIENCE_S)
                 if now >= end:
                     waiting = ", ".join(sorted(save.request.key for save in saves))
                     closed = " when the coordinator was closed" if now >= self._end_at else ""
                     raise SaveTimeoutError(
                         f"not committed yet{closed}: {waiting}. They may still commit; see the "
-                        "Prefect UI, or without a stack saver.log."
+                        f"Prefect UI, or without a stack saver.log. {away}".rstrip()
                     )
                 if now >= say_at:
                     say_at = math.inf
                     logger.warning(
                         "Still waiting for the commit of %s, which does not need this process. "
-                        "See the Prefect UI or trinity-sync status, or without a stack saver.log",
+                        "See the Prefect UI or trinity-sync status, or without a stack saver.log. "
+                        "%s",
                         ", ".join(save.request.run_name for save in saves),
+                        away,
                     )
                 self._changed.wait(min(end - now, say_at - now, SIGNAL_S))
                 if self._thread is None:  # none could be started

@@ -156,7 +156,8 @@ class CheckpointCoordinator:
         here = (self.settings.node, str(self.spool.folder.absolute()))
         self._places = tuple(places) or group_by_node([here] * world_size)
         if any(place.ranks[0] == rank for place in self._places):  # one rank of each node
-            remove_replaced_spools(self.settings.spool, self.root)
+            remove_replaced_spools(self.spool)
+            self.spool.away.unlink(missing_ok=True)
         run_key = run_key or self.settings.run_key or make_run_key()
         self.spool.mark_run(run_key)
         self._run = RunContext(

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 KEEP_S = 7 * 86400.0
 """Seconds since its last line after which a later run removes a file."""
 PATIENCE_S = 600.0
-"""Seconds for which an end is written again, such as while the disk is full."""
+"""Seconds for which an end is written again, such as while the disk is full or the root is away."""
 _PAUSE_S = 2.0
 _REMEMBERED = 4096
 """Number of saves that a reader keeps."""

@@ -11,6 +11,7 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import CommitError, ManifestError
 from trinity_sync.fs.atomic import ReadOnChange
 from trinity_sync.layout import MANIFEST, SERVES_AS
+from trinity_sync.snapshot.job_identity import explain_away
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.storage.commit import resolve_late_image
@@ -65,6 +66,8 @@ class PendingSave:
         if self._has_succeeded():
             return ""
         if entry is None or entry.state == "pending":
+            return None
+        if entry.state == "completed" and explain_away(self.request.root, self.request.job):
             return None
         why = entry.message
         missed = "exported, but is committed" if self.committed else self._describe_missed()

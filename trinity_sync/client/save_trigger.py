@@ -34,6 +34,7 @@ from trinity_sync.errors import (
 )
 from trinity_sync.fs.atomic import replace_file
 from trinity_sync.settings import Settings
+from trinity_sync.snapshot.job_identity import explain_away
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.storage.manifest import read_manifest
@@ -278,6 +279,8 @@ class SaveTrigger:
                     continue
                 # read after the spool: a commit frees its slots once the manifest is there
                 manifest = read_manifest(save.root, save.step, ranks=())
+                if explain_away(save.root, save.job):
+                    continue
             except (OSError, TrinitySyncError):
                 continue
             roles = save.roles if request.components else ()  # save functions have none

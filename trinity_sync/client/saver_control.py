@@ -2,10 +2,11 @@
 
 ::
 
-    spool/saver-022.lock    locked by the saver of this spool for trainers with that umask
-    spool/saver-022.wake    a pipe that it reads; a process that saves keeps it open for writing
-    spool/JOB/saver         in the folder of each job that a saver serves: the seconds for which it
-                            leaves a save to the job's stack, and the umask of the trainer
+    spool/saver-022-4026531841.lock  locked by the saver of this spool for trainers with that umask
+                                     and mount namespace: a container sees its own roots
+    spool/saver-022-4026531841.wake  a pipe that it reads; a process that saves keeps it open
+    spool/JOB/saver                  in the folder of each job that a saver serves: the seconds for
+                                     which it leaves a save to the job's stack, and its name
 
 So a write tells at once whether a saver lives, and the saver notices when the last process that
 saves has ended, however it ended.
@@ -58,6 +59,7 @@ class SaverControl:
     def __init__(self, spool: Path, home: Path) -> None:
         self._spool = spool
         self._umask = read_umask()
+        self._name = name_saver()
         self._log = home / LOG
         self._pipe = -1
         self._started: subprocess.Popen[bytes] | None = None
@@ -75,7 +77,7 @@ class SaverControl:
         """
         path = self._spool / job / SERVED
         with suppress(OSError):  # it has no images, or shared memory is full: nothing is staged
-            served = f"{after_s} {self._umask:03o}"
+            served = f"{after_s} {self._name}"
             if not path.exists() or path.read_bytes() != served.encode():
                 replace_file(path, served, sync=False)
         with self._lock:
@@ -102,7 +104,7 @@ class SaverControl:
             try:
                 if self._pipe < 0:
                     flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
-                    path = wake_path(self._spool, self._umask)
+                    path = wake_path(self._spool, self._name)
                     self._pipe = os.open(path, flags)
                     if not stat.S_ISFIFO(os.fstat(self._pipe).st_mode):
                         path.unlink()
@@ -216,25 +218,30 @@ class SaverControl:
             return self._log.open("ab")
 
 
-def lock_path(spool: Path, umask: int) -> Path:
-    """Return the path of the lock of the saver for an umask."""
-    return spool / f"saver-{umask:03o}.lock"
+def name_saver() -> str:
+    """Return the name of the saver of processes with this one's umask and mount namespace."""
+    return f"{read_umask():03o}-{Path('/proc/self/ns/mnt').stat().st_ino}"
 
 
-def wake_path(spool: Path, umask: int) -> Path:
-    """Return the path of the pipe of the saver for an umask."""
-    return spool / f"saver-{umask:03o}.wake"
+def lock_path(spool: Path, name: str) -> Path:
+    """Return the path of the lock of a saver."""
+    return spool / f"saver-{name}.lock"
 
 
-def read_served(folder: Path, umask: int) -> float | None:
-    """Return for how many seconds the saver for an umask leaves the saves of a job to a stack.
+def wake_path(spool: Path, name: str) -> Path:
+    """Return the path of the pipe of a saver."""
+    return spool / f"saver-{name}.wake"
 
-    None means for ever: a stack or the saver for another umask serves the job. ``folder`` is the
-    job's in the spool.
+
+def read_served(folder: Path, name: str) -> float | None:
+    """Return for how many seconds the saver of a name leaves the saves of a job to a stack.
+
+    None means for ever: a stack or another saver serves the job. ``folder`` is the job's in the
+    spool.
     """
     try:
         after_s, _, of = (folder / SERVED).read_text().partition(" ")
-        return float(after_s) if int(of or "0", 8) == umask else None
+        return float(after_s) if of == name else None
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:  # those of other jobs are committed

@@ -12,7 +12,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.errors import FormatError, SaveError, SupersededError, TrinitySyncError
+from trinity_sync.errors import FormatError, SupersededError, TrinitySyncError
+from trinity_sync.snapshot.job_identity import explain_away
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import JobSpool, SealedImage, warn_once
 from trinity_sync.snapshot.ticket import free_slot, list_components
@@ -37,9 +38,12 @@ def find_pending_saves(
 
     Commits that were interrupted after their manifest are finished, and their slots released.
     Within ``grace_s``, the trainer may still request the run of a sealed image itself. The process
-    of a commit releases its slots within ``settle_s`` more.
+    of a commit releases its slots within ``settle_s`` more. Nothing is due while this process does
+    not see the job's root.
     """
     try:
+        if explain_away(job.read_root(), job.folder.name):
+            return []
         before = clock() - grace_s
         found = {each.key: each for each in _find_in_job(job, grace_s, before - settle_s)}
         # these know how many functions to expect
@@ -70,8 +74,6 @@ def _find_in_job(job: JobSpool, grace_s: float, before: float) -> Iterator[SaveR
                 if not image.failed:
                     mark_image_failed(image, str(error))
             continue
-        except SaveError:
-            pass  # there is no manifest, and the flow run says what is wrong with the root
         manifest = read_run_manifest(save.root, save.run, save.step)
         if manifest and manifest.has_kind(save.kind, save.roles):
             held = [each for each in images if each.ticket.image in manifest.images]
@@ -104,8 +106,6 @@ def _find_of_functions(job: JobSpool, written: float, before: float) -> Iterator
             warn_once(str(error))
             path.unlink(missing_ok=True)
             continue
-        except SaveError:
-            pass  # there is no manifest, and the flow run says what is wrong with the root
         except (ValidationError, FormatError) as error:
             warn_once(f"cannot read the request {path}: {error}")
             continue

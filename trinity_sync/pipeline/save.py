@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.errors import HiddenSpoolError, SaveError, TrinitySyncError
+from trinity_sync.errors import HiddenSpoolError, RootAwayError, SaveError, TrinitySyncError
 from trinity_sync.fs.direct_io import RateLimit
 from trinity_sync.layout import FOLDERS, Component
 from trinity_sync.pipeline.several_nodes import (
@@ -333,7 +333,8 @@ def run_save(
         elif len(nodes) > 1:  # before the files that it names
             remove_node_records(request, here or None)
         with suppress(OSError):  # shared memory is full; the error to be seen is that of the save
-            mark_images_failed(request, persisted, shards, str(error))
+            if not isinstance(error, RootAwayError):
+                mark_images_failed(request, persisted, shards, str(error))
         raise
     try:
         export_requested_models(request)

@@ -22,7 +22,7 @@ import uuid
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trinity_sync.errors import CommitError, RootError
+from trinity_sync.errors import CommitError, RootError, TrinitySyncError
 from trinity_sync.fs.atomic import (
     UNWRITABLE,
     make_folder,
@@ -66,6 +66,19 @@ def read_identity(root: str | Path) -> str:
     """
     found = _read(root)
     return found.identity if found else ""
+
+
+def explain_away(root: str | Path | None, job: str) -> str:
+    """Return why this process does not see a job at its root; empty if it does, or for None."""
+    try:
+        if root is None or job_id_of(Path(root), read_identity(root)) == job:
+            return ""
+    except (OSError, TrinitySyncError) as error:  # ESTALE, EIO; it is torn
+        return f"{root} does not tell whether job {job} is there: {error}"
+    return (
+        f"{root} is not mounted here, or was removed, moved or recreated: job {job} is not there. "
+        "Mount it, or move it back; if it was removed, no action is needed."
+    )
 
 
 def open_identity(root: Path, *, adopted: str = "") -> str:

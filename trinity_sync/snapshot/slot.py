@@ -30,6 +30,7 @@ from trinity_sync.errors import SpoolFullError
 from trinity_sync.fs.locks import LockFile
 from trinity_sync.fs.memory import find_room
 from trinity_sync.snapshot.image import Layout
+from trinity_sync.snapshot.spool import JobSpool, remove_replaced_spools
 from trinity_sync.snapshot.ticket import (
     Ticket,
     failure_path,
@@ -213,6 +214,7 @@ def allocate_slot(fd: int, path: Path, size: int) -> None:
         SpoolFullError: there is no room.
     """
     have = os.fstat(fd).st_blocks * 512
+    remove_replaced_spools(JobSpool(path.parent), nbytes=size - have)
     room = find_room(path.parent)
     try:
         if size - have > room.nbytes:  # beyond a memory limit, the kernel would end this process

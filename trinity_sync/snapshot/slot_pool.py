@@ -4,8 +4,8 @@ A free slot is acquired first, the one with the newest published version last. I
 free slots, a slot is added: training never waits for a reader. If all slots hold sealed images, the
 call waits for their writer. An image is evicted if its save failed or it was not persisted in time:
 a checkpoint is waited for as long as the caller says, with the weights that it shares; other
-weights for a few seconds, since newer ones supersede them. Weights go before checkpoints, and if
-checkpoints hold all slots, one slot is added for weights.
+weights, and all images of a root that is away, for a few seconds. Weights go before checkpoints,
+and if checkpoints hold all slots, one slot is added for weights.
 """
 
 import itertools
@@ -238,7 +238,8 @@ class SlotPool:
             again = origin.is_of_step(ticket) and ticket.kind == origin.kind
             return _Image(False, age - min(self._wait_s, WEIGHTS_WAIT_S), again)
         kinds = ("checkpoint", ticket.kind) if ticket and origin.is_of_step(ticket) else ()
-        return _Image(age < math.inf, age - self._wait_s, origin.kind in kinds)
+        wait_s = min(self._wait_s, WEIGHTS_WAIT_S if self._spool.away.exists() else math.inf)
+        return _Image(age < math.inf, age - wait_s, origin.kind in kinds)
 
     def _is_of_checkpoint(self, image: str) -> bool:
         """Return whether a checkpoint of this process that waits shares an image of weights."""

@@ -14,6 +14,7 @@
         job.json                                the job's root, and the format of the folder
         0f3c9a11d2b7e648.run                    a run has a trainer that sees this folder
         saver, server                           who commits: ``saver_control``, ``save_trigger``
+        away                                    why the saver does not see the job's root
 
 The client and the stack of a job may be of different releases. So ``job.json`` names the format of
 everything in the folder, and is read before anything else there: a folder of another release is
@@ -39,7 +40,7 @@ from trinity_sync.fs.locks import LockFile, has_no_other_users, open_lock_file
 from trinity_sync.fs.memory import find_room
 from trinity_sync.fs.records import Record, encode_record, read_record
 from trinity_sync.layout import SPOOL_FORMAT, check_name, job_id_of
-from trinity_sync.snapshot.job_identity import job_id, read_identity
+from trinity_sync.snapshot.job_identity import explain_away, job_id, read_identity
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.ticket import (
     CLOSED_SUFFIX,
@@ -155,6 +156,11 @@ class JobSpool:
         return Path(owner.root) if owner else None
 
     @property
+    def away(self) -> Path:
+        """File in which the saver says why it does not see the job's root, while it does not."""
+        return self.folder / "away"
+
+    @property
     def bytes_used(self) -> int:
         """Bytes of memory in use by the folder's files."""
         used = 0
@@ -258,8 +264,9 @@ class JobSpool:
             SpoolError: as `make`.
         """
         self.make()
-        room = find_room(self.folder)
         mine = sum(p.stat().st_blocks * 512 for p in self.folder.glob(f"*{SLOT_SUFFIX}"))
+        remove_replaced_spools(self, nbytes=nbytes - mine)
+        room = find_room(self.folder)
         if nbytes > room.nbytes + mine:
             raise SpoolFullError(
                 f"the images of this job need {nbytes:,} bytes in spool {self.folder}, where "
@@ -280,37 +287,43 @@ def open_job_spool(spool: Path, root: str | Path) -> JobSpool:
     return job
 
 
-def remove_replaced_spools(spool: Path, root: Path) -> None:
-    """Remove the folders of earlier jobs of a root (a real path), which was removed or moved since.
+def remove_replaced_spools(job: JobSpool, *, nbytes: int | None = None) -> None:
+    """Remove the folders of earlier jobs of a job's root, which was removed or moved since.
 
-    Their images can no longer be committed: another job is there. A folder whose slots a process
-    still uses stays: that training may be in a container, which has another root of this path.
+    What waits in them stays, since their root may be unmounted; it is removed by a call that lacks
+    memory for ``nbytes``, which asks no root. A folder whose slots a process still uses stays: that
+    training may be in a container, which has another root of this path.
     """
-    identity = read_identity(root)
-    for job in list_job_spools(spool):
-        of, name = job.read_root(), job.folder.name
-        if of is None or name == job_id_of(root, identity):
+    if nbytes is not None and nbytes <= find_room(job.folder).nbytes:
+        return
+    root = job.read_root()
+    identity = read_identity(root) if root and nbytes is None else ""
+    for other in list_job_spools(job.folder.parent):
+        of, name = other.read_root(), other.folder.name
+        if (
+            name == job.folder.name
+            or of is None
+            or (of != root and name != job_id_of(of, identity))
+        ):
             continue
-        pending = sorted({image.ticket.step for image in job.tickets()[0]})
-        if of == root and all(map(has_no_other_users, job.folder.glob(f"*{SLOT_SUFFIX}"))):
-            shutil.rmtree(job.folder, ignore_errors=True)
+        if not all(map(has_no_other_users, other.folder.glob(f"*{SLOT_SUFFIX}"))):
+            continue
+        pending = sorted({each.ticket.step for each in other.tickets()[0] if not each.failed})
+        if of == root and (nbytes or not (pending or any(other.receipts.glob("*")))):
+            shutil.rmtree(other.folder, ignore_errors=True)
             if pending:
                 logger.warning(
-                    "steps %s of %s are lost: they were not committed before the root was removed "
-                    "or moved, and another job begins there. Their images are removed from %s.",
+                    "steps %s of %s are lost: they were not committed before the root was removed, "
+                    "moved or unmounted, and another job, which began there, needs their memory.",
                     pending,
                     root,
-                    job.folder,
                 )
-        elif of != root and pending and job_id_of(of, identity) == name != job_id(of):
+        elif pending and nbytes is None and (of == root or explain_away(of, name)):
             logger.warning(
-                "steps %s were not committed before the root was moved from %s to %s, and are not "
-                "committed here. To commit them, end this training and move the root back; to free "
-                "their memory, remove %s.",
-                pending,
-                of,
-                root,
-                job.folder,
+                "steps %s wait for job %s at %s, and are not committed in %s. To commit them, end "
+                "this training, and mount that root or move it back; to free their memory, remove "
+                "%s.",
+                *(pending, name, of, root, other.folder),
             )
 
 

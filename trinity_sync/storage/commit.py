@@ -35,7 +35,7 @@ from trinity_sync.layout import (
     attaching_folder,
     step_folder,
 )
-from trinity_sync.snapshot.job_identity import read_identity
+from trinity_sync.snapshot.job_identity import explain_away
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import free_slot, lock_slot, read_ticket
@@ -415,8 +415,9 @@ def resolve_late_image(save: SaveId, sealed: SealedImage) -> None:
     except FileNotFoundError:
         return
     with acquire_commit_lock(save.root) as lock:
-        is_there = read_identity(save.root) == save.identity  # and no other job since
-        manifest = read_run_manifest(save.root, save.run, save.step) if is_there else None
+        if explain_away(save.root, save.job):
+            return
+        manifest = read_run_manifest(save.root, save.run, save.step)
         records = [manifest.find_file(path) if manifest else None for path in digests]
         same = [r for r in records if r and r.digest == digests[r.path]]
         if manifest and len(same) == len(digests):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from trinity_sync.errors import CommitError, MissingShardsError, SaveError
+from trinity_sync.errors import CommitError, MissingShardsError
 from trinity_sync.fs.atomic import lengthen_pauses, make_folder, read_uncached, replace_file
 from trinity_sync.fs.records import Record, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, is_path
@@ -125,13 +125,11 @@ def await_node_shards(save: SaveId, *, rank_timeout_s: float) -> list[NodeShards
 
     Raises:
         MissingShardsError: a role has not written its placement within ``rank_timeout_s``.
-        SaveError: the root is missing, or another job or an earlier state of this one is there.
+        RootAwayError, SupersededError: as `refuse_other_job`.
         CommitError: as `read_placement`.
         FormatError: the root is of another release.
     """
     deadline = time.monotonic() + rank_timeout_s
-    if not Path(save.root).is_dir():
-        raise SaveError(f"the job's root {save.root} is missing; create it and retry the save")
     nodes: dict[tuple[str, str], dict[str, tuple[int, ...]]] = defaultdict(dict)
     refuse_other_job(save)
     end = RunEnd(save.root, save.run)

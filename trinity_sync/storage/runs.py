@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from trinity_sync.errors import CommitError, RootInUseError, SaveError, SupersededError
+from trinity_sync.errors import CommitError, RootAwayError, RootInUseError, SupersededError
 from trinity_sync.fs.atomic import list_uncached, make_folder, replace_file, revalidate_folder
 from trinity_sync.fs.locks import (
     acquire_file_lock,
@@ -35,8 +35,8 @@ from trinity_sync.fs.locks import (
 from trinity_sync.fs.mounts import find_mount
 from trinity_sync.fs.process import describe_holder, describe_this_process
 from trinity_sync.fs.records import Count, Record, decode_record, encode_record
-from trinity_sync.layout import PRIVATE_FOLDER, RUN_FORMAT, Kind, job_id_of, parse_number
-from trinity_sync.snapshot.job_identity import IDENTITY_FILE, read_identity
+from trinity_sync.layout import PRIVATE_FOLDER, RUN_FORMAT, Kind, parse_number
+from trinity_sync.snapshot.job_identity import explain_away
 from trinity_sync.snapshot.save_id import SaveId
 
 logger = logging.getLogger(__name__)
@@ -204,31 +204,20 @@ def _explain_unknown(root: str | Path, run: int, step: int) -> SupersededError:
 
 
 def refuse_other_job(save: SaveId) -> None:
-    """Refuse to save a step whose root was removed, moved, recreated or restored since.
+    """Refuse to save a step whose root is not there, or was restored since.
 
     Raises:
-        SupersededError: another job is at that path now, or an earlier state of this one.
-        SaveError: no job is there; its file system may not be mounted.
-        CommitError, FormatError: as `read_identity`.
+        SupersededError: an earlier state of the job is there now.
+        RootAwayError: as `explain_away`.
+        CommitError, FormatError: the file of the run is torn, or of another release.
     """
-    there = read_identity(save.root)
-    if there == save.identity:
-        path = _folder(save.root) / f"{save.run}.json"
-        if save.run_key:
-            revalidate_folder(path.parent)
-            if not path.exists() or _read(path).key != save.run_key:
-                raise _explain_unknown(save.root, save.run, save.step)
-        return
-    if there:
-        raise SupersededError(
-            f"{save} is superseded: it was submitted by job {save.job}, whose root was removed or "
-            f"moved, and job {job_id_of(Path(save.root), there)} is there now. No action is needed."
-        )
-    raise SaveError(
-        f"{save} is not committed: {Path(save.root, IDENTITY_FILE)} is missing, so the root was "
-        "removed or moved, or is not mounted. Mount it or move it back and retry the save; if "
-        "it was removed, no action is needed."
-    )
+    if why := explain_away(save.root, save.job):
+        raise RootAwayError(f"{save} waits in shared memory: {why}")
+    path = _folder(save.root) / f"{save.run}.json"
+    if save.run_key:
+        revalidate_folder(path.parent)
+        if not path.exists() or _read(path).key != save.run_key:
+            raise _explain_unknown(save.root, save.run, save.step)
 
 
 def find_superseding_run(runs: Iterable[Run], run: int, step: int) -> Run | None:

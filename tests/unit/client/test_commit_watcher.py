@@ -27,6 +27,7 @@ from tests.support.forked import get_context
 from tests.support.job import Job
 from tests.support.prefect_stand_in import Server, Trigger, without_catalog_and_pages
 from tests.unit.conftest import Open
+from trinity_sync.client import commit_watcher
 from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.journal import Journal, append
@@ -325,11 +326,42 @@ def test_a_save_whose_root_is_gone_fails_for_the_reason_that_its_images_have(job
     watcher.follow(request)
     with pytest.raises(SaveTimeoutError):
         watcher.wait(time.monotonic() + 2 * CARE_S)
-    mark_failed(job.spool, request.save, "the root is gone")
+    mark_failed(job.spool, request.save, "its run was cancelled")
     (failure,) = watcher.wait(time.monotonic() + 30)
-    assert failure.endswith("was not committed: the root is gone")
+    assert failure.endswith("was not committed: its run was cancelled")
     assert not job.root.exists()
     watcher.close()
+
+
+def test_a_wait_without_a_limit_ends_once_the_root_has_been_away_for_long(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commit_watcher, "PATIENCE_S", 0.1)
+    (request,) = requests_in(job.root, [1], components=("model",))
+    job.stage(1, {"model": {"w": torch.zeros(3)}})
+    job.spool.away.write_text(f"{job.root} is not mounted here")
+    watcher = CommitWatcher(Quiet(Settings(spool=job.spool.folder.parent)), job.spool)
+    watcher.follow(request)
+    with pytest.raises(SaveTimeoutError, match=r"may still commit.* is not mounted here"):
+        watcher.wait(None)
+    watcher.close()
+
+
+@pytest.mark.parametrize("told", ["nothing", "completed"])
+def test_a_save_whose_root_goes_away_after_its_commit_is_not_taken_for_lost(
+    job: Job, told: str
+) -> None:
+    job.stage(1, {"model": {"w": torch.zeros(3)}})
+    job.commit(1)
+    (request,) = requests_in(job.root, [1], components=("model",))
+    entry = append(request, "completed") if told == "completed" else None
+    job.root.rename(job.root.with_name("away"))
+    pending = PendingSave(request, 0.0, 0.0, 0.0)
+    assert pending.find_result(entry, job.spool) is None
+    trigger = SaveTrigger(Settings(spool=job.spool.folder.parent, saver="stack"))
+    assert trigger.find_failures([request], ()) == {}
+    job.root.with_name("away").rename(job.root)
+    assert pending.find_result(entry, job.spool) == ""
 
 
 def test_a_save_that_was_committed_or_is_of_functions_is_not_taken_for_evicted(job: Job) -> None:

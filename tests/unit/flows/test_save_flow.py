@@ -13,7 +13,13 @@ import pytest
 import flows.save
 import tasks.save
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.errors import EvictedError, ExportError, MissingShardsError, SupersededError
+from trinity_sync.errors import (
+    EvictedError,
+    ExportError,
+    MissingShardsError,
+    RootAwayError,
+    SupersededError,
+)
 
 COMMITTED = SimpleNamespace(has_exports=True, keep=0, by_saver=False, alarms=["bad"])
 
@@ -133,6 +139,18 @@ def test_a_save_that_is_not_committed_is_counted_reported_and_explained(
     assert str(error) in page
     found = sample("trinity_sync_saves_total", job=request.job, outcome=outcome)
     assert found == 1
+
+
+def test_a_run_whose_root_is_away_is_left_to_be_retried_and_marks_no_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: list[str]
+) -> None:
+    async def fail(*_: object) -> None:
+        raise RootAwayError("not mounted")
+
+    monkeypatch.setattr(flows.save, "persist_images", fail)
+    state = asyncio.run(flows.save.save_step.fn(SaveRequest(root=str(tmp_path), step=1, run=1)))
+    assert (state.name, state.type.value) == ("Waiting for its root", "CRASHED")
+    assert "mark_failed" not in calls
 
 
 def sample(name: str, **labels: str) -> float | None:

@@ -1,6 +1,7 @@
 """What the worker does with images that no flow run will persist."""
 
 import logging
+import shutil
 import signal
 import subprocess
 import sys
@@ -224,15 +225,18 @@ def test_a_save_of_functions_that_failed_is_not_asked_for_again(
     assert "1.6.checkpoint.request.json" in caplog.text
 
 
-def test_the_request_of_functions_of_a_job_that_another_has_replaced_is_dropped(
+def test_the_request_of_functions_waits_for_its_root_also_if_another_job_begins_there(
     job: Job, spool_folder: Path, coordinator_of: Open
 ) -> None:
     save_by_a_function_and_die(job, spool_folder)
-    job.root.rename(job.root.with_name("moved"))
-    (request,) = find_orphaned_saves(spool_folder, grace_s=-1)  # perhaps it is not mounted
+    (request,) = find_orphaned_saves(spool_folder, grace_s=-1)
+    away = job.root.rename(job.root.with_name("away"))
+    assert find_orphaned_saves(spool_folder, grace_s=-1) == []
     coordinator_of()
     assert find_orphaned_saves(spool_folder, grace_s=-1) == []
-    assert not list((spool_folder / request.job / "receipts").glob("*.request.json"))
+    shutil.rmtree(job.root)
+    away.rename(job.root)
+    assert find_orphaned_saves(spool_folder, grace_s=-1) == [request]
 
 
 def test_the_images_of_a_cancelled_save_may_be_evicted_and_are_not_asked_for_again(

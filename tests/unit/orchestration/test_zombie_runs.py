@@ -164,9 +164,9 @@ def test_a_worker_takes_no_run_that_a_process_of_its_node_executes(
 
 
 @contextmanager
-def failed_run(request: SaveRequest, kind: str) -> Iterator[PrefectApi]:
+def failed_run(request: SaveRequest, kind: str, name: str = "") -> Iterator[PrefectApi]:
     """A server whose flow run of a save ended at a time that this clock is far from."""
-    state = {"type": kind, "name": kind.title(), "message": "killed", "id": str(uuid4())}
+    state = {"type": kind, "name": name or kind.title(), "message": "killed", "id": str(uuid4())}
     run = {
         "id": RUN,
         "name": request.flow_run_name,
@@ -215,6 +215,17 @@ def test_a_crashed_run_has_failed_once_nothing_executes_or_retries_it(
     assert entry
     assert (entry.state, entry.message) == ("failed", "Crashed: killed")
     assert entry.url.endswith(f"/runs/flow-run/{RUN}")
+
+
+def test_a_run_that_waits_for_its_root_has_not_failed(
+    spool_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = SaveRequest(root=str(tmp_path), step=4, run=1)
+    (tmp_path / ".trinity_sync").mkdir()
+    recovery = NodeRecovery(spool_folder, f"{NODE}/2/2", lambda _: False, lambda _: None)
+    monkeypatch.setattr(node, "CRASH_GRACE_S", -1.0)
+    with failed_run(request, "CRASHED", name="Waiting for its root") as api:
+        assert tell(recovery, api, request) is None
 
 
 @pytest.mark.parametrize("known", ["nothing", "pending", "failed", "completed"])

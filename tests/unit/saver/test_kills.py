@@ -10,9 +10,8 @@ from tests.support.dying import in_a_process
 from tests.support.job import Job
 from trinity_sync import saver as saver_module
 from trinity_sync.client.journal import Journal
-from trinity_sync.client.saver_control import SERVED
+from trinity_sync.client.saver_control import SERVED, name_saver
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX
-from trinity_sync.fs.process import read_umask
 from trinity_sync.pipeline.save import NodeWriting
 from trinity_sync.saver import Saver
 from trinity_sync.storage.discovery import find_newest, iter_committed_steps
@@ -53,7 +52,7 @@ def test_a_saver_that_is_killed_at_any_instant_of_a_commit_is_replaced_without_l
     for step in itertools.count(1):
         states = {"model": {"w": torch.full((9,), float(step))}, "optim": {"step": step}}
         job.stage(step, states, keep=KEEP)
-        (job.spool.folder / SERVED).write_text(f"0 {read_umask():03o}")
+        (job.spool.folder / SERVED).write_text(f"0 {name_saver()}")
         instant = next(instants) if step > KEEP else None  # from then on a step is removed
         reached = in_a_process(lambda: live(spool), notes, die_before=instant)
         if found := find_newest(job.root):
@@ -89,7 +88,7 @@ def test_a_save_that_fails_is_told_at_whatever_instant_its_saver_is_killed(
     write_job_settings(job.root, {"rank_timeout_s": 0.01})
     for step in itertools.count(1):
         job.stage(step, {"model": {"w": torch.ones(9)}})
-        (job.spool.folder / SERVED).write_text(f"0 {read_umask():03o}")
+        (job.spool.folder / SERVED).write_text(f"0 {name_saver()}")
         reached = in_a_process(lambda: live(spool), notes, die_before=step)
         in_a_process(lambda: live(spool), notes)
         journal = Journal.of(job.request(step))

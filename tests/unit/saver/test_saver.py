@@ -34,11 +34,11 @@ from trinity_sync.client.saver_control import (
     SERVED,
     SaverControl,
     lock_path,
+    name_saver,
     wake_path,
 )
 from trinity_sync.errors import SaveError, SaveFailedError
 from trinity_sync.fs.locks import acquire_commit_lock
-from trinity_sync.fs.process import read_umask
 from trinity_sync.pipeline.save import NodeWriting
 from trinity_sync.saver import Saver
 from trinity_sync.snapshot.job_identity import IDENTITY_FILE
@@ -64,7 +64,7 @@ def test_what_a_trainer_has_saved_before_it_was_killed_is_committed(
     await_that(lambda: read_latest_pointer(root, "checkpoint") == 4, "step 4 is committed")
     assert load_states(root, 4, "actor")["optim"] == {"step": 4}
     await_that(lambda: not savers_of(settings.spool), "it ends after its trainers")
-    assert not is_locked(lock_path(settings.spool, read_umask()))
+    assert not is_locked(lock_path(settings.spool, name_saver()))
     assert not [*settings.spool.glob("*/*.ticket")]
 
 
@@ -346,8 +346,8 @@ def test_what_follows_a_commit_is_resumed_after_the_end_of_its_saver(
 def test_two_savers_of_a_spool_are_one(settings: Settings) -> None:
     command = [sys.executable, "-m", "trinity_sync.saver", str(settings.spool)]
     keeps = [subprocess.Popen(command) for _ in range(2)]
-    await_that(wake_path(settings.spool, read_umask()).exists, "one of them serves")
-    pipe = os.open(wake_path(settings.spool, read_umask()), os.O_WRONLY)
+    await_that(wake_path(settings.spool, name_saver()).exists, "one of them serves")
+    pipe = os.open(wake_path(settings.spool, name_saver()), os.O_WRONLY)
     await_that(lambda: [each.poll() for each in keeps].count(0) == 1, "the other one has ended")
     os.close(pipe)
     assert [each.wait(60) for each in keeps] == [0, 0]
@@ -449,7 +449,7 @@ def test_a_save_by_functions_is_begun_at_the_first_look(
     with CheckpointCoordinator(job.root, settings=of_stack) as saves:
         saves.save_async("other", lambda: None, 3)
         asyncio.run(saves.register_and_monitor(3, checkpoint_thread_count=1))
-        (job.spool.folder / SERVED).write_text(f"0 {read_umask():03o}")
+        (job.spool.folder / SERVED).write_text(f"0 {name_saver()}")
         saver = Saver(settings.spool, NodeWriting())
         assert saver._look()
         saves.wait_all(60)
@@ -507,7 +507,7 @@ def test_a_failure_is_told_although_shared_memory_is_full(
 
 
 def test_a_file_at_the_place_of_the_pipe_is_replaced(coordinator: Make, settings: Settings) -> None:
-    wake_path(settings.spool, read_umask()).touch()
+    wake_path(settings.spool, name_saver()).touch()
     saves = coordinator()
     saves.save(1, {"model": {"w": torch.ones(3)}})
     saves.wait_all(60)
@@ -516,7 +516,7 @@ def test_a_file_at_the_place_of_the_pipe_is_replaced(coordinator: Make, settings
 def test_a_saver_does_not_wait_for_what_has_vanished(job: Job, settings: Settings) -> None:
     job.stage(3, {"model": {"w": torch.ones(3)}})
     # a stack may begin it until then
-    (job.spool.folder / SERVED).write_text(f"1000 {read_umask():03o}")
+    (job.spool.folder / SERVED).write_text(f"1000 {name_saver()}")
     saver = Saver(settings.spool, NodeWriting())
     assert saver._look()
     shutil.rmtree(job.spool.folder)
@@ -589,7 +589,7 @@ def test_a_saver_whose_root_does_not_answer_stays(
     saves = CheckpointCoordinator(job.root, settings=of_stack)
     saves.save(1, {"model": {"w": torch.ones(3)}})
     saves.close(timeout=0)
-    (job.spool.folder / SERVED).write_text(f"0 {read_umask():03o}")
+    (job.spool.folder / SERVED).write_text(f"0 {name_saver()}")
     identity = job.root / IDENTITY_FILE
     known = identity.read_bytes()
     identity.unlink()
@@ -660,12 +660,11 @@ def test_a_failure_is_told_although_a_stack_has_come_up_since(
 SIGPIPE_ENDS = """
 import os, signal, sys
 from pathlib import Path
-from trinity_sync.client.saver_control import SaverControl, wake_path
-from trinity_sync.fs.process import read_umask
+from trinity_sync.client.saver_control import SaverControl, name_saver, wake_path
 
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as programs do whose output goes to head
 spool = Path(sys.argv[1])
-wake = wake_path(spool, read_umask())
+wake = wake_path(spool, name_saver())
 os.mkfifo(wake)
 pipe = os.open(wake, os.O_RDONLY | os.O_NONBLOCK)
 control = SaverControl(spool, spool)
@@ -684,7 +683,7 @@ def test_the_end_of_a_saver_does_not_end_a_trainer_without_a_handler_of_sigpipe(
 def test_a_saver_that_lives_is_woken_by_a_save_and_not_by_its_call(
     job: Job, settings: Settings
 ) -> None:
-    wake = wake_path(settings.spool, read_umask())
+    wake = wake_path(settings.spool, name_saver())
     os.mkfifo(wake)
     pipe = os.open(wake, os.O_RDONLY | os.O_NONBLOCK)  # as a saver does
     trigger = SaveTrigger(settings)

@@ -125,6 +125,16 @@ def test_while_nothing_saves_training_does_not_wait_for_images_that_are_old_alre
     assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [4, 5]
 
 
+def test_training_does_not_wait_for_images_whose_root_is_away(job: Job) -> None:
+    now = [1e10]
+    job.stagers[0] = Stager(job.spool, slot_wait_s=300, clock=lambda: now[0])
+    job.spool.away.touch()
+    for step in range(1, 6):
+        assert job.stage(step, {"model": {"w": torch.zeros(3)}}).waited_s < 1
+        now[0] += 60
+    assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [4, 5]
+
+
 def test_weights_are_evicted_for_newer_weights_while_a_checkpoint_waits_for_its_writer(
     job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -28,6 +28,7 @@ from trinity_sync.errors import (
     ImageError,
     ManifestError,
     MissingShardsError,
+    RootAwayError,
     SaveError,
     SupersededError,
     TicketError,
@@ -1083,9 +1084,9 @@ def test_an_image_of_a_removed_root_is_not_committed_into_the_recreated_one(
     open_identity(job.root)
     assert open_run(job.root, "the same", 0) == earlier
     written = job.persist(4)
-    with pytest.raises(SupersededError, match="removed or moved"):
+    with pytest.raises(RootAwayError, match="removed, moved or recreated"):
         job.commit(4)
-    with pytest.raises(SupersededError, match="removed or moved"):
+    with pytest.raises(RootAwayError, match="removed, moved or recreated"):
         commit(job.save(4), written)
     assert find_newest(job.root) is None
 

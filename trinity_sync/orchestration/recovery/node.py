@@ -116,6 +116,8 @@ class NodeRecovery:
         """Return the seconds for which the failure of a run may not be its end."""
         if run.state.type != "CRASHED":
             return 0.0
+        if run.state.name != "Crashed":  # it waits for its root
+            return math.inf
         with try_run_lock(self._spool, run.id) as ended:
             # one that continues on this node lost its server; it ends as what it reports
             return CRASH_GRACE_S if ended else math.inf

@@ -1,0 +1,110 @@
+"""A saver judges only the roots that it sees: what it does not see waits, and has not failed."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.job import Job
+from tests.support.savers import await_that, savers_of
+from tests.unit.saver.conftest import Make
+from trinity_sync import Settings
+from trinity_sync.errors import SaveTimeoutError
+from trinity_sync.snapshot.job_identity import IDENTITY_FILE
+
+CONTAINER = """
+import sys, torch
+from trinity_sync import CheckpointCoordinator
+with CheckpointCoordinator(sys.argv[1]) as saves:
+    saves.save(1, {"model": {"w": torch.ones(3)}})
+    saves.wait_all(60)
+    print(saves.latest_step(), flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_containers_with_one_spool_have_savers_of_their_own_that_see_their_roots(
+    settings: Settings, tmp_path: Path
+) -> None:
+    root, started = tmp_path / "ckpts", []
+    root.mkdir()
+    alone = ["unshare", "--user", "--map-root-user", "--mount"]
+    try:
+        subprocess.run([*alone, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("a process may have no mounts of its own here")
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        mount = f'mount --bind "{tmp_path / name}" "{root}" && exec "$@"'
+        command = [*alone, "sh", "-c", mount, "sh", sys.executable, "-c", CONTAINER, str(root)]
+        variables = {**os.environ, **settings.to_variables(), "PYTHONPATH": str(Path.cwd())}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        started.append(subprocess.Popen(command, env=variables, text=True, **pipes))
+        assert started[-1].stdout.readline() == "1\n"  # the first one still lives, with its saver
+        assert (tmp_path / name / "global_step_1/manifest.json").exists()
+    assert len(savers_of(settings.spool)) == 2
+    assert [each.communicate("\n") and each.returncode for each in started] == [0, 0]
+
+
+def take_away(root: Path, how: str) -> Path:
+    """Do to a root what the loss of its mount does; return where it is kept."""
+    away = root.rename(root.with_name("away"))
+    if how != "is missing":
+        root.mkdir()
+    if how == "has another job":
+        (root / IDENTITY_FILE).parent.mkdir()
+        other = (away / IDENTITY_FILE).read_text().replace('"identity": "', '"identity": "0')
+        (root / IDENTITY_FILE).write_text(other)
+    elif how == "cannot be read":
+        (root / ".trinity_sync").symlink_to(".trinity_sync")
+    return away
+
+
+@pytest.mark.parametrize("how", ["is missing", "is empty", "has another job", "cannot be read"])
+def test_a_save_waits_while_its_root_is_away_and_says_so(
+    coordinator: Make, settings: Settings, job: Job, how: str
+) -> None:
+    saves = coordinator()
+    saves.save(1, {"model": {"w": torch.ones(3)}})
+    saves.wait_all(60)
+    (saver,) = savers_of(settings.spool)
+    saver.suspend()
+    saves.save(2, {"model": {"w": torch.ones(3)}})
+    away = take_away(job.root, how)
+    saver.resume()
+    await_that(saves.spool.away.exists, "the saver tells that it does not see the root")
+    with pytest.raises(SaveTimeoutError, match=f"{job.root} "):
+        saves.wait_all(0.1)
+    assert [image.failed for image in saves.spool.tickets()[0]] == [False]
+    shutil.rmtree(job.root, ignore_errors=True)
+    away.rename(job.root)
+    saves.wait_all(60)
+    assert saves.latest_step() == 2
+    await_that(lambda: not saves.spool.away.exists(), "the saver sees the root again")
+
+
+def test_a_saver_ends_without_a_root_for_long_and_the_next_start_commits_what_waits(
+    coordinator: Make, settings: Settings, job: Job
+) -> None:
+    saves = coordinator()
+    saves.save(1, {"model": {"w": torch.ones(3)}})
+    saves.wait_all(60)
+    (saver,) = savers_of(settings.spool)
+    saver.suspend()
+    saves.save(2, {"model": {"w": torch.ones(3)}})
+    away = take_away(job.root, "is empty")
+    saves.close(0)
+    saves._watcher._trigger._saver._close()  # as its process ends
+    saver.resume()
+    await_that(saves.spool.away.exists, "the saver does not see the root")
+    os.utime(saves.spool.away, (0, 0))  # since long
+    saver.wait(60)
+    assert f"{job.root} is not mounted here" in (settings.home / "saver.log").read_text()
+    coordinator().close(0)  # a start without the mount
+    shutil.rmtree(job.root)
+    away.rename(job.root)
+    assert coordinator().latest_step(settle_s=60) == 2
