@@ -234,9 +234,8 @@ async def save_step(request: SaveRequest) -> State[Any] | None:
         request: The save. The placement files in the root name the nodes that hold its images.
 
     Returns:
-        A state with a name of its own: Failed for a save that was superseded or evicted; Crashed
-        for one that is retried once its root is there. For a committed save None, or a Completed
-        state that says that the saver has committed it.
+        A state with a name of its own: Failed for a save that was superseded or evicted, Crashed
+        for one that waits; None for a committed save, or Completed if the saver has committed it.
     """
     started_at = time.time()
     nodes: list[NodeSave] = []

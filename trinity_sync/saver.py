@@ -1,7 +1,6 @@
 """The process that commits the saves of all jobs of a spool that no stack commits.
 
-Trainers with another umask or mount namespace have a saver of their own: files are as if they had
-written them, and it sees their roots. Saves of a root that it does not see wait.
+Trainers with another umask or mount namespace have their own. Saves wait for a root that is away.
 
 The first save of a trainer starts ``python -m trinity_sync.saver SPOOL``, which works until no
 process saves there any more. The saves of a job without a stack are committed at once, and those of
@@ -179,8 +178,7 @@ class Saver:
             if not why:
                 job.away.unlink(missing_ok=True)
             elif not job.away.exists():
-                until = f"waits for that, or from {PATIENCE_S:g} s on for its training's next start"
-                logger.warning("%s What is in %s %s.", why, job.folder, until)
+                logger.warning("%s Until then, or a later start, %s waits.", why, job.folder)
                 replace_file(job.away, why, sync=False)
             waits = bool(why) and waits and time.time() < job.away.stat().st_mtime + PATIENCE_S
             self._waiting[job.folder] = waits

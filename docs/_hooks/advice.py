@@ -48,6 +48,10 @@ WHAT_TO_DO = {
         "This step is lost; nothing else is. If it repeats, saves come faster than they are "
         "written: see [Reduce the stall](../how-to/stall.md#which-setting-for-which-symptom)."
     ),
+    "RootAwayError": (
+        "Mount the root or move it back: the save waits, see "
+        "[A root that is away](../concepts/save.md#a-root-that-is-away)."
+    ),
     "SaveFailedError": (
         "Read the reasons in the message, correct the cause, then `trinity-sync retry ROOT STEP` "
         "while the images are still in memory, or save the next step."

@@ -181,8 +181,7 @@ class CommitWatcher:
         The deadline is in monotonic seconds.
 
         Raises:
-            SaveTimeoutError: a save is still pending at the deadline, after `close`, or once the
-                root has been away for `PATIENCE_S`.
+            SaveTimeoutError: the deadline, `close`, or `PATIENCE_S` without a root has come first.
         """
         with self._lock:
             self._wait(deadline, lambda: [*self._pending.values()])
@@ -236,22 +235,21 @@ class CommitWatcher:
                 now = time.monotonic()
                 away = ""
                 with suppress(OSError):
-                    away = self._spool.away.read_text()
+                    away = f"{self._spool.away.read_text()} "
                 here_at = here_at if away else now
                 end = min(deadline, self._end_at, here_at + PATIENCE_S)
                 if now >= end:
                     waiting = ", ".join(sorted(save.request.key for save in saves))
                     closed = " when the coordinator was closed" if now >= self._end_at else ""
                     raise SaveTimeoutError(
-                        f"not committed yet{closed}: {waiting}. They may still commit; see the "
-                        f"Prefect UI, or without a stack saver.log. {away}".rstrip()
+                        f"not committed yet{closed}: {waiting}. {away}They may still commit; see "
+                        "the Prefect UI, or without a stack saver.log."
                     )
                 if now >= say_at:
                     say_at = math.inf
                     logger.warning(
-                        "Still waiting for the commit of %s, which does not need this process. "
-                        "See the Prefect UI or trinity-sync status, or without a stack saver.log. "
-                        "%s",
+                        "Still waiting for the commit of %s, which does not need this process. %s"
+                        "See the Prefect UI or trinity-sync status, or without a stack saver.log",
                         ", ".join(save.request.run_name for save in saves),
                         away,
                     )

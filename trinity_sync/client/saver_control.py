@@ -2,11 +2,10 @@
 
 ::
 
-    spool/saver-022-4026531841.lock  locked by the saver of this spool for trainers with that umask
-                                     and mount namespace: a container sees its own roots
-    spool/saver-022-4026531841.wake  a pipe that it reads; a process that saves keeps it open
-    spool/JOB/saver                  in the folder of each job that a saver serves: the seconds for
-                                     which it leaves a save to the job's stack, and its name
+    spool/saver-NAME.lock   locked by the saver of this spool with that name: `name_saver`
+    spool/saver-NAME.wake   a pipe that it reads; a process that saves keeps it open for writing
+    spool/JOB/saver         in the folder of each job that a saver serves: the seconds for which it
+                            leaves a save to the job's stack, and its name
 
 So a write tells at once whether a saver lives, and the saver notices when the last process that
 saves has ended, however it ended.
@@ -58,7 +57,6 @@ class SaverControl:
 
     def __init__(self, spool: Path, home: Path) -> None:
         self._spool = spool
-        self._umask = read_umask()
         self._name = name_saver()
         self._log = home / LOG
         self._pipe = -1
@@ -186,7 +184,7 @@ class SaverControl:
                     stdout=log,
                     stderr=log,
                     cwd="/",  # neither a tasks.py of the user's nor a folder that goes
-                    umask=self._umask,  # which its files have
+                    umask=int(self._name[:3], 8),  # which its files have
                     start_new_session=True,  # a signal to the trainer's group is not for it
                     env={**os.environ, "PYTHONSAFEPATH": "1"},
                 )

@@ -38,8 +38,7 @@ def find_pending_saves(
 
     Commits that were interrupted after their manifest are finished, and their slots released.
     Within ``grace_s``, the trainer may still request the run of a sealed image itself. The process
-    of a commit releases its slots within ``settle_s`` more. Nothing is due while this process does
-    not see the job's root.
+    of a commit releases its slots within ``settle_s`` more. What waits for its root is left out.
     """
     try:
         if explain_away(job.read_root(), job.folder.name):

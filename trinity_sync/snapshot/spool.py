@@ -315,8 +315,7 @@ def remove_replaced_spools(job: JobSpool, *, nbytes: int | None = None) -> None:
                 logger.warning(
                     "steps %s of %s are lost: they were not committed before the root was removed, "
                     "moved or unmounted, and another job, which began there, needs their memory.",
-                    pending,
-                    root,
+                    *(pending, root),
                 )
         elif pending and nbytes is None and (of == root or explain_away(of, name)):
             logger.warning(

@@ -214,8 +214,8 @@ def remove_dead_spool(job: JobSpool, *, before: float) -> Iterator[Finding]:
         return
     what = f"{job.folder.name}, whose root {root} is gone"
     sealed, unreadable = job.tickets()
-    if sealed or unreadable:
-        why = f"it has {len(sealed)} unsaved images; create the root again, or remove {where}"
+    if sealed or unreadable or any(job.receipts.glob("*")):
+        why = f"it has {len(sealed)} unsaved images; mount or restore the root, or remove {where}"
         yield Finding(where, what, "left", "; ".join([why, *map(str, unreadable)]))
         return
     with suppress(FileNotFoundError):

@@ -36,7 +36,7 @@ from trinity_sync.fs.mounts import find_mount
 from trinity_sync.fs.process import describe_holder, describe_this_process
 from trinity_sync.fs.records import Count, Record, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, RUN_FORMAT, Kind, parse_number
-from trinity_sync.snapshot.job_identity import explain_away
+from trinity_sync.snapshot.job_identity import explain_away, read_identity
 from trinity_sync.snapshot.save_id import SaveId
 
 logger = logging.getLogger(__name__)
@@ -209,9 +209,11 @@ def refuse_other_job(save: SaveId) -> None:
     Raises:
         SupersededError: an earlier state of the job is there now.
         RootAwayError: as `explain_away`.
-        CommitError, FormatError: the file of the run is torn, or of another release.
+        CommitError, FormatError: as `read_identity`; or the file of the run is so.
     """
     if why := explain_away(save.root, save.job):
+        with suppress(OSError):
+            read_identity(save.root)  # which refuses a root of another release
         raise RootAwayError(f"{save} waits in shared memory: {why}")
     path = _folder(save.root) / f"{save.run}.json"
     if save.run_key:

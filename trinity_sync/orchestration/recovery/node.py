@@ -116,11 +116,9 @@ class NodeRecovery:
         """Return the seconds for which the failure of a run may not be its end."""
         if run.state.type != "CRASHED":
             return 0.0
-        if run.state.name != "Crashed":  # it waits for its root
-            return math.inf
         with try_run_lock(self._spool, run.id) as ended:
-            # one that continues on this node lost its server; it ends as what it reports
-            return CRASH_GRACE_S if ended else math.inf
+            # one that continues on this node lost its server; one by another name waits
+            return CRASH_GRACE_S if ended and run.state.name == "Crashed" else math.inf
 
     async def recover_images(self, api: PrefectApi) -> None:
         """Request the flow runs of orphaned images, and retry crashed runs."""
