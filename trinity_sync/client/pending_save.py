@@ -20,7 +20,7 @@ from trinity_sync.storage.export_requests import is_exported
 from trinity_sync.storage.job_settings import is_replicated, read_required_remote
 from trinity_sync.storage.latest_pointer import latest_pointer_covers
 from trinity_sync.storage.manifest import Manifest, is_committed, read_manifest, read_run_number
-from trinity_sync.storage.runs import find_superseding_run, list_runs
+from trinity_sync.storage.runs import is_superseded
 from trinity_sync.storage.save_functions import read_statuses
 
 logger = logging.getLogger(__name__)
@@ -171,7 +171,7 @@ class PendingSave:
         best = find_newest(save.root, save.kind)
         if best is not None and (best.run, best.step) > (save.run, save.step):
             return True
-        return find_superseding_run(list_runs(save.root), save.run, save.step) is not None
+        return is_superseded(save.root, save.run, save.step)
 
 
 def _why_failed(images: Sequence[SealedImage]) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from trinity_sync.errors import ExportError, from_extra
+from trinity_sync.errors import ConfigError, ExportError, from_extra
 from trinity_sync.formats.hf_naming import SHOWN, Architecture, find_kept, set_in_config
 from trinity_sync.formats.safetensors import (
     ExportProgress,
@@ -37,6 +37,25 @@ DTYPES: dict[str, torch.dtype] = {
     "fp16": torch.float16,
     "fp32": torch.float32,
 }
+
+
+_COMPUTED = {"peft_type", "lora_alpha", "alpha", "alpha_pattern", "use_rslora", "fan_in_fan_out"}
+"""Settings of an adapter that change what its tensors compute, and neither names nor shapes."""
+
+
+def require_same_adapter(saved: Path, live: Any) -> None:
+    """Require that an adapter computes with a live config of PEFT as with that at a path, if any.
+
+    Raises:
+        ConfigError: a setting, such as ``lora_alpha``, differs.
+    """
+    trained = json.loads(saved.read_bytes()) if live and saved.is_file() else {}
+    for name in trained.keys() & _COMPUTED:
+        if trained[name] != (now := getattr(live, name, None)):
+            raise ConfigError(
+                f"the adapter of {saved.parent} was trained with {name}={trained[name]!r}, and "
+                f"this model's has {now!r}. Nothing was loaded; pass what it was trained with"
+            )
 
 
 def write_files(

@@ -112,6 +112,22 @@ def outline_files(
     return found
 
 
+def require_same_model(
+    folder: Path, saved: Mapping[str, Any], live: Mapping[str, Any], *, partial: bool = False
+) -> None:
+    """Require that the tensors of a step are those of a live model, or some with ``partial``.
+
+    Raises:
+        ConfigError: names or shapes differ.
+    """
+    one, other = ({(n, getattr(t, "shape", None)) for n, t in s.items()} for s in (saved, live))
+    if wrong := sorted({name for name, _ in (one - other if partial else one ^ other)}):
+        raise ConfigError(
+            f"{folder} holds another model: names or shapes of {', '.join(wrong[:5])} differ. "
+            "Nothing was loaded; start from the model that was trained there"
+        )
+
+
 def open_shard(path: Path) -> Mapping[Any, Any]:
     """Return a rank's state; its tensors are mapped from the file.
 

@@ -37,6 +37,7 @@ from trinity_sync.integrations.huggingface_state import (
     load_shards,
     name_files,
     reads_checkpoints,
+    require_fit,
 )
 from trinity_sync.integrations.trainer_saves import TrainerSaves, list_attachments
 
@@ -420,6 +421,8 @@ def _wrap_load(original: Callable[..., None]) -> Callable[..., None]:
         trainer, checkpoint = list(signature.bind(*args, **kwargs).arguments.values())[:2]
         callback = _find_callback(trainer)
         ours = callback and callback.find_own_step(checkpoint) is not None
+        if ours and "model" in signature.parameters:
+            require_fit(trainer.model, Path(checkpoint))
         with load_shards(trainer) if ours else nullcontext():
             original(*args, **kwargs)
         if callback and checkpoint:

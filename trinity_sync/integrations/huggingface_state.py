@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from trinity_sync.adapter import Manifest, shard_file
 from trinity_sync.errors import ConfigError, from_extra
+from trinity_sync.formats.hf_files import require_same_adapter
+from trinity_sync.formats.shard_reader import open_shard, require_same_model
 from trinity_sync.integrations.after_import import replace_attributes
 from trinity_sync.integrations.trainer_saves import MEMORY
 
@@ -268,6 +270,22 @@ def get_adapter_state(model: Any, embeddings: bool) -> dict[str, Any]:
     return get_peft_model_state_dict(
         model, adapter_name=model.active_adapter, save_embedding_layers=embeddings
     )
+
+
+def require_fit(model: Any, folder: Path) -> None:
+    """Require that a step's folder holds this model or adapter, before any of it is loaded.
+
+    Raises:
+        ConfigError: a setting of an adapter, a name or a shape differs.
+    """
+    configs = dict(getattr(model, "peft_config", {}))
+    for name, config in configs.items():
+        own = folder / name if (folder / name).is_dir() else folder
+        require_same_adapter(own / ADAPTER_CONFIG_NAME, config)
+    file = folder / (ADAPTER_WEIGHTS_NAME if configs else WEIGHTS_NAME)
+    if file.is_file():
+        live = get_adapter_state(model, True) if is_adapted(model) else model.state_dict()
+        require_same_model(folder, open_shard(file), live, partial=bool(configs))
 
 
 def has_own_embeddings(model: torch.nn.Module) -> bool:

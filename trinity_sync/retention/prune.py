@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from trinity_sync.errors import SpoolError, SupersededError
+from trinity_sync.errors import SpoolError
 from trinity_sync.fs.atomic import make_folder, sync_folder
 from trinity_sync.fs.locks import LONG_S, TRASH_LOCK, acquire_commit_lock, acquire_file_lock
 from trinity_sync.layout import KINDS, PRIVATE_FOLDER, step_folder
@@ -44,7 +44,7 @@ from trinity_sync.storage.leases import acquire_removal_lock
 from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.metrics import read_metrics, remove_metrics
 from trinity_sync.storage.quarantine import TIME_FORMAT, quarantine_folder
-from trinity_sync.storage.runs import find_newest_run, refuse_superseded
+from trinity_sync.storage.runs import find_newest_run, is_superseded
 from trinity_sync.storage.save import is_being_written
 from trinity_sync.storage.save_functions import read_statuses
 from trinity_sync.storage.save_timing import append_removal
@@ -166,12 +166,11 @@ def _find_save_in_flight(root: Path, planned: StepInfo, spool: JobSpool | None) 
         return ""
     sealed, unreadable = spool.tickets()
     for ticket in (image.ticket for image in sealed):
-        if ticket.step == planned.step and not _is_superseded(
-            root, ticket.run, ticket.run_key, ticket.step
-        ):
+        known = root, ticket.run, ticket.step, ticket.run_key
+        if ticket.step == planned.step and not is_superseded(*known):
             return SAVING
     for error in unreadable:
-        superseded = error.run is not None and _is_superseded(root, error.run, "", planned.step)
+        superseded = error.run is not None and is_superseded(root, error.run, planned.step)
         if error.step == planned.step and not superseded:
             return f"the spool may have an image of it: {error}"
     newest = find_newest_run(root)
@@ -185,15 +184,6 @@ def _find_save_in_flight(root: Path, planned: StepInfo, spool: JobSpool | None) 
     except SpoolError as error:
         return str(error)
     return ""
-
-
-def _is_superseded(root: Path, run: int, run_key: str, step: int) -> bool:
-    """Return whether a later run has superseded the step of an image."""
-    try:
-        refuse_superseded(root, run, run_key, step)
-    except SupersededError:
-        return True
-    return False
 
 
 def _move_to_trash(root: Path, folder: Path) -> None:

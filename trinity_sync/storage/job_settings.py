@@ -52,7 +52,7 @@ from trinity_sync.fs.records import (
 )
 from trinity_sync.layout import PRIVATE_FOLDER, Kind, WriteConcurrency, job_id_of
 from trinity_sync.storage.manifest import Manifest
-from trinity_sync.storage.runs import find_superseding_run, list_runs
+from trinity_sync.storage.runs import is_superseded
 from trinity_sync.tensors.safe_load import TRUSTED, is_trusted, open_no_follow
 
 logger = logging.getLogger(__name__)
@@ -256,7 +256,7 @@ def needs_replication(root: str | Path, manifest: Manifest, url: str | None = No
     """Return whether a remote, as in `is_replicated`, lacks a checkpoint not superseded."""
     if is_replicated(root, manifest, url):
         return False
-    return find_superseding_run(list_runs(root), manifest.run, manifest.step) is None
+    return not is_superseded(root, manifest.run, manifest.step)
 
 
 def _record_path(root: str | Path, step: int) -> Path:

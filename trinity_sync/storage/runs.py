@@ -186,6 +186,15 @@ def refuse_superseded(root: str | Path, run: int, run_key: str, step: int) -> No
         raise explain_superseded(root, run, step, later)
 
 
+def is_superseded(root: str | Path, run: int, step: int, run_key: str = "") -> bool:
+    """Return whether a later run has superseded a step; otherwise as `refuse_superseded`."""
+    try:
+        refuse_superseded(root, run, run_key, step)
+    except SupersededError:
+        return True
+    return False
+
+
 def explain_superseded(root: str | Path, run: int, step: int, later: Run) -> SupersededError:
     """Return the error of a step that a later run has superseded."""
     return SupersededError(
@@ -231,6 +240,13 @@ def find_superseding_run(runs: Iterable[Run], run: int, step: int) -> Run | None
         if later.is_fresh_start or later.resumed_from < step or 0 < later.resumed_run < run:
             found = later
     return found
+
+
+def find_shared_step(runs: Iterable[Run], run: int, step: int) -> int | None:
+    """Return the last step that a step of a run and the newest run have in common, or None."""
+    line = {each.number: each.resumed_from for each in _iter_line(runs)}
+    later = (resumed_from for number, resumed_from in line.items() if number > run)
+    return min([step, *later]) if run in line else None
 
 
 def _iter_line(runs: Iterable[Run]) -> Iterator[Run]:

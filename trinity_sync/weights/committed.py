@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from trinity_sync.errors import CommitError, SupersededError
+from trinity_sync.errors import CommitError
 from trinity_sync.fs.atomic import FileSignature, read_signature, revalidate_folder
 from trinity_sync.fs.mounts import find_mount
 from trinity_sync.layout import ITERATION_FILES, MANIFEST, step_folder
@@ -22,7 +22,7 @@ from trinity_sync.snapshot.job_identity import IDENTITY_FILE, read_identity
 from trinity_sync.storage.discovery import iter_committed_steps, read_manifest_state
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import Manifest
-from trinity_sync.storage.runs import Run, refuse_superseded
+from trinity_sync.storage.runs import Run, is_superseded
 from trinity_sync.weights.versions import Version
 
 logger = logging.getLogger(__name__)
@@ -46,10 +46,8 @@ def iter_committed_weights(
     found = [manifest for manifest in steps if _has_weights(manifest, role)]
     for manifest in sorted(found, key=lambda m: (m.run, m.step), reverse=True):
         try:
-            refuse_superseded(root, manifest.run, "", manifest.step)
-            yield _require_weights(root, manifest, role)
-        except SupersededError:
-            continue
+            if not is_superseded(root, manifest.run, manifest.step):
+                yield _require_weights(root, manifest, role)
         except CommitError as error:
             logger.warning("%s", error)
 

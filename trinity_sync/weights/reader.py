@@ -2,7 +2,7 @@
 
 A reader opens the newest version. If the trainer overwrites it meanwhile, the reader opens a newer
 one, or the commit of the same step; never parts of two versions, and never an older version than it
-had. The trainer does not wait for readers.
+had, unless a run has superseded that one. The trainer does not wait for readers.
 
 A registry tells which versions there are: the files of this node's spool and of the root
 (``file_registry``), which need no Ray, or the job's Synchronizer (``actor_registry``), through
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from trinity_sync.errors import ConfigError, WeightSyncError
+from trinity_sync.storage.runs import is_superseded
 from trinity_sync.weights.committed import find_committed_version
 from trinity_sync.weights.file_registry import FileRegistry
 from trinity_sync.weights.ray_cluster import find_synchronizer, in_ray_cluster
@@ -227,6 +228,8 @@ class WeightReader:
     def _iter_candidates(self, wanted: Version | None) -> Iterator[Version]:
         """Yield versions to try, best first; each is looked up once the one before has failed."""
         last = self.version
+        if last and wanted and wanted.is_older_than(last):
+            last = None if is_superseded(last.root, last.run, last.step) else last
         if wanted and not (last and wanted.is_older_than(last)):
             yield wanted
         latest = self._registry.latest()

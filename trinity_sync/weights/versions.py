@@ -18,8 +18,9 @@ import msgspec
 
 from trinity_sync.errors import ConfigError, WeightSyncError
 from trinity_sync.fs.records import describe
+from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.ticket import VersionTag
-from trinity_sync.storage.runs import Run, find_superseding_run
+from trinity_sync.storage.runs import Run, find_shared_step, find_superseding_run, list_runs
 
 Source = Literal["memory", "checkpoint", "nccl"]
 """Trinity's ``sync_method``: images in the trainer's spool, a committed step, or a broadcast."""
@@ -234,15 +235,16 @@ class VersionRegistry:
         """Return the newest version if it is newer than a version or a step, otherwise None.
 
         Than a version, a later run and another job, which is in the root now, are newer whatever
-        the step. Than a step of an unknown run, the newest version is newer if it is beyond the
-        step; also below it, if the newest run made it: that run has not reached the step, so an
-        earlier, superseded run made it.
+        the step, and all are newer than a superseded one. Than a step of an unknown run, the newest
+        version is newer if it is beyond the step; also below it, if the newest run made it: that
+        run has not reached the step, so an earlier, superseded run made it.
         """
         newest = self.newest(readable=readable)
         if newest is None:
             return None
         if isinstance(than, Version):
             is_newer = than.is_older_than(newest) or than.is_of_other_job(newest)
+            is_newer = is_newer or self.is_superseded(than.run, than.step)
         else:
             resumed = newest.run == self.run > 1
             is_newer = newest.step > than or (resumed and newest.step < than)
@@ -346,15 +348,30 @@ class RolloutGate:
         if self.max_lag < 0:
             raise ConfigError(f"max_lag {self.max_lag} would let no rollout pass; 0 is on-policy")
 
-    def accepts(self, made_by: int, trainer_step: int, *, resumed_at: int | None = None) -> bool:
+    def accepts(
+        self, made_by: int | Version, trainer_step: int, *, resumed_at: int | None = None
+    ) -> bool:
         """Return whether to train at ``trainer_step`` on a rollout.
 
         Args:
-            made_by: step of the weights that generated it.
-            trainer_step: current step of the trainer.
-            resumed_at: step that training resumed from, for a rollout of an earlier run (the
-                ``run`` of its `Version` differs). Weights beyond that step were superseded, and
-                count as being of that step.
+            made_by: version of the weights that generated it, or their step alone. Weights beyond
+                the step that a later run resumed from count as being of that step; those that the
+                newest run does not continue are refused. The root's runs are read for a version.
+            trainer_step: current step of the trainer. A step beyond it is refused.
+            resumed_at: step that training resumed from, for a rollout of the run before of which
+                only the step is known.
+
+        Raises:
+            ConfigError: the root of the version is not seen here.
+            CommitError, FormatError: a run file of the root is torn, or of another release.
         """
-        shared = made_by if resumed_at is None else min(made_by, resumed_at)
-        return trainer_step - shared <= self.max_lag
+        shared: int | None
+        if isinstance(made_by, Version):
+            runs, identity = list_runs(made_by.root), read_identity(made_by.root)
+            if not runs:
+                raise ConfigError(f"{made_by.root} has no runs here; the trainer has to see it")
+            shared = find_shared_step(runs, made_by.run, made_by.step)
+            shared = shared if made_by.identity in ("", identity) else None
+        else:
+            shared = made_by if resumed_at is None else min(made_by, resumed_at)
+        return shared is not None and 0 <= trainer_step - shared <= self.max_lag

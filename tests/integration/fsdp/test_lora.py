@@ -49,10 +49,10 @@ class Tuned:
         return {name: value.full_tensor() for name, value in state.items() if "lora_" in name}
 
 
-def peft_model(tiny: Path) -> Any:
+def peft_model(tiny: Path, rank: int = RANK) -> Any:
     base = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
     modules = ["q_proj", "v_proj"]
-    config = LoraConfig(r=RANK, lora_alpha=8, use_rslora=True, target_modules=modules)
+    config = LoraConfig(r=rank, lora_alpha=8, use_rslora=True, target_modules=modules)
     return get_peft_model(base, config)
 
 
@@ -126,6 +126,31 @@ def test_a_checkpoint_of_the_adapter_is_loaded_back(tuned: Tuned, tmp_path: Path
     with new_run(tmp_path) as resumed:
         manager_of(tuned.model, tuned.optimizer, tuned.tiny, resumed).load_checkpoint(tuned.path)
     assert all(torch.equal(value, saved[name]) for name, value in tuned.adapter.items())
+
+
+def test_an_adapter_with_other_settings_or_shapes_is_refused_before_anything_is_loaded(
+    tuned: Tuned, tmp_path: Path
+) -> None:
+    tuned.manager.save_checkpoint(tuned.path, STEP)
+    tuned.manager.wait_on_save_thread()
+    with torch.no_grad():
+        for name, parameter in tuned.model.named_parameters():
+            if "lora_A" in name:
+                parameter.zero_()
+    other = peft_model(tuned.tiny, rank=2 * RANK)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
+    apply_fsdp2(other, {"mesh": mesh}, {})
+    adapter = tuned.model.peft_config["default"]
+    for model, alpha, refused in (
+        (tuned.model, 16, "lora_alpha=8, and this model's has 16"),
+        (other, 8, r"actor holds another model: names or shapes of .*lora_A"),
+    ):
+        adapter.lora_alpha = alpha
+        before = {name: each.full_tensor().clone() for name, each in model.state_dict().items()}
+        with new_run(tmp_path) as resumed, pytest.raises(ConfigError, match=refused):
+            manager_of(model, None, tuned.tiny, resumed).load_checkpoint(tuned.path)
+        after = {name: each.full_tensor() for name, each in model.state_dict().items()}
+        assert all(torch.equal(after[name], each) for name, each in before.items())
 
 
 def test_a_trained_head_is_not_left_out_of_a_checkpoint_of_the_adapter(

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from tests.support.weights import VersionFile, upload
 from trinity_sync import FolderReader, WeightFolder, WeightReader
 from trinity_sync.errors import ConfigError, DeltaError, ExportError, WeightSyncError
 from trinity_sync.fs.locks import try_acquire_file_lock
+from trinity_sync.storage.runs import open_run
 from trinity_sync.weights.folder import writer
 from trinity_sync.weights.folder.delta import apply_delta
 from trinity_sync.weights.folder.published import (
@@ -75,11 +77,12 @@ class StateView:
     tensors: State
     run: int = 1
     identity: str = "one"
+    root: str = "ckpts"
 
     @property
     def version(self) -> Any:
         names = {"step": self.step, "run": self.run, "identity": self.identity}
-        return SimpleNamespace(root="ckpts", **names)
+        return SimpleNamespace(root=self.root, **names)
 
     def list_named(self) -> list[tuple[tuple[str, ...], torch.Size, torch.dtype]]:
         return [((name,), tensor.shape, tensor.dtype) for name, tensor in self.tensors.items()]
@@ -207,16 +210,57 @@ def test_each_version_has_its_own_folder_and_the_last_two_stay(tmp_path: Path, m
 
 @pytest.mark.parametrize("deltas", [0, 9])
 def test_weights_that_engines_would_not_load_are_not_published(
-    tmp_path: Path, model: Path, deltas: int
+    tmp_path: Path, model: Path, deltas: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = WeightFolder(tmp_path / "out", model, deltas=deltas)
     for step in (2, 3):
         published = folder.publish(StateView(step, small(step)))
     with pytest.raises(ConfigError, match=r"step 3 of run 1 .* its weights differ from .* step 3"):
         folder.publish(StateView(3, small(4)))
-    with pytest.raises(ConfigError, match=r"step 2 of run 1 .* it comes before step 3"):
-        folder.publish(StateView(2, small(2)))
+    assert folder.publish(StateView(2, small(2))) == published  # that no run has superseded
+    assert re.search(r"step 2 of run 1 .* it comes before step 3", caplog.text)
     assert folder.publish(StateView(3, small(3))) == folder.latest() == published
+
+
+@pytest.mark.parametrize("deltas", [0, 9])
+def test_what_a_run_has_superseded_gives_way_in_the_folder_and_in_its_copies(
+    root: Path, tmp_path: Path, model: Path, deltas: int
+) -> None:
+    folder, follower = WeightFolder(tmp_path / "out", model), FolderReader(tmp_path / "out")
+    local = WeightFolder(tmp_path / "local", model, deltas=deltas)  # of a host without the root
+    open_run(root, "first", 0)
+    for step in (20, 23):
+        published = folder.publish(StateView(step, small(step), root=str(root)))
+        local.publish(follower)
+    resumed = StateView(20, small(20), root=str(root))
+    assert folder.publish(resumed) == published  # the trainer has not resumed yet
+    open_run(root, "second", 20, 1)
+    folder = WeightFolder(tmp_path / "out", model, deltas=deltas)
+    for view in (resumed, StateView(21, small(99), run=2, root=str(root))):
+        published = folder.publish(view)
+        copied = local.publish(follower)
+        assert (published.step, copied.step) == (view.step, view.step)
+        assert same(FolderReader(tmp_path / "local").load(), view.tensors)
+
+
+def test_a_folder_is_that_of_one_job_while_its_publisher_lives(tmp_path: Path, model: Path) -> None:
+    first = WeightFolder(tmp_path / "out", model)
+    first.publish(StateView(5, small(5)))
+    theirs = StateView(1, small(1), identity="other", root="theirs")
+    with pytest.raises(WeightSyncError, match=r"in theirs .* of the job in ckpts, whose publisher"):
+        WeightFolder(tmp_path / "out", model).publish(theirs)
+    assert WeightFolder(tmp_path / "out", model).publish(StateView(6, small(6))).version == 2
+    assert first.publish(StateView(7, small(7))).version == 3
+    first = WeightFolder(tmp_path / "elsewhere", model)
+    assert WeightFolder(tmp_path / "out", model).publish(theirs).version == 4
+
+
+def test_a_folder_is_free_once_its_publisher_was_killed(tmp_path: Path, model: Path) -> None:
+    in_a_process(
+        lambda: WeightFolder(tmp_path / "out", model).publish(StateView(5, small(5))), tmp_path
+    )
+    theirs = StateView(1, small(1), identity="other", root="theirs")
+    assert WeightFolder(tmp_path / "out", model).publish(theirs).version == 2
 
 
 def test_a_training_that_begins_again_in_the_root_is_published_from_its_first_step(

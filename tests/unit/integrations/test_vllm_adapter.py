@@ -90,6 +90,22 @@ def test_a_server_loads_new_versions_after_the_folder_was_emptied(
     assert [*offered] == again[1:]
 
 
+def test_a_name_is_that_of_one_job_while_its_publisher_lives(
+    folder: WeightFolder, url: str, offered: dict[str, str], tmp_path: Path
+) -> None:
+    name = VLLMAdapter(url).load(publish(folder, 1))
+    other = WeightFolder(tmp_path / "theirs", tmp_path / "adapter")
+    weights = {"lora_A.weight": torch.full((3,), 7.0)}
+    theirs = other.publish(StateView(1, weights, identity="other", root="theirs"))
+    with pytest.raises(WeightSyncError, match=r"policy .* is that of the job in ckpts, published"):
+        VLLMAdapter(url).load(theirs)
+    assert [*offered] == [name]
+    assert {name, VLLMAdapter(url, name="theirs").load(theirs)} == {*offered}
+    del folder._living  # as its process ends
+    VLLMAdapter(url).load(theirs)
+    assert name not in offered
+
+
 def test_an_adapter_whose_files_were_replaced_is_not_offered(
     folder: WeightFolder, url: str, offered: dict[str, str]
 ) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -22,9 +23,11 @@ import torch
 
 from tests.support.answers import serving
 from trinity_sync import CheckpointCoordinator, ConfigError, WeightReader, WeightSyncError
+from trinity_sync.fs.process import read_process_identity
 from trinity_sync.integrations.vllm import VLLMUpdater
 from trinity_sync.integrations.vllm.pinned_version import (
     Wanted,
+    end_claim,
     make_claim,
     pin_version,
     require_free,
@@ -45,6 +48,7 @@ class Engine:
         self.failing: list[str] = []
         """Calls that fail once."""
         self.before_loading: Callable[[], None] = lambda: None
+        self.reader: WeightReader | None = None
         self.problem = ""
         """What a comparison of the values finds."""
 
@@ -67,14 +71,17 @@ class Engine:
             elif self.problem:
                 raise WeightSyncError(self.problem)
         elif path == "/finish_weight_update":
-            self.is_updating, self.claim = False, {}
+            self.is_updating, self.claim = False, end_claim(self.claim)
         elif path == "/update_weight_version":
             self.version = body["new_version"]
         return {"weight_version": self.version}
 
     def load(self, wanted: Wanted) -> None:
         self.before_loading()
-        with WeightReader(root=self.root, name="worker", timeout_s=0.2) as reader:
+        with ExitStack() as opened:
+            reader = self.reader or opened.enter_context(
+                WeightReader(root=self.root, name="worker", timeout_s=0.2)
+            )
             version = select_version(reader, self.root, "actor", wanted)
             with pin_version(reader, version) as view:
                 self.weights = {name: tensor.clone() for name, tensor in view.iter_views()}
@@ -306,12 +313,52 @@ def test_an_updater_on_another_host_is_waited_for_until_its_calls_have_timed_out
 ) -> None:
     publish(saves, 1)
     engine.is_updating = True
-    engine.claim = {**make_claim("first", 60), "namespace": "elsewhere"}
-    with VLLMUpdater(url, root) as updater:
+    with VLLMUpdater(url, root) as updater, WeightReader(root=root, name="other") as reader:
+        with reader.open() as view:
+            engine.claim = {**make_claim("first", 60, view.version), "namespace": "elsewhere"}
         with pytest.raises(WeightSyncError, match="use one updater"):
             updater.update()
         engine.claim["until"] = time.time() - 1
         assert updater.update() == 1
+
+
+def test_an_engine_belongs_to_a_job_while_its_updater_lives(
+    engine: Engine, url: str, root: Path, saves: CheckpointCoordinator, tmp_path: Path
+) -> None:
+    publish(saves, 1)
+    with (
+        VLLMUpdater(url, root) as updater,
+        CheckpointCoordinator(tmp_path / "theirs") as theirs,
+        VLLMUpdater(url, tmp_path / "theirs") as other,
+        subprocess.Popen(["cat"], stdin=subprocess.PIPE) as living,
+    ):
+        publish(theirs, 2)
+        assert updater.update() == 1
+        engine.claim["process"] = read_process_identity(living.pid)  # of the first updater
+        with pytest.raises(WeightSyncError, match=rf"with the job in {root}; use one updater"):
+            other.update()
+        assert engine.version == "1"
+        publish(saves, 3)
+        assert VLLMUpdater(url, root).update() == 3  # of the same job
+        engine.claim["process"] = read_process_identity(living.pid)
+        living.kill()
+        living.wait()
+        assert other.update() == 2
+
+
+def test_an_updater_that_starts_again_brings_a_living_engine_back_to_a_resumed_run(
+    engine: Engine, url: str, root: Path, saves: CheckpointCoordinator
+) -> None:
+    publish(saves, 23)
+    with VLLMUpdater(url, root) as updater, WeightReader(root=root, name="worker") as worker:
+        engine.reader = worker  # a worker keeps its reader from one update to the next
+        assert updater.update() == 23
+        saves.close()
+        with CheckpointCoordinator(root) as resumed:
+            resumed.resumed_from(20)
+            publish(resumed, 21)
+            assert VLLMUpdater(url, root).update() == updater.update() == 21
+            assert engine.weights["w"].unique().tolist() == [21]
 
 
 def test_an_engine_that_was_started_again_gets_the_newest_version_again(

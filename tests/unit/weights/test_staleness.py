@@ -1,14 +1,21 @@
 """Which rollouts are too old."""
 
+from pathlib import Path
+
 import pytest
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.weights.versions import RolloutGate
+from trinity_sync.storage.runs import open_run
+from trinity_sync.weights.versions import RolloutGate, Version
 
 
-@pytest.mark.parametrize(("made_by", "accepted"), [(10, True), (8, True), (7, False), (12, True)])
+@pytest.mark.parametrize(("made_by", "accepted"), [(10, True), (8, True), (7, False)])
 def test_a_rollout_may_lag_by_max_lag_steps(made_by: int, accepted: bool) -> None:
     assert RolloutGate(max_lag=2).accepts(made_by, trainer_step=10) is accepted
+
+
+def test_a_rollout_of_later_weights_than_the_trainers_is_refused() -> None:
+    assert not RolloutGate(max_lag=2).accepts(12, trainer_step=10)
 
 
 @pytest.mark.parametrize(
@@ -20,6 +27,48 @@ def test_a_rollout_of_superseded_weights_is_as_old_as_the_step_of_the_resume(
 ) -> None:
     gate = RolloutGate(max_lag=2)
     assert gate.accepts(made_by, trainer_step=10, resumed_at=resumed_at) is accepted
+
+
+@pytest.mark.parametrize(
+    ("run", "step", "shared"),
+    [(1, 57, 40), (1, 30, 30), (2, 90, 80), (2, 60, 60), (3, 81, 81), (3, 82, None), (7, 80, None)],
+)
+def test_a_version_is_as_old_as_what_it_shares_with_the_run_after_any_number_of_restarts(
+    root: Path, run: int, step: int, shared: int | None
+) -> None:
+    open_run(root, "first", 0)
+    open_run(root, "second", 40, 1)
+    open_run(root, "third", 80, 2)
+    version = Version(step, run, "memory", str(root))
+    accepted = [lag for lag in range(60) if RolloutGate(lag).accepts(version, trainer_step=81)]
+    assert accepted == ([] if shared is None else [*range(81 - shared, 60)])
+
+
+def test_a_gate_sees_a_run_that_begins_later_and_one_that_goes_back_behind_a_mistake(
+    root: Path,
+) -> None:
+    gate = RolloutGate(max_lag=0)
+    open_run(root, "first", 0)
+    weights, mistaken = (
+        Version(step, run, "memory", str(root)) for step, run in ((57, 1), (45, 2))
+    )
+    assert gate.accepts(weights, trainer_step=57)
+    open_run(root, "by mistake", 40, 1)
+    assert not gate.accepts(weights, trainer_step=57)
+    assert gate.accepts(weights, trainer_step=40)
+    open_run(root, "back", 57, 1)  # annuls the run before
+    assert gate.accepts(weights, trainer_step=57)
+    assert not gate.accepts(mistaken, trainer_step=45)
+    open_run(root, "anew", 0)
+    assert not gate.accepts(weights, trainer_step=57)
+
+
+def test_a_rollout_of_another_job_is_refused(root: Path) -> None:
+    open_run(root, "first", 0)
+    gate = RolloutGate(max_lag=9)
+    assert not gate.accepts(Version(5, 1, "memory", str(root), identity="other"), trainer_step=5)
+    with pytest.raises(ConfigError, match="elsewhere has no runs"):
+        gate.accepts(Version(5, 1, "memory", str(root / "elsewhere")), trainer_step=5)
 
 
 def test_a_negative_lag_is_refused() -> None:

@@ -171,6 +171,26 @@ def test_a_superseded_version_is_not_read(job: Job, registry: FileRegistry) -> N
     assert newest(registry) == (2, 5, "memory")
 
 
+def test_a_reader_that_runs_on_goes_back_with_a_run_that_resumes(
+    job: Job, registry: FileRegistry
+) -> None:
+    save(job, 4, weights(4))
+    target = weights(0)
+    with WeightReader(registry, name="reader") as reader:
+        upload(job, 9, weights(9))
+        assert reader.load_into(target) == 9
+        assert asyncio.run(reader.wait_newer(timeout_s=0)) is None
+        open_run(job.root, "second", 4, 1)
+        for step, run in ((4, 1), (5, 2)):
+            if run == 2:
+                upload(job, 5, weights(5), run=2)
+            found = asyncio.run(reader.wait_newer(timeout_s=5))
+            assert found
+            assert (found.step, found.run) == (step, run)
+            assert reader.load_into(target) == step
+            assert target["w"].unique().tolist() == [step]
+
+
 def begin_again(job: Job, settings: Settings) -> Job:
     """The job of a training that begins with the same run key where another one was."""
     shutil.rmtree(job.root)

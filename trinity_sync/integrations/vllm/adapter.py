@@ -17,7 +17,9 @@ import xxhash
 
 from trinity_sync import PublishedVersion
 from trinity_sync.errors import ConfigError, WeightSyncError
+from trinity_sync.fs.locks import try_acquire_file_lock
 from trinity_sync.integrations.vllm.server_api import ServerApi
+from trinity_sync.weights.folder.published import JOB_LOCK, read_latest
 from trinity_sync.weights.folder.reader import verify_version
 
 logger = logging.getLogger(__name__)
@@ -69,8 +71,8 @@ class VLLMAdapter:
             model to request. Loading a version again is harmless.
 
         Raises:
-            WeightSyncError: the version is torn or altered, or the engine did not load it. It
-                serves what it had.
+            WeightSyncError: the version is torn or altered, the engine did not load it, or the
+                name is another job's, whose publisher lives. It serves what it had.
         """
         verify_version(version)
         name = f"{self._name}-{version.version}-{version.checksum[:8]}"
@@ -109,6 +111,15 @@ class VLLMAdapter:
         ]
         before = [each for each in valid if each != name][1 - KEPT :]
         stay = {name, *before}.intersection(valid)
+        for folder in {path.parent for path in ours.values()} - {version.folder.parent}:
+            latest = read_latest(folder)
+            if latest and latest.is_of_other_job(version):
+                with try_acquire_file_lock(folder / JOB_LOCK) as is_free:
+                    if not is_free:
+                        raise WeightSyncError(
+                            f"the adapter {self._name} of this server is that of the job in "
+                            f"{latest.root}, published into {folder}; pass another name"
+                        )
         for each in ours:
             if each not in stay:
                 server.call("POST", "/v1/unload_lora_adapter", json={"lora_name": each})

@@ -40,6 +40,7 @@ from trinity_sync.integrations.vllm.model_fit import (
 )
 from trinity_sync.integrations.vllm.pinned_version import (
     Wanted,
+    end_claim,
     pin_version,
     require_free,
     select_version,
@@ -119,8 +120,8 @@ class TrinitySyncEngine(WeightTransferEngine):
 
         Raises:
             ValueError: the job's root is missing.
-            WeightSyncError: another updater is in an update. Only the last worker raises it, as in
-                `receive_weights`.
+            WeightSyncError: another updater is in an update, or follows another job. Only the last
+                worker raises it, as in `receive_weights`.
         """
         held = self._claim
         _, problem = _do_on_first(lambda: require_free(held, init_info.claim))
@@ -156,8 +157,8 @@ class TrinitySyncEngine(WeightTransferEngine):
         """Do nothing: the model is not touched before the version is open, and fits."""
 
     def finish_weight_update(self) -> None:
-        """Let other updaters update; the update has ended the layerwise reload."""
-        self._claim = {}
+        """Let other updaters of the job update; the update has ended the layerwise reload."""
+        self._claim = end_claim(self._claim)
 
     def receive_weights(self, update_info: TrinitySyncUpdateInfo) -> None:
         """Load a version into the model, or compare the one that was loaded.
@@ -181,7 +182,8 @@ class TrinitySyncEngine(WeightTransferEngine):
                 else:
                     self._raise_in_last(problem)
         except BaseException:
-            self._claim = {}  # vLLM ends the update of a worker that raises, without a call
+            # vLLM ends the update of a worker that raises, without a call
+            self._claim = end_claim(self._claim)
             raise
 
     def _raise_in_last(self, problem: str) -> None:

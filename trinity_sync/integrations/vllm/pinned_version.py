@@ -132,28 +132,42 @@ def _are_here(images: tuple[ImageRef, ...], root: str) -> bool:
     return all(slot.parent == spool and slot.is_file() for slot in slots)
 
 
-def make_claim(name: str, calls_s: float) -> dict[str, Any]:
+IDLE_S = 600.0
+"""Seconds for which an engine belongs to a job after an update from another host."""
+
+
+def make_claim(name: str, calls_s: float, job: Version) -> dict[str, Any]:
     """Return what the updater ``name``, in this process, tells the workers in ``init_info``.
 
-    All calls of its update have timed out after ``calls_s``.
+    All calls of its update have timed out after ``calls_s``. ``job`` is a version of the job.
     """
     return {
         "name": name,
+        "root": job.root,
+        "identity": job.identity,
         "process": read_process_identity(os.getpid()),
         "namespace": read_process_namespace(),
         "until": time.time() + calls_s,
     }
 
 
-def require_free(held: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Require that no other updater is in an update.
+def end_claim(claim: dict[str, Any]) -> dict[str, Any]:
+    """Return the claim of a job on its engine, after an update has ended."""
+    return claim and {**claim, "is_idle": True, "until": time.time() + IDLE_S}
 
-    Both are claims: of the update in progress, empty without one, and of the next.
+
+def require_free(held: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Require that no other updater is in an update, nor follows another job.
+
+    Both are claims: of the last update, empty without one, and of the next.
 
     Raises:
-        WeightSyncError: another one is, or may be on another host.
+        WeightSyncError: another one is or does, or may on another host.
     """
     if not held or held["name"] == wanted.get("name"):
+        return
+    same = (held.get(each) == wanted.get(each) for each in ("root", "identity", "process"))
+    if held.get("is_idle") and (not wanted or any(same)):
         return
     if held["namespace"] == read_process_namespace():
         lives = is_process_alive(held["process"])
@@ -161,6 +175,6 @@ def require_free(held: dict[str, Any], wanted: dict[str, Any]) -> None:
         lives = time.time() < held["until"]
     if lives:
         raise WeightSyncError(
-            f"process {held['process']} of {held['namespace']} updates this engine; use one "
-            "updater for an engine, or try again once it has ended"
+            f"process {held['process']} of {held['namespace']} updates this engine with the job in "
+            f"{held.get('root')}; use one updater for an engine, or try again once it has ended"
         )

@@ -186,7 +186,7 @@ class VLLMUpdater:
 
     def _load(self, version: Version, pause: Pause) -> None:
         engine, self.version, is_loaded = self._engine, None, False
-        claim = make_claim(self._name, 8 * self._timeout_s)  # an update has as many calls
+        claim = make_claim(self._name, 8 * self._timeout_s, version)  # an update has as many calls
         init_info = {**self._init_info, "claim": claim}
         engine.call("init_weight_transfer_engine", init_info=init_info)
         try:

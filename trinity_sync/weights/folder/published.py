@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -28,6 +29,8 @@ from trinity_sync.fs.records import Count, Record, decode_record
 from trinity_sync.weights.folder.delta import Tensors, compute_checksum, view_bytes
 
 MARKER = "latest.json"
+JOB_LOCK = ".job.lock"
+"""File that each living publisher holds a shared lock of."""
 VERSION_FILE = "version.json"
 FOLDER = re.compile(r"weight_v(\d{6,})")
 
@@ -48,6 +51,10 @@ class VersionRecord(Record):
     """Root of the job that made the weights."""
     identity: str = ""
     """Identity of that job."""
+
+    def is_of_other_job(self, other: Any) -> bool:
+        """Return whether a version is of another job; not if the root was moved or recreated."""
+        return self.root != str(other.root) and self.identity != other.identity
 
 
 @dataclass(frozen=True)

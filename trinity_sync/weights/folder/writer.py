@@ -19,8 +19,10 @@ import torch
 from trinity_sync.errors import ConfigError, RemoteError, WeightSyncError, from_extra
 from trinity_sync.formats.hf_files import ADAPTER_CONFIG
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, replace_file, sync_folder
-from trinity_sync.fs.locks import try_acquire_file_lock
+from trinity_sync.fs.locks import open_lock_file, try_acquire_file_lock
+from trinity_sync.fs.process import describe_holder
 from trinity_sync.fs.records import encode_record
+from trinity_sync.storage.runs import is_superseded
 from trinity_sync.weights.folder.bucket import open_bucket
 from trinity_sync.weights.folder.delta import Change, encode_change, view_bytes, write_delta
 from trinity_sync.weights.folder.files import (
@@ -31,6 +33,7 @@ from trinity_sync.weights.folder.files import (
     write_complete,
 )
 from trinity_sync.weights.folder.published import (
+    JOB_LOCK,
     MARKER,
     VERSION_FILE,
     PublishedVersion,
@@ -43,7 +46,7 @@ from trinity_sync.weights.folder.published import (
     summarize,
     version_folder,
 )
-from trinity_sync.weights.folder.reader import FolderReader
+from trinity_sync.weights.folder.reader import FolderReader, PublishedView
 from trinity_sync.weights.reader import WeightReader
 
 logger = logging.getLogger(__name__)
@@ -118,6 +121,10 @@ class WeightFolder:
         self._naming = ViewNaming(self._model, trust_remote_code=trust_remote_code)
         self._last: tuple[PublishedVersion, Tensors] | None = None
         """The version published last and its tensors, from which the next delta is made."""
+        self._published: PublishedVersion | None = None
+        """The version that this publisher has published last."""
+        self._living = ExitStack()
+        """Holds the lock that shows that this publisher lives."""
 
     def publish(self, source: WeightReader | FolderReader | View) -> PublishedVersion:
         """Publish the newest version of a reader, or an open view.
@@ -127,14 +134,15 @@ class WeightFolder:
 
         Returns:
             The version that the marker names now, with its folder. If that is this step already,
-            its weights are compared, and nothing is written.
+            its weights are compared, and nothing is written; nor if it is a later step that no run
+            has superseded, with a warning.
 
         Raises:
-            WeightSyncError: no version can be read, or another process publishes into the folder.
+            WeightSyncError: no version can be read, another process publishes into the folder, or
+                the publisher of another job into it lives.
             RemoteError: the object store cannot be written.
-            ConfigError: the folder has a later step, or other weights of this step, so that engines
-                would not load these; or ``source`` is a view that rounds what transformers keeps in
-                ``float32``.
+            ConfigError: the folder has other weights of this step, so that engines would not load
+                these; or ``source`` is a view that rounds what transformers keeps in ``float32``.
             ExportError: the tensors are not those of the model or of the adapter, or transformers
                 cannot build the model of the config.
             OSError: the disk is full or broken. The marker names a complete version.
@@ -159,18 +167,24 @@ class WeightFolder:
                     f"another process publishes into {self.out}; give each its own folder"
                 )
             latest, version = self.latest(), view.version
+            self._require_own(version, latest)
             self._remove_leftovers(latest)
             job = str(version.root), version.identity
             if latest and (latest.root, latest.identity) == job:
-                if (version.run, version.step) < (latest.run, latest.step):
-                    raise self._explain_hidden(version, latest, "it comes before")
-                if (version.run, version.step) == (latest.run, latest.step):
+                key, known = (version.run, version.step), (latest.run, latest.step)
+                if key == known:
                     self._require_same(view, latest)
+                    return latest
+                # what another folder names is the newest that its publisher has found
+                is_newest = key > known or isinstance(view, PublishedView)
+                if not is_newest and not is_superseded(latest.root, *known):
+                    logger.warning("%s", self._explain_hidden(version, latest, "it comes before"))
                     return latest
             published = self._write(view, latest)
             if self._bucket:
                 self._bucket.push(published, _encode(published).encode())
             replace_file(self.out / MARKER, _encode(published))
+            self._published = published
             self._remove_old(published)
             if self._bucket:
                 kept = [number for number, _ in iter_version_folders(self.out)]
@@ -182,6 +196,21 @@ class WeightFolder:
                 "published step %d of run %d in %s", version.step, version.run, published.folder
             )
             return published
+
+    def _require_own(self, version: Any, latest: Any) -> None:
+        """Require that no living publisher publishes another job, and show that this one lives."""
+        self._living.close()
+        lock = self._living.enter_context(open_lock_file(self.out / JOB_LOCK))
+        is_others = latest and latest != self._published and latest.is_of_other_job(version)
+        # a lock in a bucket's cache says nothing of other hosts
+        if is_others and (not lock.try_acquire() or (self._bucket and self._published)):
+            raise WeightSyncError(
+                f"step {version.step} of run {version.run} in {version.root} is not published: "
+                f"{latest.folder} is of the job in {latest.root}, whose publisher lives "
+                f"({describe_holder(lock.fd, lock.path)}). Give each job its own folder, or end "
+                "that publisher"
+            )
+        lock.acquire(shared=True)
 
     def _require_same(self, view: View, latest: PublishedVersion) -> None:
         """Require that a view has the weights that were published."""

@@ -27,16 +27,20 @@ from trinity_sync.client.collective import (
 )
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
+from trinity_sync.formats.hf_files import ADAPTER, ADAPTER_CONFIG, require_same_adapter
+from trinity_sync.formats.shard_reader import require_same_model
 from trinity_sync.integrations.verl.fsdp.reshard import is_on_this_mesh, load_resharded
 from trinity_sync.integrations.verl.fsdp.state_dict import (
     check_loadable,
     collect_metadata,
+    get_model_state,
     get_model_state_to_stage,
     has_only_adapters,
     require_placed,
     require_trained,
     require_whole_parameters,
     select_adapters,
+    unwrap_model,
     use_sharded_state_dicts,
 )
 from trinity_sync.integrations.verl.manager import CommitsDriverFiles, ManagerOfPaths
@@ -323,11 +327,13 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
         components = [component for component, wanted in contents.items() if wanted]
         given = Path(local_path)
         folder = given.resolve()
-        saved_by, committed = broadcast_from_rank_0(
+        adapters = getattr(unwrap_model(self.model), "peft_config", None) or {}
+        saved_by, committed, _ = broadcast_from_rank_0(
             folder,
             lambda: (
                 check_loadable(given, self.world_size, components),
                 (folder.parent / MANIFEST).exists(),
+                require_same_adapter(given / ADAPTER / ADAPTER_CONFIG, adapters.get("default")),
             ),
         )
         with self._resuming_from(folder):
@@ -380,6 +386,9 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
             state = filled[component]
         else:
             state = run_on_all_ranks(folder, lambda: next(shards).state)
+            if component == "model":
+                both, some = (state, get_model_state(self.model)), has_only_adapters(state)
+                run_on_all_ranks(folder, lambda: require_same_model(folder, *both, partial=some))
         run_on_all_ranks(folder, lambda: self._restore_state(component, state))
 
     def _fill_model(
@@ -407,12 +416,7 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
     def _restore_state(self, component: str, state: Any) -> None:
         """Load one component's state as veRL does."""
         if component == "model":
-            result = self.model.load_state_dict(state, strict=not has_only_adapters(state))
-            if result.unexpected_keys:
-                raise ConfigError(
-                    f"the checkpoint holds adapter weights that this model does not have: "
-                    f"{', '.join(result.unexpected_keys)}; give it the same LoRA settings"
-                )
+            self.model.load_state_dict(state, strict=not has_only_adapters(state))
         elif component == "optim":
             adopt_meshes(state)
             backfilled = getattr(self, "_backfill_optimizer_state", None)  # veRL 0.8 has none

@@ -32,7 +32,12 @@ from trinity_sync.client.collective import (
     run_on_all_ranks,
 )
 from trinity_sync.errors import CommitError, ConfigError
-from trinity_sync.formats.shard_reader import SavedState, open_shard, outline_files
+from trinity_sync.formats.shard_reader import (
+    SavedState,
+    open_shard,
+    outline_files,
+    require_same_model,
+)
 from trinity_sync.fs.direct_io import digest_cached_file
 from trinity_sync.integrations.verl.fsdp.state_dict import (
     get_model_state,
@@ -161,20 +166,7 @@ def _open_state(
 def _load_model_state(role_folder: Path, saved_by: int, model: Any) -> dict[str, Any]:
     saved = _open_state(role_folder, "model", saved_by)
     live = get_model_state(model)
-    unknown = saved.tensors.keys() - live.keys()
-    lacking = set() if has_only_adapters(saved.tensors) else live.keys() - saved.tensors.keys()
-    other = {
-        name
-        for name in saved.tensors.keys() & live.keys()
-        if saved.tensors[name].shape != live[name].shape
-    }
-    if unknown or lacking or other:
-        wrong = {"not in this model": unknown, "not saved": lacking, "of another shape": other}
-        found = (f"{', '.join(sorted(names)[:5])} ({why})" for why, names in wrong.items() if names)
-        raise ConfigError(
-            f"{role_folder} holds another model: {'; '.join(found)}. Start from the model that was "
-            "trained there, with the same LoRA settings."
-        )
+    require_same_model(role_folder, saved.tensors, live, partial=has_only_adapters(saved.tensors))
     state = {name: live[name] for name in saved.tensors}
     targets = run_on_all_ranks(role_folder, lambda: _find_targets(state))
     _copy(role_folder, saved, targets)
