@@ -767,6 +767,68 @@ def test_an_adapter_is_saved_alone_resumed_bit_equal_and_read_by_peft(
         assert differences(dict(get_peft_model_state_dict(read)), trained) == []
 
 
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_a_second_adapter_as_trl_adds_it_is_saved_and_resumed_bit_equal(
+    one_thread: None, tmp_path: Path, spool_folder: Path, is_frozen: bool
+) -> None:
+    def make(stop: int, root: str = "ckpts", ref: float = 0.0) -> Any:
+        saves = TrinitySyncCallback(tmp_path / root, **commit_here(tmp_path, spool_folder))
+        torch.manual_seed(0)
+        base = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2))
+        config = LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True)
+        model: Any = get_peft_model(base, config)
+        model.add_adapter("ref", model.peft_config["default"])  # GRPOTrainer of TRL 1.16
+        for name, parameter in model.named_parameters():
+            if ".default." in name:
+                copy = model.get_parameter(name.replace(".default.", ".ref."))
+                copy.data.copy_(parameter.data + ref)
+                copy.requires_grad_(not is_frozen)
+        return saves, hugging_face(tmp_path / "out", saves, stop, model=model)
+
+    _, whole = make(99, "whole", ref=0.25)
+    whole.train()
+    make(10, ref=0.25)[1].train()
+    saves, resumed = make(99)  # whose adapters are others until it has loaded the step
+    newest = Path(saves.latest())
+    names = {path.name for path in (newest / "ref").iterdir()}
+    assert names == {"adapter_config.json", "adapter_model.bin"}
+    resumed.train(resume_from_checkpoint=str(newest))
+    assert resumed.state.global_step == 12
+    assert differences(state_of(whole), state_of(resumed)) == []
+    read = PeftModel.from_pretrained(
+        GPT2LMHeadModel(resumed.model.get_base_model().config), saves.latest()
+    )
+    read.load_adapter(f"{saves.latest()}/ref", "ref")
+    for name in ("default", "ref"):
+        trained = get_peft_model_state_dict(whole.model, adapter_name=name)
+        assert differences(trained, get_peft_model_state_dict(read, adapter_name=name)) == []
+
+
+@pytest.mark.parametrize("other", ["lora_alpha", "rank", "width"])
+def test_a_step_of_another_model_or_adapter_is_refused_before_anything_is_loaded(
+    tmp_path: Path, spool_folder: Path, other: str
+) -> None:
+    def make(stop: int, rank: int = 2, alpha: int = 8, width: int = 16) -> Any:
+        saves = TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder))
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=width, n_layer=1, n_head=2))
+        adapter = LoraConfig(r=rank, lora_alpha=alpha, target_modules=["c_attn"])
+        return saves, hugging_face(
+            tmp_path / "out", saves, stop, None if other == "width" else adapter, model=model
+        )
+
+    make(2)[1].train()
+    changed = {"lora_alpha": {"alpha": 16}, "rank": {"rank": 4}, "width": {"width": 32}}[other]
+    saves, trainer = make(4, **changed)
+    before = copied(dict(trainer.model.state_dict()))
+    wanted = {"lora_alpha": "lora_alpha=8, and this model's has 16"}
+    with pytest.raises(ConfigError, match=wanted.get(other, "holds another model: .*Nothing was")):
+        trainer.train(resume_from_checkpoint=saves.latest())
+    assert differences(before, dict(trainer.model.state_dict())) == []
+    saves, trainer = make(4)
+    trainer.train(resume_from_checkpoint=saves.latest())
+    assert trainer.state.global_step == 4
+
+
 def test_the_hub_is_not_asked_about_the_base_model_at_a_save(
     tmp_path: Path, spool_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

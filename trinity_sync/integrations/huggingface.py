@@ -423,8 +423,11 @@ def _wrap_load(original: Callable[..., None]) -> Callable[..., None]:
         ours = callback and callback.find_own_step(checkpoint) is not None
         if ours and "model" in signature.parameters:
             require_fit(trainer.model, Path(checkpoint))
+        trained = [each for each in trainer.model.parameters() if ours and each.requires_grad]
         with load_shards(trainer) if ours else nullcontext():
             original(*args, **kwargs)
+        for each in trained:  # `Trainer` freezes all adapters but the active one
+            each.requires_grad_(True)
         if callback and checkpoint:
             callback.note_loaded(checkpoint)
 

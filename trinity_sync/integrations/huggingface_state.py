@@ -21,6 +21,8 @@ from trinity_sync.formats.hf_files import require_same_adapter
 from trinity_sync.formats.shard_reader import open_shard, require_same_model
 from trinity_sync.integrations.after_import import replace_attributes
 from trinity_sync.integrations.trainer_saves import MEMORY
+from trinity_sync.layout import Component
+from trinity_sync.snapshot.stager import ATTACHMENTS
 
 with from_extra("hf"):
     from transformers import PreTrainedModel, Trainer
@@ -53,6 +55,8 @@ FSDP = DistributedType.FSDP
 
 HUGGINGFACE = "huggingface"
 """Folder of the small files of a model, in the folder of its role."""
+_OF_ADAPTERS: tuple[Component, ...] = ("model", "extra_state")
+"""Components of the active adapter and of a second one."""
 _LARGE = frozenset(
     (
         OPTIMIZER_NAME,
@@ -82,7 +86,8 @@ def list_unsupported(args: Any, model: torch.nn.Module) -> list[str]:
         "FSDP1 (set fsdp_config={'version': 2})": plugin
         and getattr(plugin, "fsdp_version", 1) != 2,
         "tensor parallelism without FSDP": sharded and kind is not FSDP,
-        "several adapters": len(getattr(model, "peft_config", ())) > 1,
+        "more than two adapters, or several with FSDP": len(getattr(model, "peft_config", ()))
+        > (1 if kind is FSDP or not is_adapted(model) else 2),
     }
     return [name for name, found in unsupported.items() if found]
 
@@ -110,16 +115,19 @@ def reads_checkpoints(callback: Any) -> bool:
 def collect_states(trainer: Any, *, sharded: bool, embeddings: bool) -> dict[str, Any]:
     """Return model and optimizer of a trainer, of which each rank has all; of PEFT the adapter.
 
-    Under FSDP2 they are this rank's shards, with Accelerate's names.
+    A second adapter, such as TRL's frozen ``ref``, is the extra state. Under FSDP2 they are this
+    rank's shards, with Accelerate's names.
     """
     model, optimizer = trainer.model, trainer.optimizer
+    second: dict[str, Any] = {}
     if is_adapted(model):
-        weights = get_adapter_state(model, embeddings)
+        weights, *others = (get_adapter_state(model, embeddings, n) for n in list_adapters(model))
+        second = {"extra_state": others[0]} if others else {}
     else:
         weights = get_model_state_dict(model) if sharded else model.state_dict()
     if sharded:
         return {"model": weights, "optimizer": get_optimizer_state_dict(model, optimizer)}
-    return {"model": weights, "optim": optimizer.state_dict()}
+    return {"model": weights, "optim": optimizer.state_dict(), **second}
 
 
 def collect_files(trainer: Any) -> dict[str, bytes]:
@@ -152,7 +160,14 @@ def collect_files(trainer: Any) -> dict[str, bytes]:
             trainer.state.stateful_callbacks.update(states)
             trainer.state.save_to_json(str(Path(folder) / TRAINER_STATE_NAME))
             if is_adapted(trainer.model):
-                trainer.model.peft_config[trainer.model.active_adapter].save_pretrained(folder)
+                names = list_adapters(trainer.model)
+                for component, name in [*zip(_OF_ADAPTERS, names, strict=False)][::-1]:
+                    trainer.model.peft_config[name].save_pretrained(folder)
+                    if len(names) > 1:
+                        config = Path(folder, ADAPTER_CONFIG_NAME).read_bytes()
+                        Path(folder, f"{component}.{name}.{ADAPTER_CONFIG_NAME}").write_bytes(
+                            config
+                        )
         return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
@@ -237,6 +252,12 @@ def name_files(manifest: Manifest, attached: set[str]) -> dict[str, str]:
             if record.role == "actor"
         }
     weights = ADAPTER_WEIGHTS_NAME if ADAPTER_CONFIG_NAME in attached else WEIGHTS_NAME
+    adapters: dict[str, str] = {}  # `Trainer` loads several from folders, and reads no other then
+    for config in attached:
+        if config.endswith(f".{ADAPTER_CONFIG_NAME}"):
+            component, name, _ = config.split(".", 2)
+            adapters[f"{name}/{ADAPTER_CONFIG_NAME}"] = f"{ATTACHMENTS}/{config}"
+            adapters[f"{name}/{ADAPTER_WEIGHTS_NAME}"] = f"actor/{shard_file(component, 1, 0)}"
     prefix = f"actor/{HUGGINGFACE}/"
     small = [
         record.path
@@ -245,31 +266,10 @@ def name_files(manifest: Manifest, attached: set[str]) -> dict[str, str]:
     ]
     return {
         **{path.removeprefix(prefix): path for path in small},
+        **adapters,
         weights: f"actor/{shard_file('model', 1, 0)}",
         OPTIMIZER_NAME: f"actor/{shard_file('optim', 1, 0)}",
     }
-
-
-def is_adapted(model: torch.nn.Module) -> bool:
-    """Return whether a model is PEFT's, of which only the adapter is saved."""
-    if not is_peft_available():
-        return False
-    from peft import PeftModel
-
-    return isinstance(model, PeftModel)
-
-
-def get_adapter_state(model: Any, embeddings: bool) -> dict[str, Any]:
-    """Return the tensors of the active adapter of a model of PEFT, as PEFT saves them.
-
-    PEFT would decide at each save whether to include the embeddings, and ask the Hub;
-    `has_own_embeddings` decides it once.
-    """
-    from peft import get_peft_model_state_dict
-
-    return get_peft_model_state_dict(
-        model, adapter_name=model.active_adapter, save_embedding_layers=embeddings
-    )
 
 
 def require_fit(model: Any, folder: Path) -> None:
@@ -286,6 +286,33 @@ def require_fit(model: Any, folder: Path) -> None:
     if file.is_file():
         live = get_adapter_state(model, True) if is_adapted(model) else model.state_dict()
         require_same_model(folder, open_shard(file), live, partial=bool(configs))
+
+
+def is_adapted(model: torch.nn.Module) -> bool:
+    """Return whether a model is PEFT's, of which only the adapter is saved."""
+    if not is_peft_available():
+        return False
+    from peft import PeftModel
+
+    return isinstance(model, PeftModel)
+
+
+def list_adapters(model: Any) -> list[str]:
+    """Return the names of the adapters of a model of PEFT, the active one first."""
+    return sorted(model.peft_config, key=lambda name: name != model.active_adapter)
+
+
+def get_adapter_state(model: Any, embeddings: bool, name: str | None = None) -> dict[str, Any]:
+    """Return the tensors of an adapter of a model of PEFT, by default the active, as PEFT does.
+
+    PEFT would decide at each save whether to include the embeddings, and ask the Hub;
+    `has_own_embeddings` decides it once.
+    """
+    from peft import get_peft_model_state_dict
+
+    return get_peft_model_state_dict(
+        model, adapter_name=name or model.active_adapter, save_embedding_layers=embeddings
+    )
 
 
 def has_own_embeddings(model: torch.nn.Module) -> bool:
