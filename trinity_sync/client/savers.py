@@ -218,7 +218,7 @@ class StateSaver:
 
         Raises:
             ConfigError: a later step was uploaded before, or this one with other weights, so that
-                readers would keep what they have.
+                readers would keep what they have; or base layers come without their adapter.
             SpoolError, ImageError: as in `save`; also any error of ``collect``.
         """
         self.wait_staged()
@@ -248,6 +248,8 @@ class StateSaver:
         if published:
             return published, replace(NOTHING_STAGED, stall_s=time.perf_counter() - began)
         state = collect() if state is None else state
+        if origin.role not in self._uploaded and isinstance(state, Mapping):
+            _require_adapted(origin, [*map(str, state)])
         with hold_handlers():
             try:
                 staged = self._stager.stage(origin, {MODEL: state}, seals=False)
@@ -389,6 +391,18 @@ class StateSaver:
         self.has_saved = True
         self._submit(origin, staged)
         return staged
+
+
+def _require_adapted(origin: Origin, names: list[str]) -> None:
+    """Refuse base layers of adapters without these, with which alone no policy computes."""
+    base = next((name for name in names if ".base_layer." in name), "")
+    layer = base.partition("base_layer.")[0]
+    if base and not any(n.startswith(layer) and ".base_layer." not in n for n in names):
+        raise ConfigError(
+            f"step {origin.step}, role {origin.role}: {base} is published without the adapter of "
+            "its layer, so readers would get the untrained model. Merge it (in veRL "
+            "actor_rollout_ref.model.lora.merge=True), or publish the adapter alone"
+        )
 
 
 class CallableSaver:

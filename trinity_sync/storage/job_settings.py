@@ -94,7 +94,7 @@ class JobSettings(Record):
 
     on_nonfinite: Literal["warn", "refuse"] = "warn"
     """What a save does whose weights or optimizer have NaN or infinite values: ``warn`` commits it
-    with a warning; ``refuse`` fails it."""
+    with a warning; ``refuse`` fails it, and readers do not open such weights in shared memory."""
 
     frozen: Annotated[str, msgspec.Meta(pattern=r"^([\w-]+(/\w+)?(,[\w-]+(/\w+)?)*)?$")] = ""
     """What need not change from save to save, such as ``reference,critic/optim``: roles, or a

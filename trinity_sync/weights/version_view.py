@@ -31,6 +31,7 @@ from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import VersionTag, read_version_tag
 from trinity_sync.storage.discovery import list_shards, require_unreplaced
+from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import FileRecord
 from trinity_sync.tensors.unshard import (
@@ -151,7 +152,8 @@ class VersionOpener:
         """Yield a version in shared memory: images of this node in place, others as copies.
 
         Raises:
-            VersionUnavailableError: an image was overwritten or removed, or cannot be fetched.
+            VersionUnavailableError: an image was overwritten or removed, or cannot be fetched; or
+                has values that the job's ``on_nonfinite`` refuses.
             WeightSyncError: images are missing, or do not add up to full tensors.
         """
         refs = sorted(version.images, key=lambda ref: ref.rank)
@@ -188,6 +190,7 @@ class VersionOpener:
                         f"{tag.step}; have all ranks of the trainer upload the version again"
                     )
             images = [memories[rank] for rank in range(len(refs))]
+            _require_finite(version, images)
             layouts = [tags[rank].layout for rank in range(len(refs))]
             plan = round_plan(self._plan(images, layouts), self._dtype, keep_float32)
             yield VersionView(version, plan, images)
@@ -247,6 +250,22 @@ class VersionOpener:
         if not layouts or layouts != self._planned[0]:
             self._planned = layouts, plan_unshard([each.numpy().data for each in memories])
         return self._planned[1]
+
+
+def _require_finite(version: Version, images: Sequence[torch.Tensor]) -> None:
+    """Require that images have no values that the job refuses to save."""
+    if read_job_settings(version.root).on_nonfinite != "refuse":
+        return
+    from trinity_sync.tensors.health import ValueScan  # imports NumPy
+
+    for image in (each.numpy().data for each in images):
+        scan = ValueScan(image)
+        list(scan.walk(image))
+        if names := scan.sum_up()[-1]:
+            raise VersionUnavailableError(
+                f"{_describe(version)} has non-finite values in {', '.join(names)}, which the job "
+                "refuses (on_nonfinite)"
+            )
 
 
 def _map_file(path: Path, record: FileRecord) -> memoryview:

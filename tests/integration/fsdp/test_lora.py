@@ -1,9 +1,12 @@
 """LoRA: a version, and a checkpoint, of the adapter alone."""
 
+import asyncio
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +19,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from verl.trainer.config import CheckpointConfig
 from verl.utils.fsdp_utils import apply_fsdp2
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from tests.integration.fsdp.commits import CommitsHere
 from tests.support.weights import VersionFile, version_in
 from trinity_sync import CheckpointCoordinator, ConfigError, Settings, WeightReader
 from trinity_sync.formats.hf_export import export_step
 from trinity_sync.integrations.verl import FSDPCheckpointManager, fsdp_save_state_dict
+from trinity_sync.integrations.verl.checkpoint_engine import TrinitySyncCheckpointEngine
 from trinity_sync.integrations.verl.fsdp.state_dict import make_metadata
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.discovery import require_committed
@@ -151,6 +156,29 @@ def test_an_adapter_with_other_settings_or_shapes_is_refused_before_anything_is_
             manager_of(model, None, tuned.tiny, resumed).load_checkpoint(tuned.path)
         after = {name: each.full_tensor() for name, each in model.state_dict().items()}
         assert all(torch.equal(after[name], each) for name, each in before.items())
+
+
+@pytest.mark.parametrize("merges", [False, True])
+def test_verl_sends_no_rollout_the_base_without_the_adapter(
+    tuned: Tuned, tmp_path: Path, spool_folder: Path, monkeypatch: pytest.MonkeyPatch, merges: bool
+) -> None:
+    monkeypatch.setattr(torch.cpu, "empty_cache", lambda: None, raising=False)  # of veRL's device
+    monkeypatch.setenv("TRINITY_SYNC_SPOOL", str(spool_folder))
+    policy: Any = SimpleNamespace(
+        module=tuned.model,
+        model_config=SimpleNamespace(lora={"merge": merges}, hf_config=tuned.model.config),
+        engine_config=SimpleNamespace(mixed_precision=None),
+        _uses_fsdp2_cpu_offload_policy=False,
+        _is_offload_param=False,
+        _qat_enabled=False,
+    )
+    policy._merged_lora_per_tensor_param = partial(FSDPEngine._merged_lora_per_tensor_param, policy)
+    weights, _ = FSDPEngine.get_per_tensor_param(policy)
+    engine = TrinitySyncCheckpointEngine(is_master=True, root=tmp_path / "sent")
+    refused = pytest.raises(ConfigError, match=r"base_layer.weight is published without .*lora.mer")
+    with nullcontext() if merges else refused:
+        asyncio.run(engine.send_weights(weights, global_steps=1))
+    assert engine._get_sender()._newest == (1 if merges else None)
 
 
 def test_a_trained_head_is_not_left_out_of_a_checkpoint_of_the_adapter(

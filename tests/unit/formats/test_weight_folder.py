@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count
@@ -529,6 +530,30 @@ def test_an_adapter_is_published_alone(tmp_path: Path) -> None:
     loaded = peft.PeftModel.from_pretrained(tiny(), published.folder)
     tokens = torch.arange(12)[None]
     assert torch.equal(loaded(tokens).logits, trained(tokens).logits)
+
+
+@pytest.mark.parametrize("init", ["pissa_niter_4", "olora", "gaussian"])
+def test_an_adapter_that_has_changed_its_base_is_not_published_alone(
+    tmp_path: Path, init: Any
+) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=init)
+    config.save_pretrained(tmp_path / "adapter")
+    is_changed = init != "gaussian"
+    refused = pytest.raises(ConfigError, match=rf"init_lora_weights='{init}', which changed the ba")
+    with refused if is_changed else nullcontext():
+        WeightFolder(tmp_path / "out", tmp_path / "adapter")
+
+
+def test_weights_that_do_not_change_from_step_to_step_are_named(
+    tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = WeightFolder(tmp_path / "out", model, deltas=1)
+    for step, state in ((1, 1), (2, 2), (3, 2)):
+        folder.publish(StateView(step, small(state)))
+    assert [each.message for each in caplog.records] == [
+        "step 3 of ckpts is published, but has the weights of step 2"
+    ]
 
 
 def read(out: Path) -> Read | None:

@@ -18,7 +18,7 @@ from tests.support.job import Job
 from tests.support.weights import digest, first, train, upload
 from tests.support.without_ray import follower
 from tests.unit.conftest import Open
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import ConfigError, WeightSyncError
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import open_identity
 from trinity_sync.snapshot.spool import open_job_spool
@@ -389,6 +389,34 @@ def test_weights_that_readers_would_not_get_are_not_uploaded(
         assert torch.equal(dict(reader.iter_weights())["w"], weights(5)["w"])
         saves.upload(6, lambda: weights(6))
         assert torch.equal(dict(reader.iter_weights())["w"], weights(6)["w"])
+
+
+def test_base_layers_are_not_uploaded_without_their_adapter(coordinator_of: Open) -> None:
+    saves = coordinator_of(run_key="first")
+    base = {"q.base_layer.weight": torch.ones(3), "q.base_layer.bias": torch.ones(1)}
+    for state in (base, {**base, "k.lora_A.weight": torch.ones(2)}):
+        with pytest.raises(ConfigError, match=r"q.base_layer.weight is published without the ada"):
+            saves.upload(5, lambda: state)  # noqa: B023
+    whole = {**base, "q.lora_A.default.weight": torch.ones(2), "norm.weight": torch.ones(3)}
+    assert saves.upload(5, lambda: whole)[0]
+
+
+def test_values_that_the_job_refuses_reach_no_reader(
+    coordinator_of: Open, job: Job, settings: Settings
+) -> None:
+    saves = coordinator_of(run_key="first", job={"on_nonfinite": "refuse"})
+    registry, target = FileRegistry(job.root, settings=settings), weights(0)
+    bad = weights(6)
+    bad["w"][7] = float("nan")
+    saves.upload(5, lambda: weights(5))
+    with WeightReader(registry, name="reader", timeout_s=0.1) as reader:
+        assert reader.load_into(target) == 5
+        saves.upload(6, lambda: bad)
+        with pytest.raises(WeightSyncError, match=r"version 6 .* non-finite values in w, which"):
+            reader.load_into(target)
+        assert torch.equal(target["w"], weights(5)["w"])
+        saves.upload(7, lambda: weights(7))
+        assert reader.load_into(target) == 7
 
 
 def test_an_upload_whose_image_is_gone_is_made_again(coordinator_of: Open, job: Job) -> None:

@@ -5,6 +5,7 @@ and only then old versions are removed. After a crash the marker names a complet
 next `publish` removes what the last one left. `published` describes the files.
 """
 
+import json
 import logging
 import shutil
 import uuid
@@ -108,6 +109,14 @@ class WeightFolder:
                 f"{model} has neither config.json nor {ADAPTER_CONFIG}; pass the folder of the "
                 "model that the engine serves, or of the adapter"
             )
+        adapter = (self._model / ADAPTER_CONFIG).read_bytes() if self._is_adapter else b"{}"
+        init = str(json.loads(adapter).get("init_lora_weights"))
+        if init.startswith(("pissa", "olora", "corda", "loftq", "lora_ga")):
+            raise ConfigError(
+                f"{model} has init_lora_weights={init!r}, which changed the base model, so engines "
+                "that hold the original one would compute something else. Publish the merged model "
+                "or the adapter that PEFT's path_initial_model_for_weight_conversion makes"
+            )
         if keep < 1 or deltas < 0 or max_shard_bytes < 1:
             raise ConfigError(
                 f"keep={keep} and max_shard_bytes={max_shard_bytes} must be at least 1, and "
@@ -181,6 +190,9 @@ class WeightFolder:
                     logger.warning("%s", self._explain_hidden(version, latest, "it comes before"))
                     return latest
             published = self._write(view, latest)
+            if latest and published.checksum == latest.checksum:
+                what = f"step {published.step} of {published.root}"
+                logger.warning("%s is published, but has the weights of step %d", what, latest.step)
             if self._bucket:
                 self._bucket.push(published, _encode(published).encode())
             replace_file(self.out / MARKER, _encode(published))

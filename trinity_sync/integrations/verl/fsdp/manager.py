@@ -328,14 +328,13 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
         given = Path(local_path)
         folder = given.resolve()
         adapters = getattr(unwrap_model(self.model), "peft_config", None) or {}
-        saved_by, committed, _ = broadcast_from_rank_0(
-            folder,
-            lambda: (
-                check_loadable(given, self.world_size, components),
-                (folder.parent / MANIFEST).exists(),
-                require_same_adapter(given / ADAPTER / ADAPTER_CONFIG, adapters.get("default")),
-            ),
-        )
+
+        def check() -> tuple[int, bool]:
+            require_same_adapter(given / ADAPTER / ADAPTER_CONFIG, adapters.get("default"))
+            saved_by = check_loadable(given, self.world_size, components)
+            return saved_by, (folder.parent / MANIFEST).exists()
+
+        saved_by, committed = broadcast_from_rank_0(folder, check)
         with self._resuming_from(folder):
             if saved_by != self.world_size or not is_on_this_mesh(folder, self.model):
                 states = load_resharded(
