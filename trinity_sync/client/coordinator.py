@@ -791,8 +791,7 @@ class CheckpointCoordinator:
 
         Raises:
             ConfigError: an argument is invalid; or a later step was uploaded before, or this one
-                with other weights: readers would keep what they have; or it is the base of a model
-                without its adapter.
+                with other weights: readers would keep what they have; or the adapter is missing.
             RootInUseError, SupersededError: as in `save`.
             SpoolError, ImageError: as in `save`, for the first image of this process.
         """

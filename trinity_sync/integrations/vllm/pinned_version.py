@@ -132,10 +132,6 @@ def _are_here(images: tuple[ImageRef, ...], root: str) -> bool:
     return all(slot.parent == spool and slot.is_file() for slot in slots)
 
 
-IDLE_S = 600.0
-"""Seconds for which an engine belongs to a job after an update from another host."""
-
-
 def make_claim(name: str, calls_s: float, job: Version) -> dict[str, Any]:
     """Return what the updater ``name``, in this process, tells the workers in ``init_info``.
 
@@ -152,8 +148,8 @@ def make_claim(name: str, calls_s: float, job: Version) -> dict[str, Any]:
 
 
 def end_claim(claim: dict[str, Any]) -> dict[str, Any]:
-    """Return the claim of a job on its engine, after an update has ended."""
-    return claim and {**claim, "is_idle": True, "until": time.time() + IDLE_S}
+    """Return the claim of a job on its engine after an update, for ten minutes on another host."""
+    return claim and {**claim, "is_idle": True, "until": time.time() + 600}
 
 
 def require_free(held: dict[str, Any], wanted: dict[str, Any]) -> None:
