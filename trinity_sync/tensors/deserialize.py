@@ -23,11 +23,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.serialization import safe_globals
 
 from trinity_sync.errors import ImageError
 from trinity_sync.tensors.archive import list_storages, locate_storages, open_image
-from trinity_sync.tensors.safe_load import is_plain_forced, restrict_to_plain
+from trinity_sync.tensors.safe_load import is_plain_forced, list_plain, restrict_to_plain
 from trinity_sync.tensors.torch_private import (
+    MAKE_UNSTRIDED,
+    FakeTensor,
     FakeTensorMode,
     get_file_offset,
     get_storage_id,
@@ -174,7 +179,7 @@ def deserialize_outline(image: memoryview) -> Any:
     """Return the state in these bytes with tensors that have no data, only an offset in ``image``.
 
     Only tensors and plain values are unpickled (``weights_only``), and DTensors need no process
-    group. `get_byte_offset` gives the offsets.
+    group. `get_byte_offset` gives the offsets. Tensors that are not strided are `Unread`.
 
     Raises:
         ImageError: as `deserialize`, or the bytes hold more than tensors and plain values.
@@ -182,14 +187,40 @@ def deserialize_outline(image: memoryview) -> Any:
     meshes = logging.getLogger("torch.distributed.device_mesh")
     meshes.addFilter(_no_warning)  # it warns of process groups, which a reader does not need
     try:
-        with FakeTensorMode():
+        with FakeTensorMode(), _Outlining(), safe_globals(list_plain()):
             return _load(open_image(image), weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, zipfile.BadZipFile) as error:
+    except Exception as error:  # torch may raise anything for a tensor of another class
+        reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0]
         raise ImageError(
-            f"these {len(image):,} bytes hold no weights that can be read: {error}"
+            f"these {len(image):,} bytes hold no weights that can be read: {reason}"
         ) from error
     finally:
         meshes.removeFilter(_no_warning)
+
+
+class Unread:
+    """Stands for a tensor of which no outline is made."""
+
+    def set_(self, *storage: Any) -> None:
+        """Keep nothing, where a quantized tensor gets its data."""
+
+
+class _Outlining(TorchFunctionMode):
+    """Within it, what torch cannot make without data is `Unread`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return Unread() if func in MAKE_UNSTRIDED else func(*args, **(kwargs or {}))
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, DTensor, FakeTensor)
+
+
+def describe_form(value: Any) -> str:
+    """Return what a value is that is no plain, strided tensor; empty for one, and for a DTensor."""
+    if type(value) in _PLAIN and not (value.is_nested or value.is_quantized):
+        return "" if value.layout is torch.strided else f"of the layout {value.layout}"
+    is_other = type(value) in (Unread, *_PLAIN)
+    return "sparse, nested or quantized" if is_other else f"a {type(value).__name__}"
 
 
 def get_byte_offset(tensor: torch.Tensor) -> int:

@@ -7,7 +7,7 @@ to it later, as for a tensor that is not contiguous, or is no tensor's.
 
 import copy
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trinity_sync.errors import ConfigError, ImageError
-from trinity_sync.tensors.deserialize import UnreadStorage, deserialize_unread
+from trinity_sync.tensors.deserialize import UnreadStorage, describe_form, deserialize_unread
 from trinity_sync.tensors.dtensor_shards import have_equal_bits
 from trinity_sync.tensors.memcpy import copy_pieces, exceeds_storage, view_bytes, view_memory
-from trinity_sync.tensors.torch_private import get_shard, get_storage_id
+from trinity_sync.tensors.torch_private import count_users, get_shard, get_storage_id
 
 
 class Pair(NamedTuple):
@@ -175,6 +175,34 @@ def plan_copies(saved: Any, live: Any) -> Filling:
     )
 
 
+NOT_LIVE = "extra state or a copy, with which the module does not compute"
+
+
+def find_copies(owner: torch.nn.Module | Mapping[str, Any], named: Mapping[str, Any]) -> list[str]:
+    """Return the names of values in the state of a module that are not its own tensors.
+
+    ``owner`` is the module, or the dict that was passed instead. In one of ``state_dict()``, a
+    tensor whose memory no other object has is a copy, unless that is true of all: the module may be
+    gone.
+    """
+    if isinstance(owner, torch.nn.Module):
+        tensors = (*owner.parameters(), *owner.buffers())
+        own = {_identify(each) for each in tensors if not describe_form(each)}
+        return [n for n, each in named.items() if describe_form(each) or _identify(each) not in own]
+    copies = [name for name, each in named.items() if not isinstance(each, torch.Tensor)]
+    if not hasattr(owner, "_metadata"):
+        return copies
+    plain = {n: get_shard(each) for n, each in named.items() if not describe_form(each)}
+    storages = {name: each.untyped_storage() for name, each in plain.items()}
+    here = Counter(map(get_storage_id, storages.values()))
+    sole = [n for n, each in storages.items() if count_users(each) <= here[get_storage_id(each)]]
+    return copies + (sole if len(sole) < len(storages) else [])
+
+
+def _identify(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (*_get_place(get_shard(tensor)), tensor.dtype, tensor.device)
+
+
 _NAMED = 5
 """Tensors that an error names."""
 _PLAIN = (str, bytes, int, float, complex, type(None), torch.Size, torch.dtype, torch.device)
@@ -208,6 +236,9 @@ class _Matching:
             return live
         if isinstance(saved, dict) and isinstance(live, Mapping):
             state = copy.copy(saved)  # it may be in the state twice, and live may not
+            for key in find_copies(live, live) if hasattr(live, "_metadata") else ():
+                if live[key] is not saved.get(key):  # both are None otherwise
+                    self.differing.append(f"{f'{name}.{key}'[1:]} is {NOT_LIVE}")
             for key in [*saved, *(key for key in live if key not in saved)]:
                 found = self.replace(saved.get(key), live.get(key), f"{name}.{key}")
                 if key in saved:
@@ -316,10 +347,8 @@ def _tensors(value: Any, name: str) -> Iterator[str]:
 
 def _find_difference(saved: torch.Tensor, live: torch.Tensor) -> str:
     for each in (saved, live):
-        if type(each) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, DTensor):
-            return f"is a {type(each).__name__}, which cannot be filled in place"
-        if each.layout != torch.strided or each.is_quantized:
-            return "is not dense"
+        if form := describe_form(each):
+            return f"is {form}, which cannot be filled in place"
     kinds = [_describe(each) for each in (saved, live)]
     if kinds[0] != kinds[1]:
         return "was saved as {}, and is {}".format(*kinds)

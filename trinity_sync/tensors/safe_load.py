@@ -3,13 +3,14 @@
 Unpickling runs code that the bytes name, and a job must be able to load its own checkpoints with
 objects of a user's classes. A file is trusted if this user or root owns it and no other user may
 write it, or if it lies below a folder that ``TRINITY_SYNC_TRUSTED_PATHS`` names (several are
-separated by ``:``). Other files are loaded with ``weights_only``, plus NumPy's arrays, which veRL's
-random state consists of.
+separated by ``:``). Other files are loaded with ``weights_only``, plus NumPy's arrays and
+scalars, which veRL's random state consists of, and ``BytesIO``, a form of a module's extra state.
 
 Other users may be able to write a folder on the path, and to give the file's name to another file
 at any moment. So the open file is checked, and the bytes are read from it.
 """
 
+import io
 import os
 import pickle
 from collections.abc import Iterator
@@ -56,7 +57,7 @@ def is_plain_forced() -> bool:
 
 @contextmanager
 def restrict_to_plain(path: Path) -> Iterator[None]:
-    """Let ``torch.load(weights_only=True)`` load NumPy's arrays as well within the block.
+    """Let ``torch.load(weights_only=True)`` load what `list_plain` has as well within the block.
 
     Raises:
         CommitError: the file at ``path`` holds more than tensors, arrays and plain values.
@@ -64,7 +65,7 @@ def restrict_to_plain(path: Path) -> Iterator[None]:
     import torch
     import torch.distributed.tensor  # registers DTensor as safe
 
-    with torch.serialization.safe_globals(_numpy()):
+    with torch.serialization.safe_globals(list_plain()):
         try:
             yield
         except pickle.UnpicklingError as error:
@@ -98,10 +99,12 @@ def load_file(path: Path, *, mmap: bool = False) -> Any:
             return torch.load(opened, map_location="cpu", mmap=mmap, weights_only=plain)
 
 
-def _numpy() -> list[Any]:
+def list_plain() -> list[Any]:
+    """Return what plain values consist of besides those of ``weights_only``."""
     import numpy as np
 
     core = np._core if hasattr(np, "_core") else np.core
     kinds = [kind for name, kind in vars(np.dtypes).items() if name.endswith("DType")]
     plain = [kind for kind in kinds if kind is not np.dtypes.ObjectDType]
-    return [core.multiarray._reconstruct, np.ndarray, np.dtype, *plain]
+    made = core.multiarray._reconstruct, core.multiarray.scalar
+    return [*made, np.ndarray, np.dtype, *plain, io.BytesIO]

@@ -100,6 +100,18 @@ FakeTensorMode: Callable[[], AbstractContextManager[Any]] = look_up(
 )
 """Within it, ``torch.load`` makes tensors without data."""
 
+FakeTensor: type[torch.Tensor] = look_up("torch._subclasses.fake_tensor.FakeTensor")
+"""Type of these tensors."""
+
+MAKE_UNSTRIDED = (
+    torch.sparse_coo_tensor,
+    torch.sparse_compressed_tensor,
+    look_up("torch._empty_affine_quantized"),
+    look_up("torch._empty_per_channel_affine_quantized"),
+    look_up("torch._nested_view_from_buffer"),
+)
+"""What ``torch.load`` calls for tensors that are not strided, most of which have to have data."""
+
 TorchDispatchMode: Any = look_up("torch.utils._python_dispatch.TorchDispatchMode")
 """Base class of a context within which ``__torch_dispatch__`` sees each operator."""
 
@@ -221,6 +233,28 @@ def compute_shard_of_coordinate(
 
 
 # Modules and FSDP
+
+look_up("torch.nn.Module._load_from_state_dict")
+look_up(
+    "torch.nn.Module._load_state_dict_post_hooks", find_attributes(torch.nn.Module.__setstate__)
+)
+_count_users: Callable[[int], int] = look_up("torch._C._storage_Use_Count")
+
+
+def count_users(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors have a storage."""
+    return _count_users(storage._cdata) - 1  # without the object that was passed
+
+
+def acts_on_load(module: torch.nn.Module) -> bool:
+    """Return whether ``load_state_dict`` of a module does more than torch's own, such as derive."""
+    return any(
+        each._load_state_dict_post_hooks
+        or not all(method.__module__.startswith("torch.nn.modules.") for method in methods)
+        for each in module.modules()
+        for methods in [(each.load_state_dict, each._load_from_state_dict)]
+    )
+
 
 look_up(
     "torch.distributed.fsdp.FullyShardedDataParallel._handle",

@@ -16,7 +16,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from trinity_sync.errors import WeightSyncError
-from trinity_sync.tensors.deserialize import deserialize_outline, get_byte_offset
+from trinity_sync.tensors.deserialize import (
+    Unread,
+    describe_form,
+    deserialize_outline,
+    get_byte_offset,
+)
 from trinity_sync.tensors.dtensor_shards import (
     ShardBox,
     compute_chunk,
@@ -107,9 +112,9 @@ def _is_divided(value: Any) -> bool:
     )
 
 
-def iter_tensors(value: Any, above: Keys = ()) -> Iterator[tuple[Keys, torch.Tensor]]:
+def iter_tensors(value: Any, above: Keys = ()) -> Iterator[tuple[Keys, Any]]:
     """Yield the tensors in a value and in all containers in it, each with its path."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor | Unread):
         yield above, value
     elif isinstance(value, Mapping | list | tuple | set):
         for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
@@ -122,11 +127,15 @@ def join_keys(keys: Keys) -> str:
 
 
 def plan_unshard(
-    images: Sequence[memoryview], *, compare_replicas: bool = False
+    images: Sequence[memoryview],
+    *,
+    compare_replicas: bool = False,
+    others: dict[str, Any] | None = None,
 ) -> tuple[FullTensor, ...]:
     """Return the full tensors that the images of all ranks hold, in the order of the model.
 
     Plain tensors are replicas, of which the first is used; ``compare_replicas`` reads them all.
+    ``others`` gets what is no plain tensor in the first image.
 
     Raises:
         ImageError: an image cannot be read.
@@ -140,9 +149,11 @@ def plan_unshard(
             {
                 name: _outline_tensor(rank, name, value)
                 for name, value in named.items()
-                if isinstance(value, torch.Tensor)
+                if not describe_form(value)
             }
         )
+        if others is not None and not rank:
+            others |= {name: value for name, value in named.items() if name not in outlines[0]}
     ranks = range(len(images))
     return combine_outlines(outlines, images, compared=ranks, compare_replicas=compare_replicas)
 
@@ -163,6 +174,8 @@ def outline_state(
     for above, leaf in iter_leaves(_read_outline(image, rank)):
         for keys, value in iter_tensors(leaf, above):
             name = join_keys(keys)
+            if form := describe_form(value):
+                raise WeightSyncError(f"{name} is {form}, of which no part can be read")
             if keys != above and isinstance(value, DTensor):
                 raise WeightSyncError(
                     f"{name} is a DTensor in a {type(leaf).__name__}, which is not put together; "
@@ -271,16 +284,18 @@ def copy_full_tensors(
     plan: Sequence[FullTensor],
     images: Sequence[torch.Tensor],
     targets: Mapping[str, torch.Tensor],
+    problems: Sequence[str] = (),
 ) -> None:
     """Copy every tensor of the plan into the target of its name: all of them, or none.
 
-    Targets are named as in the plain model, on any device.
+    Targets are named as in the plain model, on any device. ``problems`` are those that the caller
+    has found.
 
     Raises:
         WeightSyncError: names, shapes or dtypes differ, or a target is a DTensor, has no memory, or
             shares one place between elements, or with a tensor of other values. Nothing was copied.
     """
-    problems: list[str] = []
+    problems = [*problems]
     filled: dict[int, int] = {}
     """Bytes that are filled from an address on."""
     jobs: dict[Any, tuple[FullTensor, torch.Tensor]] = {}
@@ -292,13 +307,13 @@ def copy_full_tensors(
         wanted, shape = full.read_dtype, full.shape
         for name in named:
             target = targets[name]
-            if (target.dtype, tuple(target.shape)) != (wanted, shape):
+            if problem := find_problem(target):
+                problems.append(f"{name} {problem}")
+            elif (target.dtype, tuple(target.shape)) != (wanted, shape):
                 problems.append(
                     f"{name} is {wanted} of shape {list(shape)}, to be loaded into "
                     f"{target.dtype} of {list(target.shape)}"
                 )
-            elif problem := find_problem(target):
-                problems.append(f"{name} {problem}")
             else:
                 start = target.data_ptr()
                 filled[start] = max(target.nbytes, filled.get(start, 0))
@@ -313,8 +328,9 @@ def copy_full_tensors(
     for name, target in targets.items():  # an unknown target is tied to another one, or an error
         if name in known:
             continue
-        if find_problem(target) or target.nbytes > filled.get(target.data_ptr(), -1):
-            problems.append(f"{name} is not in the version")
+        problem = find_problem(target)
+        if problem or target.nbytes > filled.get(target.data_ptr(), -1):
+            problems.append(f"{name} {problem or 'is not in the version'}")
     if problems:
         more = f" and {len(problems) - 5} more" if problems[5:] else ""
         raise WeightSyncError(
@@ -404,6 +420,25 @@ def _are_copies(
     return have_equal_bits(first, second)
 
 
+def copy_value(value: Any, images: Sequence[torch.Tensor]) -> Any:
+    """Return a value in the outline of the first image, with tensors in memory of their own.
+
+    Raises:
+        WeightSyncError: there is a tensor in it that is not plain.
+    """
+    if isinstance(value, dict):
+        return {key: copy_value(each, images) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(copy_value(each, images) for each in value)
+    if not isinstance(value, torch.Tensor | Unread):
+        return value
+    if form := describe_form(value):
+        raise WeightSyncError(f"is {form}, which is not read; load the step, and load_state_dict")
+    shape, chunk = tuple(value.shape), _get_chunk(0, "a tensor", value)
+    chunks = (chunk,) if chunk else ()
+    return combine_tensor(FullTensor((), value.dtype, shape, chunks, value.dtype), images)
+
+
 def view_chunk(
     dtype: torch.dtype, chunk: TensorChunk, images: Sequence[torch.Tensor]
 ) -> torch.Tensor:
@@ -460,7 +495,9 @@ def find_problem(target: torch.Tensor) -> str | None:
     """Return why a tensor cannot be filled, and what to do; None if it can."""
     if isinstance(target, DTensor):
         return "is a DTensor: load before sharding, or copy its part of iter_views() to to_local()"
-    if target.layout is not torch.strided or (target.numel() and not target.data_ptr()):
+    if form := describe_form(target):
+        return f"is {form}, which cannot be filled in place: load the step, and load_state_dict"
+    if target.numel() and not target.data_ptr():
         return "has no memory to copy to: call model.to_empty(device=...) first if it is on meta"
     if any(by == 0 and n > 1 for n, by in zip(target.shape, target.stride(), strict=True)):
         return "is expanded, with one place for several elements: clone() it"

@@ -209,8 +209,8 @@ class WeightReader:
             WeightSyncError: no version could be opened, see `open`; or names, shapes or dtypes
                 differ, or a target is a DTensor or on the meta device: nothing was loaded.
         """
-        targets = list_targets(target) if self.dtype else {}
-        kept = [name for name, tensor in targets.items() if tensor.dtype is torch.float32]
+        state, names = list_targets(target) if self.dtype else ({}, {})
+        kept = [n for n, k in names.items() if getattr(state[k], "dtype", 0) is torch.float32]
         with self.open(version, keep_float32=kept) as view:
             view.load_into(target)
         return view.version.step

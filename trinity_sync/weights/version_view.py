@@ -12,18 +12,20 @@ the slot, the version that the reader looks for is gone.
 A forked child does not share the lock (see ``fs.locks``), and keeps its mappings.
 """
 
+import logging
 import mmap
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from trinity_sync.errors import CommitError, WeightSyncError
+from trinity_sync.errors import CommitError, ImageError, WeightSyncError
 from trinity_sync.fs.direct_io import digest_bytes
 from trinity_sync.fs.locks import LockFile
 from trinity_sync.layout import step_folder
@@ -34,10 +36,14 @@ from trinity_sync.storage.discovery import list_shards, require_unreplaced
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import FileRecord
+from trinity_sync.tensors.deserialize import Unread
+from trinity_sync.tensors.in_place import NOT_LIVE, find_copies
+from trinity_sync.tensors.torch_private import acts_on_load
 from trinity_sync.tensors.unshard import (
     FullTensor,
     combine_tensor,
     copy_full_tensors,
+    copy_value,
     map_names,
     plan_unshard,
     round_plan,
@@ -45,7 +51,11 @@ from trinity_sync.tensors.unshard import (
 )
 from trinity_sync.weights.versions import ImageCopy, Version, VersionUnavailableError
 
+logger = logging.getLogger(__name__)
+
 Target = nn.Module | Mapping[str, torch.Tensor]
+_Planned = tuple[tuple[FullTensor, ...], Mapping[str, Any]]
+"""The plan of a version, and `VersionView.others`."""
 FetchImages = Callable[[Sequence[int]], Sequence[ImageCopy]]
 """Returns the images of these ranks, which are on other nodes."""
 
@@ -58,6 +68,8 @@ class VersionView:
     plan: tuple[FullTensor, ...]
     images: Sequence[torch.Tensor]
     """The image of each rank, ``uint8`` of shape ``[nbytes]``."""
+    others: Mapping[str, Any] = field(default_factory=dict)
+    """What is no plain tensor in the first image, by name."""
 
     @property
     def rounded(self) -> set[str]:
@@ -102,23 +114,63 @@ class VersionView:
         """Copy every tensor into the parameter or buffer of its name, in one copy.
 
         Args:
-            target: a module, or tensors by name, on any device; every one is filled.
+            target: a module, or tensors by name, on any device; every one is filled. What else the
+                state of a module has, such as extra state, is passed to its ``load_state_dict``.
 
         Raises:
             WeightSyncError: names, shapes or dtypes differ, or a target is a DTensor or on the meta
-                device; nothing was loaded.
+                device, or a copy in the state of a module that was passed as a dict; nothing was
+                loaded. Or a module's ``load_state_dict`` has raised.
         """
-        copy_full_tensors(self.plan, self.images, list_targets(target))
+        state, names = list_targets(target)
+        named = {name: state[given] for name, given in names.items()}
+        full = {name: each for each in self.plan for name in each.names}
+        copies = find_copies(target, named)
+        values, problems = dict[str, Any](), list[str]()
+        for name in copies:
+            if isinstance(target, nn.Module):
+                try:
+                    values[names[name]] = self._copy(name, full)
+                except WeightSyncError as error:
+                    problems.append(f"{name} {error}")
+            elif named[name] is not self.others.get(name):  # both are None otherwise
+                problems.append(f"{name} is {NOT_LIVE}; pass the module")
+        if isinstance(target, nn.Module):
+            more = {name for name, value in self.others.items() if value is not None}
+            problems += [f"{name} is not in what it is loaded into" for name in more - {*names}]
+        targets = {name: each for name, each in named.items() if name not in copies}
+        plan = [each for each in self.plan if not {*each.names} & {*copies} - {*targets}]
+        copy_full_tensors(plan, self.images, targets, problems)
+        if isinstance(target, nn.Module) and (copies or acts_on_load(target)):
+            state.update(values)
+            try:
+                target.load_state_dict(state)
+            except Exception as error:
+                raise WeightSyncError(
+                    f"{_describe(self.version)} is loaded in part: load_state_dict of "
+                    f"{type(target).__name__} has raised: {error}. Build the model from the "
+                    "trainer's config"
+                ) from error
+
+    def _copy(self, name: str, full: Mapping[str, FullTensor]) -> Any:
+        """Return a value of the version in memory of its own."""
+        if name not in full and name not in self.others:
+            raise WeightSyncError("is not in the version")
+        if name not in full:
+            return copy_value(self.others[name], self.images)
+        is_extra = name.endswith("_extra_state")  # which has a dtype of its own
+        wanted = replace(full[name], read_dtype=full[name].dtype) if is_extra else full[name]
+        return combine_tensor(wanted, self.images)
 
 
-def list_targets(target: Target) -> dict[str, torch.Tensor]:
-    """Return tensors to load into by name in the plain model, without names of torch's wrappers.
+def list_targets(target: Target) -> tuple[Any, dict[str, str]]:
+    """Return the state of a target, and its names by those of the plain model.
 
     Raises:
-        WeightSyncError: two tensors have one name.
+        WeightSyncError: two of them have one name.
     """
     state = target.state_dict() if isinstance(target, nn.Module) else target
-    return {name: state[given] for name, given in map_names(state).items()}
+    return state, map_names(state)
 
 
 class VersionOpener:
@@ -142,7 +194,7 @@ class VersionOpener:
         self._node = node
         self._verify = verify
         self._slots: dict[str, SlotReader] = {}
-        self._planned: tuple[Sequence[str], tuple[FullTensor, ...]] = ((), ())
+        self._planned: tuple[Sequence[str], _Planned] = ((), ((), {}))
         """The layouts of the images that were read last, and their plan."""
 
     @contextmanager
@@ -192,8 +244,9 @@ class VersionOpener:
             images = [memories[rank] for rank in range(len(refs))]
             _require_finite(version, images)
             layouts = [tags[rank].layout for rank in range(len(refs))]
-            plan = round_plan(self._plan(images, layouts), self._dtype, keep_float32)
-            yield VersionView(version, plan, images)
+            plan, others = self._plan(version, images, layouts)
+            plan = round_plan(plan, self._dtype, keep_float32)
+            yield VersionView(version, plan, images, others)
 
     @contextmanager
     def open_checkpoint(
@@ -236,19 +289,30 @@ class VersionOpener:
                         "manifest; restore the file from a copy, or remove the step"
                     )
             memories = [view_read_only(content) for content in mapped]
-            plan = round_plan(self._plan(memories), self._dtype, keep_float32)
-            yield VersionView(version, plan, memories)
+            plan, others = self._plan(version, memories)
+            plan = round_plan(plan, self._dtype, keep_float32)
+            yield VersionView(version, plan, memories, others)
 
     def close(self) -> None:
         """Unmap the slots, each with the last view of it."""
         self._slots.clear()
 
     def _plan(
-        self, memories: Sequence[torch.Tensor], layouts: Sequence[str] = ()
-    ) -> tuple[FullTensor, ...]:
-        """Return the plan of images; that of the last ``layouts`` is cached."""
+        self, version: Version, memories: Sequence[torch.Tensor], layouts: Sequence[str] = ()
+    ) -> _Planned:
+        """Return the plan of images and `VersionView.others`; cached for the last ``layouts``."""
         if not layouts or layouts != self._planned[0]:
-            self._planned = layouts, plan_unshard([each.numpy().data for each in memories])
+            others: dict[str, Any] = {}
+            try:
+                plan = plan_unshard([each.numpy().data for each in memories], others=others)
+            except ImageError as error:
+                raise ImageError(f"{_describe(version)}: {error}") from error
+            skipped = [n for n, value in others.items() if isinstance(value, Unread | torch.Tensor)]
+            if skipped:
+                logger.warning(
+                    "%s has tensors that readers skip: %s", _describe(version), ", ".join(skipped)
+                )
+            self._planned = layouts, (plan, others)
         return self._planned[1]
 
 

@@ -356,7 +356,7 @@ DIFFERENT: dict[str, tuple[Any, str]] = {
     ),
     "sparse": (
         {"a": torch.zeros(3), "b": {"c": torch.zeros(2).to_sparse()}},
-        r"b\.c is not dense",
+        r"b\.c is of the layout torch.sparse_coo",
     ),
     "without memory": (
         {"a": torch.zeros(3), "b": {"c": without_memory()}},

@@ -1,0 +1,241 @@
+"""What `load_into` does where the state of a module is not what the module computes with."""
+
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.support.job import Job
+from trinity_sync.client.checkpoints import Checkpoints
+from trinity_sync.errors import ConfigError, WeightSyncError
+from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.restore_into import fill_states
+
+
+class Scaled(nn.Linear):
+    """Has a scale outside of its parameters, as Transformer Engine has those of FP8."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.scale = torch.rand(3)
+
+    def set_extra_state(self, state: Any) -> None:
+        if state is not None:
+            self.scale = self.unpack(state)
+
+    def unpack(self, state: Any) -> torch.Tensor:
+        found: torch.Tensor = state["scale"]
+        return found
+
+    def get_extra_state(self) -> Any:
+        return {"scale": self.scale.clone(), "recipe": ["delayed", 16]}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale.sum()
+
+
+class InTensor(Scaled):
+    def get_extra_state(self) -> Any:
+        return torch.frombuffer(bytearray(pickle.dumps(self.scale.tolist())), dtype=torch.uint8)
+
+    def unpack(self, state: Any) -> Any:
+        return torch.tensor(pickle.loads(state.numpy().tobytes()))
+
+
+class InFile(Scaled):
+    def get_extra_state(self) -> Any:
+        torch.save(self.scale, file := io.BytesIO())
+        return io.BytesIO(file.getvalue())
+
+    def unpack(self, state: Any) -> Any:
+        return torch.load(state)
+
+
+class Nothing(Scaled):
+    def get_extra_state(self) -> Any:
+        return None
+
+
+class Transposed(nn.Linear):
+    """Has its weight in the form of a file format."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_state_dict_post_hook(self.to_file)
+        self.register_load_state_dict_pre_hook(self.from_file)
+
+    @staticmethod
+    def to_file(module: Any, state: Any, prefix: str, _: Any) -> None:
+        state[prefix + "kernel"] = state.pop(prefix + "weight").t()
+
+    @staticmethod
+    def from_file(module: Any, state: Any, prefix: str, *_: Any) -> None:
+        state[prefix + "weight"] = state.pop(prefix + "kernel").t()
+
+
+class Derived(nn.Linear):
+    """Computes with what it derives from its weight after a load."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.derive(self)
+        self.register_load_state_dict_post_hook(self.derive)
+
+    def derive(self, *_: Any) -> None:
+        self.double = 2 * self.weight.detach()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.double
+
+
+class Graph(nn.Linear):
+    def __init__(self, to: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.to_sparse) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("adjacency", to(torch.rand(4, 4).round()))
+
+
+class Tied(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.Linear(4, 4))
+        self[1].weight = self[0].weight
+
+
+def quantized() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4))
+    return torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+
+
+def llama() -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=8,
+            hidden_size=4,
+            intermediate_size=4,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+        )
+    )
+
+
+def adapted() -> nn.Module:
+    return get_peft_model(llama(), LoraConfig(target_modules=["q_proj"], use_dora=True))
+
+
+def with_adapter() -> nn.Module:
+    model = llama()
+    model.add_adapter(LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    return model
+
+
+def pruned() -> nn.Module:
+    return prune.random_unstructured(nn.Linear(4, 4), "weight", 0.5)
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "extra state in a dict": Scaled,
+    "extra state in a tensor": InTensor,
+    "extra state in a file": InFile,
+    "no extra state": Nothing,
+    "in another module": lambda: nn.Sequential(nn.BatchNorm1d(4), InTensor(), Scaled()),
+    "in a wrapper": lambda: nn.DataParallel(InTensor()),
+    "renamed and transposed": Transposed,
+    "derived after a load": Derived,
+    "tied": Tied,
+    "weight norm": lambda: parametrizations.weight_norm(nn.Linear(4, 4)),
+    "weight norm in a hook": lambda: weight_norm(nn.Linear(4, 4)),
+    "spectral norm in a hook": lambda: spectral_norm(nn.Linear(4, 4)).eval(),
+    "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(4, 4)),
+    "pruned": pruned,
+    "peft": adapted,
+    "add_adapter": with_adapter,
+    "quantized": quantized,
+    "sparse": Graph,
+    "compressed": lambda: Graph(torch.Tensor.to_sparse_csr),
+    "lazy": lambda: nn.LazyLinear(4),
+}
+REFUSED = {"quantized": "_packed_params.* is sparse, nested or quantized"}
+REFUSED |= dict.fromkeys(("sparse", "compressed"), "adjacency is sparse, nested or quantized")
+
+
+def save(job: Job, step: int, state: Any) -> None:
+    job.stage(step, {"model": state})
+    job.commit(step)
+
+
+def outputs(model: nn.Module) -> torch.Tensor:
+    config = getattr(model, "config", None)
+    found = model(torch.arange(4)[None]) if config else model.eval()(torch.arange(16.0).view(4, 4))
+    return getattr(found, "logits", found).detach()
+
+
+def states(model: nn.Module) -> list[Any]:
+    return [v.getvalue() if isinstance(v, io.BytesIO) else v for v in model.state_dict().values()]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_computes_with_what_was_loaded_or_the_load_is_refused_by_name(
+    job: Job, name: str
+) -> None:
+    make = MODULES[name]
+    torch.manual_seed(1)
+    trained = make() if name != "lazy" else nn.Linear(4, 4)
+    torch.manual_seed(2)
+    target = make()
+    save(job, 1, trained.state_dict())
+    if name in REFUSED:
+        before = str(states(target))
+        with pytest.raises(WeightSyncError, match=REFUSED[name]):
+            Checkpoints(job.root).load_into(1, target)
+        assert before == str(states(target))
+        return
+    torch.manual_seed(2)
+    expected = make()
+    expected.load_state_dict(trained.state_dict())
+    Checkpoints(job.root).load_into(1, target)
+    assert torch.equal(outputs(target), outputs(expected))
+    assert str(states(target)) == str(states(expected))
+
+
+@pytest.mark.parametrize(
+    "name", ["extra state in a dict", "extra state in a tensor", "extra state in a file", "sparse"]
+)
+def test_a_state_in_the_place_of_its_module_is_refused_where_it_has_copies(
+    job: Job, name: str
+) -> None:
+    module = MODULES[name]()
+    save(job, 1, module.state_dict())
+    target = MODULES[name]()
+    before = target.weight.clone()  # type: ignore[union-attr,operator]
+    with pytest.raises(WeightSyncError, match=r"_extra_state is extra state|adjacency is"):
+        Checkpoints(job.root).load_into(1, target.state_dict())
+    live = {"model": target.state_dict()}
+    with pytest.raises(ConfigError, match=r"_extra_state is extra state|adjacency is"):
+        fill_states(job.root, read_manifest(job.root, 1), "actor", live)  # type: ignore[arg-type]
+    assert torch.equal(before, target.weight)  # type: ignore[arg-type]
+
+
+def test_a_state_without_extra_state_or_module_is_filled_as_before(job: Job) -> None:
+    save(job, 1, Nothing().state_dict())
+    own, gone = Nothing(), Nothing().state_dict()
+    for target in (own.state_dict(), gone):
+        Checkpoints(job.root).load_into(1, target)
+    fill_states(job.root, read_manifest(job.root, 1), "actor", {"model": own.state_dict()})  # type: ignore[arg-type]
+    assert torch.equal(own.weight, gone["weight"])
+
+
+def test_extra_state_of_a_version_that_a_module_has_not_is_refused(job: Job) -> None:
+    save(job, 1, Scaled().state_dict())
+    with pytest.raises(WeightSyncError, match="_extra_state is not in what it is loaded into"):
+        Checkpoints(job.root).load_into(1, nn.Linear(4, 4))
+    save(job, 2, nn.Linear(4, 4).state_dict())
+    with pytest.raises(WeightSyncError, match="_extra_state is not in the version"):
+        Checkpoints(job.root).load_into(2, InTensor())
