@@ -14,6 +14,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch.nn.utils.parametrizations import weight_norm
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -827,6 +828,70 @@ def test_a_step_of_another_model_or_adapter_is_refused_before_anything_is_loaded
     saves, trainer = make(4)
     trainer.train(resume_from_checkpoint=saves.latest())
     assert trainer.state.global_step == 4
+
+
+def test_an_adapter_of_transformers_is_saved_alone_read_by_it_and_resumed_bit_equal(
+    one_thread: None, tmp_path: Path, spool_folder: Path
+) -> None:
+    hugging_face(tmp_path, TrinitySyncCallback(tmp_path / "none")).model.save_pretrained(
+        tmp_path / "base"
+    )
+
+    def train(root: str, stop: int = 99, **how: Any) -> tuple[Trainer, TrinitySyncCallback]:
+        saves = TrinitySyncCallback(tmp_path / root, **commit_here(tmp_path, spool_folder))
+        model = GPT2LMHeadModel.from_pretrained(tmp_path / "base")
+        torch.manual_seed(0)
+        model.add_adapter(LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
+        trainer = hugging_face(tmp_path / "out", saves, stop, model=model, **how)
+        trainer.train(resume_from_checkpoint=saves.latest())
+        return trainer, saves
+
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
+    whole, _ = train("whole")
+    train("ckpts", stop=10)
+    resumed, saves = train("ckpts", learning_rate=5e-5)
+    assert differences(state_of(whole), state_of(resumed)) == []
+    newest = saves.latest()
+    assert newest
+    assert not (Path(newest) / "config.json").exists()
+    read, tokens = GPT2LMHeadModel.from_pretrained(newest).eval(), TOKENS[:2]
+    expected = resumed.model.eval()(tokens).logits
+    assert torch.equal(read(tokens).logits, expected)
+    ended, _ = train("best", metric_for_best_model="eval_loss", greater_is_better=True, **best)
+    assert ended.state.best_global_step < 12  # the loss falls, and its greatest is the best here
+    assert not torch.equal(ended.model.eval()(tokens).logits, expected)
+
+
+def test_what_is_trained_beside_an_adapter_of_transformers_is_refused_by_name(
+    tmp_path: Path,
+) -> None:
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=64, n_positions=8, n_embd=16, n_layer=1, n_head=2)
+    )
+    model.add_adapter(LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
+    model.transformer.ln_f.requires_grad_(True)
+    with pytest.raises(ConfigError, match="trained parameters beside add_adapter"):
+        hugging_face(tmp_path / "out", TrinitySyncCallback(tmp_path / "ckpts"), model=model)
+
+
+def test_a_model_of_other_tensors_than_its_class_is_saved_without_a_config(
+    tmp_path: Path, spool_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=64, n_positions=8, n_embd=16, n_layer=1, n_head=2)
+    )
+    weight_norm(model.transformer.h[0].mlp.c_fc, "weight")
+    saves = TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder))
+    trainer = hugging_face(tmp_path / "out", saves, 2, model=model)
+    trainer.train()
+    newest = saves.latest()
+    assert newest
+    assert not (Path(newest) / "config.json").exists()
+    assert "without the config of the model: transformer.h.0.mlp.c_fc.param" in caplog.text
+    with pytest.raises(ValueError, match=r"config\.json"):
+        AutoModelForCausalLM.from_pretrained(newest)
+    again = hugging_face(tmp_path / "out", saves, 4, model=model)
+    again.train(resume_from_checkpoint=newest)
 
 
 def test_the_hub_is_not_asked_about_the_base_model_at_a_save(

@@ -34,10 +34,12 @@ from trinity_sync.integrations.huggingface_state import (
     is_adapted,
     list_lost_methods,
     list_unsupported,
+    load_adapter,
     load_shards,
     name_files,
     reads_checkpoints,
     require_fit,
+    write_safetensors,
 )
 from trinity_sync.integrations.trainer_saves import TrainerSaves, list_attachments
 
@@ -46,6 +48,7 @@ with from_extra("hf"):
     from transformers import Trainer, TrainerCallback
     from transformers.trainer import TRAINER_STATE_NAME
     from transformers.trainer_utils import get_last_checkpoint
+    from transformers.utils import ADAPTER_WEIGHTS_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -324,6 +327,8 @@ class TrinitySyncCallback(TrainerCallback):
         self._close_files()
         self._opened.enter_context(files)
         self._made = files.make_folder(str(self._folder_of(step).relative_to(self.root)), names)
+        if ADAPTER_WEIGHTS_NAME in names:
+            write_safetensors(self._made)
         return self._made
 
     def _link(self, output: Path, folder: Path) -> None:
@@ -421,11 +426,13 @@ def _wrap_load(original: Callable[..., None]) -> Callable[..., None]:
         trainer, checkpoint = list(signature.bind(*args, **kwargs).arguments.values())[:2]
         callback = _find_callback(trainer)
         ours = callback and callback.find_own_step(checkpoint) is not None
-        if ours and "model" in signature.parameters:
+        of_model = original.__name__ == "_load_from_checkpoint"
+        if ours and of_model:
             require_fit(trainer.model, Path(checkpoint))
         trained = [each for each in trainer.model.parameters() if ours and each.requires_grad]
         with load_shards(trainer) if ours else nullcontext():
-            original(*args, **kwargs)
+            if not (ours and of_model and load_adapter(trainer.model, checkpoint)):
+                original(*args, **kwargs)
         for each in trained:  # `Trainer` freezes all adapters but the active one
             each.requires_grad_(True)
         if callback and checkpoint:
@@ -442,7 +449,8 @@ def _wrap_load_best_model(original: Callable[..., None]) -> Callable[..., None]:
             original(trainer)
         elif callback.load_best(trainer):
             with load_shards(trainer):
-                original(trainer)
+                if not load_adapter(trainer.model, trainer.state.best_model_checkpoint):
+                    original(trainer)
 
     return load_best_model
 

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import copy
+from copy import copy, deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,6 +25,7 @@ from trinity_sync.layout import Component
 from trinity_sync.snapshot.stager import ATTACHMENTS
 
 with from_extra("hf"):
+    from safetensors.torch import load_file, save_file
     from transformers import PreTrainedModel, Trainer
     from transformers.dynamic_module_utils import custom_object_save
     from transformers.trainer import (
@@ -86,8 +87,11 @@ def list_unsupported(args: Any, model: torch.nn.Module) -> list[str]:
         "FSDP1 (set fsdp_config={'version': 2})": plugin
         and getattr(plugin, "fsdp_version", 1) != 2,
         "tensor parallelism without FSDP": sharded and kind is not FSDP,
-        "more than two adapters, or several with FSDP": len(getattr(model, "peft_config", ()))
-        > (1 if kind is FSDP or not is_adapted(model) else 2),
+        "more than two adapters, or several with FSDP or add_adapter": len(
+            getattr(model, "peft_config", ())
+        )
+        > (1 if kind is FSDP or not is_adapted(model) or is_injected(model) else 2),
+        "trained parameters beside add_adapter's (use modules_to_save)": _trains_more(model),
     }
     return [name for name, found in unsupported.items() if found]
 
@@ -176,12 +180,20 @@ def collect_model_files(trainer: Any) -> dict[str, bytes]:
 
     They are config, generation config, source files of a custom model, tokenizer or processor,
     below ``huggingface/``; of PEFT's model, whose base is elsewhere, the last alone. They do not
-    change during a training. What cannot be written is left out, with a warning.
+    change during a training. What cannot be written, or would not be loaded, is left out, with a
+    warning.
     """
     model, collator = trainer.model, trainer.data_collator
     processing_class = trainer.processing_class or getattr(collator, "tokenizer", None)
 
     def write_config(folder: Path) -> None:
+        with torch.random.fork_rng(devices=()), torch.device("meta"):
+            built = type(model)(deepcopy(model.config)).state_dict()
+        if differing := built.keys() ^ model.state_dict().keys():
+            raise ConfigError(
+                f"{min(differing)} is in the model or in a {type(model).__name__}, not in both; "
+                "merge or remove what was added, so that from_pretrained loads them"
+            )
         config = copy(model.config)
         config.architectures = [type(model).__name__]
         config.save_pretrained(folder)
@@ -190,7 +202,8 @@ def collect_model_files(trainer: Any) -> dict[str, bytes]:
 
     writers: dict[str, Callable[[Path], object]] = {}
     if isinstance(model, PreTrainedModel):
-        writers["the config of the model"] = write_config
+        if not is_adapted(model):
+            writers["the config of the model"] = write_config
         if model.can_generate() and model.generation_config:
             writers["the generation config"] = model.generation_config.save_pretrained
     if save := getattr(processing_class, "save_pretrained", None):
@@ -294,12 +307,50 @@ def is_adapted(model: torch.nn.Module) -> bool:
         return False
     from peft import PeftModel
 
-    return isinstance(model, PeftModel)
+    return isinstance(model, PeftModel) or is_injected(model)
+
+
+def is_injected(model: torch.nn.Module) -> bool:
+    """Return whether a model has an adapter by transformers' ``add_adapter``, and no shards."""
+    injected = getattr(model, "_hf_peft_config_loaded", False) is True
+    return injected and AcceleratorState().distributed_type is not FSDP
+
+
+def _get_active(model: Any) -> str:
+    name: str = model.active_adapters()[0] if is_injected(model) else model.active_adapter
+    return name
+
+
+def _trains_more(model: torch.nn.Module) -> bool:
+    if not is_injected(model):
+        return False
+    saved = {each.data_ptr() for each in get_adapter_state(model, embeddings=True).values()}
+    return any(p.requires_grad and p.data_ptr() not in saved for p in model.parameters())
+
+
+def write_safetensors(folder: Path) -> None:
+    """Write the weights of an adapter in the one form that transformers itself reads."""
+    saved = torch.load(folder / ADAPTER_WEIGHTS_NAME, map_location="cpu", weights_only=True)
+    apart = {name: tensor.clone().contiguous() for name, tensor in saved.items()}
+    save_file(apart, folder / ADAPTER_SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+
+
+def load_adapter(model: torch.nn.Module, folder: str) -> bool:
+    """Load the adapter of ``add_adapter``, as `Trainer` does not; return False for other models."""
+    path = Path(folder) / ADAPTER_SAFE_WEIGHTS_NAME
+    if not is_injected(model) or not path.exists():
+        return False
+    from peft import set_peft_model_state_dict
+
+    own = {name.removeprefix("base_model.model."): each for name, each in load_file(path).items()}
+    set_peft_model_state_dict(model, own, adapter_name=_get_active(model))
+    return True
 
 
 def list_adapters(model: Any) -> list[str]:
     """Return the names of the adapters of a model of PEFT, the active one first."""
-    return sorted(model.peft_config, key=lambda name: name != model.active_adapter)
+    active = _get_active(model)
+    return sorted(model.peft_config, key=lambda name: name != active)
 
 
 def get_adapter_state(model: Any, embeddings: bool, name: str | None = None) -> dict[str, Any]:
@@ -310,9 +361,11 @@ def get_adapter_state(model: Any, embeddings: bool, name: str | None = None) -> 
     """
     from peft import get_peft_model_state_dict
 
-    return get_peft_model_state_dict(
-        model, adapter_name=name or model.active_adapter, save_embedding_layers=embeddings
+    state: dict[str, Any] = get_peft_model_state_dict(
+        model, adapter_name=name or _get_active(model), save_embedding_layers=embeddings
     )
+    prefix = "base_model.model." if is_injected(model) else ""
+    return {prefix + name: tensor for name, tensor in state.items()}
 
 
 def has_own_embeddings(model: torch.nn.Module) -> bool:
@@ -331,7 +384,7 @@ def has_own_embeddings(model: torch.nn.Module) -> bool:
     from peft.utils.other import EMBEDDING_LAYER_NAMES, AuxiliaryTrainingWrapper
 
     adapted: Any = model
-    config = adapted.peft_config[adapted.active_adapter]
+    config = adapted.peft_config[_get_active(adapted)]
     by_tokens = (
         config.peft_type == PeftType.TRAINABLE_TOKENS
         or getattr(config, "trainable_token_indices", None) is not None
