@@ -468,3 +468,14 @@ def refuse_strategies_by_name(folder: Path, spool: Path) -> None:
         saves = TrinitySyncCallback(folder / "ckpts", every_n_steps=1)
         with pytest.raises(ConfigError, match=f"does not save with {refused.__name__}"):
             saves.setup(SimpleNamespace(strategy=strategy), None, "fit")
+
+
+class Moves(Small):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["weights"] = checkpoint.pop("state_dict")
+
+
+def refuse_a_checkpoint_without_weights(tmp_path: Path, spool: Path) -> None:
+    saves = TrinitySyncCallback(tmp_path / "ckpts", every_n_steps=1, **commit_here(tmp_path, spool))
+    with pytest.raises(ConfigError, match="step 1: the checkpoint has no state_dict"):
+        fit(Moves(), [saves], steps=1)

@@ -124,3 +124,9 @@ def test_a_step_in_a_root_that_cannot_be_written_is_validated(
     weights = call("train_two_steps", tmp_path, spool_folder)
     read_only(tmp_path / "ckpts")
     assert call("validate_the_newest_step", tmp_path, spool_folder) == weights
+
+
+def test_a_checkpoint_whose_weights_were_moved_is_refused_by_name(
+    call: Callable[..., Any], tmp_path: Path, spool_folder: Path
+) -> None:
+    call("refuse_a_checkpoint_without_weights", tmp_path, spool_folder)

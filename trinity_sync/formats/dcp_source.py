@@ -21,9 +21,11 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import DeviceMesh
+from torch.serialization import safe_globals
 
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.tensors.dtensor_shards import compute_chunk
+from trinity_sync.tensors.safe_load import list_plain
 from trinity_sync.tensors.torch_private import make_dtensor
 from trinity_sync.tensors.torch_private_dcp import DCP_INDEX_CLASSES, unflatten_state_dict
 from trinity_sync.tensors.unshard import join_keys
@@ -157,9 +159,8 @@ class DcpReader(FileSystemReader):
             raise CommitError(
                 f"{self.folder} is corrupted or incomplete: {error!r}; choose another checkpoint"
             ) from error
-        if component == "model":
-            return {join_keys(paths[name]): value for name, value in flat.items()}
-        return _number_parameters(unflatten_state_dict(flat, dict(paths)))
+        state = unflatten_state_dict(flat, dict(paths))
+        return state if component == "model" else _number_parameters(state)
 
 
 def parse_index(content: bytes, path: Path) -> Metadata:
@@ -192,9 +193,9 @@ class _PlainPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
         try:
-            self.state_dict[name] = torch.load(
-                value, map_location="cpu", mmap=False, weights_only=True
-            )
+            with safe_globals(list_plain()):
+                found = torch.load(value, map_location="cpu", mmap=False, weights_only=True)
+            self.state_dict[name] = found
         except pickle.UnpicklingError as error:
             raise ConfigError(
                 f"{name} of the checkpoint is more than tensors and plain values, and was not "

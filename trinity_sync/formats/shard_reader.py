@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.serialization import safe_globals
 
 from trinity_sync.errors import CommitError, ConfigError, ImageError, WeightSyncError
 from trinity_sync.tensors.dtensor_shards import ShardBox, have_equal_bits
+from trinity_sync.tensors.safe_load import list_plain
 from trinity_sync.tensors.unshard import (
     FullTensor,
     Outline,
@@ -136,7 +138,8 @@ def open_shard(path: Path) -> Mapping[Any, Any]:
         ConfigError: it does not contain a dict.
     """
     try:
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        with safe_globals(list_plain()):
+            state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise CommitError(
             f"{path} cannot be read with weights_only, so it cannot be resharded: {error}\n"

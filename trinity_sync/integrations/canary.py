@@ -107,8 +107,14 @@ def score_server(url: str, model: str, *, api_key: str = "", timeout_s: float = 
             answer = client.post("/v1/completions", json=body).raise_for_status()
         except httpx.HTTPError as error:
             raise WeightSyncError(f"{url} scored no prompt: {error!r}; does it serve?") from error
-        found = answer.json()["choices"][0]["prompt_logprobs"]
-        scored = zip(prompt[1:], found[1:], strict=True)
-        return [each[str(token)]["logprob"] for token, each in scored]
+        try:
+            found = answer.json()["choices"][0]["prompt_logprobs"]
+            scored = zip(prompt[1:], found[1:], strict=True)
+            return [float(each[str(token)]["logprob"]) for token, each in scored]
+        except (TypeError, ValueError, LookupError) as error:
+            raise WeightSyncError(
+                f"{url} returned no log-probability of each token of a prompt ({error!r}); is what "
+                f"{model} computes finite, and does the server return prompt_logprobs?"
+            ) from error
 
     return score

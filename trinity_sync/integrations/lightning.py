@@ -226,6 +226,12 @@ class TrinitySyncCallback(ModelCheckpoint):
         return save_checkpoint
 
     def _submit(self, step: int, checkpoint: dict[str, Any], saves: TrainerSaves) -> None:
+        if _WEIGHTS not in checkpoint:
+            raise ConfigError(
+                f"step {step}: the checkpoint has no {_WEIGHTS}, which an on_save_checkpoint has "
+                "moved or removed; leave it there, and add to the checkpoint under other keys"
+            )
+
         def collect() -> tuple[dict[str, Any], dict[str, bytes]]:
             rest = {k: v for k, v in checkpoint.items() if k not in (_WEIGHTS, _OPTIMIZERS)}
             files = {_name_rng(saves.rank): _pickle(get_rng_state())}

@@ -5,6 +5,7 @@ the size of the model. The shards of a tensor count as one tensor. Files with eq
 compared.
 """
 
+import io
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from trinity_sync.fs.direct_io import OnProgress, no_progress
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.discovery import list_shards, require_unreplaced
 from trinity_sync.storage.leases import lease_to_read
+from trinity_sync.tensors.deserialize import describe_form
 from trinity_sync.tensors.safe_load import load_file
 from trinity_sync.tensors.torch_private import get_shard
 
@@ -118,7 +120,7 @@ def diff(
             for name in {**a, **b}:
                 change = changes.setdefault(name, _Comparison())
                 _compare(change, a.get(name), b.get(name), same_file=same_file)
-                on_progress(_local(b[name]).nbytes if name in b else 0, total)
+                on_progress(0 if describe_form(b.get(name)) else _local(b[name]).nbytes, total)
         for manifest in (first, second):
             require_unreplaced(root, manifest)
     found = [change.summarize(name) for name, change in changes.items()]
@@ -148,6 +150,11 @@ def _compare(
     change: _Comparison, a: torch.Tensor | None, b: torch.Tensor | None, *, same_file: bool
 ) -> None:
     """Add the comparison of one shard of a tensor to its change."""
+    if form := next(filter(None, (describe_form(t) for t in (a, b) if t is not None)), ""):
+        change.shape = form  # what has no strided memory is compared as a whole
+        is_same = same_file or (a is not None and b is not None and _dump(a) == _dump(b))
+        change.state = "same" if is_same else "changed"
+        return
     shapes = [str(list(tensor.shape)) for tensor in (a, b) if tensor is not None]
     change.shape = " -> ".join(dict.fromkeys(shapes))
     if a is None or b is None:
@@ -170,6 +177,12 @@ def _compare(
         change.state = "changed"
 
 
+def _dump(tensor: torch.Tensor) -> bytes:
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    return file.getvalue()
+
+
 def _compare_narrow(change: _Comparison, x: torch.Tensor, y: torch.Tensor) -> bool:
     """Compare in 32 bits, six times as fast; return False if that could overflow or lose bits."""
     if not all(t.is_floating_point() and t.dtype != torch.float64 for t in (x, y)):
@@ -177,7 +190,7 @@ def _compare_narrow(change: _Comparison, x: torch.Tensor, y: torch.Tensor) -> bo
     x, y = x.float(), y.float()
     distance = y - x
     difference, before = float(torch.dot(distance, distance)), float(torch.dot(x, x))
-    count = int(distance.count_nonzero())
+    count = int((x.view(torch.int32) != y.view(torch.int32)).count_nonzero())  # 0.0 is not -0.0
     if not math.isfinite(difference + before) or before < 1e-30 or (count and difference < 1e-30):
         return False
     change.changed += count
@@ -195,7 +208,9 @@ def _compare_wide(change: _Comparison, x: torch.Tensor, y: torch.Tensor) -> None
     both_nan = x.isnan() & y.isnan()
     # large integers that differ may be the same float
     a, b = given if given[0].dtype == given[1].dtype else (x, y)
-    unequal = (a != b) & ~both_nan
+    signs = [(torch.view_as_real(t) if t.is_complex() else t).signbit() for t in (x, y)]
+    turned = (signs[0] != signs[1]).reshape(len(x), -1).any(1)
+    unequal = ((a != b) & ~both_nan) | ((a == b) & turned)
     change.nonfinite += int((~y.isfinite()).sum())
     change.before += float(x.abs().square().nansum())
     if unequal.any():

@@ -29,12 +29,14 @@ from torch.serialization import safe_globals
 
 from trinity_sync.errors import ImageError
 from trinity_sync.tensors.archive import list_storages, locate_storages, open_image
+from trinity_sync.tensors.memcpy import exceeds_storage
 from trinity_sync.tensors.safe_load import is_plain_forced, list_plain, restrict_to_plain
 from trinity_sync.tensors.torch_private import (
     MAKE_UNSTRIDED,
     FakeTensor,
     FakeTensorMode,
     get_file_offset,
+    get_shard,
     get_storage_id,
     make_typed_storage,
 )
@@ -221,6 +223,20 @@ def describe_form(value: Any) -> str:
         return "" if value.layout is torch.strided else f"of the layout {value.layout}"
     is_other = type(value) in (Unread, *_PLAIN)
     return "sparse, nested or quantized" if is_other else f"a {type(value).__name__}"
+
+
+def find_fault(target: torch.Tensor, *, whole: bool = False) -> str:
+    """Return why a tensor, or a DTensor's shard, cannot be filled, in words; empty if it can."""
+    if whole and isinstance(target, DTensor):
+        return "is a DTensor: load before sharding, or copy its part of iter_views() to to_local()"
+    if form := describe_form(target):
+        return f"is {form}, which cannot be filled in place: load the step, and load_state_dict"
+    local = get_shard(target)
+    if local.is_meta:
+        return "is on the meta device, without memory: call model.to_empty(device=...) first"
+    if any(by == 0 and n > 1 for n, by in zip(local.shape, local.stride(), strict=True)):
+        return "is expanded, with one place for several elements: clone() it"
+    return "has no memory: its storage was resized" if exceeds_storage(local) else ""
 
 
 def get_byte_offset(tensor: torch.Tensor) -> int:

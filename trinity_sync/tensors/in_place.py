@@ -19,9 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trinity_sync.errors import ConfigError, ImageError
-from trinity_sync.tensors.deserialize import UnreadStorage, describe_form, deserialize_unread
+from trinity_sync.tensors.deserialize import (
+    UnreadStorage,
+    describe_form,
+    deserialize_unread,
+    find_fault,
+)
 from trinity_sync.tensors.dtensor_shards import have_equal_bits
-from trinity_sync.tensors.memcpy import copy_pieces, exceeds_storage, view_bytes, view_memory
+from trinity_sync.tensors.memcpy import copy_pieces, view_bytes, view_memory
 from trinity_sync.tensors.torch_private import count_users, get_shard, get_storage_id
 
 
@@ -346,25 +351,11 @@ def _tensors(value: Any, name: str) -> Iterator[str]:
 
 
 def _find_difference(saved: torch.Tensor, live: torch.Tensor) -> str:
-    for each in (saved, live):
-        if form := describe_form(each):
-            return f"is {form}, which cannot be filled in place"
-    kinds = [_describe(each) for each in (saved, live)]
-    if kinds[0] != kinds[1]:
-        return "was saved as {}, and is {}".format(*kinds)
-    return _find_fault(get_shard(live))
-
-
-def _find_fault(live: torch.Tensor) -> str:
-    """Return why a tensor cannot be written to, in words."""
-    if live.is_meta:
-        return "is on the meta device"
-    steps = zip(live.shape, live.stride(), strict=True)
-    if any(size > 1 and not stride for size, stride in steps):
-        return "is expanded: elements share their memory"
-    if exceeds_storage(live):
-        return "has no memory: its storage was resized"
-    return ""
+    if form := describe_form(saved):
+        return f"is {form} in the step, which is not filled in place"
+    if (fault := find_fault(live)) or _describe(saved) == _describe(live):
+        return fault
+    return f"was saved as {_describe(saved)}, and is {_describe(live)}"
 
 
 def _describe(tensor: torch.Tensor) -> str:

@@ -234,7 +234,6 @@ def compute_shard_of_coordinate(
 
 # Modules and FSDP
 
-look_up("torch.nn.Module._load_from_state_dict")
 look_up(
     "torch.nn.Module._load_state_dict_post_hooks", find_attributes(torch.nn.Module.__setstate__)
 )
@@ -247,13 +246,8 @@ def count_users(storage: torch.UntypedStorage) -> int:
 
 
 def acts_on_load(module: torch.nn.Module) -> bool:
-    """Return whether ``load_state_dict`` of a module does more than torch's own, such as derive."""
-    return any(
-        each._load_state_dict_post_hooks
-        or not all(method.__module__.startswith("torch.nn.modules.") for method in methods)
-        for each in module.modules()
-        for methods in [(each.load_state_dict, each._load_from_state_dict)]
-    )
+    """Return whether a module calls hooks once it is loaded, such as to derive what it uses."""
+    return any(each._load_state_dict_post_hooks for each in module.modules())
 
 
 look_up(

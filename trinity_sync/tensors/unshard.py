@@ -20,6 +20,7 @@ from trinity_sync.tensors.deserialize import (
     Unread,
     describe_form,
     deserialize_outline,
+    find_fault,
     get_byte_offset,
 )
 from trinity_sync.tensors.dtensor_shards import (
@@ -135,7 +136,7 @@ def plan_unshard(
     """Return the full tensors that the images of all ranks hold, in the order of the model.
 
     Plain tensors are replicas, of which the first is used; ``compare_replicas`` reads them all.
-    ``others`` gets what is no plain tensor in the first image.
+    ``others`` gets what is no plain tensor in the first image; without it, a tensor is an error.
 
     Raises:
         ImageError: an image cannot be read.
@@ -152,8 +153,11 @@ def plan_unshard(
                 if not describe_form(value)
             }
         )
-        if others is not None and not rank:
-            others |= {name: value for name, value in named.items() if name not in outlines[0]}
+        for name, value in named.items():
+            if others is None and isinstance(value, Unread):
+                raise WeightSyncError(f"{name} is {describe_form(value)}")
+            if others is not None and not rank and name not in outlines[0]:
+                others[name] = value
     ranks = range(len(images))
     return combine_outlines(outlines, images, compared=ranks, compare_replicas=compare_replicas)
 
@@ -288,8 +292,7 @@ def copy_full_tensors(
 ) -> None:
     """Copy every tensor of the plan into the target of its name: all of them, or none.
 
-    Targets are named as in the plain model, on any device. ``problems`` are those that the caller
-    has found.
+    Targets are named as in the plain model, on any device. ``problems`` is what else is an error.
 
     Raises:
         WeightSyncError: names, shapes or dtypes differ, or a target is a DTensor, has no memory, or
@@ -307,7 +310,7 @@ def copy_full_tensors(
         wanted, shape = full.read_dtype, full.shape
         for name in named:
             target = targets[name]
-            if problem := find_problem(target):
+            if problem := find_fault(target, whole=True):
                 problems.append(f"{name} {problem}")
             elif (target.dtype, tuple(target.shape)) != (wanted, shape):
                 problems.append(
@@ -328,7 +331,7 @@ def copy_full_tensors(
     for name, target in targets.items():  # an unknown target is tied to another one, or an error
         if name in known:
             continue
-        problem = find_problem(target)
+        problem = find_fault(target, whole=True)
         if problem or target.nbytes > filled.get(target.data_ptr(), -1):
             problems.append(f"{name} {problem or 'is not in the version'}")
     if problems:
@@ -421,11 +424,7 @@ def _are_copies(
 
 
 def copy_value(value: Any, images: Sequence[torch.Tensor]) -> Any:
-    """Return a value in the outline of the first image, with tensors in memory of their own.
-
-    Raises:
-        WeightSyncError: there is a tensor in it that is not plain.
-    """
+    """Return a value in the outline of the first image, with plain tensors in their own memory."""
     if isinstance(value, dict):
         return {key: copy_value(each, images) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -434,9 +433,9 @@ def copy_value(value: Any, images: Sequence[torch.Tensor]) -> Any:
         return value
     if form := describe_form(value):
         raise WeightSyncError(f"is {form}, which is not read; load the step, and load_state_dict")
-    shape, chunk = tuple(value.shape), _get_chunk(0, "a tensor", value)
-    chunks = (chunk,) if chunk else ()
-    return combine_tensor(FullTensor((), value.dtype, shape, chunks, value.dtype), images)
+    chunks = filter(None, [_get_chunk(0, "a tensor", value)])
+    full = FullTensor((), value.dtype, tuple(value.shape), tuple(chunks), value.dtype)
+    return combine_tensor(full, images)
 
 
 def view_chunk(
@@ -489,19 +488,6 @@ def _narrow(
 
 def _have_equal_values(both: Sequence[FullTensor], images: Sequence[torch.Tensor]) -> bool:
     return have_equal_bits(*(view_full_tensor(full, images) for full in both))
-
-
-def find_problem(target: torch.Tensor) -> str | None:
-    """Return why a tensor cannot be filled, and what to do; None if it can."""
-    if isinstance(target, DTensor):
-        return "is a DTensor: load before sharding, or copy its part of iter_views() to to_local()"
-    if form := describe_form(target):
-        return f"is {form}, which cannot be filled in place: load the step, and load_state_dict"
-    if target.numel() and not target.data_ptr():
-        return "has no memory to copy to: call model.to_empty(device=...) first if it is on meta"
-    if any(by == 0 and n > 1 for n, by in zip(target.shape, target.stride(), strict=True)):
-        return "is expanded, with one place for several elements: clone() it"
-    return None
 
 
 def map_names(state: Mapping[str, Any]) -> dict[str, str]:

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from trinity_sync.errors import ConfigError, WeightSyncError
+from trinity_sync.tensors.deserialize import find_fault
 from trinity_sync.tensors.dtensor_shards import have_equal_bits
-from trinity_sync.tensors.unshard import find_problem
 from trinity_sync.weights.weight_group import WeightGroup
 
 ALIGNMENT = 16
@@ -229,7 +229,7 @@ def receive_into(state: Mapping[str, torch.Tensor], group: WeightGroup) -> int:
     """Bytes that were written from an address on."""
     with receive_weights(group) as (version, tensors):
         for name, tensor in state.items():
-            if problem := find_problem(tensor):
+            if problem := find_fault(tensor, whole=True):
                 raise WeightSyncError(f"{name} {problem}")
         for name, tensor in tensors:
             target = state.get(name)

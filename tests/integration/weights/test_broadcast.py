@@ -200,7 +200,7 @@ def _into_meta(group: WeightGroup) -> Any:
     [
         (_into_tied, {"a": torch.zeros(2), "b": torch.ones(2)}, "'b' is tied to another one here"),
         (_into_part, {"a": torch.zeros(2)}, "1 of 2 tensors were not sent, 'fused' first"),
-        (_into_meta, {"a": torch.zeros(2)}, "a has no memory to copy to"),
+        (_into_meta, {"a": torch.zeros(2)}, "a is on the meta device"),
         (_into_other, {"matrix": torch.zeros(3)}, r"'matrix' is \[3\] at the trainer"),
         (_into_more, {"a": torch.zeros(2)}, "1 of 2 tensors were not sent, 'b' first"),
     ],

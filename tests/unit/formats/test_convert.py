@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -19,6 +20,7 @@ from trinity_sync.cli.commands import app
 from trinity_sync.errors import CommitError, ConfigError, SaveError
 from trinity_sync.formats.dcp import from_dcp, to_dcp
 from trinity_sync.formats.dcp_source import DcpReader
+from trinity_sync.formats.shard_reader import SavedState
 from trinity_sync.layout import shard_file, step_folder
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.latest_pointer import read_latest_pointer
@@ -86,6 +88,44 @@ def test_a_step_is_loaded_by_plain_dcp(job: Job, trained: Trained, tmp_path: Pat
     assert same(fresh.states, trained.states)
     assert done.components == ("model", "optim")
     assert list_leases(job.root) == []
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("form", ["to_sparse", "to_sparse_csr"])
+def test_a_tensor_that_is_not_strided_is_named(job: Job, tmp_path: Path, form: str) -> None:
+    model = {"w": torch.eye(3), "adjacency": getattr(torch.eye(3), form)()}
+    folder = commit(job, {"model": model})
+    with pytest.raises(CommitError, match=r"/actor/model_.* \(adjacency is sparse") as refused:
+        to_dcp(job.root, STEP, tmp_path / "out")
+    assert str(folder) in str(refused.value)
+    with pytest.raises(CommitError, match=r"/actor/model_.* \(adjacency is sparse"):
+        SavedState([*folder.glob("actor/model*")])
+    with WeightReader(root=job.root, name="evaluation") as reader:
+        assert same(dict(reader.iter_weights()), {"w": torch.eye(3)})
+    assert same(Checkpoints(job.root).load(STEP)["model"]["adjacency"].to_dense(), torch.eye(3))
+
+
+def test_a_state_has_the_structure_that_it_was_saved_with(tmp_path: Path) -> None:
+    extra = {"scale": torch.ones(2), "recipe": {"amax": [torch.zeros(1), torch.ones(1)]}, "n": 3}
+    model = {"0.weight": torch.eye(2), "0._extra_state": extra, "0.none": None}
+    dcp.save({"model": model}, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    from_dcp(tmp_path / "theirs", tmp_path / "job", STEP, world_size=1)
+    assert same(Checkpoints(tmp_path / "job").load(STEP)["model"], model)
+
+
+@pytest.mark.parametrize("number", [np.float64(0.5), np.int64(3), np.bool_(True)])
+def test_scalars_of_numpy_in_an_optimizer_are_converted_both_ways(
+    job: Job, trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: Any
+) -> None:
+    states = trained.states
+    states["optim"]["param_groups"][0]["lr"] = number
+    commit(job, states)
+    to_dcp(job.root, STEP, tmp_path / "out")
+    from_dcp(tmp_path / "out", tmp_path / "other", STEP, world_size=1)
+    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
+    for root in (job.root, tmp_path / "other"):
+        found = Checkpoints(root).load(STEP)["optim"]["param_groups"][0]["lr"]
+        assert (found, type(found)) == (number, type(number))
 
 
 def test_the_optimizer_alone_is_converted(job: Job, trained: Trained, tmp_path: Path) -> None:

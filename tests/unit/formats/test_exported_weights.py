@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from peft import (
+    CPTConfig,
     LoraConfig,
     PeftModel,
     PrefixTuningConfig,
@@ -573,12 +574,13 @@ def test_an_adapter_with_the_config_of_another_one_is_refused_by_name(
     assert not (tmp_path / "exported").exists()
 
 
-@pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig])
+@pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig, CPTConfig])
 def test_an_adapter_that_peft_computes_is_refused_with_what_saves_it(
     job: Job, tmp_path: Path, kind: Any
 ) -> None:
     KINDS["qwen2"].make().save_pretrained(tmp_path / "base")
-    config = kind(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    size = "cpt_token_ids" if kind is CPTConfig else "num_virtual_tokens"
+    config = kind(task_type="CAUSAL_LM", **{size: [1, 2, 3, 4] if kind is CPTConfig else 4})
     trained = get_peft_model(load(KINDS["qwen2"], tmp_path / "base"), config)
     config.save_pretrained(tmp_path / "metadata/lora_adapter")
     commit(job, tmp_path / "metadata", 1, trained.state_dict(), trained.base_model.config)

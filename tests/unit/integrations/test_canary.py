@@ -57,6 +57,17 @@ def test_values_that_are_not_finite_are_noticed(model: Any) -> None:
         check_canary(canary, score_model(model), PROMPTS)
 
 
+@pytest.mark.parametrize(
+    "found", [None, [None], [None, {"6": {"logprob": None}}, {}, {}], [None, {"6": None}, {}, {}]]
+)
+def test_a_server_that_returns_no_numbers_is_named(found: Any) -> None:
+    body = json.dumps({"choices": [{"prompt_logprobs": found}]})
+    with serving(lambda *_: (200, body)) as url:
+        score = score_server(url, "policy")
+        with pytest.raises(WeightSyncError, match=rf"{url} returned no log-probability of each"):
+            check_canary({"canary_0": -1.0}, score, PROMPTS[:1])
+
+
 def test_a_server_is_asked_for_the_tokens_of_the_prompt(model: Any) -> None:
     def answer(request: BaseHTTPRequestHandler, text: str) -> tuple[int, str]:
         body = json.loads(text)

@@ -1,6 +1,7 @@
 """Which tensors changed between two steps, and by how much."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -187,3 +188,39 @@ def test_weights_of_another_format_are_named_with_what_reads_them(
     rename_file(job, 2, name)
     with pytest.raises(CommitError, match=message):
         diff(job.root, 1, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
+def test_zeros_of_another_sign_differ(job: Job, dtype: torch.dtype) -> None:
+    zeros, ones = torch.zeros(3, dtype=dtype), torch.ones(3, dtype=dtype)
+    turned = torch.view_as_real(zeros.clone()) if dtype.is_complex else zeros.clone()
+    turned[0] = -0.0
+    turned = torch.view_as_complex(turned) if dtype.is_complex else turned
+    before = {"zeros": zeros, "both": torch.cat([zeros, ones])}
+    after = {"zeros": turned, "both": torch.cat([turned, 2 * ones])}
+    found = changes(job, before, after)
+    assert [(found[n].state, found[n].changed, found[n].max_abs) for n in ("zeros", "both")] == [
+        ("changed", 1, 0.0),
+        ("changed", 4, 1.0),
+    ]
+
+
+FORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sparse": lambda dense: dense.to_sparse(),
+    "compressed": lambda dense: dense.to_sparse_csr(),
+    "quantized": lambda dense: torch.quantize_per_tensor(dense, 0.5, 0, torch.qint8),
+    "nested": lambda dense: torch.nested.nested_tensor([dense, dense[:1]]),
+    "jagged": lambda dense: torch.nested.nested_tensor([dense, dense[:1]], layout=torch.jagged),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("form", FORMS)
+def test_a_tensor_that_is_not_strided_is_compared_as_a_whole(job: Job, form: str) -> None:
+    make, one = FORMS[form], torch.eye(3)
+    before = {"w": one, "same": make(one), "changed": make(one), "new": one}
+    after = {"w": 2 * one, "same": make(one), "changed": make(2 * one), "new": make(one)}
+    found = changes(job, before, after)
+    states = ["changed", "same", "changed", "changed"]
+    assert [found[n].state for n in ("w", "same", "changed", "new")] == states
+    assert "sparse" in found["changed"].shape or "a NestedTensor" in found["changed"].shape

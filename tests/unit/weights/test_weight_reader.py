@@ -456,7 +456,7 @@ def test_a_target_without_memory_for_every_element_is_refused_before_loading(
     versions.tell(upload(job, 1, weights(1)))
     unfit = {
         r"w is a DTensor.*to_local\(\)": sharded,
-        r"w has no memory.*to_empty\(device=\.\.\.\)": torch.empty(5000, device="meta"),
+        r"w is on the meta device.*to_empty\(device=\.\.\.\)": torch.empty(5000, device="meta"),
         "w is of the layout": weights(-1)["w"].to_sparse(),
         "w is expanded": torch.full((1,), -1.0).expand(5000),
     }
