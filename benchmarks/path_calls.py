@@ -21,10 +21,18 @@ def _on_event(event: str, arguments: tuple[Any, ...]) -> None:
 
 def _on_call(kind: str, path: Any) -> None:
     if not isinstance(path, int) and path is not None:  # calls on what is open look nothing up
-        name = os.fsdecode(path)
+        name = follow_fd(os.fsdecode(path))
         for below, tell in _told:
             if name.startswith(below):
                 tell(kind, name)
+
+
+def follow_fd(path: str) -> str:
+    """Return the path of a name in an open folder, ``/proc/self/fd/7/name``; others as they are."""
+    fd, _, name = path.removeprefix("/proc/self/fd/").partition("/")
+    if not (path.startswith("/proc/self/fd/") and name):
+        return path
+    return f"{os.readlink(f'/proc/self/fd/{fd}')}/{name}"  # noqa: PTH115, which others count
 
 
 sys.addaudithook(_on_event)  # it stays until the process ends

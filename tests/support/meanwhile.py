@@ -5,11 +5,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from benchmarks.path_calls import follow_fd
+
 _waiting: dict[tuple[str, str], Callable[[], object]] = {}
 
 
 def _look(event: str, arguments: tuple[object, ...]) -> None:
-    about = (event, str(arguments[0])) if _waiting and arguments else None
+    about = (event, follow_fd(str(arguments[0]))) if _waiting and arguments else None
     if about and (body := _waiting.pop(about, None)):
         body()
 

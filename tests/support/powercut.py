@@ -25,6 +25,8 @@ from stat import S_ISDIR
 
 import pytest
 
+from benchmarks.path_calls import follow_fd
+
 RECENT = 4
 """The last uncertain names, of which each combination of some sort is tried always."""
 FATES = ("old", "new", "torn", "zeros", "any")
@@ -154,7 +156,7 @@ class Recording:
         if self._looking:
             return
         if event in CHANGES or (
-            event == "open" and str(arguments[0]).startswith(os.fspath(self.root))
+            event == "open" and follow_fd(str(arguments[0])).startswith(os.fspath(self.root))
         ):
             self.look()
 

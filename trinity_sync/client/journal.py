@@ -28,10 +28,9 @@ from typing import Literal
 import msgspec
 
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.fs.atomic import list_uncached, make_folder
+from trinity_sync.fs.atomic import list_uncached, make_folder, open_no_follow, open_to_append
 from trinity_sync.fs.records import describe
 from trinity_sync.layout import PRIVATE_FOLDER, Kind, parse_number
-from trinity_sync.tensors.safe_load import open_no_follow
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +121,7 @@ def _append(request: SaveRequest, line: bytes) -> None:
         make_folder(folder)
         _remove_old(folder, request.run)
     # other NFS clients see the content of a file once it is closed
-    with path.open("ab") as file:
+    with open_to_append(path) as file:
         file.write(line)
 
 

@@ -28,8 +28,8 @@ from urllib.parse import urlsplit
 
 from trinity_sync.client.save_request import SAVE_DEPLOYMENT
 from trinity_sync.errors import PrefectApiError, RequestRefusedError, TrinitySyncError
+from trinity_sync.fs.atomic import is_own
 from trinity_sync.settings import Settings
-from trinity_sync.tensors.safe_load import is_own
 
 if TYPE_CHECKING:
     import httpx

@@ -22,7 +22,7 @@ from trinity_sync.formats.safetensors import (
     read_progress,
 )
 from trinity_sync.formats.shard_reader import SavedState
-from trinity_sync.fs.atomic import UNWRITABLE, make_folder, sync_folder
+from trinity_sync.fs.atomic import UNWRITABLE, make_folder, move, sync_folder
 from trinity_sync.fs.direct_io import OnProgress, no_progress
 from trinity_sync.fs.locks import acquire_commit_lock, try_acquire_file_lock
 from trinity_sync.layout import PRIVATE_FOLDER, check_name, step_folder
@@ -179,7 +179,7 @@ def _add_to_step(root: Path, manifest: Manifest, role: str, progress: ExportProg
         for name in sorted(progress.files, key=lambda name: name.endswith(".json")):
             path, known = f"{role}/{HUGGINGFACE}/{name}", progress.files[name]
             make_folder((folder / path).parent)
-            (progress.folder / name).replace(folder / path)
+            move(progress.folder / name, folder / path)
             sync_folder((folder / path).parent)
             records.append(FileRecord(path, known.nbytes, known.digest, role, COMPONENT))
         # files of an earlier export, sharded in another way

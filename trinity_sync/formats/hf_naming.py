@@ -19,7 +19,7 @@ import torch
 
 from trinity_sync.errors import ConfigError, ExportError, from_extra
 from trinity_sync.formats.shard_reader import Meta
-from trinity_sync.tensors.safe_load import TRUSTED, is_trusted, open_no_follow
+from trinity_sync.fs.atomic import TRUSTED, is_trusted, open_no_follow
 
 Tensors = dict[str, torch.Tensor]
 

@@ -7,7 +7,6 @@ the finished files and digests. It stays in the finished folder, to recognize it
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -18,8 +17,9 @@ from typing import Any
 from trinity_sync.errors import ExportError
 from trinity_sync.formats.hf_naming import Naming, Tensors
 from trinity_sync.formats.shard_reader import Meta, SavedState
-from trinity_sync.fs.atomic import make_folder, replace_file, sync_folder
+from trinity_sync.fs.atomic import make_folder, remove_tree, replace_file, sync_folder
 from trinity_sync.fs.direct_io import OnProgress, digest_cached_file, no_progress
+from trinity_sync.layout import is_below
 from trinity_sync.tensors.dtensor_shards import have_equal_bits
 
 PROGRESS = "trinity_export.json"
@@ -49,6 +49,7 @@ class ExportProgress:
         return bool(
             known
             and path.is_file()
+            and not path.is_symlink()
             and path.stat().st_size == known.nbytes
             and digest_cached_file(path) == known.digest
         )
@@ -62,6 +63,7 @@ class ExportProgress:
             return False
         path = self.folder / name
         make_folder(path.parent)
+        path.unlink(missing_ok=True)  # it may be another user's link
         write(path)
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -77,7 +79,8 @@ def open_progress(folder: Path, source: dict[str, Any]) -> ExportProgress:
     found = read_progress(folder)
     if found and found.source == source:
         return found
-    shutil.rmtree(folder, ignore_errors=True)
+    make_folder(folder.parent)
+    remove_tree(folder)
     make_folder(folder)
     return ExportProgress(folder, source)
 
@@ -87,7 +90,8 @@ def read_progress(folder: Path) -> ExportProgress | None:
     try:
         body = json.loads((folder / PROGRESS).read_text())
         files = {str(name): ExportedFile(**known) for name, known in body["files"].items()}
-        return ExportProgress(folder, body["source"], files)
+        is_ours = all(map(is_below, files))  # anyone may have written it
+        return ExportProgress(folder, body["source"], files) if is_ours else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 

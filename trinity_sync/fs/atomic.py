@@ -1,4 +1,8 @@
-"""Atomic replacement of files, fsync, reads past the caches of an NFS client, waits for changes."""
+"""Atomic replacement of files, fsync, reads past the caches of an NFS client, waits for changes.
+
+In a root that a group shares, any name may become another user's link at any moment. So what
+changes names works in folders that are open (`pin_folder`).
+"""
 
 import ctypes
 import errno
@@ -6,13 +10,16 @@ import fnmatch
 import os
 import re
 import shutil
+import stat
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import IO, Concatenate, Generic, ParamSpec, TypeVar
+
+from trinity_sync.layout import PRIVATE_FOLDER
 
 TEMPORARY_SUFFIX = ".tmp"
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}" + re.escape(TEMPORARY_SUFFIX))
@@ -22,7 +29,95 @@ UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM}
 """Error numbers of a folder that this user may read and not write."""
 REMOVED_PREFIX = ".nfs"
 """Prefix of the names that NFS gives to removed files which a process on this node has open."""
+TRUSTED = "TRINITY_SYNC_TRUSTED_PATHS"
+_IN_ROOT = re.compile(rf"(?:^|/)(?:{re.escape(PRIVATE_FOLDER)}|global_step_\d+)(?:/|\Z)")
+_LINKED = "it is a link that another user may have made, and is not followed; move it away"
 _NO_EXCHANGE = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@contextmanager
+def pin_folder(folder: Path) -> Iterator[Path]:
+    """Yield a path that leads to the same folder within the block, whoever moves it meanwhile.
+
+    No link is followed in a root's private folder, and in the place of a step only one of this user
+    or root (OSError). A folder elsewhere is yielded as it is.
+    """
+    if not _IN_ROOT.search(str(folder)):
+        yield folder
+        return
+    with pin_folder(folder.parent) as parent:
+        is_first = parent == folder.parent
+        fd = _open_folder(parent / folder.name, follows=is_first and folder.name != PRIVATE_FOLDER)
+        try:
+            yield Path(f"/proc/self/fd/{fd}")
+        except OSError as error:
+            error.strerror = _LINKED if error.errno == errno.ELOOP else error.strerror
+            for name in ("filename", "filename2"):
+                if found := getattr(error, name):
+                    setattr(error, name, str(found).replace(f"/proc/self/fd/{fd}/", f"{folder}/"))
+            raise
+        finally:
+            os.close(fd)
+
+
+def _open_folder(path: Path, *, follows: bool) -> int:
+    flags = os.O_RDONLY | os.O_DIRECTORY
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW)
+    except NotADirectoryError:
+        with open_fd(path, os.O_PATH | os.O_NOFOLLOW) as link:
+            found = os.fstat(link)
+            if not stat.S_ISLNK(found.st_mode):
+                raise
+            if not follows or found.st_uid not in (os.geteuid(), 0):
+                raise OSError(errno.ELOOP, _LINKED, os.fspath(path)) from None
+            return os.open(path.parent / os.readlink("", dir_fd=link), flags)
+
+
+def pinned(function: Callable[Concatenate[Path, P], T]) -> Callable[Concatenate[Path, P], T]:
+    """Let a function work in the folder of its path while that is pinned."""
+
+    @wraps(function)
+    def call(path: Path, *args: P.args, **kwargs: P.kwargs) -> T:
+        with pin_folder(path.parent) as folder:
+            return function(folder / path.name, *args, **kwargs)
+
+    return call
+
+
+def open_no_follow(path: Path, mode: str = "rb") -> IO[bytes]:
+    """Open a file of an unknown owner: no link is followed, and no pipe is waited for.
+
+    Raises:
+        OSError: it cannot be opened, or is a link.
+    """
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK
+    return open(path, mode, opener=lambda name, usual: os.open(name, usual | flags, 0o666))
+
+
+@pinned
+def open_to_append(path: Path) -> IO[bytes]:
+    """Open a file to read and to append, created if it is missing, as `open_no_follow`."""
+    return open_no_follow(path, "a+b")
+
+
+def is_own(fd: int) -> bool:
+    """Return whether this user, or root, owns an open file and no other user may write it.
+
+    Call it before the first byte is read: another writer may change the file during the read.
+    """
+    found = os.fstat(fd)
+    return found.st_uid in (os.geteuid(), 0) and not found.st_mode & 0o022
+
+
+def is_trusted(fd: int) -> bool:
+    """Return whether an open file may be unpickled in full; call it when `is_own` may be called."""
+    real = Path(f"/proc/self/fd/{fd}").readlink()
+    named = filter(None, os.environ.get(TRUSTED, "").split(os.pathsep))
+    return is_own(fd) or any(real.is_relative_to(Path(folder).resolve()) for folder in named)
 
 
 def replace_file(
@@ -40,6 +135,10 @@ def replace_file(
     the temporary name is not random: writers must exclude each other, and the next write overwrites
     the temporary file of a killed process.
     """
+    if _IN_ROOT.search(str(path)):  # a decorator would be a call of each save
+        with pin_folder(path.parent) as folder:
+            path = folder / path.name
+            return replace_file(path, content, mode=mode, sync=sync, own_name=own_name)
     temporary = (
         make_temporary_path(path) if own_name else path.with_name(path.name + TEMPORARY_SUFFIX)
     )
@@ -53,6 +152,40 @@ def replace_file(
         sync_folder(path.parent)
 
 
+def move(path: Path, name: Path) -> None:
+    """Rename a file or folder, between folders that are pinned."""
+    with pin_folder(path.parent) as folder, pin_folder(name.parent) as other:
+        (folder / path.name).rename(other / name.name)
+
+
+@pinned
+def remove_file(path: Path) -> None:
+    """Remove a file, if there is one."""
+    path.unlink(missing_ok=True)
+
+
+@pinned
+def remove_tree(folder: Path) -> bool:
+    """Remove a folder, or what is there in its place; return whether nothing of it is left.
+
+    A folder with a file that NFS keeps (`REMOVED_PREFIX`) stays for the next removal.
+
+    Raises:
+        OSError: something else cannot be removed.
+    """
+    if folder.is_symlink() or not folder.is_dir():
+        folder.unlink(missing_ok=True)
+        return True
+    shutil.rmtree(folder, ignore_errors=True)
+    left = [path for path in folder.rglob("*") if not path.is_dir()]
+    if left and all(path.name.startswith(REMOVED_PREFIX) for path in left):
+        return False
+    if folder.exists():
+        shutil.rmtree(folder)  # raises the reason
+    return True
+
+
+@pinned
 def link_or_copy(path: Path, name: Path) -> None:
     """Create a hard link ``name`` to a file; on a file system without hard links, a copy.
 
@@ -67,6 +200,7 @@ def link_or_copy(path: Path, name: Path) -> None:
         _sync(name, os.O_RDONLY)
 
 
+@pinned
 def exchange_names(one: Path, other: Path) -> bool:
     """Exchange the names of two folders atomically; return False if the file system cannot.
 
@@ -153,11 +287,13 @@ def list_uncached(folder: Path, pattern: str) -> list[Path]:
 
 def make_folder(folder: Path) -> None:
     """Create a folder and its missing parents, each durably."""
-    if folder.is_dir():
-        return
+    with suppress(FileNotFoundError), pin_folder(folder) as found:
+        if found.is_dir():
+            return
     make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)
-    sync_folder(folder.parent)
+    with pin_folder(folder.parent) as parent:
+        (parent / folder.name).mkdir(exist_ok=True)
+        sync_folder(parent)
 
 
 def make_temporary_path(path: Path) -> Path:
@@ -183,8 +319,6 @@ def write_in_place(
             file.flush()
             os.fsync(file.fileno())
 
-
-T = TypeVar("T")
 
 FileSignature = tuple[int, int, int] | None
 """Inode, size and time (ns) of a file or folder; None if there is none."""

@@ -38,6 +38,8 @@ from trinity_sync.fs.atomic import (
     make_folder,
     make_temporary_path,
     open_fd,
+    pin_folder,
+    pinned,
     sync_folder,
     write_in_place,
 )
@@ -71,8 +73,8 @@ class LockFile:
 
     def __init__(self, path: Path, flags: int) -> None:
         self.path = path
-        with _change():
-            self.fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with _change(), pin_folder(path.parent) as folder:
+            self.fd = os.open(folder / path.name, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             _open_here.add(self)
 
     def try_acquire(self, *, shared: bool = False) -> bool:
@@ -334,6 +336,7 @@ def _restrict_to_writers(fd: int, folder: Path) -> None:
             os.fchmod(fd, wanted)
 
 
+@pinned
 def create_file(path: Path, content: str | bytes) -> bool:
     """Create a file atomically and durably; return False if it exists."""
     temporary = make_temporary_path(path)

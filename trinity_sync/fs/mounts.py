@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from trinity_sync.fs.atomic import open_to_append
 from trinity_sync.layout import PRIVATE_FOLDER
 
 LOCAL_TYPES = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs"}
@@ -92,7 +93,8 @@ def read_file_system_time(root: str | Path) -> float:
     """
     path = Path(root) / PRIVATE_FOLDER / ".now"
     try:
-        path.touch()
-        return path.stat().st_mtime
+        with open_to_append(path) as file:
+            os.utime(file.fileno())
+            return os.fstat(file.fileno()).st_mtime
     except OSError:
         return time.time()

@@ -30,6 +30,7 @@ from trinity_sync.fs.atomic import (
     replace_file,
 )
 from trinity_sync.fs.records import Record, encode_record, read_record
+from trinity_sync.layout import is_below
 from trinity_sync.storage import manifest
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted, Written, is_being_written, remove_files
@@ -102,14 +103,20 @@ def await_node_records(
     Raises:
         MissingShardsError: a node has left no record, and none has written anything within
             ``rank_timeout_s``.
-        SaveError: a node could not persist its images.
+        SaveError: a node could not persist its images, or its record was altered.
     """
     waiting = {number: node for number, node in enumerate(nodes) if number}
     found: list[Persisted] = []
     quiet = _Quiet(request, rank_timeout_s)
     while True:
         for number in list(waiting):
-            record = read_record(NodeRecord, _path(request, number), read_uncached)
+            path = _path(request, number)
+            record = read_record(NodeRecord, path, read_uncached)
+            for each in record.written if record else ():  # anyone may write a record
+                final = request.save.folder / each.record.path
+                is_next = Path(each.temporary or final).parent == final.parent
+                if not is_below(each.record.path) or not is_next:
+                    raise SaveError(f"{path} was altered, and names files elsewhere; remove it")
             if record and record.error:
                 raise SaveError(f"node {waiting[number].node}: {record.error}")
             if record and record.ended:

@@ -13,7 +13,7 @@ from pathlib import Path
 import xxhash
 
 from trinity_sync.errors import CommitError, CorruptedCopyError
-from trinity_sync.fs.atomic import link_or_copy, make_folder, revalidate_folder, sync_folder
+from trinity_sync.fs.atomic import link_or_copy, make_folder, move, revalidate_folder, sync_folder
 from trinity_sync.fs.direct_io import DIGEST, OnProgress, digest_cached_file, no_progress
 from trinity_sync.fs.locks import acquire_commit_lock, acquire_file_lock
 from trinity_sync.layout import PRIVATE_FOLDER, check_root, step_folder
@@ -181,11 +181,11 @@ def _commit(root: Path, manifest: Manifest, folder: Path, replace: bool) -> None
                 make_folder(fresh.parent)
                 if fresh.exists():  # an earlier attempt died
                     clear_replaced_step(root, manifest.step)
-                folder.rename(fresh)
+                move(folder, fresh)
                 swap_folders(fresh, target)
                 sync_folder(root)
                 clear_replaced_step(root, manifest.step)
             else:
-                folder.rename(target)
+                move(folder, target)
                 sync_folder(root)
         update_latest_pointers(root, manifest)

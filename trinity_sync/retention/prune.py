@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from trinity_sync.errors import SpoolError
-from trinity_sync.fs.atomic import make_folder, sync_folder
+from trinity_sync.fs.atomic import make_folder, move, sync_folder
 from trinity_sync.fs.locks import LONG_S, TRASH_LOCK, acquire_commit_lock, acquire_file_lock
 from trinity_sync.layout import KINDS, PRIVATE_FOLDER, step_folder
 from trinity_sync.retention.policies import Policy, StepInfo
@@ -190,7 +190,7 @@ def _move_to_trash(root: Path, folder: Path) -> None:
     """Rename a folder of a root into the trash, durably."""
     trash = root / PRIVATE_FOLDER / "trash"
     make_folder(trash)
-    folder.rename(trash / f"{folder.name}.{uuid.uuid4().hex}")
+    move(folder, trash / f"{folder.name}.{uuid.uuid4().hex}")
     sync_folder(trash)  # the new name first: after a power cut it may have both, never none
     sync_folder(folder.parent)
 

@@ -14,12 +14,11 @@ from pathlib import Path
 
 from trinity_sync.client.prefect_connection import STACK_FILE
 from trinity_sync.errors import StackError
-from trinity_sync.fs.atomic import replace_file
+from trinity_sync.fs.atomic import is_own, replace_file
 from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.settings import LOCAL_HOST, Settings
 from trinity_sync.stack.daemon import Daemon
 from trinity_sync.stack.services import StackState, make_home
-from trinity_sync.tensors.safe_load import is_own
 
 INVITATION = "join.json"
 """File name of the invitation, next to the state file."""

@@ -11,14 +11,13 @@ a file has no name in the step any more, which a program that walks the step cou
 
 import errno
 import os
-import shutil
 import stat
 import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from trinity_sync.fs.atomic import REMOVED_PREFIX, make_folder, sync_folder
+from trinity_sync.fs.atomic import make_folder, move, pin_folder, remove_tree, sync_folder
 from trinity_sync.fs.locks import has_no_other_users
 from trinity_sync.fs.mounts import find_mount
 from trinity_sync.layout import PRIVATE_FOLDER
@@ -42,39 +41,20 @@ def remove_folder(root: str | Path, folder: Path, *, keep: int) -> None:
     is how many bytes all spare files together may have afterwards; 0 keeps none.
     """
     room = keep - sum(list_spares(root).values())
-    for path in () if folder.is_symlink() else folder.rglob("*"):
-        if path.is_symlink() or not path.is_file():
-            continue
-        nbytes = path.stat().st_size
-        if WORTHWHILE <= nbytes <= room:
-            spare = _folder(root) / uuid.uuid4().hex
-            make_folder(spare.parent)
-            path.rename(spare)
-            if has_no_other_users(spare):
-                room -= nbytes
-            else:
-                spare.unlink(missing_ok=True)
+    with suppress(FileNotFoundError), pin_folder(folder.parent) as parent:
+        # unlike `rglob`, it never follows a link that takes the place of a folder
+        for _, _, names, fd in os.fwalk(parent / folder.name):
+            for path in (Path(f"/proc/self/fd/{fd}/{name}") for name in names):
+                found = path.lstat()
+                if stat.S_ISREG(found.st_mode) and WORTHWHILE <= found.st_size <= room:
+                    spare = _folder(root) / uuid.uuid4().hex
+                    make_folder(spare.parent)
+                    move(path, spare)
+                    if has_no_other_users(spare):
+                        room -= found.st_size
+                    else:
+                        spare.unlink(missing_ok=True)
     remove_tree(folder)
-
-
-def remove_tree(folder: Path) -> bool:
-    """Remove a folder, or what is there in its place; return whether nothing of it is left.
-
-    A folder with a file that NFS keeps (`REMOVED_PREFIX`) stays for the next removal.
-
-    Raises:
-        OSError: something else cannot be removed.
-    """
-    if folder.is_symlink() or not folder.is_dir():
-        folder.unlink(missing_ok=True)
-        return True
-    shutil.rmtree(folder, ignore_errors=True)
-    left = [path for path in folder.rglob("*") if not path.is_dir()]
-    if left and all(path.name.startswith(REMOVED_PREFIX) for path in left):
-        return False
-    if folder.exists():
-        shutil.rmtree(folder)  # raises the reason
-    return True
 
 
 def acquire_spare(root: str | Path, temporary: Path, nbytes: int) -> bool:
@@ -88,7 +68,7 @@ def acquire_spare(root: str | Path, temporary: Path, nbytes: int) -> bool:
     sizes = list_spares(root)
     for path in sorted(sizes, key=lambda path: (sizes[path] < nbytes, abs(sizes[path] - nbytes))):
         try:
-            path.rename(temporary)
+            move(path, temporary)
         except FileNotFoundError:
             continue  # another writer was faster
         except OSError as error:
@@ -108,7 +88,8 @@ def acquire_spare(root: str | Path, temporary: Path, nbytes: int) -> bool:
 
 def remove_spares(root: str | Path) -> None:
     """Remove all spare files of a root."""
-    shutil.rmtree(_folder(root), ignore_errors=True)
+    with suppress(OSError):
+        remove_tree(_folder(root))
 
 
 def list_spares(root: str | Path) -> dict[Path, int]:

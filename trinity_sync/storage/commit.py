@@ -10,7 +10,6 @@ commit.
 
 import logging
 import os
-import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,7 +24,7 @@ from trinity_sync.errors import (
     SupersededError,
     TrinitySyncError,
 )
-from trinity_sync.fs.atomic import make_folder, sync_folder
+from trinity_sync.fs.atomic import make_folder, remove_tree, replace_file, sync_folder
 from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.layout import (
     FOLDERS,
@@ -223,7 +222,7 @@ def update_latest_pointers(root: str | Path, manifest: Manifest) -> None:
     """Mark a checkpoint as full and update the latest pointers. Call it under the commit lock."""
     folder = step_folder(root, manifest.step)
     if "checkpoint" in manifest.kinds:
-        (folder / FULL_CHECKPOINT_MARK).touch()
+        replace_file(folder / FULL_CHECKPOINT_MARK, "", sync=False)  # where it is a link, too
     sync_folder(folder)
     for kind in manifest.kinds:
         advance_latest_pointer(root, kind, manifest.run, manifest.step)
@@ -321,7 +320,8 @@ def _remove_other_attempts(save: SaveId, written: Sequence[Written]) -> None:
         remove_files(folder / name for name in names if parse_image_name(name) in images)
     attaching = attaching_folder(save.root)
     for name in {Path(f.attached).relative_to(attaching).parts[0] for f in written if f.attached}:
-        shutil.rmtree(attaching / name, ignore_errors=True)
+        with suppress(OSError):
+            remove_tree(attaching / name)
 
 
 def _earlier(save: SaveId) -> Manifest | None:

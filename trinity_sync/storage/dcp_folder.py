@@ -12,8 +12,10 @@ from pathlib import Path, PurePosixPath
 
 from trinity_sync.errors import CommitError, ConfigError, FormatError
 from trinity_sync.fs.atomic import (
+    is_trusted,
     link_or_copy,
     make_temporary_path,
+    open_no_follow,
     read_uncached,
     replace_file,
     sync_folder,
@@ -43,18 +45,20 @@ def link_step(root: str | Path, step: int, role: str) -> None:
     A later step of the job that is linked there stays. Call it under the commit lock.
 
     Raises:
-        ConfigError: the folder is not below the root's parent.
+        ConfigError: the folder is not below the root's parent, or another user may have named it.
         OSError: a file cannot be linked, or the folder is missing, since its program removed it.
     """
     files = step_folder(root, step) / role
     try:
-        name = os.fsdecode((files / FOLDER_FILE).read_bytes())
+        with open_no_follow(files / FOLDER_FILE) as file:
+            trusted, name = is_trusted(file.fileno()), os.fsdecode(file.read())
     except FileNotFoundError:
         return
     manifest = read_manifest(root, step)
     folder = Path(root).resolve().parent / name
-    if get_folder_name(Path(root), folder) != name or not manifest:  # a link leads elsewhere
-        raise ConfigError(f"{files} is not linked into {folder}, which is outside of {root}/..")
+    if not trusted or get_folder_name(Path(root), folder) != name or not manifest:  # by a link
+        where = f"outside of {root}/.., or which another user may have named"
+        raise ConfigError(f"{files} is not linked into {folder}, which is {where}")
     os.scandir(folder).close()  # raises what is wrong with it
     earlier = read_record(folder)
     if earlier and earlier.job == manifest.job:

@@ -6,16 +6,15 @@ but for a day at most and not after a failure: a model that cannot be exported m
 disk with its steps.
 """
 
-import shutil
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from trinity_sync.fs.atomic import list_uncached
+from trinity_sync.fs.atomic import is_own, list_uncached, open_no_follow, remove_tree
 from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.fs.mounts import read_file_system_time
 from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER, step_folder, step_of_folder
 from trinity_sync.storage.manifest import Manifest, parse_manifest, read_manifest, write_manifest
-from trinity_sync.tensors.safe_load import is_own, open_no_follow
 
 COMPONENT = "hf_model"
 """Component of the files of an exported model, in the manifest."""
@@ -77,10 +76,8 @@ def exports_folder(root: str | Path) -> Path:
 def remove_export_files(root: str | Path, step: int) -> None:
     """Remove all files that exports into a removed step left."""
     for path in list_export_files(root, step):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        with suppress(OSError):
+            remove_tree(path)
 
 
 def list_export_files(root: str | Path, step: int) -> list[Path]:

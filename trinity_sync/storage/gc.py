@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Literal
 
 from trinity_sync.errors import CommitError
-from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, is_temporary, revalidate_folder, sync_folder
+from trinity_sync.fs.atomic import (
+    TEMPORARY_SUFFIX,
+    is_temporary,
+    move,
+    remove_tree,
+    revalidate_folder,
+    sync_folder,
+)
 from trinity_sync.fs.locks import (
     TRASH_LOCK,
     acquire_commit_lock,
@@ -34,7 +41,6 @@ from trinity_sync.layout import (
 )
 from trinity_sync.snapshot.spool import SLOT_SUFFIX, JobSpool
 from trinity_sync.snapshot.ticket import hold_slot, ticket_path
-from trinity_sync.storage.block_reuse import remove_tree
 from trinity_sync.storage.discovery import find_newest, is_foreign, require_committed
 from trinity_sync.storage.export_requests import (
     list_export_files,
@@ -94,7 +100,7 @@ def remove_replaced(root: Path) -> Iterator[Finding]:
             current = root / moved.name.removesuffix(".replaced")
             if not current.exists():  # died between two renames, without an atomic exchange
                 lock.require_held()
-                moved.rename(current)
+                move(moved, current)
                 sync_folder(root)
                 yield Finding(str(root), current.name, "repaired", "was renamed back")
             elif not _is_committed(current):
@@ -103,7 +109,7 @@ def remove_replaced(root: Path) -> Iterator[Finding]:
                 why = f"{current} is not committed; move it away to restore this step"
                 yield Finding(str(root), name, "left", why)
             elif moved.parent == replacing and not (replacing / current.name).exists():
-                moved.rename(replacing / current.name)
+                move(moved, replacing / current.name)
         lock.require_held()
         for step in steps_on_disk(replacing):
             folder = step_folder(replacing, step)
@@ -170,14 +176,14 @@ def remove_temporaries(
                 why = "the Prefect server does not answer whether a flow run writes it"
                 yield Finding(str(root), name, "left", why)
             elif step not in busy:
-                path.unlink()
+                remove_tree(path)
                 yield Finding(str(root), name, "repaired", "written by a save that died; removed")
     private = root / PRIVATE_FOLDER
     for folder in (root, private, *(path for path in private.glob("*") if path.is_dir())):
         for path in filter(_is_temporary, folder.glob(f".*{TEMPORARY_SUFFIX}")):
             with suppress(FileNotFoundError):  # it has been renamed
                 if path.lstat().st_mtime < before:
-                    path.unlink()
+                    remove_tree(path)
                     name = path.relative_to(root).as_posix()
                     why = "written by a process that died; removed"
                     yield Finding(str(root), name, "repaired", why)
@@ -249,9 +255,7 @@ def _is_committed(folder: Path) -> bool:
 def _remove_paths(root: Path, paths: Iterable[Path], why: str) -> Iterator[Finding]:
     for path in sorted(paths):
         name = path.relative_to(root).as_posix()
-        if not path.is_dir() or path.is_symlink():
-            path.unlink()
-        elif not remove_tree(path):
+        if not remove_tree(path):
             yield Finding(str(root), name, "left", f"{why}; a process on this node reads it")
             continue
         yield Finding(str(root), name, "repaired", f"{why}; removed")

@@ -34,8 +34,12 @@ import msgspec
 from trinity_sync.attribute_docs import describe_attributes
 from trinity_sync.errors import ConfigError
 from trinity_sync.fs.atomic import (
+    TRUSTED,
+    is_trusted,
     make_folder,
+    open_no_follow,
     read_uncached,
+    remove_file,
     replace_file,
     revalidate_folder,
     sync_folder,
@@ -53,7 +57,6 @@ from trinity_sync.fs.records import (
 from trinity_sync.layout import PRIVATE_FOLDER, Kind, WriteConcurrency, job_id_of
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.runs import is_superseded
-from trinity_sync.tensors.safe_load import TRUSTED, is_trusted, open_no_follow
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +190,6 @@ def write_job_settings(root: str | Path, changes: Mapping[str, Any]) -> JobSetti
             near = difflib.get_close_matches(name, NAMES, 1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(NAMES)}"
             raise ConfigError(f"{name} is not a setting of a job; {hint}")
-    make_folder(_path(root).parent)
     with acquire_file_lock(_path(root).with_suffix(".lock")):
         return _write(root, changes)
 
@@ -208,7 +210,7 @@ def _write(root: str | Path, changes: Mapping[str, Any]) -> JobSettings:
         raise ConfigError("remote_required needs a remote; set remote as well")
     after = {name: value for name, value in msgspec.to_builtins(settings).items() if name in after}
     if before and not after:
-        _path(root).unlink(missing_ok=True)
+        remove_file(_path(root))
         sync_folder(_path(root).parent)
     elif after != before:
         replace_file(_path(root), encode_body(after, indent=1), mode=0o644)

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.fs.atomic import UNWRITABLE, list_uncached, make_folder, replace_file
+from trinity_sync.fs.atomic import UNWRITABLE, list_uncached, make_folder, remove_file, replace_file
 from trinity_sync.fs.locks import LockFile, acquire_file_lock
 from trinity_sync.fs.mounts import read_file_system_time
 from trinity_sync.fs.process import is_process_alive, read_process_identity, read_process_namespace
@@ -119,7 +119,7 @@ def _release(path: Path, process: str) -> None:
     if process != read_process_identity(os.getpid()):
         return  # a child that was forked in the block
     try:
-        path.unlink(missing_ok=True)
+        remove_file(path)
     except OSError as error:  # what was read is good, and on all ranks; the lease ends anyway
         logger.warning("cannot remove %s, which ends by itself: %s", path, error)
 
@@ -139,7 +139,7 @@ def list_leases(root: str | Path, *, clock: Callable[[], float] | None = None) -
             found.append(lease)
         else:
             with suppress(OSError):  # in a root that cannot be written it stays
-                path.unlink(missing_ok=True)
+                remove_file(path)
     return found
 
 

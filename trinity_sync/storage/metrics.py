@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trinity_sync.errors import ConfigError, LockTimeoutError, TrinitySyncError
-from trinity_sync.fs.atomic import read_uncached, replace_file
+from trinity_sync.fs.atomic import read_uncached, remove_file, replace_file
 from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.fs.records import Count, Record, encode_record, read_record
 from trinity_sync.layout import PRIVATE_FOLDER
@@ -185,7 +185,7 @@ def remove_metrics(root: str | Path, step: int, run: int) -> None:
         if later:
             replace_file(path, encode_record(_Recorded(later)))
         else:
-            path.unlink(missing_ok=True)
+            remove_file(path)
 
 
 def _read(path: Path) -> dict[int, dict[str, float]]:

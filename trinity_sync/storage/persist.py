@@ -46,7 +46,7 @@ from trinity_sync.fs.atomic import (
 )
 from trinity_sync.fs.direct_io import RateLimit, digest_bytes, digest_cached_file, write_file
 from trinity_sync.fs.locks import acquire_file_lock
-from trinity_sync.layout import PRIVATE_FOLDER, shard_file
+from trinity_sync.layout import PRIVATE_FOLDER, is_below, shard_file
 from trinity_sync.snapshot.packed import unpack
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
@@ -199,7 +199,7 @@ def _write_one(
     ticket = sealed.ticket
     own = ticket.kind == save.kind
     final = save.folder / path
-    if not final.resolve().is_relative_to(save.folder.resolve()):
+    if not is_below(path):
         raise ImageError(f"{save}: the image of {ticket.what} names {final}, outside of the step")
     make_folder(final.parent)
     temporary = make_attempt_path(final, attempt, ticket.image)

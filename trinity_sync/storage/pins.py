@@ -22,6 +22,7 @@ from trinity_sync.fs.atomic import (
     list_uncached,
     make_folder,
     read_uncached,
+    remove_file,
     replace_file,
     sync_folder,
 )
@@ -121,10 +122,9 @@ def unpin(root: str | Path, which: int | str) -> bool:
         ConfigError: the name of the tag is not valid.
     """
     path = _pin_file(root, check_name("tag", str(which)))
-    try:
-        path.unlink()
-    except FileNotFoundError:
+    if not path.exists():
         return False
+    remove_file(path)
     sync_folder(path.parent)
     return True
 

@@ -35,7 +35,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_sync.errors import ConfigError, StepInUseError
-from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, is_temporary, make_folder, sync_folder
+from trinity_sync.fs.atomic import (
+    TEMPORARY_SUFFIX,
+    is_temporary,
+    make_folder,
+    move,
+    remove_file,
+    sync_folder,
+)
 from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.layout import (
     KINDS,
@@ -99,8 +106,8 @@ def clear_replaced_step(root: str | Path, step: int, *, keep: int = 0) -> Path |
         make_folder(parent)
         for path in folder.rglob(f".*{TEMPORARY_SUFFIX}"):
             if is_temporary(path.name):  # of the replacing save
-                path.unlink()
-        folder.rename(place)
+                remove_file(path)
+        move(folder, place)
         sync_folder(parent)
         return place
     remove_folder(root, folder, keep=keep)
@@ -120,7 +127,7 @@ def clear_displaced_step(root: str | Path, step: int, *, keep: int = 0) -> None:
         return
     if folder.exists() or folder.is_symlink():
         clear_replaced_step(root, step)
-    moved.rename(folder)
+    move(moved, folder)
     clear_replaced_step(root, step, keep=keep)
 
 
@@ -211,7 +218,7 @@ def rewind(
             for lock in (changes, removal):
                 lock.require_held()
             append_removal(base, read_run_number(base, other), other, clock())
-            step_folder(base, other).rename(step_folder(folder, other))
+            move(step_folder(base, other), step_folder(folder, other))
             sync_folder(folder)
             sync_folder(base)
         for pin in pinned:

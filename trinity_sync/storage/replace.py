@@ -28,6 +28,7 @@ from trinity_sync.fs.atomic import (
     is_temporary,
     link_or_copy,
     make_folder,
+    move,
     sync_folder,
 )
 from trinity_sync.fs.locks import LIMIT_S, LockFile, acquire_commit_lock, open_lock_file
@@ -184,9 +185,9 @@ def swap_folders(fresh: Path, current: Path) -> None:
     if exchange_names(fresh, current):
         return
     moved = fresh.with_name(f"{fresh.name}.replaced")
-    current.rename(moved)
-    fresh.rename(current)
-    moved.rename(fresh)
+    move(current, moved)
+    move(fresh, current)
+    move(moved, fresh)
 
 
 def sync_folders(folder: Path, names: Iterable[str]) -> None:
@@ -285,7 +286,7 @@ def displace_step(save: SaveId) -> None:
         make_folder(moved.parent)
         for each in (lock, removal):
             each.require_held()
-        folder.rename(moved)
+        move(folder, moved)
         sync_folder(moved.parent)
         sync_folder(root)
         for kind in earlier.kinds if earlier else ():
@@ -308,7 +309,7 @@ def _move_back(names: Iterable[Path], moved: Path, folder: Path) -> None:
     for name in names:
         make_folder((folder / name).parent)
         with suppress(FileNotFoundError):  # a save that failed has removed its own
-            (moved / name).rename(folder / name)
+            move(moved / name, folder / name)
 
 
 def _read_other(save: SaveId) -> Manifest | None:

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from trinity_sync.errors import CommitError, ConfigError, LockTimeoutError
+from trinity_sync.fs.atomic import is_trusted
 from trinity_sync.fs.direct_io import (
     digest_bytes,
     digest_cached_file,
@@ -50,7 +51,6 @@ from trinity_sync.snapshot.ticket import hold_slot
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.manifest import FileRecord, Manifest
 from trinity_sync.tensors.deserialize import load_image
-from trinity_sync.tensors.safe_load import is_trusted
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from trinity_sync.errors import SaveError
-from trinity_sync.fs.atomic import replace_file
+from trinity_sync.fs.atomic import open_to_append, replace_file
 from trinity_sync.fs.records import Count, Seconds, describe
 from trinity_sync.layout import PRIVATE_FOLDER, Kind
 from trinity_sync.snapshot.save_id import SaveId
@@ -131,13 +131,14 @@ def append_removal(root: str | Path, run: int, step: int, now: float) -> None:
 
 
 def _append(root: str | Path, entry: LoggedSave | LoggedRemoval) -> None:
-    path = _path(root)
-    if path.exists() and path.stat().st_size > MAX_BYTES:
-        lines = path.read_bytes().splitlines(keepends=True)
-        replace_file(path, b"".join(lines[len(lines) // 2 :]), sync=False)
-    line = json.dumps(asdict(entry)) + "\n"
-    with path.open("ab", buffering=0) as file:
-        file.write(line.encode())
+    line = json.dumps(asdict(entry)).encode() + b"\n"
+    with open_to_append(_path(root)) as file:
+        if file.tell() <= MAX_BYTES:
+            file.write(line)
+            return
+        file.seek(0)
+        lines = [*file, line]
+    replace_file(_path(root), b"".join(lines[len(lines) // 2 :]), sync=False)
 
 
 def read_saves(root: str | Path) -> Sequence[LoggedSave]:

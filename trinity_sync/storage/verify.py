@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from trinity_sync.errors import CommitError, ConfigError, FormatError, ManifestError
-from trinity_sync.fs.atomic import UNWRITABLE
+from trinity_sync.fs.atomic import UNWRITABLE, open_no_follow
 from trinity_sync.fs.direct_io import OnProgress, digest_file, no_progress
 from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.layout import KINDS, step_folder, steps_on_disk
@@ -39,7 +39,6 @@ from trinity_sync.storage.latest_pointer import repair_latest_pointer
 from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest
 from trinity_sync.storage.persist import lower_thread_priority
-from trinity_sync.tensors.safe_load import open_no_follow
 
 logger = logging.getLogger(__name__)
 

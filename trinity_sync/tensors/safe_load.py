@@ -16,37 +16,10 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from trinity_sync.errors import CommitError
-
-TRUSTED = "TRINITY_SYNC_TRUSTED_PATHS"
-
-
-def open_no_follow(path: Path) -> BinaryIO:
-    """Open a file of an unknown owner: no link is followed, and no pipe is waited for.
-
-    Raises:
-        OSError: it cannot be opened, or is a link.
-    """
-    flags = os.O_NOFOLLOW | os.O_NONBLOCK
-    return open(path, "rb", opener=lambda name, usual: os.open(name, usual | flags))
-
-
-def is_own(fd: int) -> bool:
-    """Return whether this user, or root, owns an open file and no other user may write it.
-
-    Call it before the first byte is read: another writer may change the file during the read.
-    """
-    found = os.fstat(fd)
-    return found.st_uid in (os.geteuid(), 0) and not found.st_mode & 0o022
-
-
-def is_trusted(fd: int) -> bool:
-    """Return whether an open file may be unpickled in full; call it when `is_own` may be called."""
-    real = Path(f"/proc/self/fd/{fd}").readlink()
-    named = filter(None, os.environ.get(TRUSTED, "").split(os.pathsep))
-    return is_own(fd) or any(real.is_relative_to(Path(folder).resolve()) for folder in named)
+from trinity_sync.fs.atomic import TRUSTED, is_trusted, open_no_follow
 
 
 def is_plain_forced() -> bool:

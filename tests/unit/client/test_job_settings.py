@@ -15,6 +15,7 @@ from tests.support.job import Job
 from tests.unit.conftest import Open
 from trinity_sync import CheckpointCoordinator, ConfigError, Settings
 from trinity_sync.client.job_settings import set_job_settings
+from trinity_sync.fs.atomic import TRUSTED
 from trinity_sync.fs.records import encode_body
 from trinity_sync.layout import job_id_of
 from trinity_sync.storage.job_settings import (
@@ -23,7 +24,6 @@ from trinity_sync.storage.job_settings import (
     read_set_job_settings,
     write_job_settings,
 )
-from trinity_sync.tensors.safe_load import TRUSTED
 
 
 def file_of(root: Path) -> Path:

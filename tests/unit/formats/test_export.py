@@ -26,6 +26,7 @@ from trinity_sync.formats.hf_export import export_step, run_export_request
 from trinity_sync.formats.hf_naming import Architecture, Naming
 from trinity_sync.formats.safetensors import save_tensors
 from trinity_sync.formats.shard_reader import SavedState
+from trinity_sync.fs.atomic import TRUSTED
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.export_requests import (
@@ -36,7 +37,6 @@ from trinity_sync.storage.export_requests import (
 )
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.verify import check_files, choose_files, judge_steps
-from trinity_sync.tensors.safe_load import TRUSTED
 
 State = dict[str, torch.Tensor]
 

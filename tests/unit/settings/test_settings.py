@@ -8,9 +8,9 @@ import pytest
 
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
+from trinity_sync.fs.atomic import TRUSTED
 from trinity_sync.retention.policies import format_duration, parse_duration
 from trinity_sync.settings import CONFIG, Settings, StackSettings, default_home
-from trinity_sync.tensors.safe_load import TRUSTED
 
 
 @pytest.fixture

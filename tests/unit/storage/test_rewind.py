@@ -194,10 +194,11 @@ def test_steps_stay_in_quarantine_until_a_policy_removes_them(trained: Job) -> N
 DIE = """
 import os, signal, sys
 from pathlib import Path
+from benchmarks.path_calls import follow_fd
 root, left = Path(sys.argv[1]), int(sys.argv[2])
 def count(event, arguments):
     global left
-    if event in ("os.rename", "os.link") and str(root) in str(arguments[0]):
+    if event in ("os.rename", "os.link") and str(root) in follow_fd(str(arguments[0])):
         if left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         left -= 1
