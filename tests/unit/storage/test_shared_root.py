@@ -1,0 +1,403 @@
+"""A group shares a root, and another user of it makes links of its names, or writes its records.
+
+What the other user gains is nothing that the victim's processes write, read into a commit or remove
+elsewhere. Several users may still train in one root, one after the other.
+"""
+
+import _strptime  # noqa: F401, which another user may not be able to import
+import os
+import shutil
+import stat
+import tempfile
+import traceback
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.job import Job
+from tests.support.meanwhile import when_renamed
+from tests.support.steps import commit_files
+from trinity_sync.client import journal
+from trinity_sync.client.cut import ask_roles
+from trinity_sync.errors import ConfigError, SaveError, TrinitySyncError
+from trinity_sync.formats.safetensors import PROGRESS, open_progress, read_progress
+from trinity_sync.fs.atomic import make_folder, pin_folder, remove_tree
+from trinity_sync.fs.mounts import read_file_system_time
+from trinity_sync.layout import FULL_CHECKPOINT_MARK, PRIVATE_FOLDER, step_folder
+from trinity_sync.pipeline.several_nodes import (
+    NodeRecord,
+    _path,
+    await_node_records,
+    write_node_record,
+)
+from trinity_sync.remote.download import fetch
+from trinity_sync.remote.upload import replicate
+from trinity_sync.retention.policies import parse_policy
+from trinity_sync.retention.prune import plan_prune, prune
+from trinity_sync.retention.removal import Rules
+from trinity_sync.snapshot.job_identity import open_identity
+from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.storage import save_timing
+from trinity_sync.storage.block_reuse import WORTHWHILE, list_spares, remove_folder
+from trinity_sync.storage.commit import commit
+from trinity_sync.storage.dcp_folder import FOLDER_FILE, link_step
+from trinity_sync.storage.discovery import find_newest, require_committed
+from trinity_sync.storage.export_requests import exports_folder, remove_export_files
+from trinity_sync.storage.gc import (
+    FILE_REPAIRS,
+    remove_attached,
+    remove_exports,
+    remove_temporaries,
+)
+from trinity_sync.storage.job_settings import record_replicated, write_job_settings
+from trinity_sync.storage.leases import lease_to_read, list_leases
+from trinity_sync.storage.metrics import remove_metrics, write_metrics
+from trinity_sync.storage.pins import pin, tag, unpin
+from trinity_sync.storage.quarantine import rewind
+from trinity_sync.storage.replace import displace_step
+from trinity_sync.storage.runs import hold_run, open_run
+from trinity_sync.weights.state_files import write_address, write_state
+
+ANOTHER_USER = 12345
+SECRET = b"years of work"
+FOLDERS = (
+    "",
+    *("runs", "placements", "pins", "leases", "metrics", "stored", "exports", "outcomes", "cuts"),
+    *("weights", "spare", "attaching", "replacing", "trash", "fetching", "quarantine"),
+)
+"""Those of the private folder that ``docs/reference/files.md`` names, and it itself."""
+RECORDS = (
+    *("job.json", "identity.json", "runs/1.json", "runs/9.lock", "commit.lock", "removal.lock"),
+    *("pins/2.json", "metrics/2.json", "stored/2.json", "cuts/request.json", "saves.jsonl"),
+    *("weights/state.json", ".now", "trash.lock", "fetching.lock", "placements/1.actor.json"),
+    *("spare/old", "attaching/x", "replacing/global_step_2", "trash/x", "exports/global_step_2.x"),
+    f"../global_step_3/{FULL_CHECKPOINT_MARK}",
+)
+"""A file of each sort, by its path below the private folder."""
+
+
+def state(value: float, size: int = 1 << 19) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((size,), value)}
+
+
+def save(job: Job, step: int, run: int = 1) -> None:
+    job.stage(step, {"model": state(step)}, run=run)
+    job.commit(step, run=run)
+
+
+def prune_to(job: Job, last: int) -> None:
+    rules = Rules(*[parse_policy(f"last={last}")] * 3)
+    prune(job.root, plan_prune(job.root, rules, now=2e9))
+
+
+@pytest.fixture
+def private(tmp_path: Path) -> Path:
+    """A folder of the victim with files of all names that trinity_sync removes in its own."""
+    folder = tmp_path / "private"
+    for name in (
+        *("thesis.tex", "0.json", "2.json", "2.0123.json", "saves.jsonl", "lock", ".now"),
+        *("run0-key.0123.jsonl", "global_step_2.actor", "request.json", "state.json", "best.json"),
+        *("global_step_2/data.csv", "global_step_2.replaced/data.csv", "20200101T000000Z/data.csv"),
+        *("x/global_step_2/data.csv", f".2.json.{uuid.uuid4().hex}.tmp", "global_step_2.x/data"),
+        f"global_step_2/.a.{uuid.uuid4().hex}.tmp",
+    ):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(SECRET)
+    (folder / "large").write_bytes(SECRET * WORTHWHILE)
+    for path in folder.rglob("*"):
+        os.utime(path, (0, 0))
+    return folder
+
+
+def look(folder: Path) -> dict[str, tuple[int, int, bytes]]:
+    """All names below a folder with inodes, times and contents."""
+    found = {}
+    for path in (folder, *folder.rglob("*")):
+        at = path.lstat()
+        content = path.read_bytes() if path.is_file() else b""
+        found[str(path)] = at.st_ino, at.st_mtime_ns, content
+    return found
+
+
+def a_life(job: Job, tmp_path: Path) -> Iterator[Callable[[], object]]:
+    """Whatever writes into a private folder or removes there, each by itself."""
+    root = job.root
+    yield lambda: open_identity(root)
+    yield lambda: write_job_settings(root, {"keep": "last=3"})
+    yield lambda: write_job_settings(root, {"keep": None})
+    yield lambda: open_run(root, "later", 2)
+    yield lambda: hold_run(root, 9).__enter__()
+    yield lambda: save(job, 3)
+    yield lambda: save(job, 2, run=2)  # in the place of run 1's
+    yield lambda: displace_step(replace(job.save(2), run=3))
+    yield lambda: pin(root, 3)
+    yield lambda: tag(root, 3, "best")
+    yield lambda: unpin(root, 2)
+    yield lambda: unpin(root, "best")
+    yield lambda: lease_to_read(root, 3, "reader").__enter__()
+    yield lambda: list_leases(root)
+    yield lambda: write_metrics(root, 1, 2, {"reward": 1.0})
+    yield lambda: remove_metrics(root, 2, 9)
+    yield lambda: record_replicated(root, "s3://there", require_committed(root, 3))
+    yield lambda: journal.append(job.request(3), "pending")
+    yield lambda: ask_roles(root, "key", 3, ["critic"], timeout_s=0.0)
+    yield lambda: write_address(root, "name", "namespace")
+    yield lambda: write_state(root, {})
+    yield lambda: open_progress(exports_folder(root) / "global_step_2.x", {"of": "another"})
+    yield lambda: remove_export_files(root, 2)
+    yield lambda: fetch(f"file://{tmp_path}/remote", 8, root)
+    yield lambda: read_file_system_time(root)
+    yield lambda: save(job, 4)
+    yield lambda: prune_to(job, 2)
+    yield lambda: save(job, 5)
+    yield lambda: rewind(root, 4)
+    for repair in FILE_REPAIRS:
+        yield lambda repair=repair: list(repair(root))
+    yield lambda: list(remove_exports(root, before=2e9))
+    yield lambda: list(remove_temporaries(root, images=(), busy=(), before=2e9))
+    yield lambda: list(remove_attached(root, waiting=(), before=2e9))
+    yield lambda: prune_to(job, 1)
+    yield lambda: save(job, 6)
+
+
+def live(job: Job, tmp_path: Path) -> list[str]:
+    """Do all of it; return the errors."""
+    said = []
+    for each in a_life(job, tmp_path):
+        try:
+            each()
+        except (OSError, TrinitySyncError) as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.fixture
+def trained(job: Job, tmp_path: Path) -> Job:
+    """With two steps and the copy of a third."""
+    open_run(job.root, "first", 0)
+    for step in (1, 8, 2):
+        save(job, step)
+    replicate(job.root, f"file://{tmp_path}/remote", 8)
+    shutil.rmtree(step_folder(job.root, 8))
+    return job
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_nothing_is_changed_where_the_link_of_a_folder_leads(
+    trained: Job, private: Path, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    link = trained.root / PRIVATE_FOLDER / name
+    if link.exists():
+        link.rename(trained.root / "moved")
+    link.symlink_to(private)
+    before = look(private)
+    said = live(trained, tmp_path)
+    assert look(private) == before
+    refused = "it is a link that another user may have made, and is not followed; move it away"
+    assert any(refused in text and str(link) in text for text in [*said, caplog.text]), said
+    assert not [text for text in said if "/proc/" in text]
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_nothing_is_changed_or_copied_where_the_link_of_a_file_leads(
+    trained: Job, private: Path, tmp_path: Path, name: str
+) -> None:
+    link = Path(os.path.normpath(trained.root / PRIVATE_FOLDER / name))
+    link.parent.mkdir(exist_ok=True)
+    remove_tree(link)
+    link.symlink_to(private / "large" if name.startswith("spare") else private / "thesis.tex")
+    before = look(private)
+    said = live(trained, tmp_path)
+    assert look(private) == before
+    assert not [text for text in said if "/proc/" in text]
+    files = (path for path in trained.root.rglob("*") if path.is_file() and not path.is_symlink())
+    assert not [path for path in files if SECRET in path.read_bytes()]
+
+
+def test_the_half_of_a_log_that_is_a_link_is_not_copied_into_the_root(
+    job: Job, private: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (private / "thesis.tex").write_bytes(SECRET + b"\n" + SECRET + b"\n")
+    log = job.root / PRIVATE_FOLDER / "saves.jsonl"
+    log.symlink_to(private / "thesis.tex")
+    monkeypatch.setattr(save_timing, "MAX_BYTES", 1)
+    save_timing.append_removal(job.root, 1, 1, 0.0)
+    assert log.is_symlink()
+    log.unlink()
+    for step in (1, 2):
+        save_timing.append_removal(job.root, 1, step, 0.0)
+    assert [each.step for each in save_timing.read_removals(job.root)] == [2]
+
+
+def link_of_another_user(link: Path, to: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root makes links of another user")
+    link.symlink_to(to)
+    os.chown(link, ANOTHER_USER, -1, follow_symlinks=False)
+
+
+def test_a_step_is_saved_through_a_link_of_this_user_and_not_of_another(
+    job: Job, private: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "large disk").mkdir()
+    step_folder(job.root, 1).symlink_to(tmp_path / "large disk")
+    save(job, 1)
+    assert require_committed(job.root, 1)
+    link_of_another_user(step_folder(job.root, 2), private)
+    before = look(private)
+    with pytest.raises(SaveError, match=r"global_step_2: it is a link .* move it away"):
+        save(job, 2)
+    assert look(private) == before
+
+
+def test_a_root_may_be_a_link(tmp_path: Path, spool_folder: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "ckpts").symlink_to(tmp_path / "disk")
+    job = Job(tmp_path / "ckpts", open_job_spool(spool_folder, tmp_path / "ckpts"))
+    save(job, 1)
+    save(job, 2)
+    prune_to(job, 1)
+    assert [path.name for path in tmp_path.glob("disk/global_step_*")] == ["global_step_2"]
+
+
+def test_a_link_that_takes_the_place_of_a_folder_during_its_removal_is_not_followed(
+    tmp_path: Path,
+) -> None:
+    root, trash = tmp_path / "ckpts", tmp_path / f"ckpts/{PRIVATE_FOLDER}/trash"
+    for each in ("first", "second"):
+        commit_files(trash / each, 1, nbytes=WORTHWHILE)
+        commit_files(tmp_path / "private" / each, 1, nbytes=WORTHWHILE)
+    shard = trash / "first/global_step_1/actor/model_world_size_1_rank_0.pt"
+    before = look(tmp_path / "private")
+
+    def exchange() -> None:
+        trash.rename(root / "moved")
+        trash.symlink_to(tmp_path / "private")
+
+    with when_renamed(shard, exchange), pytest.raises(OSError, match="is not followed"):
+        remove_folder(root, trash / "first", keep=10 * WORTHWHILE)
+    assert look(tmp_path / "private") == before
+    assert len(list_spares(root)) == 1
+
+
+def test_a_pinned_folder_stays_the_same_and_its_errors_have_its_name(tmp_path: Path) -> None:
+    trash, moved = tmp_path / PRIVATE_FOLDER / "trash", tmp_path / "moved"
+    make_folder(trash)
+    with pin_folder(trash) as folder:
+        trash.rename(moved)
+        (folder / "x").touch()
+    assert (moved / "x").exists()
+    (tmp_path / PRIVATE_FOLDER / "spare").touch()
+    with pytest.raises(NotADirectoryError), pin_folder(tmp_path / PRIVATE_FOLDER / "spare"):
+        pass
+    make_folder(trash)
+    with pytest.raises(FileNotFoundError) as raised, pin_folder(trash) as folder:
+        (folder / "x").rename(folder / "y")
+    assert (raised.value.filename, raised.value.filename2) == (f"{trash}/x", f"{trash}/y")
+
+
+def test_a_record_of_a_node_that_names_files_elsewhere_moves_none(job: Job, tmp_path: Path) -> None:
+    job.stage(1, {"model": state(1)})
+    (file,) = job.persist(1)
+    secret = tmp_path / "thesis.tex"
+    secret.write_bytes(SECRET)
+    request = job.request(1)
+    nodes = [job.share, replace(job.share, node="there")]
+    altered = [
+        replace(file, temporary=str(secret)),
+        replace(file, temporary=f"{Path(file.temporary).parent}/../../../thesis.tex"),
+        replace(file, record=replace(file.record, path="../../thesis.tex")),
+    ]
+    for each in altered:
+        write_node_record(request, 1, NodeRecord(True, (each,)))
+        with pytest.raises(SaveError, match=rf"{_path(request, 1)} was altered"):
+            await_node_records(request, nodes, rank_timeout_s=1.0)
+    write_node_record(request, 1, NodeRecord(True, (file,)))
+    (persisted,) = await_node_records(request, nodes, rank_timeout_s=1.0)
+    commit(job.save(1), persisted.written)
+    assert secret.read_bytes() == SECRET
+
+
+def test_an_export_moves_and_overwrites_no_file_elsewhere(tmp_path: Path) -> None:
+    folder, secret = tmp_path / PRIVATE_FOLDER / "exports/global_step_1.actor", tmp_path / "thesis"
+    secret.write_bytes(SECRET)
+    progress = open_progress(folder, {"step": 1})
+    (folder / "model.safetensors").symlink_to(secret)
+    progress.write_file("model.safetensors", lambda path: path.write_bytes(b"model"))
+    assert secret.read_bytes() == SECRET
+    text = (folder / PROGRESS).read_text()
+    assert read_progress(folder)
+    (folder / PROGRESS).write_text(text.replace("model.safetensors", "../../../thesis"))
+    assert read_progress(folder) is None
+
+
+def test_another_user_names_no_folder_that_a_step_is_linked_into(job: Job, tmp_path: Path) -> None:
+    folder = commit_files(job.root, 1) / "actor"
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private/.metadata").write_bytes(SECRET)
+    (folder / FOLDER_FILE).write_text("private")
+    (folder / FOLDER_FILE).chmod(0o664)
+    with pytest.raises(ConfigError, match="another user may have named"):
+        link_step(job.root, 1, "actor")
+    assert [*(tmp_path / "private").iterdir()] == [tmp_path / "private/.metadata"]
+
+
+def as_another_user(body: Callable[[], Any]) -> None:
+    """Call a function in a child that is another user of this user's group."""
+    if os.geteuid():
+        pytest.skip("only root can be another user")
+    if (child := os.fork()) == 0:
+        try:
+            os.setgroups([])
+            os.setuid(ANOTHER_USER)
+            body()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A folder of a group: not below pytest's own, which is closed to others at each start."""
+    umask = os.umask(0o002)
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o2775)
+        yield Path(name)
+    os.umask(umask)
+
+
+def test_users_of_a_group_train_in_one_root_in_turn(shared: Path) -> None:
+    root = shared / "ckpts"
+    root.mkdir()
+
+    def train(run: int, *steps: int) -> None:
+        open_identity(root)
+        job = Job(root, open_job_spool(shared / f"spool of {os.getuid()}", root))
+        open_run(root, str(run), steps[0] - 1)
+        for step in steps:
+            save(job, step, run)
+            write_metrics(root, run, step, {"reward": step})
+            tag(root, step, "best", force=True)
+            with lease_to_read(root, step, "reader"):
+                prune_to(job, 2)
+        for repair in FILE_REPAIRS:
+            assert not list(repair(root))
+        for stager in job.stagers.values():
+            stager.close()
+
+    train(1, 1, 2, 3)
+    as_another_user(lambda: train(2, 3, 4, 5))
+    train(3, 5, 6, 7)
+    as_another_user(lambda: train(4, 8, 9, 10))
+    found = find_newest(root)
+    assert found
+    assert (found.step, found.run) == (10, 4)
+    assert stat.S_IMODE((root / PRIVATE_FOLDER / "trash").stat().st_mode) & 0o020
