@@ -1,14 +1,17 @@
 """`Checkpoints`, which reads the committed steps of a job, e.g. to evaluate them."""
 
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trinity_sync.client.attachments import attachment_path
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import CommitError, ConfigError, ManifestError
 from trinity_sync.layout import KINDS, Kind, check_choice, check_number, check_root
+from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.storage.discovery import (
     find_newest,
     iter_committed_steps,
@@ -16,6 +19,7 @@ from trinity_sync.storage.discovery import (
     require_committed,
 )
 from trinity_sync.storage.leases import lease_to_read
+from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.metrics import (
     check_metrics,
     find_run_of_step,
@@ -23,6 +27,8 @@ from trinity_sync.storage.metrics import (
     write_metrics,
 )
 from trinity_sync.storage.restore import load_bytes, load_states
+from trinity_sync.storage.runs import has_lost_run
+from trinity_sync.weights.committed import name_commit
 from trinity_sync.weights.version_view import Target, VersionOpener
 from trinity_sync.weights.versions import Version
 
@@ -35,6 +41,10 @@ class Checkpoints:
 
     It begins no run, so it can be used next to the training, and before or after it. It needs no
     stack, and writes nothing but metrics and a lease of the step that it reads.
+
+    A later run may commit a number again. All methods are about the commit that this object has
+    found or read first, and raise `CommitError` if another run has replaced it, until `latest_step`
+    or `steps` returns the number again.
 
     Args:
         root: the job's root, a folder.
@@ -55,6 +65,8 @@ class Checkpoints:
         self.root = Path(root).resolve()
         if not self.root.is_dir():
             raise ConfigError(f"{self.root} is not a folder; pass the job's root")
+        self._found: dict[int, Version] = {}
+        """The commits that this object has found, by step."""
 
     def latest_step(self, kind: Kind = "checkpoint", *, healthy: bool = False) -> int | None:
         """Return the number of the newest committed step, or None if there is none.
@@ -70,7 +82,7 @@ class Checkpoints:
         """
         check_choice("kind", kind, KINDS)
         manifest = find_newest(self.root, kind, healthy=healthy)
-        return manifest.step if manifest else None
+        return self._name(manifest, again=True).step if manifest else None
 
     def steps(self, kind: Kind = "checkpoint") -> list[int]:
         """Return the numbers of all committed steps, without those that are known to be corrupted.
@@ -83,7 +95,7 @@ class Checkpoints:
         """
         check_choice("kind", kind, KINDS)
         return [
-            each.step
+            self._name(each, again=True).step
             for each in iter_committed_steps(self.root)
             if kind in each.kinds
             and read_manifest_state(self.root, each, runs=(), paths=()).state == "valid"
@@ -107,6 +119,7 @@ class Checkpoints:
             CommitError: the step is not committed, has no shards of this rank, or is corrupted.
         """
         with lease_to_read(self.root, check_number("step", step), READER) as manifest:
+            self._name(manifest)
             return load_states(
                 self.root, step, role, rank=rank, world_size=world_size, manifest=manifest
             )
@@ -135,7 +148,7 @@ class Checkpoints:
                 differ, or a target is a DTensor or on the meta device: nothing was loaded.
         """
         manifest = require_committed(self.root, check_number("step", step), paths=())
-        version = Version(step, manifest.run, "checkpoint", str(self.root), role)
+        version = replace(self._name(manifest), role=role)
         opener = VersionOpener(READER, verify=True, dtype=dtype)
         with opener.open_checkpoint(version) as view:
             view.load_into(target)
@@ -152,6 +165,7 @@ class Checkpoints:
             CommitError: the step is not committed, is corrupted, or has no such attachment.
             ConfigError: the name is invalid.
         """
+        self._find_run(check_number("step", step))
         return load_bytes(self.root, check_number("step", step), attachment_path(name, rank))
 
     def metrics(self, step: int) -> dict[str, float]:
@@ -164,7 +178,7 @@ class Checkpoints:
             FormatError: another release has recorded them.
         """
         step = check_number("step", step)
-        return read_metrics(self.root, find_run_of_step(self.root, step), step)
+        return read_metrics(self.root, self._find_run(step), step)
 
     def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record metrics of a step, for policies such as ``best=2:reward:max``.
@@ -179,14 +193,43 @@ class Checkpoints:
         Raises:
             ConfigError: a value is not a number, a name is empty or has ``:``, ``=`` or a comma, or
                 the root cannot be written.
+            CommitError: another run has replaced the step: nothing is recorded.
             LockTimeoutError: other processes record metrics for a minute.
         """
         step = check_number("step", step)
         numbers = check_metrics(step, metrics)
         try:
-            write_metrics(self.root, find_run_of_step(self.root, step), step, numbers)
+            write_metrics(self.root, self._find_run(step), step, numbers)
         except OSError as error:
             raise ConfigError(
                 f"metrics of step {step} cannot be recorded in {self.root}: {error.strerror}; "
                 "record them as a user who may write there"
             ) from error
+
+    def _name(self, manifest: Manifest, *, again: bool = False) -> Version:
+        """Return the full name of a commit; require that it was found before, or is found again."""
+        now = name_commit(self.root, manifest, "actor", read_identity(self.root))
+        if again:
+            self._found[now.step] = now
+        found = self._found.setdefault(now.step, now)
+        if found.run != now.run or found.is_of_other_job(now):
+            raise _explain_replaced(found)
+        return now
+
+    def _find_run(self, step: int) -> int:
+        """Return the run of a step that was found, also if it is gone, or of what is there."""
+        with suppress(ManifestError):
+            if manifest := read_manifest(self.root, step, ranks=()):
+                return self._name(manifest).run
+        found = self._found.get(step)
+        if found and has_lost_run(self.root, found.run, found.run_key):
+            raise _explain_replaced(found)
+        return found.run if found else find_run_of_step(self.root, step)
+
+
+def _explain_replaced(found: Version) -> CommitError:
+    return CommitError(
+        f"step {found.step} of run {found.run} in {found.root}, which this object has found, is "
+        "another run's now, or the root was restored. To use the step that is there now, call "
+        "latest_step() or steps() again."
+    )

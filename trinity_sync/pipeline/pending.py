@@ -67,7 +67,7 @@ def _find_in_job(job: JobSpool, grace_s: float, before: float) -> Iterator[SaveR
         saves[image.ticket.save].append(image)
     for save, images in saves.items():
         try:
-            refuse_other_job(save)
+            refuse_other_job(save, job)
         except SupersededError as error:
             for image in images:
                 if not image.failed:
@@ -98,7 +98,7 @@ def _find_of_functions(job: JobSpool, written: float, before: float) -> Iterator
             request = SaveRequest.model_validate_json(path.read_bytes())
             save = request.save
             manifest = read_run_manifest(save.root, save.run, save.step)
-            refuse_other_job(save)
+            refuse_other_job(save, job)
         except FileNotFoundError:
             continue  # it has just ended
         except SupersededError as error:

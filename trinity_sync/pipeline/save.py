@@ -116,8 +116,8 @@ def persist_share(
     A share that awaits callables syncs their files, too.
     """
     save = request.save
-    refuse_other_job(save)
     spool = get_job_spool(shards.spool, save)  # refuses another job's, before anything is read
+    refuse_other_job(save, spool)
     _require_visible(save, shards, spool)
     rate = writing.max_mb_per_s * 1e6
     job = read_job_settings(save.root)
@@ -167,8 +167,8 @@ def commit_images(
     durable.
     """
     save = request.save
-    refuse_other_job(save)
     spool = get_job_spool(shards.spool, save)
+    refuse_other_job(save, spool)
     written = [file for result in persisted for file in result.written]
     statuses = [status for result in persisted for status in result.statuses]
     committed = read_run_manifest(save.root, save.run, save.step)

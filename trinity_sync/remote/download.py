@@ -18,7 +18,7 @@ from trinity_sync.fs.direct_io import DIGEST, OnProgress, digest_cached_file, no
 from trinity_sync.fs.locks import acquire_commit_lock, acquire_file_lock
 from trinity_sync.layout import PRIVATE_FOLDER, check_root, step_folder
 from trinity_sync.remote.remote_root import Remote
-from trinity_sync.remote.upload import FETCHED, PARALLEL, join_remote
+from trinity_sync.remote.upload import PARALLEL, join_remote
 from trinity_sync.storage.commit import update_latest_pointers
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.manifest import (
@@ -36,7 +36,7 @@ from trinity_sync.storage.quarantine import (
     replacing_folder,
 )
 from trinity_sync.storage.replace import swap_folders
-from trinity_sync.storage.runs import Run, add_run
+from trinity_sync.storage.runs import FETCHED, Run, add_run
 
 
 def fetch(

@@ -41,12 +41,10 @@ from trinity_sync.snapshot.job_identity import JobIdentity, open_identity, read_
 from trinity_sync.storage.job_settings import read_required_remote
 from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import FileRecord, Manifest, encode_manifest, group_equal
-from trinity_sync.storage.runs import list_runs
+from trinity_sync.storage.runs import FETCHED, list_runs
 
 PARALLEL = 4
 """Number of files that are in flight at a time."""
-FETCHED = "fetched-step-"
-"""Prefix of the key with which a root records the run of a step that was fetched into it."""
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,31 @@
 """The identity of a save, and of the rank that submits images for it.
 
-Tickets, requests of flow runs and commits all name a save by the same `SaveId`.
+Tickets, requests of flow runs and commits all name a save by the same `SaveId`. The number of a run
+does not name it: a root that was restored, or fetched again, gives the number to another run.
 """
 
 import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from trinity_sync.fs.records import Count
 from trinity_sync.layout import Kind, WriteConcurrency, job_id_of, step_folder
 
 Export = Literal["", "hf_model", "hf_model with remote code"]
 """Whether a role's model is exported once the step is committed."""
+
+
+class _OfRun(Protocol):
+    @property
+    def run(self) -> int: ...
+    @property
+    def run_key(self) -> str: ...
+
+
+def is_of_other_run(one: _OfRun, other: _OfRun) -> bool:
+    """Return whether two things are of different runs of a job; an empty key is an unknown one."""
+    return one.run != other.run or len({one.run_key, other.run_key} - {""}) > 1
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@
         actor.model.rank0.1.slot.closed         its trainer has left it to who frees it: ``ticket``
         receipts/...                            statuses of save functions: `save_functions`
         job.json                                the job's root, and the format of the folder
-        0f3c9a11d2b7e648.run                    a run has a trainer that sees this folder
+        0f3c9a11d2b7e648.run                    a run has a trainer here; its last commit
         saver, server                           who commits: ``saver_control``, ``save_trigger``
         away                                    why the saver does not see the job's root
 
@@ -39,7 +39,7 @@ from trinity_sync.fs.atomic import FileSignature, read_signature, replace_file
 from trinity_sync.fs.locks import LockFile, has_no_other_users, open_lock_file
 from trinity_sync.fs.memory import find_room
 from trinity_sync.fs.records import Record, encode_record, read_record
-from trinity_sync.layout import SPOOL_FORMAT, check_name, job_id_of
+from trinity_sync.layout import SPOOL_FORMAT, check_name, job_id_of, parse_number
 from trinity_sync.snapshot.job_identity import explain_away, job_id, read_identity
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.ticket import (
@@ -130,6 +130,17 @@ class JobSpool:
     def has_run(self, run_key: str) -> bool:
         """Return whether a run has left its mark here."""
         return self._mark(run_key).exists()
+
+    def note_commit(self, save: SaveId) -> None:
+        """Note in the mark of a run that it has committed a step."""
+        with suppress(OSError):
+            self._mark(save.run_key).write_text(str(save.step))
+
+    def read_commit(self, run_key: str) -> int | None:
+        """Return the step that a run has committed last, as far as this node has noted it."""
+        with suppress(OSError):
+            return parse_number(self._mark(run_key).read_text())
+        return None
 
     def _mark(self, run_key: str) -> Path:
         return self.folder / f"{hashlib.sha256(run_key.encode()).hexdigest()[:16]}.run"

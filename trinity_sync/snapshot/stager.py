@@ -337,6 +337,7 @@ class Stager:
             published = VersionTag(
                 image=slot.holds.image,
                 run=origin.run,
+                run_key=origin.run_key,
                 step=origin.step,
                 role=origin.role,
                 rank=origin.rank,

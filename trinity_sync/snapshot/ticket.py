@@ -216,6 +216,7 @@ class VersionTag(Record):
     layout: str
     """Digest of all bytes but the tensors' data: images of one layout have the same tensors at the
     same offsets."""
+    run_key: str = ""
 
 
 def version_tag_path(slot: Path) -> Path:

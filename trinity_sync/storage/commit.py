@@ -130,6 +130,7 @@ def commit(
         manifest = Manifest(
             job=save.job,
             run=save.run,
+            run_key=save.run_key,
             step=save.step,
             kinds=list_served_kinds(save.kind, files, statuses),
             files=files,
@@ -381,6 +382,7 @@ def free_committed_slots(spool: JobSpool, save: SaveId, written: Sequence[Writte
 
     Until the next save fills a slot, `load_shards` finds the committed file in it.
     """
+    spool.note_commit(save)
     digests = {image: file.record.digest for file in written for image in file.record.images}
     for sealed in spool.read_step(save.run, save.step)[0]:
         if sealed.ticket.kind not in SERVES_AS[save.kind]:

@@ -23,6 +23,7 @@ from trinity_sync.errors import CommitError, ManifestError, SupersededError, Tri
 from trinity_sync.fs.atomic import replace_file, sync_folder
 from trinity_sync.fs.records import Record, Seconds, decode_record, encode_record
 from trinity_sync.layout import CORRUPTION_MARK, MANIFEST, Kind, step_folder, steps_on_disk
+from trinity_sync.snapshot.save_id import is_of_other_run
 from trinity_sync.storage.manifest import FileRecord, Manifest, is_own_file, read_manifest
 from trinity_sync.storage.runs import (
     Run,
@@ -252,7 +253,7 @@ def require_unreplaced(root: str | Path, manifest: Manifest) -> None:
         CommitError: another run has replaced the step, or it was removed.
     """
     now = read_manifest(root, manifest.step, ranks=())
-    if now is None or now.run != manifest.run:
+    if now is None or is_of_other_run(now, manifest):
         found = "it is gone" if now is None else f"run {now.run} has replaced it"
         raise CommitError(
             f"step {manifest.step} in {root} changed while it was read: it was that of run "

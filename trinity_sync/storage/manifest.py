@@ -223,6 +223,8 @@ class Manifest(Record, format=MANIFEST_FORMAT):
     """Roles whose export has failed."""
     keep: Count = 0
     """Most checkpoints that a process of the step's saves wants to keep after it; 0 for all."""
+    run_key: str = ""
+    """Key of ``run``; empty for a step that was imported."""
 
     @property
     def nbytes(self) -> int:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.errors import CommitError, ConfigError
+from trinity_sync.errors import CommitError, ConfigError, ManifestError
 from trinity_sync.fs.atomic import (
     list_uncached,
     make_folder,
@@ -28,8 +28,10 @@ from trinity_sync.fs.atomic import (
 )
 from trinity_sync.fs.records import Count, Record, Seconds, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, check_name, parse_number
+from trinity_sync.snapshot.save_id import is_of_other_run
 from trinity_sync.storage.discovery import iter_newest_first, read_manifest_state
 from trinity_sync.storage.leases import list_leases, prevent_removal
+from trinity_sync.storage.manifest import read_manifest
 
 _LATEST = re.compile(r"(latest|healthy)(?:~(\d{1,9}))?")
 """What names the newest checkpoint, or with ``~1`` the one before it; no tag has such a name."""
@@ -43,6 +45,9 @@ class _PinRecord(Record):
     reason: str
     pinned_at: Seconds
     """Seconds since the epoch."""
+    run: Count = 0
+    """Run whose step a tag names; 0 for a pin."""
+    run_key: str = ""
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ def tag(
         raise ConfigError(f"tag {name!r} looks like a step number; add a letter to it")
     if name in ("latest", "healthy"):
         raise ConfigError(f"{name} always names the newest such checkpoint; choose another tag")
-    with prevent_removal(root, step, shared=False):  # no other process adds the tag meanwhile
+    with prevent_removal(root, step, shared=False) as now:  # no other process adds it
         path = _pin_file(root, name)
         before = None if force else _read_pin(path)
         if before and before.step != step:
@@ -112,7 +117,8 @@ def tag(
                 f"tag {name} is at step {before.step} in {root}; to move it to step {step}: "
                 f"trinity-sync pin {root} {step} --name {name} --force"
             )
-        return _write_pin(path, _PinRecord(step, reason, time.time()), name)
+        record = _PinRecord(step, reason, time.time(), now.run, now.run_key)
+        return _write_pin(path, record, name)
 
 
 def unpin(root: str | Path, which: int | str) -> bool:
@@ -175,7 +181,7 @@ def resolve_step(root: str | Path, text: str) -> int:
 
     Raises:
         ConfigError: the text is none of these.
-        CommitError: the file of a tag is torn, or there are too few checkpoints.
+        CommitError: the file of a tag is torn, its step replaced, or there are too few checkpoints.
         FormatError: another release has committed a newer step.
     """
     if (step := parse_number(text)) is not None:
@@ -184,11 +190,23 @@ def resolve_step(root: str | Path, text: str) -> int:
         return _find_latest(root, int(latest[2] or 0), healthy=latest[1] == "healthy")
     with suppress(ConfigError):  # no tag has such a name
         if found := _read_pin(_pin_file(root, check_name("tag", text))):
-            return found.step
+            return _find_tagged(root, found)
     raise ConfigError(
         f"{text!r} is neither the number of a step, nor latest, nor a tag in {root} "
         f"(tags: {', '.join(sorted(list_tags(root))) or 'none'}); trinity-sync ls {root} shows both"
     )
+
+
+def _find_tagged(root: str | Path, tag: Pin) -> int:
+    with suppress(ManifestError):  # which whoever reads the step reports
+        now = read_manifest(root, tag.step, ranks=())
+        if tag.run and now and is_of_other_run(now, tag):
+            raise CommitError(
+                f"tag {tag.name} is of step {tag.step} of run {tag.run} in {root}, which run "
+                f"{now.run} has replaced; to tag what is there now: "
+                f"trinity-sync pin {root} {tag.step} --name {tag.name} --force"
+            )
+    return tag.step
 
 
 def _find_latest(root: str | Path, before: int, *, healthy: bool) -> int:

@@ -35,11 +35,16 @@ from trinity_sync.fs.locks import (
 from trinity_sync.fs.mounts import find_mount
 from trinity_sync.fs.process import describe_holder, describe_this_process
 from trinity_sync.fs.records import Count, Record, decode_record, encode_record
-from trinity_sync.layout import PRIVATE_FOLDER, RUN_FORMAT, Kind, parse_number
+from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER, RUN_FORMAT, Kind, parse_number
 from trinity_sync.snapshot.job_identity import explain_away, read_identity
 from trinity_sync.snapshot.save_id import SaveId
+from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.storage.save_timing import read_saves
 
 logger = logging.getLogger(__name__)
+
+FETCHED = "fetched-step-"
+"""Prefix of the key with which a root records the run of a step that was fetched into it."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +142,14 @@ def find_newest_run(root: str | Path) -> Run | None:
     return max(runs, key=lambda run: run.number) if runs else None
 
 
+def has_lost_run(root: str | Path, run: int, run_key: str) -> bool:
+    """Return whether a root has lost a run, since it was restored; raises as `list_runs`."""
+    keys = {each.number: each.key for each in list_runs(root)}
+    if not (key := keys.get(run, "")):
+        return run > max(keys, default=run)
+    return run_key not in ("", key) and not key.startswith(FETCHED)
+
+
 def read_restart_time(root: str | Path, run: int, later: int) -> float | None:
     """Return when the run ``later`` began, in seconds since the epoch, if it is another training.
 
@@ -212,8 +225,10 @@ def _explain_unknown(root: str | Path, run: int, step: int) -> SupersededError:
     )
 
 
-def refuse_other_job(save: SaveId) -> None:
+def refuse_other_job(save: SaveId, spool: JobSpool | None = None) -> None:
     """Refuse to save a step whose root is not there, or was restored since.
+
+    A root that lacks a commit which the ``spool`` knows of was restored.
 
     Raises:
         SupersededError: an earlier state of the job is there now.
@@ -228,6 +243,11 @@ def refuse_other_job(save: SaveId) -> None:
     if save.run_key:
         revalidate_folder(path.parent)
         if not path.exists() or _read(path).key != save.run_key:
+            raise _explain_unknown(save.root, save.run, save.step)
+    if spool and (seen := spool.read_commit(save.run_key)) is not None:
+        logged = ((each.run, each.step) for each in read_saves(save.root))
+        is_there = (replace(save, step=seen).folder / MANIFEST).exists()
+        if not is_there and (save.run, seen) not in logged:
             raise _explain_unknown(save.root, save.run, save.step)
 
 

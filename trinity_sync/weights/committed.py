@@ -57,11 +57,17 @@ def find_committed_version(root: str | Path, role: str, step: int | None = None)
     identity = read_identity(root)  # first: the root may be recreated meanwhile
     return next(
         (
-            Version(manifest.step, manifest.run, "checkpoint", str(root), role, identity=identity)
+            name_commit(root, manifest, role, identity)
             for manifest in iter_committed_weights(root, role, step)
         ),
         None,
     )
+
+
+def name_commit(root: str | Path, manifest: Manifest, role: str, identity: str) -> Version:
+    """Return the weights of a role in a commit as a version of the job of this identity."""
+    step, run, key = manifest.step, manifest.run, manifest.run_key
+    return Version(step, run, "checkpoint", str(root), role, identity=identity, run_key=key)
 
 
 def find_model_path(root: str | Path, role: str, *, use_huggingface: bool = False) -> Path | None:

@@ -105,7 +105,8 @@ class FileRegistry(Registry):
         runs, versions = list_runs(self._root), VersionRegistry()
         versions.add_runs(runs)
         for slot, tag in self._spool.list_versions(self._role):
-            if tag.run in versions.runs:
+            run = versions.runs.get(tag.run)
+            if run and run.key == tag.run_key:  # not of a run that the root has lost
                 shard = make_shard(tag, slot, self._root, identity)
                 if version := versions.add_image(shard, tag.world_size):
                     versions.record(version, 0.0)

@@ -57,7 +57,7 @@ class AsyncVersionRegistry:
         return newest.step if newest else 0
 
     def reset(self) -> None:
-        """Drop all versions, because the root was recreated; callers continue to wait."""
+        """Drop all versions, because the root was recreated or restored; callers still wait."""
         logger.warning("%s was recreated: dropping the versions of the old root", self.root)
         self.versions, self._written = VersionRegistry(), {}
 
@@ -73,6 +73,9 @@ class AsyncVersionRegistry:
             read_commits = True
         self.identity = identity or self.identity
         runs = await asyncio.to_thread(self._runs)
+        known = {(run.number, run.key) for run in self.versions.runs.values()}
+        if runs and not known <= {(run.number, run.key) for run in runs}:
+            self.reset()
         if not self.versions.add_runs(runs) and not read_commits and not scan:
             return
         found = await asyncio.to_thread(self._notification.find_newest, runs, scan=scan)

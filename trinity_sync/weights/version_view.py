@@ -30,6 +30,7 @@ from trinity_sync.fs.direct_io import digest_bytes
 from trinity_sync.fs.locks import LockFile
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.job_identity import read_identity
+from trinity_sync.snapshot.save_id import is_of_other_run
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import VersionTag, read_version_tag
 from trinity_sync.storage.discovery import list_shards, require_unreplaced
@@ -267,7 +268,7 @@ class VersionOpener:
             except CommitError as error:
                 raise VersionUnavailableError(f"{_describe(version)}: {error}") from error
             identity = version.identity and read_identity(root)
-            if (manifest.run, identity) != (version.run, version.identity):
+            if is_of_other_run(manifest, version) or identity != version.identity:
                 raise VersionUnavailableError(
                     f"{_describe(version)}: run {manifest.run}, or another job in the root, has "
                     "replaced the step"

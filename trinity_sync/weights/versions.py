@@ -19,6 +19,7 @@ import msgspec
 from trinity_sync.errors import ConfigError, WeightSyncError
 from trinity_sync.fs.records import describe
 from trinity_sync.snapshot.job_identity import read_identity
+from trinity_sync.snapshot.save_id import is_of_other_run
 from trinity_sync.snapshot.ticket import VersionTag
 from trinity_sync.storage.runs import Run, find_shared_step, find_superseding_run, list_runs
 
@@ -62,6 +63,8 @@ class Version:
     """The images of all ranks, by rank, if the source is memory."""
     identity: str = ""
     """Identity of the job, see `snapshot.job_identity`; empty if it is unknown."""
+    run_key: str = ""
+    """Key of the run; empty if it is unknown."""
 
     @property
     def readable(self) -> bool:
@@ -69,8 +72,12 @@ class Version:
         return self.source == "checkpoint" or bool(self.images)
 
     def is_of_other_job(self, other: "Version") -> bool:
-        """Return whether the root was recreated between two versions, so that steps say nothing."""
-        return "" not in (self.identity, other.identity) and self.identity != other.identity
+        """Return whether the root was recreated between two versions, so that steps say nothing.
+
+        A root that was restored has given the number of a run to another one.
+        """
+        lost = self.run == other.run and is_of_other_run(self, other)
+        return lost or len({self.identity, other.identity} - {""}) > 1
 
     def is_older_than(self, other: "Version") -> bool:
         """Return whether another version of the same job is newer."""
@@ -83,7 +90,8 @@ def make_shard(
 ) -> Version:
     """Return a version with the image of one rank, for `VersionRegistry.add_image`."""
     image = ImageRef(node, str(slot), tag.image, tag.rank, tag.nbytes)
-    return Version(tag.step, tag.run, "memory", str(root), tag.role, (image,), identity=identity)
+    known = {"identity": identity, "run_key": tag.run_key}
+    return Version(tag.step, tag.run, "memory", str(root), tag.role, (image,), **known)
 
 
 class Registry(ABC):
@@ -235,15 +243,17 @@ class VersionRegistry:
         """Return the newest version if it is newer than a version or a step, otherwise None.
 
         Than a version, a later run and another job, which is in the root now, are newer whatever
-        the step, and all are newer than a superseded one. Than a step of an unknown run, the newest
-        version is newer if it is beyond the step; also below it, if the newest run made it: that
-        run has not reached the step, so an earlier, superseded run made it.
+        the step, and all are newer than a superseded one or one of a run that the root has lost.
+        Than a step of an unknown run, the newest version is newer if it is beyond the step; also
+        below it, if the newest run made it: that run has not reached the step, so an earlier,
+        superseded run made it.
         """
         newest = self.newest(readable=readable)
         if newest is None:
             return None
         if isinstance(than, Version):
-            is_newer = than.is_older_than(newest) or than.is_of_other_job(newest)
+            is_other = than.is_of_other_job(newest) or than.run > self.run
+            is_newer = than.is_older_than(newest) or is_other
             is_newer = is_newer or self.is_superseded(than.run, than.step)
         else:
             resumed = newest.run == self.run > 1

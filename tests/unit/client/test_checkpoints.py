@@ -1,6 +1,7 @@
 """`Checkpoints` and the command metrics read and annotate the steps of a job that trains."""
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import plan_prune
 from trinity_sync.retention.removal import Rules
 from trinity_sync.storage.leases import list_leases
-from trinity_sync.storage.runs import list_runs
+from trinity_sync.storage.metrics import read_metrics
+from trinity_sync.storage.runs import list_runs, open_run
 
 
 def state(step: int) -> dict[str, Any]:
@@ -140,6 +142,62 @@ def test_a_corrupted_step_is_neither_listed_nor_loaded(
     assert torch.equal(model.weight, kept)
     with pytest.raises(CommitError, match="not committed"):
         steps.load_into(40, model)
+
+
+def test_what_an_evaluation_has_found_is_not_taken_for_what_another_run_puts_there(
+    job: Job, training: CheckpointCoordinator, coordinator_of: Open
+) -> None:
+    steps, listing, model = Checkpoints(job.root), Checkpoints(job.root), nn.Linear(3, 2)
+    assert steps.latest_step() == 60
+    listing.steps()
+    reading = Checkpoints(job.root)
+    reading.load_into(60, model)
+    second = coordinator_of(run_key="second")
+    second.load(30)
+    second.save(60, state(61))
+    job.commit(60, "model", "extra_state", run=2)
+    for each in (steps, listing, reading):
+        for call in (each.load, each.metrics, partial(each.load_into, target=model)):
+            with pytest.raises(CommitError, match=r"step 60 of run 1 .* is another run's now"):
+                call(60)
+        with pytest.raises(CommitError, match=r"another run's now, .* call latest_step\(\)"):
+            each.record_metrics(60, {"reward": 1.0})
+    assert Checkpoints(job.root).metrics(60) == {}  # of what is there now
+    assert steps.latest_step() == 60
+    steps.record_metrics(60, {"reward": 0.5})
+    assert Checkpoints(job.root).metrics(60) == {"reward": 0.5}
+
+
+def test_metrics_of_a_step_that_is_gone_count_for_the_run_that_made_it(
+    job: Job, training: CheckpointCoordinator, coordinator_of: Open
+) -> None:
+    steps = Checkpoints(job.root)
+    assert steps.steps() == [30, 60]
+    second = coordinator_of(run_key="second")
+    second.load(30)
+    shutil.rmtree(job.root / "global_step_60")
+    steps.record_metrics(60, {"reward": 1.0})
+    assert (read_metrics(job.root, 1, 60), read_metrics(job.root, 2, 60)) == ({"reward": 1.0}, {})
+    shutil.rmtree(job.root / "global_step_30")
+    for path in (job.root / ".trinity_sync/runs").glob("*.json"):  # as in a root from before
+        path.unlink()
+    open_run(job.root, "another", 0)
+    with pytest.raises(CommitError, match="or the root was restored"):
+        steps.record_metrics(30, {"reward": 1.0})
+
+
+def test_metrics_of_a_resumed_step_stay_with_the_run_that_saved_it(
+    job: Job, training: CheckpointCoordinator, coordinator_of: Open
+) -> None:
+    second = coordinator_of(run_key="second")
+    second.load(60)
+    third = coordinator_of(run_key="third", take_over=True)
+    third.load(30)
+    third.save(60, state(61))
+    job.commit(60, "model", "extra_state", run=3)
+    second.record_metrics(60, {"reward": 1.0})
+    second.close()
+    assert (read_metrics(job.root, 1, 60), read_metrics(job.root, 3, 60)) == ({"reward": 1.0}, {})
 
 
 def test_a_folder_that_does_not_exist_is_refused_and_not_created(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from tests.conftest import environment
 from tests.support.answers import server
 from tests.support.job import Job
 from tests.support.savers import await_that, is_announced, is_locked, savers_of, train
+from tests.support.waiting import until
 from tests.unit.saver.conftest import Make
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync import saver as saver_module
@@ -176,6 +177,42 @@ def test_a_save_into_a_root_that_was_restored_under_its_trainer_fails_at_once(
     saves.save(2, {"model": {"w": torch.ones(3)}})
     with pytest.raises(SaveFailedError, match=r"restored from a backup.* start it again"):
         saves.wait_all(60)
+
+
+def test_a_step_of_the_time_after_a_backup_is_not_committed_into_what_was_restored_from_it(
+    coordinator: Make, job: Job, tmp_path: Path
+) -> None:
+    saves = coordinator()
+    saves.save(1, {"model": {"w": torch.ones(3)}})
+    saves.wait_all(60)
+    shutil.copytree(job.root, tmp_path / "backup")  # of a step of this very run
+    saves.save(2, {"model": {"w": torch.ones(3)}})
+    saves.wait_all(60)
+    until(lambda: job.spool.read_commit(job.key_of(1)) == 2, "the end of the commit")
+    shutil.rmtree(job.root)
+    shutil.copytree(tmp_path / "backup", job.root)
+    saves.save(3, {"model": {"w": torch.ones(3)}})
+    with pytest.raises(SaveFailedError, match=r"restored from a backup.* start it again"):
+        saves.wait_all(60)
+    saves.close()
+    again = coordinator(run_key="again")
+    assert again.latest_step() == 1
+    again.load(1)
+    again.save(2, {"model": {"w": torch.zeros(3)}})
+    again.wait_all(60)
+    assert load_states(job.root, 2, "actor")["model"]["w"].tolist() == [0, 0, 0]
+
+
+def test_steps_that_are_removed_by_hand_do_not_make_a_root_an_older_one(
+    coordinator: Make, job: Job
+) -> None:
+    saves = coordinator()
+    for step in (1, 2):
+        saves.save(step, {"model": {"w": torch.ones(3)}})
+        saves.wait_all(60)
+        shutil.rmtree(job.root / f"global_step_{step}")
+    saves.save(3, {"model": {"w": torch.ones(3)}})
+    saves.wait_all(60)
 
 
 def test_a_saver_that_was_killed_is_started_again(

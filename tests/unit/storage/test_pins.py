@@ -16,6 +16,7 @@ from trinity_sync.storage.pins import (
     tag,
     unpin,
 )
+from trinity_sync.storage.runs import open_run
 
 
 @pytest.fixture
@@ -46,6 +47,20 @@ def test_a_tag_names_a_step_and_keeps_it_until_it_is_removed(committed: Job) -> 
     assert list_steps_in_use(committed.root) == {4: ["tagged paper-v1"]}
     with pytest.raises(ConfigError, match=r"'best' is neither .* \(tags: paper-v1\)"):
         resolve_step(committed.root, "best")
+
+
+def test_a_tag_does_not_name_the_step_that_another_run_has_put_in_place_of_its_own(
+    committed: Job,
+) -> None:
+    tag(committed.root, 4, "best")
+    for key in ("first", "second"):
+        open_run(committed.root, key, 0)
+    committed.stage(4, {"model": {"w": torch.ones(3)}}, run=2)
+    committed.commit(4, run=2)
+    with pytest.raises(CommitError, match=r"tag best is of step 4 of run 1 .* run 2 has replaced"):
+        resolve_step(committed.root, "best")
+    tag(committed.root, 4, "best")
+    assert resolve_step(committed.root, "best") == 4
 
 
 def test_a_tag_moves_to_another_step_by_force_only(committed: Job) -> None:

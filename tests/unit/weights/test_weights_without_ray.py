@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from trinity_sync.storage.runs import open_run
 from trinity_sync.weights.committed import CommitNotification
 from trinity_sync.weights.file_registry import FileRegistry
 from trinity_sync.weights.reader import WeightReader
+from trinity_sync.weights.registry import AsyncVersionRegistry
 from trinity_sync.weights.versions import Version, VersionRegistry
 
 State = dict[str, torch.Tensor]
@@ -428,3 +430,38 @@ def test_an_upload_whose_image_is_gone_is_made_again(coordinator_of: Open, job: 
     assert published
     assert again
     assert again.image != published.image
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_reader_follows_a_root_that_was_restored_although_its_runs_have_the_numbers_again(
+    coordinator_of: Open, job: Job, settings: Settings, tmp_path: Path, lost: int
+) -> None:
+    shutil.copytree(job.root, tmp_path / "backup")
+    for number in range(1, 1 + lost):
+        saves = coordinator_of(run_key=f"lost {number}")
+        saves.upload(45, partial(weights, 45))
+    with WeightReader(FileRegistry(job.root, settings=settings), name="reader") as reader:
+        assert reader.load_into(weights(0)) == 45
+        assert asyncio.run(reader.wait_newer(timeout_s=0)) is None
+        shutil.rmtree(job.root)
+        shutil.copytree(tmp_path / "backup", job.root)
+        coordinator_of(run_key="next").upload(21, partial(weights, 21))
+        newer = asyncio.run(reader.wait_newer(timeout_s=60))
+        assert newer
+        assert (newer.run, newer.step) == (2, 21)
+        assert reader.load_into(target := weights(0)) == 21
+        assert torch.equal(target["w"], weights(21)["w"])
+        assert asyncio.run(reader.wait_newer(timeout_s=0)) is None
+
+
+def test_a_registry_drops_the_versions_of_a_run_that_its_root_has_lost(job: Job) -> None:
+    async def follow() -> tuple[int, int]:
+        registry = AsyncVersionRegistry(str(job.root), "actor")
+        await registry.record(Version(45, 1, "memory", str(job.root), run_key="first"))
+        before = registry.number
+        (job.root / ".trinity_sync/runs/1.json").unlink()
+        open_run(job.root, "another", 0)
+        await registry.refresh()
+        return before, registry.number
+
+    assert asyncio.run(follow()) == (45, 0)

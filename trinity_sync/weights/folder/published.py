@@ -51,6 +51,8 @@ class VersionRecord(Record):
     """Root of the job that made the weights."""
     identity: str = ""
     """Identity of that job."""
+    run_key: str = ""
+    """Key of ``run``."""
 
     def is_of_other_job(self, other: Any) -> bool:
         """Return whether a version is of another job; not if the root was moved or recreated."""

@@ -23,7 +23,7 @@ from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, replace_file, 
 from trinity_sync.fs.locks import open_lock_file, try_acquire_file_lock
 from trinity_sync.fs.process import describe_holder
 from trinity_sync.fs.records import encode_record
-from trinity_sync.storage.runs import is_superseded
+from trinity_sync.storage.runs import has_lost_run, is_superseded
 from trinity_sync.weights.folder.bucket import open_bucket
 from trinity_sync.weights.folder.delta import Change, encode_change, view_bytes, write_delta
 from trinity_sync.weights.folder.files import (
@@ -179,6 +179,8 @@ class WeightFolder:
             self._require_own(version, latest)
             self._remove_leftovers(latest)
             job = str(version.root), version.identity
+            if latest and has_lost_run(latest.root, latest.run, latest.run_key):
+                job = "", ""  # another root has this path now: an older one
             if latest and (latest.root, latest.identity) == job:
                 key, known = (version.run, version.step), (latest.run, latest.step)
                 if key == known:
@@ -271,6 +273,7 @@ class WeightFolder:
                 checksum=summarize(lines),
                 root=str(version.root),
                 identity=version.identity,
+                run_key=version.run_key,
                 folder=final,
             )
             (scratch / VERSION_FILE).write_text(_encode(published))
