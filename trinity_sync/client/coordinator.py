@@ -26,7 +26,7 @@ from trinity_sync.client.preemption import (
     noticed_by_any,
     run_emergency_save,
 )
-from trinity_sync.client.run_context import RunContext, make_run_key
+from trinity_sync.client.run_context import RunContext, find_start_key, make_run_key
 from trinity_sync.client.save_handle import SaveHandle
 from trinity_sync.client.save_submitter import SaveSubmitter, select_own
 from trinity_sync.client.save_trigger import SaveTrigger, run_in_thread
@@ -88,9 +88,9 @@ class CheckpointCoordinator:
         world_size: number of ranks that save together.
         places: ranks of each node; by default all ranks are on this node. A caller that passes them
             has opened the root, as `of_process_group` does.
-        run_key: key that all processes of this run share and no other run of the job has; by
-            default ``TRINITY_SYNC_RUN_KEY``, or a random key. Roles that save from separate process
-            groups need it.
+        run_key: key that all processes of this run share, while any of which lives; a random part
+            is added. By default ``TRINITY_SYNC_RUN_KEY``, or a random key. Roles that save from
+            separate process groups need it.
         roles: roles that make one checkpoint together; by default those of the settings.
         job: settings of the job to write into the root, by name as in
             `trinity_sync.storage.job_settings.JobSettings`, such as ``{"keep": "last=3"}``. Rank 0
@@ -159,6 +159,8 @@ class CheckpointCoordinator:
             remove_replaced_spools(self.spool)
             self.spool.away.unlink(missing_ok=True)
         run_key = run_key or self.settings.run_key or make_run_key()
+        if not places:  # otherwise rank 0 has told it to all ranks
+            run_key = find_start_key(self.root, run_key)
         self.spool.mark_run(run_key)
         self._run = RunContext(
             self.root,
@@ -1086,11 +1088,12 @@ class CheckpointCoordinator:
         self._require_own_process()
         step, name = check_number("step", step), check_name("name of a save", name)
         self._run.require_not_superseded(step)
-        run = self._run.get().number
+        run = self._run.get()
         self._metrics.flush()
         return CallableStatus(
             name=name,
-            run=run,
+            run=run.number,
+            run_key=run.key,
             step=step,
             kind=_kind(is_state_dict),
             rank=self.rank,

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from trinity_sync.client.collective import gather_from_ranks
 from trinity_sync.client.job_settings import set_job_settings
+from trinity_sync.client.run_context import find_start_key
 from trinity_sync.errors import ConfigError, RootError, TrinitySyncError
 from trinity_sync.fs.atomic import UNWRITABLE, make_temporary_path, revalidate_folder
 from trinity_sync.fs.capabilities import require_capabilities
@@ -159,6 +160,7 @@ def _introduction(
         refuse_url(root)
         spool = str(settings.spool.absolute())
         job = job_id(opened.result()) if opened else ""
+        key = find_start_key(opened.result(), key) if opened else key
         proof = held.enter_context(_proof(opened.result())) if opened else None
         return _Rank(str(Path(root).resolve()), settings.node, spool, key, job, proof)
     except TrinitySyncError as error:

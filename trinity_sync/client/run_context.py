@@ -1,8 +1,8 @@
 """The run of the job that this process is part of, and the step at which that run begins.
 
 All processes of a run share a key, and the first of them opens the run: at the step that it loads,
-or at step 0 if its role has nothing to load. A key that is used again at the next start would make
-that start the same run; where that is noticed, it is an error.
+or at step 0 if its role has nothing to load. A user's key has a random part of the start
+(`find_start_key`). A second start among processes that live is an error where it is noticed.
 
 A run begins with the first save, upload, save function or resume of a process, and with nothing
 else. It supersedes saves of the run before it, so it waits for the processes of that run to end,
@@ -10,7 +10,10 @@ and is refused if they live on. If it takes over all the same, the run before it
 thread that follows its saves, and its next save is an error.
 """
 
+import hashlib
 import logging
+import os
+import re
 import threading
 import uuid
 from collections.abc import Iterable, Iterator
@@ -20,7 +23,9 @@ from weakref import WeakSet, WeakValueDictionary
 
 from trinity_sync.errors import ConfigError, RootError
 from trinity_sync.fs.atomic import UNWRITABLE
-from trinity_sync.layout import Kind, step_folder, steps_on_disk
+from trinity_sync.fs.locks import open_lock_file
+from trinity_sync.layout import PRIVATE_FOLDER, Kind, step_folder, steps_on_disk
+from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.storage.discovery import find_newest, is_foreign
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import is_committed, read_run_number
@@ -235,7 +240,8 @@ class RunContext:
             return None
         if step > run.resumed_from or not run.resumed_from:
             return run.number
-        return find_run_of_step(self._root, step)
+        found = find_run_of_step(self._root, step)
+        return found if found <= run.number else run.resumed_run
 
     def notice_later_runs(self) -> None:
         """Look for runs that have begun after this one, and log the first that supersedes it.
@@ -352,6 +358,31 @@ class RunContext:
 def make_run_key() -> str:
     """Return a random key for a run."""
     return uuid.uuid4().hex
+
+
+_RANDOM = re.compile("[0-9a-f]{32}$")
+_naming = threading.Lock()
+_starts: dict[tuple[str, ...], tuple[ExitStack, str]] = {}
+"""What holds the locks of this process's starts until it ends, and their keys."""
+
+
+def find_start_key(root: Path, key: str) -> str:
+    """Return a user's key with the random part of this start, which ``runs/start-*.lock`` has.
+
+    Processes with the key that live at one time get the same part, and a process always does. A key
+    with a random part stays as it is, as does any in a root that cannot be written.
+    """
+    name = f"{PRIVATE_FOLDER}/runs/start-{hashlib.sha256(key.encode()).hexdigest()[:16]}.lock"
+    start = str(root), read_identity(root), key
+    with _naming, ExitStack() as held:
+        if start not in _starts and not _RANDOM.search(key) and os.access(root, os.W_OK):
+            lock = held.enter_context(open_lock_file(root / name))
+            if lock.try_acquire():  # no other process lives
+                os.pwrite(lock.fd, make_run_key().encode(), 0)
+            # what is read under the shared lock stays, whoever wrote it
+            lock.acquire(shared=True, limit_s=60.0)
+            _starts[start] = held.pop_all(), f"{key}.{os.pread(lock.fd, 32, 0).decode()}"
+        return _starts[start][1] if start in _starts else key
 
 
 _contexts: "WeakValueDictionary[str, RunContext]" = WeakValueDictionary()

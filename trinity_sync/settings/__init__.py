@@ -207,8 +207,8 @@ class Settings(_ReadSettings):
     the state meanwhile; the call then reads the state once, in about half the time of a copy."""
 
     run_key: str = ""
-    """Key of the training's run: the same in all of its processes, and new at each start. By
-    default the launcher's, or a random one."""
+    """Key of the training's run: the same in all of its processes. A random part is added, which
+    those that live at one time share. By default the launcher's, or a random key."""
 
     saver: Literal["auto", "stack", "built-in"] = "auto"
     """What commits saves: flow runs of the ``stack``; or the ``built-in`` saver, a process that the

@@ -21,7 +21,7 @@ from trinity_sync.fs.direct_io import digest_cached_file
 from trinity_sync.fs.process import is_process_alive
 from trinity_sync.fs.records import Count, Record, Seconds, decode_record, encode_record
 from trinity_sync.layout import MANIFEST, Kind, check_name, is_below
-from trinity_sync.snapshot.save_id import SaveId
+from trinity_sync.snapshot.save_id import SaveId, is_of_other_run
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.manifest import FileRecord
 
@@ -44,6 +44,7 @@ class CallableStatus(Record):
     seconds: Seconds = 0.0
     files: tuple[str, ...] = ()
     """Paths below the step's folder that the function wrote."""
+    run_key: str = ""
 
     @property
     def settled(self) -> "CallableStatus":
@@ -154,7 +155,8 @@ def await_callable_saves(
     deadline = time.monotonic() + rank_timeout_s
     pauses = lengthen_pauses()
     while True:
-        statuses = list(read_statuses(spool, save.run, save.step, save.kind))
+        found = read_statuses(spool, save.run, save.step, save.kind)
+        statuses = [each for each in found if not is_of_other_run(each, save)]
         for status in statuses:
             if status.state == "failed":
                 raise SaveError(

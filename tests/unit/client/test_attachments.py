@@ -254,7 +254,7 @@ def test_a_save_whose_flow_failed_and_is_called_again_commits_all_of_it(
     in_the_way.unlink()
     if meanwhile == "optim is evicted":
         for step in (5, 6):
-            job.stage(step, {"optim": states["optim"]}, run_key="run")
+            job.stage(step, {"optim": states["optim"]}, run_key=job.key_of(1))
         for step in (5, 6):
             job.commit(step, "optim")
     elif meanwhile == "optim has changed":

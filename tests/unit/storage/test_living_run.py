@@ -1,6 +1,7 @@
 """A run that begins next to a living one is noticed at once, and a call that reads begins none."""
 
 import os
+import shutil
 import signal
 import textwrap
 from collections.abc import Callable, Iterator
@@ -21,12 +22,12 @@ from trinity_sync.layout import steps_on_disk
 from trinity_sync.retention.policies import ALL, parse_policy
 from trinity_sync.retention.prune import RootSteps, plan_prune, prune
 from trinity_sync.retention.removal import Rules, describe_steps
-from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.storage import runs
 from trinity_sync.storage.metrics import read_metrics
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.placement import await_node_shards
 from trinity_sync.storage.quarantine import rewind
+from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import list_runs
 
 MODEL = {"model": {"w": torch.ones(3)}}
@@ -410,9 +411,9 @@ def test_nothing_is_awaited_of_a_run_whose_processes_have_ended(
     job: Job, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runs, "ENDED_S", 0.0)
-    save = SaveId(str(job.root), 1, "first", 4, "checkpoint", ("actor",), identity=job.identity)
     training = start("first")
     training.do("saves.begin()")
+    save = job.save(4)
     with pytest.raises(MissingShardsError, match="within 0 s"):
         await_node_shards(save, rank_timeout_s=0.0)
     training.do("saves.save(4, {'model': {'w': torch.ones(3)}})")
@@ -425,3 +426,34 @@ def test_nothing_is_awaited_of_a_run_whose_processes_have_ended(
         persist(of_two, save, "model", WriteOptions(rank_timeout_s=600.0))
     with pytest.raises(MissingShardsError, match=r"role critic .* until its end"):
         await_node_shards(replace(save, roles=("actor", "critic")), rank_timeout_s=600.0)
+
+
+def test_processes_with_one_key_that_live_at_one_time_are_one_start_and_later_ones_another(
+    job: Job, start: Start
+) -> None:
+    first, other = start("constant"), start("constant")
+    assert {each.do("saves.begin()") for each in (first, other)} == {"done"}
+    first.save(4)  # and is not committed
+    first.kill()
+    beside = start("constant")
+    assert beside.do("saves.begin()") == "done"
+    assert [run.number for run in list_runs(job.root)] == [1]
+    for each in (other, beside):
+        each.kill()
+    assert start("constant").do("saves.begin()") == "done"
+    assert len({run.key for run in list_runs(job.root)}) == 2
+
+
+def test_a_key_of_an_earlier_start_brings_no_state_of_it(job: Job, start: Start) -> None:
+    first = start("constant")
+    first.save(4)
+    first.kill()
+    shutil.rmtree(job.root / "global_step_4", ignore_errors=True)  # rm -rf ckpts/*
+    again = start("constant")
+    assert again.do("saves.save(4, {'model': {'w': torch.zeros(3)}})") == "done"
+    earlier, later = sorted(list_runs(job.root), key=lambda run: run.number)
+    assert earlier.key != later.key
+    with pytest.raises(SupersededError, match="run 2 resumed from step 0"):
+        job.commit(4, run=1)
+    job.commit(4, run=2)
+    assert load_states(job.root, 4, "actor")["model"]["w"].tolist() == [0, 0, 0]

@@ -105,7 +105,7 @@ def test_what_a_save_asks_for_is_as_small_for_4096_ranks_as_for_one(
             root,
             world_size=4096 if places else 1,
             places=places,
-            run_key="one",
+            run_key="0" * 32,
             settings=Settings(spool=spool_folder),
             trigger=trigger,
         )
