@@ -700,7 +700,7 @@ class CheckpointCoordinator:
         Raises:
             ConfigError: as `attach`; what cannot be attached is a folder that has anything but
                 files, folders and links to them, names of more than 200 bytes, temporary files
-                (``*.tmp``, ``.nfs*``), or a link to a folder above it.
+                of trinity_sync or NFS, or a link to a folder above it.
         """
         self._require_own_process()
         self._attachments.add_folder(check_number("step", step), name, Path(folder))

@@ -7,7 +7,8 @@ crash and not synced::
     root/.trinity_sync/cuts/{role}.json     the role's newest answer
     root/.trinity_sync/cuts/{role}.lock     held by the role's process while it lives
 
-A role answers once its state is submitted, so from then on the state survives its process.
+A role answers once its state is submitted, so from then on the state survives its process. The
+trainer removes its request when it no longer waits: a later state is not that of the step.
 """
 
 import logging
@@ -71,7 +72,17 @@ def ask_roles(root: Path, run_key: str, step: int, roles: Sequence[str], timeout
     """
     request = CutRequest(uuid.uuid4().hex, run_key, step)
     make_folder(folder := _folder(root))
-    replace_file(folder / "request.json", encode_record(request), sync=False)
+    replace_file(path := folder / "request.json", encode_record(request), sync=False)
+    try:
+        _await_answers(root, request, roles, timeout_s)
+    finally:
+        with suppress(OSError):
+            if read_record(CutRequest, path, read_uncached) == request:
+                path.unlink()
+
+
+def _await_answers(root: Path, request: CutRequest, roles: Sequence[str], timeout_s: float) -> None:
+    folder, run_key, step = _folder(root), request.run_key, request.step
     answers = {role: _watch(folder / f"{role}.json", CutAnswer) for role in roles}
     began, pauses, said = time.monotonic(), lengthen_pauses(ANSWER_PAUSE_S), False
     while True:
@@ -113,7 +124,7 @@ class CutMember:
     def __init__(self, root: Path, run_key: str, role: str) -> None:
         self._folder, self._run_key, self._role = _folder(root), run_key, role
         self._request = _watch(self._folder / "request.json", CutRequest)
-        self._answered = ""
+        self._answered, self._asked = "", -1
         self._lock = ExitStack()
         lock = acquire_file_lock(_lock_path(self._folder, role), limit_s=TAKEN_S)
         self._lock.enter_context(lock)
@@ -126,13 +137,19 @@ class CutMember:
             if (left := deadline - time.monotonic()) <= 0:
                 return None
             time.sleep(min(left, next(pauses)))
+        self._asked = request.step
         return request.step
+
+    def is_late(self, step: int) -> bool:
+        """Return whether `wait` has returned a step for which the trainer no longer waits."""
+        request = self._find_request()
+        return step == self._asked and (request is None or request.step != step)
 
     def answer(self, step: int, error: str = "") -> None:
         """Tell the trainer that the state of a step was submitted, or why it was not."""
         request = self._find_request()
         if request and request.step == step:
-            self._answered = request.name
+            self._answered, self._asked = request.name, -1
             with suppress(OSError):  # the trainer tells that there is no answer
                 self._say(request.name, error)
 

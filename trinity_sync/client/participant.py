@@ -1,15 +1,17 @@
 """`Participant`: a process beside the trainer whose state is part of the job's checkpoints."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from trinity_sync.client.attachments import list_folder
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.cut import CutMember
+from trinity_sync.client.run_context import find_run_key
 from trinity_sync.client.save_handle import SaveHandle
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import ConfigError, SaveError
 from trinity_sync.layout import Kind
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.stager import METADATA
@@ -82,6 +84,7 @@ class Participant:
                     f"role {role!r} is none of this job's roles {list(self._saves.roles)}; name "
                     "all roles that make one checkpoint, in trainer and participants"
                 )
+            key = find_run_key(self._saves.root) or key
             self._member = CutMember(self._saves.root, key, role)
         except BaseException:
             self._saves.close()
@@ -143,7 +146,12 @@ class Participant:
         Raises:
             ConfigError: a folder is none, before the first save; otherwise as
                 `CheckpointCoordinator.save`. The trainer's `cut` fails with these as well.
+            SaveError: the first save comes after the trainer has ceased to wait; later ones fail.
         """
+        if self._member.is_late(step):
+            return self._saves.save_dcp(
+                step, partial(_refuse_late, step, self.role), role=self.role
+            )
         try:
             files: dict[str, bytes | Path] = {}
             with self._saves._states.report(step, "checkpoint", self.role):
@@ -188,3 +196,11 @@ class Participant:
             self._saves.__exit__(kind, error, trace)
         finally:
             self._member.close()
+
+
+def _refuse_late(step: int, role: str) -> NoReturn:
+    raise SaveError(
+        f"step {step}, role {role}: not saved, because the trainer no longer waits for this role, "
+        "whose state is that of a later moment. Call wait_cut more often, or raise the timeout_s "
+        "of the trainer's cut."
+    )

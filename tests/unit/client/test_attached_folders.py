@@ -390,8 +390,8 @@ def bind(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "make"),
     [
-        ("compaction.tmp", Path.touch),
-        (".nfs0001", Path.touch),
+        (f".x.{'ab' * 16}.tmp", Path.touch),
+        (f".nfs{'0' * 24}", Path.touch),
         ("a" * 201, Path.touch),
         ("socket", bind),
         ("link", lambda path: path.symlink_to("nowhere")),

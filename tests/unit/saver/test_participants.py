@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from trinity_sync.errors import (
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.upload import replicate
 from trinity_sync.storage.discovery import iter_committed_steps
+from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.verify import check_files, choose_files, judge_steps
 
 ROLES = ("actor", "queue", "controller")
@@ -280,8 +282,8 @@ def test_a_state_that_cannot_be_saved_stops_no_role_that_has_saved(
     with Participant(
         trainer.root, role="controller", roles=roles, run_key="run", settings=settings
     ) as part:
-        for step, name in enumerate(("items", "compaction.tmp", "items"), 1):
-            (folder / name).touch()
+        for step, name in enumerate(("items", "link", "items"), 1):
+            (folder / name).touch() if name == "items" else (folder / name).symlink_to("nowhere")
             answer = partial(part.save, state={}, folders={"storage": folder})
             answering = threading.Thread(target=lambda: answer(part.wait_cut(60)))  # noqa: B023
             answering.start()
@@ -289,12 +291,40 @@ def test_a_state_that_cannot_be_saved_stops_no_role_that_has_saved(
             failure = trainer.save(step, MODEL).failure
             answering.join()
             for each in (trainer, part):
-                wrong = pytest.raises(SaveFailedError, match=r"compaction\.tmp")
+                wrong = pytest.raises(SaveFailedError, match=r"storage/link cannot")
                 with nullcontext() if name == "items" else wrong:
                     each.wait_all(60)
             assert ("role controller could not be saved" in failure) == (name != "items")
             (folder / name).unlink()
     assert Checkpoints(trainer.root).steps() == [1, 3]
+
+
+def test_a_state_that_comes_after_the_trainer_has_ceased_to_wait_is_not_that_of_the_step(
+    coordinator: Make, settings: Settings
+) -> None:
+    how: dict[str, Any] = {"roles": ("actor", "controller"), "run_key": "run"}
+    trainer = coordinator(job={"rank_timeout_s": 0.5}, **how)
+    with ThreadPoolExecutor(1) as thread:
+        part = Participant(trainer.root, role="controller", settings=settings, **how)
+        for step, timeout_s in ((1, 60.0), (2, 0.5), (3, 60.0)):
+            asked = thread.submit(trainer.cut, step, timeout_s=timeout_s)
+            assert part.wait_cut(60) == step
+            if step == 2:
+                assert asked.exception(60) is None  # the save of the step tells it
+            late = part.save(step, {"at": step}).failure  # the trainer is at step 7
+            assert ("whose state is that of a later moment" in late) == (step == 2)
+            asked.exception(60)
+            trainer.save(step, MODEL)
+            if step == 2:
+                with pytest.raises(
+                    SaveFailedError, match=r"no state within 0\.5 s of role controller"
+                ):
+                    trainer.wait_all(60)
+    trainer.wait_all(60)
+    assert [each for each in (1, 2, 3) if read_manifest(trainer.root, each)] == [1, 3]
+    with pytest.raises(SaveFailedError, match="step 2, role controller: not saved"):
+        part.wait_all(60)
+    part.close()
 
 
 def test_a_request_of_an_earlier_start_is_not_answered(
