@@ -30,7 +30,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import HPSearchBackend, get_last_checkpoint
 
 from tests.integration.fsdp.commits import CommitsHere
 from tests.support.states import copied, differences
@@ -965,3 +965,27 @@ def test_uploaded_weights_reach_a_reader_or_raise(
     with pytest.raises(SaveFailedError, match="lambda"):
         saves.upload(8, Unpicklable(3, 2))
     saves.on_train_end(None, None, None)
+
+
+class Trial(dict[str, Any]):
+    """What a search gives to a training: optuna's has a number, and Ray's is a dict."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.params = number, self
+
+
+def test_each_trial_of_a_hyperparameter_search_has_a_root_of_its_own(
+    tmp_path: Path, spool_folder: Path, one_thread: None
+) -> None:
+    saves = TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder))
+    trainer = hugging_face(tmp_path / "out", saves, stop=4)
+    trainer.hp_search_backend, trainer.hp_space = HPSearchBackend.OPTUNA, lambda trial: {}
+    trainer.hp_name = None
+    for number in (0, 1):
+        trainer.train(trial=Trial(number))
+        assert saves.root == tmp_path / f"ckpts/run-{number}"
+    assert [steps_on_disk(tmp_path / f"ckpts/run-{each}") for each in (0, 1)] == [[2, 4], [2, 4]]
+    trainer.train()
+    assert saves.root == tmp_path / "ckpts"
+    assert steps_on_disk(saves.root) == [2, 4]

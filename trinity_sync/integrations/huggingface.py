@@ -68,7 +68,7 @@ class TrinitySyncCallback(TrainerCallback):
     """
 
     def __init__(self, root: str | Path, **coordinator: Any) -> None:
-        self.root = Path(root).resolve()
+        self.root = self._base = Path(root).resolve()
         self._arguments = coordinator
         self._saves: TrainerSaves | None = None
         self._logged: tuple[int, dict[str, Any]] = (-1, {})
@@ -182,6 +182,13 @@ class TrinitySyncCallback(TrainerCallback):
                 "_save_optimizer_and_scheduler, whose small files are attached to the step, or "
                 "leave the callback out"
             )
+
+    def use_root_of(self, trial_dir: str | None) -> None:
+        """Use a root below the callback's for a trial of a search, named as its output folder."""
+        root = self._base / Path(trial_dir).name if trial_dir else self._base
+        if root != self.root:
+            self._close()
+            self.root = root
 
     def find_own_step(self, folder: str | None) -> int | None:
         """Return the step of a folder as `latest` makes it; None for any other folder.
@@ -401,6 +408,8 @@ def _wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
     def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
         if callback := _find_callback(trainer):  # which requires that there are not two
             callback.require_saveable(trainer)
+            trial = kwargs.get("trial")
+            callback.use_root_of(None if trial is None else trainer._get_output_dir(trial))
         return original(trainer, *args, **kwargs)
 
     return train
