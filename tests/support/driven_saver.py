@@ -93,7 +93,7 @@ class DrivenSaver(Saver):
         """Look once at what waits; return the saves that this begins."""
         before = {*self._saves}
         for job in list_job_spools(self._spool):
-            if saver_module.read_served(job.folder, self._umask) is not None:
+            if saver_module.read_served(job.folder, self._name) is not None:
                 self._look_at(job)
         begun = [self._begun.get(timeout=PART_S) for _ in {*self._saves} - before]
         return sorted(begun, key=lambda each: (each.root, each.run, each.step, each.kind))
