@@ -4,6 +4,7 @@ import asyncio
 import json
 import pickle
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from tests.unit.conftest import Open
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
-from trinity_sync.errors import CommitError, MissingShardsError, SaveError
+from trinity_sync.errors import CommitError, MissingShardsError, RootAwayError, SaveError
 from trinity_sync.layout import FOLDERS
 from trinity_sync.orchestration.on_node import persist_share
 from trinity_sync.orchestration.recovery.flow_runs import find_orphaned_saves
@@ -145,8 +146,9 @@ def test_a_role_that_has_not_said_where_it_is_is_named(root: Path) -> None:
     file.write_text("{")
     with pytest.raises(CommitError, match=r"1\.actor\.json.* is torn or edited"):
         read_placement(root, 1, "key", "actor")
-    with pytest.raises(SaveError, match="is missing; create it and retry"):
-        await_node_shards(save_of(root / "gone", "key", "actor"), rank_timeout_s=0)
+    gone = replace(save_of(root / "gone", "key", "actor"), identity="that of a coordinator")
+    with pytest.raises(RootAwayError, match="is not mounted here"):
+        await_node_shards(gone, rank_timeout_s=0)
 
 
 def test_nodes_write_their_own_ranks_and_one_of_them_commits(two_nodes: list[Job]) -> None:
