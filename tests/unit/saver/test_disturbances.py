@@ -203,10 +203,11 @@ def test_a_save_is_followed_to_its_end_also_where_no_thread_can_be_started(
 def test_an_overlapped_save_for_which_no_thread_can_be_started_is_staged_once(
     coordinator: Make, job: Job
 ) -> None:
-    saves = coordinator()
+    saves, weight = coordinator(), torch.ones(3)
     with no_thread_starts():
-        save(saves, 1, overlap=True)
-    save(saves, 2, overlap=True)
+        saves.save(1, {"model": {"w": weight}}, overlap=True)
+    weight += 1
+    saves.save(2, {"model": {"w": weight}}, overlap=True)
     saves.wait_all(60)
     require_committed(job.root, 1)
     assert not [each for each in saves.spool.tickets()[0] if each.ticket.step == 1]
