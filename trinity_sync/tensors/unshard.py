@@ -429,10 +429,11 @@ def copy_value(value: Any, images: Sequence[torch.Tensor]) -> Any:
         return {key: copy_value(each, images) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(copy_value(each, images) for each in value)
-    if not isinstance(value, torch.Tensor | Unread):
-        return value
-    if form := describe_form(value):
+    is_tensor = isinstance(value, torch.Tensor | Unread)
+    if is_tensor and (form := describe_form(value)):
         raise WeightSyncError(f"is {form}, which is not read; load the step, and load_state_dict")
+    if not isinstance(value, torch.Tensor):
+        return value
     chunks = filter(None, [_get_chunk(0, "a tensor", value)])
     full = FullTensor((), value.dtype, tuple(value.shape), tuple(chunks), value.dtype)
     return combine_tensor(full, images)
