@@ -239,7 +239,9 @@ def test_what_a_run_has_superseded_gives_way_in_the_folder_and_in_its_copies(
     folder = WeightFolder(tmp_path / "out", model, deltas=deltas)
     for view in (resumed, StateView(21, small(99), run=2, root=str(root))):
         published = folder.publish(view)
+        away = root.rename(tmp_path / "away")
         copied = local.publish(follower)
+        away.rename(root)
         assert (published.step, copied.step) == (view.step, view.step)
         assert same(FolderReader(tmp_path / "local").load(), view.tensors)
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -48,7 +47,6 @@ class Engine:
         self.failing: list[str] = []
         """Calls that fail once."""
         self.before_loading: Callable[[], None] = lambda: None
-        self.reader: WeightReader | None = None
         self.problem = ""
         """What a comparison of the values finds."""
 
@@ -78,10 +76,7 @@ class Engine:
 
     def load(self, wanted: Wanted) -> None:
         self.before_loading()
-        with ExitStack() as opened:
-            reader = self.reader or opened.enter_context(
-                WeightReader(root=self.root, name="worker", timeout_s=0.2)
-            )
+        with WeightReader(root=self.root, name="worker", timeout_s=0.2) as reader:
             version = select_version(reader, self.root, "actor", wanted)
             with pin_version(reader, version) as view:
                 self.weights = {name: tensor.clone() for name, tensor in view.iter_views()}
@@ -344,21 +339,6 @@ def test_an_engine_belongs_to_a_job_while_its_updater_lives(
         living.kill()
         living.wait()
         assert other.update() == 2
-
-
-def test_an_updater_that_starts_again_brings_a_living_engine_back_to_a_resumed_run(
-    engine: Engine, url: str, root: Path, saves: CheckpointCoordinator
-) -> None:
-    publish(saves, 23)
-    with VLLMUpdater(url, root) as updater, WeightReader(root=root, name="worker") as worker:
-        engine.reader = worker  # a worker keeps its reader from one update to the next
-        assert updater.update() == 23
-        saves.close()
-        with CheckpointCoordinator(root) as resumed:
-            resumed.resumed_from(20)
-            publish(resumed, 21)
-            assert VLLMUpdater(url, root).update() == updater.update() == 21
-            assert engine.weights["w"].unique().tolist() == [21]
 
 
 def test_an_engine_that_was_started_again_gets_the_newest_version_again(
