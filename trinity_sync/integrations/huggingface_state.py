@@ -21,7 +21,6 @@ from trinity_sync.formats.hf_files import require_same_adapter
 from trinity_sync.formats.shard_reader import open_shard, require_same_model
 from trinity_sync.integrations.after_import import replace_attributes
 from trinity_sync.integrations.trainer_saves import MEMORY
-from trinity_sync.layout import Component
 from trinity_sync.snapshot.stager import ATTACHMENTS
 
 with from_extra("hf"):
@@ -56,7 +55,7 @@ FSDP = DistributedType.FSDP
 
 HUGGINGFACE = "huggingface"
 """Folder of the small files of a model, in the folder of its role."""
-_OF_ADAPTERS: tuple[Component, ...] = ("model", "extra_state")
+_OF_ADAPTERS = ("model", "extra_state")
 """Components of the active adapter and of a second one."""
 _LARGE = frozenset(
     (
