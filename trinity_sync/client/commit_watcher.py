@@ -442,7 +442,7 @@ class CommitWatcher:
         if failure:
             logger.error("%s", failure)
             with suppress(OSError, TrinitySyncError):  # whoever has told it
-                mark_failed(self._spool, request.save, failure)
+                mark_failed(self._spool, request.save, failure, limit_s=0)
         with self._lock:
             if failure:
                 self._failures.append(failure)

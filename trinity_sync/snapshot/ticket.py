@@ -289,16 +289,17 @@ def lock_slot(path: Path) -> Iterator[memoryview]:
         yield memoryview(lock.map(size) if size else b"")
 
 
-def lock_image(path: Path) -> AbstractContextManager[object]:
+def lock_image(path: Path, *, limit_s: float = math.inf) -> AbstractContextManager[object]:
     """Hold the ticket's lock of the sealed image in the slot at ``path``, to persist or to free it.
 
-    Waits for another holder without a limit. The image may have been evicted meanwhile: read its
-    ticket again, under the slot's lock as well, which is acquired after this one.
+    By default it waits for another holder without a limit. The image may have been evicted
+    meanwhile: read its ticket again, under the slot's lock as well, which is acquired after this.
 
     Raises:
         FileNotFoundError: no image is sealed there.
+        LockTimeoutError: another process holds it for ``limit_s``.
     """
-    return _under_lock(ticket_path(path), shared=False, limit_s=math.inf)
+    return _under_lock(ticket_path(path), shared=False, limit_s=limit_s)
 
 
 @contextmanager

@@ -1,16 +1,18 @@
 """What the tasks of a save have written so far, and the marks of a failed one."""
 
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from trinity_sync.errors import LockTimeoutError
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, replace_file
 from trinity_sync.fs.mounts import read_file_system_time
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.save_id import Export, SaveId
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
-from trinity_sync.snapshot.ticket import failure_path, hold_slot, lock_image, read_ticket
+from trinity_sync.snapshot.ticket import FILL_S, failure_path, hold_slot, lock_image, read_ticket
 from trinity_sync.storage.manifest import FileRecord
 from trinity_sync.storage.save_functions import CallableStatus, remove_request
 from trinity_sync.storage.save_timing import SaveTiming, Stall
@@ -78,22 +80,30 @@ def is_being_written(root: str | Path, step: int, *, within_s: float) -> bool:
     return False
 
 
-def mark_failed(spool: JobSpool, save: SaveId, reason: str) -> None:
-    """Mark the images of a save as failed, so that they are evicted first; drop its request."""
+def mark_failed(spool: JobSpool, save: SaveId, reason: str, *, limit_s: float = math.inf) -> None:
+    """Mark the images of a save as failed, so that they are evicted first; drop its request.
+
+    With a ``limit_s``, images that are marked, or held for so long by what persists them, stay.
+    """
     images = spool.read_step(save.run, save.step)[0]  # first: it may be of another release
     remove_request(spool, save.run, save.step, save.kind)
     for sealed in images:
-        if save.owns(sealed.ticket):
-            mark_image_failed(sealed, reason)
+        if save.owns(sealed.ticket) and (limit_s == math.inf or not sealed.failed):
+            try:
+                mark_image_failed(sealed, reason, limit_s=limit_s)
+            except LockTimeoutError:
+                if limit_s == math.inf:
+                    raise
 
 
-def mark_image_failed(sealed: SealedImage, reason: str) -> None:
+def mark_image_failed(sealed: SealedImage, reason: str, *, limit_s: float = math.inf) -> None:
     """Record why an image is not saved, unless its slot holds another image by now.
 
     Raises:
-        LockTimeoutError: the trainer that fills the slot hangs.
+        LockTimeoutError: the trainer that fills the slot hangs, or what persists it does.
     """
-    with suppress(FileNotFoundError), lock_image(sealed.slot), hold_slot(sealed.slot):
+    held = lock_image(sealed.slot, limit_s=limit_s)
+    with suppress(FileNotFoundError), held, hold_slot(sealed.slot, limit_s=min(limit_s, FILL_S)):
         now = read_ticket(sealed.slot)
         if now and now.image == sealed.ticket.image:
             try:
