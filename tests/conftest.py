@@ -261,6 +261,16 @@ def no_stack_unless_asked_for(request: pytest.FixtureRequest) -> Iterator[None]:
     refresh_prefect()
 
 
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """What a test, or code that it calls, sets in the environment does not reach the next test."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys() - {"PYTEST_CURRENT_TEST"}:
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """An empty folder for a job's files."""

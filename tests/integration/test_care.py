@@ -1,6 +1,7 @@
 """The flows that look after committed steps, through the whole of it: server, worker, Ray, disk."""
 
 import os
+import shutil
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,7 @@ def test_a_model_is_exported_after_its_commit_or_the_failure_is_seen(
     exported = load_file(root / "global_step_3/actor/huggingface/model.safetensors")
     assert torch.equal(exported["lm_head.weight"], model.lm_head.weight)
 
-    (in_the_way := root / ".trinity_sync/exports").rmdir()
+    shutil.rmtree(in_the_way := root / ".trinity_sync/exports")
     in_the_way.write_text("")
     saves.save(4, {"model": model.state_dict()}, metadata=metadata, export="hf_model")
     with pytest.raises(SaveFailedError, match="was not exported, but is committed"):

@@ -57,7 +57,10 @@ def test_a_save_that_counts_in_a_store_ends_there_or_fails_and_goes_on_elsewhere
         assert {kind_of(task) for task in api.ended_tasks(run, *names)} == names
 
         other = tmp_path / "elsewhere"
-        with CheckpointCoordinator(other, job=required, settings=stack_settings) as others:
+        aside = root.rename(tmp_path / "aside")  # another machine does not see it
+        others = CheckpointCoordinator(other, job=required, settings=stack_settings)
+        aside.rename(root)
+        with others:
             assert others.latest() == other / "global_step_4"
             assert torch.equal(others.load(4)["model"]["w"], torch.ones(9))
             others.save(5, {"model": {"w": torch.zeros(9)}})

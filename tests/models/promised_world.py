@@ -271,6 +271,8 @@ class World:
             return
         readers = self.readers[self.root]
         newest = self.model.newest_weights(self.roles[0])
+        if self.model.superseded(*self.followed):
+            self.job.followed = 0, 0  # what was superseded since gives way
         try:
             with readers.near.open() as view:
                 age, tensors = (view.version.run, view.version.step), dict(view.iter_tensors())

@@ -387,7 +387,9 @@ class Promises(World, RuleBasedStateMachine):
                     self.raised[trainer.key] += f"step {step}: {error}\n"
                 for state in states.values():  # training goes on
                     state["lora_weights"].zero_()
-        if self.small_spool and any(f"Step {step} is not" in each for each in self.log.messages):
+        if self.small_spool and any(
+            f"continues: step {step}," in each for each in self.log.messages
+        ):
             excuse = "the spool was full"
         if excuse != "the call has raised":
             trainer.saved[kind] = step

@@ -441,7 +441,7 @@ class CommitWatcher:
         request = save.request
         if failure:
             logger.error("%s", failure)
-            with suppress(OSError, TrinitySyncError):  # whoever has told it
+            with suppress(OSError, TrinitySyncError):  # also if another process has told it
                 mark_failed(self._spool, request.save, failure, limit_s=0)
         with self._lock:
             if failure:

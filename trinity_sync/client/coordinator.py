@@ -6,7 +6,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -32,7 +32,7 @@ from trinity_sync.client.save_submitter import SaveSubmitter, select_own
 from trinity_sync.client.save_trigger import SaveTrigger, run_in_thread
 from trinity_sync.client.savers import NOTHING_STAGED, CallableSaver, DcpFolders, StateSaver
 from trinity_sync.client.step_loader import StepLoader
-from trinity_sync.errors import ConfigError, SaveFailedError, SaveTimeoutError
+from trinity_sync.errors import ConfigError, SaveFailedError, SaveTimeoutError, TrinitySyncError
 from trinity_sync.fs.process import hold_handlers, read_process_identity
 from trinity_sync.layout import (
     KINDS,
@@ -589,8 +589,12 @@ class CheckpointCoordinator:
         if self._states.lost and (lost := self._states.find_lost(step, kind)):
             return self._handle(origin, lost)
         self._metrics.flush()
-        with suppress(Exception) if self._states.has_saved else nullcontext():  # `send` tries again
-            self._submitter.prepare(role)
+        try:
+            self._submitter.prepare(role, again=self._states.has_saved)
+        except (OSError, TrinitySyncError) as error:
+            if not self._states.has_saved:
+                raise
+            return self._handle(origin, self._states.fail(origin, error))
         attached = None
         self._states.wait_staged()  # which may still fail and leave its attachments
         with hold_handlers():

@@ -375,13 +375,17 @@ def find_start_key(root: Path, key: str) -> str:
     name = f"{PRIVATE_FOLDER}/runs/start-{hashlib.sha256(key.encode()).hexdigest()[:16]}.lock"
     start = str(root), read_identity(root), key
     with _naming, ExitStack() as held:
-        if start not in _starts and not _RANDOM.search(key) and os.access(root, os.W_OK):
-            lock = held.enter_context(open_lock_file(root / name))
-            if lock.try_acquire():  # no other process lives
-                os.pwrite(lock.fd, make_run_key().encode(), 0)
-            # what is read under the shared lock stays, whoever wrote it
-            lock.acquire(shared=True, limit_s=60.0)
-            _starts[start] = held.pop_all(), f"{key}.{os.pread(lock.fd, 32, 0).decode()}"
+        if start not in _starts and not _RANDOM.search(key):
+            try:
+                lock = held.enter_context(open_lock_file(root / name))
+                if lock.try_acquire():  # no other process lives
+                    os.pwrite(lock.fd, make_run_key().encode(), 0)
+                # what is read under the shared lock stays
+                lock.acquire(shared=True, limit_s=60.0)
+                _starts[start] = held.pop_all(), f"{key}.{os.pread(lock.fd, 32, 0).decode()}"
+            except OSError as error:
+                if error.errno not in UNWRITABLE:
+                    raise
         return _starts[start][1] if start in _starts else key
 
 

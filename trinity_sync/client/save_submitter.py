@@ -1,6 +1,7 @@
 """Name the saves of a rank, and submit them to the commit watcher."""
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -15,6 +16,7 @@ from trinity_sync.layout import (
     COMPONENTS,
     FOLDERS,
     KINDS,
+    PRIVATE_FOLDER,
     Kind,
     WriteConcurrency,
     check_choice,
@@ -106,19 +108,21 @@ class SaveSubmitter:
             replicas=dict(replicas or {}),
         )
 
-    def prepare(self, role: str) -> None:
+    def prepare(self, role: str, *, again: bool = False) -> None:
         """Have everything ready that commits a save after the death of this process.
 
         Rank 0 writes the placement of the role's ranks into the root, once a run, and the first
-        rank of each node has the node's saver live.
+        rank of each node has the node's saver live; ``again``, a failure of that is told later.
         """
         if self._rank == 0 and role not in self._placed:
             run = self._run.get()
+            (self._root / PRIVATE_FOLDER).stat()  # a root that is away is not created again
             write_placement(self._root, run.number, run.key, role, self._places)
             self._placed.add(role)
         if self._is_first:
-            self._watcher.begin()
-            self._spool.mark_run(self._run.get().key)  # a program may have removed the folder
+            with suppress(Exception) if again else nullcontext():  # `send` tries again
+                self._watcher.begin()
+                self._spool.mark_run(self._run.get().key)  # a program may have removed the folder
 
     def check_components(
         self, step: int, components: Mapping[str, Any], role: str, kind: Kind, export: Export

@@ -310,7 +310,8 @@ class StateSaver:
             error.__cause__ = cause
         if not self.has_saved:
             raise error
-        return self._tell(str(error))
+        told = f"step {origin.step}, role {origin.role}"
+        return self._tell(str(error) if told in str(error) else f"{told}: {error}")
 
     def _tell(self, failure: str) -> Staged:
         self._failures.append(failure)
@@ -323,13 +324,15 @@ class StateSaver:
 
         The save of the step then lacks ``part``, until a block for it succeeds.
         """
+        self.lost = {k: why for k, why in self.lost.items() if k[0] >= step}
         self.lost.pop((step, kind, part), None)
         try:
             yield
         except (OSError, RuntimeError, TrinitySyncError) as error:
             if not self.has_saved:
                 raise
-            failure = f"step {step}, {part or kind}: {error}"
+            of_step = str(error).startswith(f"step {step}")
+            failure = str(error) if of_step else f"step {step}, {part or kind}: {error}"
             self._tell(failure)
             if part:
                 self.lost[step, kind, part] = failure

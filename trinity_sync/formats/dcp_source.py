@@ -21,11 +21,10 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import DeviceMesh
-from torch.serialization import safe_globals
 
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.tensors.dtensor_shards import compute_chunk
-from trinity_sync.tensors.safe_load import list_plain
+from trinity_sync.tensors.safe_load import allow_plain
 from trinity_sync.tensors.torch_private import make_dtensor
 from trinity_sync.tensors.torch_private_dcp import DCP_INDEX_CLASSES, unflatten_state_dict
 from trinity_sync.tensors.unshard import join_keys
@@ -192,9 +191,9 @@ class _IndexUnpickler(pickle.Unpickler):
 class _PlainPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
+        allow_plain()
         try:
-            with safe_globals(list_plain()):
-                found = torch.load(value, map_location="cpu", mmap=False, weights_only=True)
+            found = torch.load(value, map_location="cpu", mmap=False, weights_only=True)
             self.state_dict[name] = found
         except pickle.UnpicklingError as error:
             raise ConfigError(

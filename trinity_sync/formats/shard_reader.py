@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.serialization import safe_globals
 
 from trinity_sync.errors import CommitError, ConfigError, ImageError, WeightSyncError
 from trinity_sync.tensors.dtensor_shards import ShardBox, have_equal_bits
-from trinity_sync.tensors.safe_load import list_plain
+from trinity_sync.tensors.safe_load import allow_plain
 from trinity_sync.tensors.unshard import (
     FullTensor,
     Outline,
@@ -137,9 +136,9 @@ def open_shard(path: Path) -> Mapping[Any, Any]:
         CommitError: the file is missing, or ``weights_only`` cannot read it.
         ConfigError: it does not contain a dict.
     """
+    allow_plain()
     try:
-        with safe_globals(list_plain()):
-            state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise CommitError(
             f"{path} cannot be read with weights_only, so it cannot be resharded: {error}\n"

@@ -14,10 +14,10 @@ import stat
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial, wraps
 from pathlib import Path
-from typing import IO, Concatenate, Generic, ParamSpec, TypeVar
+from typing import IO, Any, Generic, ParamSpec, TypeVar
 
 from trinity_sync.layout import PRIVATE_FOLDER
 
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 @contextmanager
 def pin_folder(folder: Path) -> Iterator[Path]:
-    """Yield a path that leads to the same folder within the block, whoever moves it meanwhile.
+    """Yield a path that leads to the same folder within the block, also if it is moved meanwhile.
 
     No link is followed in a root's private folder, and in the place of a step only one of this user
     or root (OSError). A folder elsewhere is yielded as it is.
@@ -77,13 +77,19 @@ def _open_folder(path: Path, *, follows: bool) -> int:
             return os.open(path.parent / os.readlink("", dir_fd=link), flags)
 
 
-def pinned(function: Callable[Concatenate[Path, P], T]) -> Callable[Concatenate[Path, P], T]:
-    """Let a function work in the folder of its path while that is pinned."""
+def pinned(function: Callable[P, T]) -> Callable[P, T]:
+    """Let a function work in the folders of its paths while these are pinned."""
 
     @wraps(function)
-    def call(path: Path, *args: P.args, **kwargs: P.kwargs) -> T:
-        with pin_folder(path.parent) as folder:
-            return function(folder / path.name, *args, **kwargs)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        with ExitStack() as pins:
+            paths: list[Any] = [
+                pins.enter_context(pin_folder(each.parent)) / each.name
+                if isinstance(each, Path)
+                else each
+                for each in args
+            ]
+            return function(*paths, **kwargs)
 
     return call
 
@@ -135,7 +141,7 @@ def replace_file(
     the temporary name is not random: writers must exclude each other, and the next write overwrites
     the temporary file of a killed process.
     """
-    if _IN_ROOT.search(str(path)):  # a decorator would be a call of each save
+    if _IN_ROOT.search(str(path.parent)):  # a decorator would be a call of each save
         with pin_folder(path.parent) as folder:
             path = folder / path.name
             return replace_file(path, content, mode=mode, sync=sync, own_name=own_name)
@@ -152,10 +158,10 @@ def replace_file(
         sync_folder(path.parent)
 
 
+@pinned
 def move(path: Path, name: Path) -> None:
-    """Rename a file or folder, between folders that are pinned."""
-    with pin_folder(path.parent) as folder, pin_folder(name.parent) as other:
-        (folder / path.name).rename(other / name.name)
+    """Rename a file or folder."""
+    path.rename(name)
 
 
 @pinned

@@ -275,7 +275,10 @@ def _name_attached(content: Path, temporary: Path) -> None:
         except OSError:
             content.unlink()
             raise
-    if content.resolve() == content and content.stat().st_nlink == 1:
+    links = content.stat().st_nlink
+    if links > 1:  # of which other attempts may have made some
+        links -= sum(map(content.samefile, temporary.parent.glob(f".*{TEMPORARY_SUFFIX}")))
+    if content.resolve() == content and links == 1:
         link_or_copy(content, temporary)
     else:
         shutil.copy2(content, temporary)

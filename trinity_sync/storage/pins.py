@@ -198,7 +198,7 @@ def resolve_step(root: str | Path, text: str) -> int:
 
 
 def _find_tagged(root: str | Path, tag: Pin) -> int:
-    with suppress(ManifestError):  # which whoever reads the step reports
+    with suppress(ManifestError):  # which reading the step reports
         now = read_manifest(root, tag.step, ranks=())
         if tag.run and now and is_of_other_run(now, tag):
             raise CommitError(

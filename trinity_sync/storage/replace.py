@@ -246,7 +246,8 @@ def exclude_writes(save: SaveId, *, shared: bool = False) -> Iterator[None]:
     """
     end = len(SERVES_AS[save.kind])  # of a step's two bytes, the first is that of syncs
     how, start = (fcntl.F_RDLCK, end - 1) if shared else (fcntl.F_WRLCK, 0)
-    with open_lock_file(Path(save.root) / PRIVATE_FOLDER / "functions.lock") as lock:
+    (private := Path(save.root) / PRIVATE_FOLDER).stat()  # a root that is away is not created again
+    with open_lock_file(private / "functions.lock") as lock:
         lock.wait(lambda: lock.try_acquire_range(how, 2 * save.step + start, end - start), LIMIT_S)
         if shared:  # for messages
             os.pwrite(lock.fd, f"{describe_this_process()}\n".encode(), 0)

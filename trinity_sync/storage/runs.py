@@ -245,9 +245,9 @@ def refuse_other_job(save: SaveId, spool: JobSpool | None = None) -> None:
         if not path.exists() or _read(path).key != save.run_key:
             raise _explain_unknown(save.root, save.run, save.step)
     if spool and (seen := spool.read_commit(save.run_key)) is not None:
-        logged = ((each.run, each.step) for each in read_saves(save.root))
         is_there = (replace(save, step=seen).folder / MANIFEST).exists()
-        if not is_there and (save.run, seen) not in logged:
+        known = (save.run, seen)  # also if it was removed since
+        if not is_there and all((each.run, each.step) != known for each in read_saves(save.root)):
             raise _explain_unknown(save.root, save.run, save.step)
 
 

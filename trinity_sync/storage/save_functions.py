@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from trinity_sync.errors import MissingShardsError, SaveError, SpoolError
-from trinity_sync.fs.atomic import lengthen_pauses, open_fd, replace_file
+from trinity_sync.fs.atomic import lengthen_pauses, open_no_follow, replace_file
 from trinity_sync.fs.direct_io import digest_cached_file
 from trinity_sync.fs.process import is_process_alive
 from trinity_sync.fs.records import Count, Record, Seconds, decode_record, encode_record
@@ -181,8 +181,9 @@ def _sync_files(spool: JobSpool, save: SaveId, status: CallableStatus) -> bool:
     """
     for path in map(save.folder.joinpath, status.files):
         try:
-            with suppress(FileNotFoundError), open_fd(path) as fd:
-                os.fsync(fd)  # the commit reports files that are missing
+            if not path.is_symlink():  # the commit reports links, and files that are missing
+                with suppress(FileNotFoundError), open_no_follow(path) as file:
+                    os.fsync(file.fileno())
         except OSError as error:
             why = f"{path} cannot be written: {error.strerror}"
             write_status(spool, replace(status, state="failed", error=why))

@@ -25,12 +25,11 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.serialization import safe_globals
 
 from trinity_sync.errors import ImageError
 from trinity_sync.tensors.archive import list_storages, locate_storages, open_image
 from trinity_sync.tensors.memcpy import exceeds_storage
-from trinity_sync.tensors.safe_load import is_plain_forced, list_plain, restrict_to_plain
+from trinity_sync.tensors.safe_load import allow_plain, is_plain_forced, restrict_to_plain
 from trinity_sync.tensors.torch_private import (
     MAKE_UNSTRIDED,
     FakeTensor,
@@ -188,11 +187,13 @@ def deserialize_outline(image: memoryview) -> Any:
     """
     meshes = logging.getLogger("torch.distributed.device_mesh")
     meshes.addFilter(_no_warning)  # it warns of process groups, which a reader does not need
+    allow_plain()
     try:
-        with FakeTensorMode(), _Outlining(), safe_globals(list_plain()):
+        with FakeTensorMode(), _Outlining():
             return _load(open_image(image), weights_only=True)
     except Exception as error:  # torch may raise anything for a tensor of another class
-        reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0]
+        reason = str(error).rpartition("WeightsUnpickler error: ")[2]
+        reason = reason.strip().partition("\n")[0]
         raise ImageError(
             f"these {len(image):,} bytes hold no weights that can be read: {reason}"
         ) from error

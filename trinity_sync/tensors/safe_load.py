@@ -15,6 +15,7 @@ import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,30 +31,29 @@ def is_plain_forced() -> bool:
 
 @contextmanager
 def restrict_to_plain(path: Path) -> Iterator[None]:
-    """Let ``torch.load(weights_only=True)`` load what `list_plain` has as well within the block.
+    """Let ``torch.load(weights_only=True)`` load the block's file, as `allow_plain` has it.
 
     Raises:
         CommitError: the file at ``path`` holds more than tensors, arrays and plain values.
     """
-    import torch
-    import torch.distributed.tensor  # registers DTensor as safe
+    import torch.distributed.tensor  # noqa: F401, registers DTensor as safe
 
-    with torch.serialization.safe_globals(list_plain()):
-        try:
-            yield
-        except pickle.UnpicklingError as error:
-            reason = str(error).partition("\n")[0]
-            if is_plain_forced():
-                raise CommitError(
-                    f"{path} holds more than tensors and plain values, so it is not unpickled "
-                    f"({reason}): TORCH_FORCE_WEIGHTS_ONLY_LOAD is set. Unset it if you trust who "
-                    "wrote the file"
-                ) from error
+    allow_plain()
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        reason = str(error).partition("\n")[0]
+        if is_plain_forced():
             raise CommitError(
-                f"{path} is not this user's alone, and holds more than tensors and plain values, "
-                f"so it is not unpickled ({reason}). If you trust who wrote it, set "
-                f"{TRUSTED}={path.parent}"
+                f"{path} holds more than tensors and plain values, so it is not unpickled "
+                f"({reason}): TORCH_FORCE_WEIGHTS_ONLY_LOAD is set. Unset it if you trust who "
+                "wrote the file"
             ) from error
+        raise CommitError(
+            f"{path} is not this user's alone, and holds more than tensors and plain values, "
+            f"so it is not unpickled ({reason}). If you trust who wrote it, set "
+            f"{TRUSTED}={path.parent}"
+        ) from error
 
 
 def load_file(path: Path, *, mmap: bool = False) -> Any:
@@ -72,12 +72,17 @@ def load_file(path: Path, *, mmap: bool = False) -> Any:
             return torch.load(opened, map_location="cpu", mmap=mmap, weights_only=plain)
 
 
-def list_plain() -> list[Any]:
-    """Return what plain values consist of besides those of ``weights_only``."""
+@cache
+def allow_plain() -> None:
+    """Have ``weights_only`` take NumPy's plain values and ``BytesIO`` too, in all of this process.
+
+    Torch's ``safe_globals`` would undo at its end what the user has allowed, or another thread.
+    """
     import numpy as np
+    import torch
 
     core = np._core if hasattr(np, "_core") else np.core
     kinds = [kind for name, kind in vars(np.dtypes).items() if name.endswith("DType")]
     plain = [kind for kind in kinds if kind is not np.dtypes.ObjectDType]
     made = core.multiarray._reconstruct, core.multiarray.scalar
-    return [*made, np.ndarray, np.dtype, *plain, io.BytesIO]
+    torch.serialization.add_safe_globals([*made, np.ndarray, np.dtype, *plain, io.BytesIO])

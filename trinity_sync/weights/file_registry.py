@@ -106,7 +106,7 @@ class FileRegistry(Registry):
         versions.add_runs(runs)
         for slot, tag in self._spool.list_versions(self._role):
             run = versions.runs.get(tag.run)
-            if run and run.key == tag.run_key:  # not of a run that the root has lost
+            if run and tag.run_key in ("", run.key):  # not of a run that the root has lost
                 shard = make_shard(tag, slot, self._root, identity)
                 if version := versions.add_image(shard, tag.world_size):
                     versions.record(version, 0.0)

@@ -140,7 +140,7 @@ class VersionView:
             more = {name for name, value in self.others.items() if value is not None}
             problems += [f"{name} is not in what it is loaded into" for name in more - {*names}]
         targets = {name: each for name, each in named.items() if name not in copies}
-        plan = [each for each in self.plan if not {*each.names} & {*copies} - {*targets}]
+        plan = [each for each in self.plan if {*each.names} - {*copies}]
         copy_full_tensors(plan, self.images, targets, problems)
         if isinstance(target, nn.Module) and (copies or acts_on_load(target)):
             state.update(values)

@@ -217,7 +217,7 @@ class WeightFolder:
         lock = self._living.enter_context(open_lock_file(self.out / JOB_LOCK))
         is_others = latest and latest != self._published and latest.is_of_other_job(version)
         # a lock in a bucket's cache says nothing of other hosts
-        if is_others and (not lock.try_acquire() or (self._bucket and self._published)):
+        if is_others and ((self._bucket and self._published) or not lock.try_acquire()):
             raise WeightSyncError(
                 f"step {version.step} of run {version.run} in {version.root} is not published: "
                 f"{latest.folder} is of the job in {latest.root}, whose publisher lives "
