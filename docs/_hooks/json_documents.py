@@ -57,6 +57,7 @@ MEANINGS = {
     "roles": "Roles that it saved.",
     "root": "Root of the job.",
     "run": "Number of the run that saved it.",
+    "run_key": "Key of that run.",
     "seconds": "Time that it took.",
     "status": "Status, in a word.",
     "step": "Number of the step.",

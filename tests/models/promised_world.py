@@ -108,8 +108,6 @@ class Job:
     """The files of the steps that were loaded and compared."""
     running: tuple[tuple[int, int, str], Callable[[], None]] | None = None
     """The save whose functions are writing, and what lets them end."""
-    backup: "tuple[Path, Model, dict[str, str]] | None" = None
-    """A copy of the root, and what the model was then."""
 
     @property
     def identity(self) -> str:
@@ -166,20 +164,15 @@ class World:
         self.jobs.remove(self.job)
 
     @rule(
-        what=st.sampled_from(["removed", "moved", "copied", "restored", "restored"]),
+        what=st.sampled_from(["removed", "moved", "copied"]),
         works=st.booleans(),
         saves=st.integers(0, 2),
     )
     @where(lambda self: self.model.saves)
     def root_changes(self, what: str, works: bool, saves: int) -> None:
-        """A user removes, moves, copies or restores the root, and the training starts again."""
+        """A user removes, moves or copies the root, and the training starts again."""
         root, elsewhere = self.root, self.folder / f"ckpts{next(self.numbers)}"
-        if what == "restored" and self.backup is None:
-            return self.back_up()
-        backup, model, raised = self.root, self.model, self.raised
-        if what == "restored":
-            backup, model, raised = self.backup
-        model, raised = deepcopy(model), dict(raised)
+        model, raised = deepcopy(self.model), dict(self.raised)
         model.leased.clear()
         model.saves = [saved for saved in model.saves if saved.committed]
         if what == "copied":
@@ -187,10 +180,8 @@ class World:
         else:
             self.end_job()
             root.rename(elsewhere)
-        if what in ("removed", "restored"):
+        if what == "removed":
             shutil.rmtree(elsewhere)
-        if what == "restored":
-            shutil.copytree(backup, elsewhere := root)
         if works:
             self.stack_side("works")
             self.stack_side("sweeps")
@@ -199,14 +190,6 @@ class World:
         else:
             has = {"model": model, "raised": raised}
             self.begin_job(elsewhere, saves=saves, loads="load", **has)
-
-    @rule()
-    @where(lambda self: self.model.steps)
-    def back_up(self) -> None:
-        """A user copies the root, to restore it later."""
-        folder = self.folder / f"backup{next(self.numbers)}"
-        shutil.copytree(self.root, folder, ignore=shutil.ignore_patterns("leases"))
-        self.job.backup = folder, deepcopy(self.model), dict(self.raised)
 
     @rule()
     @where(lambda self: self.model.saves and not self.job.running)

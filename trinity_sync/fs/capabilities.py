@@ -82,12 +82,16 @@ def probe_capabilities(root: Path) -> Capabilities:
     """
     folder = root / f".probe.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
     try:
-        folder.mkdir()
-        _remove_leftovers(root, now=folder.stat().st_mtime)
-        each = tuple(
-            Capability(name, required, _find_failure(attempt, folder), without)
-            for name, required, attempt, without in _ATTEMPTS
-        )
+        folder.mkdir(0o700)  # another user of the root may move it, but puts no link into it
+        with open_fd(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) as fd:
+            found, own = os.fstat(fd), Path(f"/proc/self/fd/{fd}")
+            if found.st_uid != os.geteuid() and not find_mount(root).shared:
+                raise OSError(errno.EPERM, f"another user has replaced {folder}")
+            _remove_leftovers(root, now=found.st_mtime)
+            each = tuple(
+                Capability(name, required, _find_failure(attempt, own), without)
+                for name, required, attempt, without in _ATTEMPTS
+            )
     except OSError as error:
         action = "Change its owner or mode, mount it for writing"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -249,8 +249,9 @@ def exclude_writes(save: SaveId, *, shared: bool = False) -> Iterator[None]:
     (private := Path(save.root) / PRIVATE_FOLDER).stat()  # a root that is away is not created again
     with open_lock_file(private / "functions.lock") as lock:
         lock.wait(lambda: lock.try_acquire_range(how, 2 * save.step + start, end - start), LIMIT_S)
-        if shared:  # for messages
-            os.pwrite(lock.fd, f"{describe_this_process()}\n".encode(), 0)
+        with suppress(OSError):  # for messages; the disk may be full
+            if shared:
+                os.pwrite(lock.fd, f"{describe_this_process()}\n".encode(), 0)
         yield
 
 

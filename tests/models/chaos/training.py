@@ -137,7 +137,9 @@ def train(root: str, rank: int, rendezvous: str, notes: Notes, stop: Path) -> No
             except SupersededError as error:
                 notes("failed", steps=[step], why=str(error))
             else:
-                run = run or next(each.number for each in list_runs(root) if each.key == key)
+                run = run or next(
+                    each.number for each in list_runs(root) if each.key.startswith(f"{key}.")
+                )
                 notes("submitted", step=step, run=run)
                 waiting.append(step)
         if step % WAIT_EVERY == 0:

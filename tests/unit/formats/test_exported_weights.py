@@ -420,7 +420,7 @@ def test_what_no_engine_loads_is_refused_before_a_byte_is_written(
     with pytest.raises(ExportError, match=said):
         publish(job, versions, folder, 1, state)
     assert folder.latest() is None
-    assert {each.name for each in (tmp_path / "out").iterdir()} == {".publisher.lock"}
+    assert {each.name for each in (tmp_path / "out").iterdir()} == {".publisher.lock", ".job.lock"}
     commit(job, tmp_path / "metadata", 1, state, trained.config)
     with pytest.raises(ExportError, match=said):
         export_step(job.root, 1, to=tmp_path / "exported")

@@ -83,7 +83,7 @@ class StateView:
     @property
     def version(self) -> Any:
         names = {"step": self.step, "run": self.run, "identity": self.identity}
-        return SimpleNamespace(root=self.root, **names)
+        return SimpleNamespace(root=self.root, run_key="", **names)
 
     def list_named(self) -> list[tuple[tuple[str, ...], torch.Size, torch.dtype]]:
         return [((name,), tensor.shape, tensor.dtype) for name, tensor in self.tensors.items()]

@@ -11,6 +11,7 @@ from tests.support.job import Job
 from tests.support.restricted import restricted
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError, RootError
+from trinity_sync.fs import capabilities
 from trinity_sync.fs.capabilities import probe_capabilities, require_capabilities
 from trinity_sync.fs.mounts import find_mount
 from trinity_sync.layout import split_role_path
@@ -173,3 +174,20 @@ def test_a_url_is_no_root_and_no_folder_is_made_of_it(
     with pytest.raises(ConfigError, match="jobs set ROOT remote="):
         split_role_path(f"{root}/global_step_4/actor")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_probe_whose_folder_becomes_a_link_writes_nothing_where_that_leads(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (private := tmp_path / "private").mkdir()
+
+    def attempt(folder: Path) -> None:
+        (probe,) = root.glob(".probe.*")
+        assert not probe.stat().st_mode & 0o077
+        probe.rename(root / "moved").parent.joinpath(probe.name).symlink_to(private)
+        (folder / "file").write_bytes(b"x")
+
+    monkeypatch.setattr(capabilities, "_ATTEMPTS", [("it", True, attempt, "")])
+    assert [each.reason for each in probe_capabilities(root).each] == [""]
+    assert not [*private.iterdir()]
+    assert (root / "moved/attempt/file").read_bytes() == b"x"

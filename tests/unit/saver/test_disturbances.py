@@ -26,9 +26,8 @@ from trinity_sync import CheckpointCoordinator, Checkpoints, SaveHandle, Setting
 from trinity_sync import saver as saver_module
 from trinity_sync.client.journal import append
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.client.saver_control import SERVED
+from trinity_sync.client.saver_control import SERVED, name_saver
 from trinity_sync.errors import SaveFailedError
-from trinity_sync.fs.process import read_umask
 from trinity_sync.layout import attaching_folder, step_folder
 from trinity_sync.pipeline.save import NodeWriting
 from trinity_sync.saver import Saver
@@ -291,7 +290,7 @@ def test_a_saver_that_can_start_no_thread_commits_once_it_can(
 
     saver = Counting(settings.spool, NodeWriting())
     job.stage(1, MODEL)
-    (job.spool.folder / SERVED).write_text(f"0 {read_umask():03o}")
+    (job.spool.folder / SERVED).write_text(f"0 {name_saver()}")
     serving = threading.Thread(target=saver.run)
     with monkeypatch.context() as patch:
         patch.setattr(saver, "_look_at", lambda _: None)

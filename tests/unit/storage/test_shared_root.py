@@ -85,8 +85,8 @@ def state(value: float, size: int = 1 << 19) -> dict[str, torch.Tensor]:
     return {"w": torch.full((size,), value)}
 
 
-def save(job: Job, step: int, run: int = 1) -> None:
-    job.stage(step, {"model": state(step)}, run=run)
+def save(job: Job, step: int, run: int = 1, size: int = 1 << 19) -> None:
+    job.stage(step, {"model": state(step, size)}, run=run)
     job.commit(step, run=run)
 
 
@@ -383,7 +383,7 @@ def test_users_of_a_group_train_in_one_root_in_turn(shared: Path) -> None:
         job = Job(root, open_job_spool(shared / f"spool of {os.getuid()}", root))
         open_run(root, str(run), steps[0] - 1)
         for step in steps:
-            save(job, step, run)
+            save(job, step, run, size=9)  # OpenMP's threads for a large one survive no fork
             write_metrics(root, run, step, {"reward": step})
             tag(root, step, "best", force=True)
             with lease_to_read(root, step, "reader"):
