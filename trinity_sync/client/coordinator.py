@@ -707,7 +707,7 @@ class CheckpointCoordinator:
                 of trinity_sync or NFS, or a link to a folder above it.
         """
         self._require_own_process()
-        self._attachments.add_folder(check_number("step", step), name, Path(folder))
+        self._attachments.add_folder(check_number("step", step), name, Path(folder).absolute())
 
     def attach_written(self, folder: Path, *, step: int) -> None:
         """Attach files that other code has written for a step, on rank 0; otherwise as `attach`.

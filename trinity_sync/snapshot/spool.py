@@ -132,9 +132,10 @@ class JobSpool:
         return self._mark(run_key).exists()
 
     def note_commit(self, save: SaveId) -> None:
-        """Note in the mark of a run that it has committed a step."""
+        """Note in the mark of a run, if there is one, that it has committed a step."""
         with suppress(OSError):
-            self._mark(save.run_key).write_text(str(save.step))
+            if self.has_run(save.run_key):
+                replace_file(self._mark(save.run_key), str(save.step), sync=False)
 
     def read_commit(self, run_key: str) -> int | None:
         """Return the step that a run has committed last, as far as this node has noted it."""

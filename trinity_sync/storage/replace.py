@@ -12,7 +12,7 @@ import fcntl
 import logging
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from stat import S_ISREG
 
@@ -24,6 +24,7 @@ from trinity_sync.errors import (
 )
 from trinity_sync.fs.atomic import (
     TEMPORARY_SUFFIX,
+    UNWRITABLE,
     exchange_names,
     is_temporary,
     link_or_copy,
@@ -247,7 +248,14 @@ def exclude_writes(save: SaveId, *, shared: bool = False) -> Iterator[None]:
     end = len(SERVES_AS[save.kind])  # of a step's two bytes, the first is that of syncs
     how, start = (fcntl.F_RDLCK, end - 1) if shared else (fcntl.F_WRLCK, 0)
     (private := Path(save.root) / PRIVATE_FOLDER).stat()  # a root that is away is not created again
-    with open_lock_file(private / "functions.lock") as lock:
+    with ExitStack() as held:
+        try:
+            lock = held.enter_context(open_lock_file(private / "functions.lock"))
+        except OSError as error:
+            if not shared or error.errno not in UNWRITABLE:
+                raise
+            yield  # nor can a function write there
+            return
         lock.wait(lambda: lock.try_acquire_range(how, 2 * save.step + start, end - start), LIMIT_S)
         with suppress(OSError):  # for messages; the disk may be full
             if shared:

@@ -441,3 +441,18 @@ def test_a_folder_that_is_none_or_was_removed_or_has_too_long_a_name_is_named(
     saves.attach_folder("queue", tmp_path / "queue", step=4)
     (tmp_path / "queue" / "a.bin").unlink()
     assert "a.bin" in saves.save(4, MODEL).failure
+
+
+def test_a_relative_folder_is_that_of_the_call(
+    coordinator_of: Open, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in ("at the call", "at the save"):
+        (tmp_path / place / "queue").mkdir(parents=True)
+        (tmp_path / place / "queue" / "items").write_text(place)
+    saves = coordinator_of()
+    monkeypatch.chdir(tmp_path / "at the call")
+    saves.attach_folder("queue", "queue", step=4)
+    monkeypatch.chdir(tmp_path / "at the save")
+    saves.save(4, MODEL)
+    job.commit(4, "model", "attachments")
+    assert (step_folder(job.root, 4) / "attachments/queue/items").read_text() == "at the call"
