@@ -329,7 +329,9 @@ def _trains_more(model: torch.nn.Module) -> bool:
 
 def write_safetensors(folder: Path) -> None:
     """Write the weights of an adapter in the one form that transformers itself reads."""
-    saved = torch.load(folder / ADAPTER_WEIGHTS_NAME, map_location="cpu", weights_only=True)
+    saved = torch.load(
+        folder / ADAPTER_WEIGHTS_NAME, map_location="cpu", mmap=False, weights_only=True
+    )
     apart = {name: tensor.clone().contiguous() for name, tensor in saved.items()}
     save_file(apart, folder / ADAPTER_SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
 
