@@ -419,7 +419,7 @@ def test_what_others_link_from_the_root_is_not_written_to(job: Job, tmp_path: Pa
 def test_a_receipt_that_names_a_file_elsewhere_commits_nothing(job: Job, tmp_path: Path) -> None:
     (job.root / "secret").write_text("mine")
     receipt = CallableStatus("f", 1, 1, "checkpoint", 0, "", "finished", files=("../secret",))
-    with pytest.raises(SaveError, match="outside of the step's folder"):
+    with pytest.raises(SaveError, match="is a link or outside of its folder"):
         commit(job.save(1), [], [receipt])
 
 
