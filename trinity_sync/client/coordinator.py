@@ -88,9 +88,9 @@ class CheckpointCoordinator:
         world_size: number of ranks that save together.
         places: ranks of each node; by default all ranks are on this node. A caller that passes them
             has opened the root, as `of_process_group` does.
-        run_key: key that all processes of this run share, while any of which lives; a random part
-            is added. By default ``TRINITY_SYNC_RUN_KEY``, or a random key. Roles that save from
-            separate process groups need it.
+        run_key: key that all processes of this run share; a random part is added, which stays the
+            same while any of them lives. By default ``TRINITY_SYNC_RUN_KEY``, or a random key.
+            Roles that save from separate process groups need it.
         roles: roles that make one checkpoint together; by default those of the settings.
         job: settings of the job to write into the root, by name as in
             `trinity_sync.storage.job_settings.JobSettings`, such as ``{"keep": "last=3"}``. Rank 0
@@ -712,8 +712,8 @@ class CheckpointCoordinator:
     def attach_written(self, folder: Path, *, step: int) -> None:
         """Attach files that other code has written for a step, on rank 0; otherwise as `attach`.
 
-        They may be large: the commit moves them to the same names below the step's folder. What a
-        link leads to, or has another name, is copied.
+        They may be large: the commit moves them to the same names below the step's folder. Files
+        that are links, or have another name, are copied.
 
         Args:
             folder: ``global_step_{step}`` in a folder of `adapter.attaching_folder`, complete.
