@@ -602,7 +602,8 @@ class Promises(World, RuleBasedStateMachine):
     @where(lambda self: self.trainers and not self.server.away)
     def save_after_a_failure(self, which: int, kind: str, other: bool, attach: bool) -> None:
         """A save fails, the training is told, and submits the step again."""
-        self.stack_side("works")
+        for what in ("sweeps", "works"):  # also what waited for a root that was away
+            self.stack_side(what)
         trainer = self.living(which)
         for again in (False, True):
             told = len(self.raised[trainer.key])

@@ -24,7 +24,6 @@ from trinity_sync.integrations.trainer_saves import MEMORY
 from trinity_sync.snapshot.stager import ATTACHMENTS
 
 with from_extra("hf"):
-    from safetensors.torch import load_file, save_file
     from transformers import PreTrainedModel, Trainer
     from transformers.dynamic_module_utils import custom_object_save
     from transformers.trainer import (
@@ -45,9 +44,10 @@ with from_extra("hf"):
         WEIGHTS_NAME,
         is_peft_available,
     )
-with from_extra("hf"):  # after transformers, which the message names if both are missing
+with from_extra("hf"):  # after transformers, which the message names if all are missing
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType
+    from safetensors.torch import load_file, save_file
 
 logger = logging.getLogger(__name__)
 

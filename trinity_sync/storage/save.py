@@ -72,8 +72,11 @@ def remove_files(paths: Iterable[Path]) -> None:
 
 
 def is_being_written(root: str | Path, step: int, *, within_s: float) -> bool:
-    """Return whether a save has written temporary files of a step within some seconds."""
-    for path in step_folder(root, step).rglob(f".*{TEMPORARY_SUFFIX}"):
+    """Return whether a save has written temporary files of a step within some seconds.
+
+    Those beside the manifest are of a commit, which has a lock of its own.
+    """
+    for path in step_folder(root, step).glob(f"*/**/.*{TEMPORARY_SUFFIX}"):
         with suppress(FileNotFoundError):  # renamed or removed meanwhile
             if path.lstat().st_mtime > read_file_system_time(root) - within_s:
                 return True

@@ -286,7 +286,7 @@ def test_a_trainer_that_ends_leaves_the_folder_to_one_that_begins_meanwhile(
 
     def look(event: str, arguments: tuple[object, ...]) -> None:
         nonlocal seen
-        if event in ENDING and active:
+        if active and event in ENDING:
             seen += 1
             if seen == instant:
                 active.clear()  # what the other does is none of these
