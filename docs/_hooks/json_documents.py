@@ -28,7 +28,6 @@ from trinity_sync.formats.hf_export import ExportResult
 from trinity_sync.orchestration.report.facts import JobReport, StepRow
 from trinity_sync.stack.doctor_job import Check
 from trinity_sync.stack.embedded import StackStatus
-from trinity_sync.storage.diff import TensorChange
 from trinity_sync.storage.gc import Finding
 from trinity_sync.storage.pins import Pin
 from trinity_sync.storage.quarantine import RewindResult
@@ -72,7 +71,6 @@ MEANINGS = {
 DOCUMENTS: dict[str, tuple[str, Any]] = {
     "ls": ("steps", list[StepRow]),
     "show": ("step", StepDetails),
-    "diff": ("tensors", list[TensorChange]),
     "runs": ("saves", list[SaveRow]),
     "retry": ("save", SaveRow),
     "wait": ("steps", list[StepRow]),

@@ -202,21 +202,6 @@ def test_a_copy_goes_into_a_store_is_listed_and_comes_back(
         assert is_one_sentence(refused.stderr)
 
 
-def test_diff_shows_what_changed(root: Path, job: Job) -> None:
-    for step in (1, 2):
-        job.stage(step, {"model": {"w": torch.full((4,), step), "b": torch.zeros(2)}})
-        job.commit(step)
-    done = run("diff", root, 1, 2)
-    assert done.stdout.split("\t")[:4] == ["w", "changed", "[4]", "100.00"]
-    assert done.stderr == "1 of 2 tensors are the same\n"
-    assert run("diff", root, "latest~1", "latest", "--exit-code").returncode == 3
-    first = rows_of(run("diff", root, 1, 2, "-o", "json"), "tensors")[0]
-    assert (first["name"], first["changed"], first["relative_l2"]) == ("w", 4, 1.0)
-    refused = run("diff", root, 1, 3)
-    assert refused.returncode == 1
-    assert is_one_sentence(refused.stderr)
-
-
 def test_a_worker_without_a_stack_is_one_sentence(tmp_path: Path) -> None:
     done = run(
         "worker",

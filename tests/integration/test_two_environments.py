@@ -132,7 +132,6 @@ def test_commands_about_files_work_in_a_trainers_environment(
         ["show", root, "latest"],
         ["runs", root],
         ["wait", root, 30],
-        ["diff", root, 10, 30],
         ["verify", root],
         ["verify", root, "--load"],
         ["pin", root, 10],

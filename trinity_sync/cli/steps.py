@@ -1,17 +1,14 @@
-"""Commands that show and compare steps: ls, show, diff."""
+"""Commands that show steps: ls, show."""
 
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from trinity_sync.cli.app import (
-    DONE,
-    PROBLEM_FOUND,
-    Role,
     Root,
     RootOrUrl,
     Step,
@@ -22,7 +19,6 @@ from trinity_sync.cli.app import (
     resolve_step_argument,
     with_hint,
 )
-from trinity_sync.cli.completion import complete_step
 from trinity_sync.cli.output import (
     Output,
     format_time,
@@ -31,7 +27,6 @@ from trinity_sync.cli.output import (
     print_object,
     print_rows,
     print_table,
-    progress_bar,
 )
 from trinity_sync.cli.rows import FileRow, StepDetails
 from trinity_sync.errors import ConfigError
@@ -235,43 +230,3 @@ def _list_remote(url: str) -> list[StepRow]:
 
 def _size_on_disk(path: Path) -> int | None:
     return path.stat().st_size if path.is_file() else None
-
-
-@app.command(
-    "diff ckpts 40 50", "diff ckpts latest~1 latest --component optim -o json",
-    panel="Look at a job",
-    note="Files are unpickled, so compare steps of your own jobs only.",
-)  # fmt: skip
-def diff(
-    root: Root,
-    before: Annotated[
-        str,
-        typer.Argument(metavar="A", autocompletion=complete_step, help="The earlier step."),
-    ],
-    after: Annotated[
-        str, typer.Argument(metavar="B", autocompletion=complete_step, help="The later step.")
-    ],
-    role: Role = "actor",
-    component: Annotated[
-        Literal["model", "optim", "extra_state"], typer.Option(help="Component to compare.")
-    ] = "model",
-    exit_code: Annotated[
-        bool, typer.Option("--exit-code", help="Exit with 3 if a tensor differs.")
-    ] = False,
-    output: Output = "table",
-) -> None:
-    """Show which tensors changed between two steps, and by how much; largest change first."""
-    from trinity_sync.storage import diff as diffs
-
-    a, b = resolve_step_argument(root, before), resolve_step_argument(root, after)
-    with progress_bar("comparing") as on_progress:
-        changes = diffs.diff(root, a, b, role=role, component=component, on_progress=on_progress)
-    rows = changes
-    if is_text(output):
-        rows = [row for row in changes if row.state != "same" or row.nonfinite]
-    columns = "name status shape changed_percent max_abs relative_l2 nonfinite"
-    print_rows("tensors", rows, output, columns)
-    same = sum(change.state == "same" for change in changes)
-    if is_text(output):
-        typer.echo(f"{same} of {len(changes)} tensors are the same", err=True)
-    raise typer.Exit(PROBLEM_FOUND if exit_code and same < len(changes) else DONE)

@@ -139,7 +139,6 @@ def list_commands(root: Path, tmp_path: Path) -> dict[str, list[object]]:
     return {
         "ls": ["ls", root],
         "show": ["show", root, "latest"],
-        "diff": ["diff", root, "latest~1", 30],
         "runs": ["runs", root],
         "readers": ["readers", root],
         "report": ["report", root],
@@ -383,11 +382,9 @@ def test_prune_removes_what_was_confirmed_and_nothing_else(
         (["show", "ROOT"], 2, "UsageError"),
         (["ls", "ROOT", "--no-such-option"], 2, "UsageError"),
         (["lss", "ROOT"], 2, "UsageError"),
-        (["diff", "ROOT", 20, 30, "--component", "all"], 2, "UsageError"),
         (["verify", "ROOT", "--sample", "much"], 2, "ConfigError"),
         (["prune", "ROOT", "--keep-quarantine", "best=1:reward:max", "--yes"], 2, "ConfigError"),
         (["verify", "ROOT", 5], 3, ""),
-        (["diff", "ROOT", 20, 30, "--exit-code"], 3, ""),
         (["status"], 3, ""),
         (["doctor"], 3, ""),
         (["retry", "ROOT", 30], 4, "PrefectApiError"),
@@ -441,7 +438,6 @@ def test_an_option_or_a_variable_names_the_root_and_nothing_is_guessed(
     for options, variables in ((["-C", root], home), ([], named)):
         assert run(variables, *options, "show", 20).stdout.startswith("step 20 ")
         assert run(variables, *options, "verify", 20).stdout.startswith("20\t")
-        assert run(variables, *options, "diff", 20, 30).exit_code == 0
         assert run(variables, *options, "unpin", "none").exit_code == 2
         assert run(variables, *options, "jobs", "set", "keep=all").exit_code == 0
     assert run(named, "-C", root / "none", "show", 20).exit_code == 2  # the option counts
@@ -515,7 +511,7 @@ def test_the_shell_completes_for_the_root_that_the_command_will_use(
     root: Path, home: dict[str, str], elsewhere: Path
 ) -> None:
     commit_files(elsewhere / "other", 1)
-    assert complete(home, "diff", "other", "1", "") == ["latest", "1"]
+    assert complete(home, "show", "other", "") == ["latest", "1"]
     steps = ["latest", "best", "30", "25", "20", "10", "5"]
     assert complete(home, "-C", root, "show", "") == steps
     assert complete(home | {"TRINITY_SYNC_ROOT": str(root)}, "show", "") == steps

@@ -5,11 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
-from tests.support.job import Job
 from tests.support.steps import commit_files
 from trinity_sync.cli.commands import app
 from trinity_sync.layout import steps_on_disk
@@ -63,15 +61,6 @@ def test_a_tag_serves_wherever_a_step_is_asked_for(root: Path, tmp_path: Path) -
     assert "step 20 in" in run(root, "export", "hf", root, "best", "--role", "critic").stderr
     assert run(root, "unpin", root, "best").stdout == "unpinned step 20\n"
     assert json_of(root, "rewind", root, "start", "--yes")["quarantined"] == [30, 20]
-
-
-def test_two_tags_are_compared(job: Job) -> None:
-    for step, name in ((1, "before"), (2, "after")):
-        job.stage(step, {"model": {"w": torch.full((4,), step)}})
-        job.commit(step)
-        tag(job.root, step, name)
-    (change,) = json_of(job.root, "diff", job.root, "before", "after")
-    assert change["changed"] == 4
 
 
 def test_retention_keeps_a_tagged_step_until_its_tag_is_gone(root: Path) -> None:

@@ -20,8 +20,6 @@ from trinity_sync.cli.commands import app
 from trinity_sync.client.journal import append
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.upload import replicate
-from trinity_sync.storage.diff import diff
-from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.persist import make_attempt_path
 from trinity_sync.storage.verify import check_files, choose_files
 
@@ -141,18 +139,6 @@ def test_reading_and_copying_tell_of_every_byte(job: Job, tmp_path: Path) -> Non
     assert (sent.done, sent.wholes) == (nbytes, {nbytes})
     assert (again.done, again.wholes) == (0, set())
     assert (back.done, back.wholes) == (nbytes, {nbytes})
-
-
-def test_a_comparison_tells_of_the_later_steps_tensors(job: Job) -> None:
-    for step in (1, 2):
-        job.stage(step, {"model": {"w": torch.full((4000,), step), "b": torch.zeros(2)}})
-        job.commit(step)
-    told = Told()
-    diff(job.root, 1, 2, on_progress=told)
-    manifest = read_manifest(job.root, 2)
-    assert manifest is not None
-    assert told.done == 4000 * 8 + 2 * 4
-    assert told.wholes == {manifest.nbytes}
 
 
 def test_a_rebuild_tells_of_steps(tmp_path: Path) -> None:

@@ -57,7 +57,6 @@ from trinity_sync.stack import daemon, embedded, services, state_file
 from trinity_sync.stack.daemon import Daemon
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.commit import commit
-from trinity_sync.storage.diff import diff
 from trinity_sync.storage.export_requests import allows_remote_code
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.placement import NodeShards
@@ -102,10 +101,9 @@ def of_others(path: Path) -> None:
     [
         lambda job: load_states(job.root, 2, "actor"),
         lambda job: load_newest(job.root),
-        lambda job: diff(job.root, 1, 2),
         lambda job: load_file(shards(job)[1]),
     ],
-    ids=["load", "verify", "diff", "file"],
+    ids=["load", "verify", "file"],
 )
 def test_what_others_may_have_written_runs_nothing(job: Job, trap: Path, read: Any) -> None:
     for shard in shards(job):
