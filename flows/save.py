@@ -33,7 +33,13 @@ from tasks.save import (
     upload,
 )
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.errors import HiddenSpoolError, RootAwayError, SaveError, TrinitySyncError
+from trinity_sync.errors import (
+    HiddenSpoolError,
+    RootAwayError,
+    SaveError,
+    SaveFailedError,
+    TrinitySyncError,
+)
 from trinity_sync.orchestration import metrics, on_node
 from trinity_sync.orchestration.on_node import Outcome, persist_node
 from trinity_sync.orchestration.recovery.flow_runs import try_tell
@@ -292,14 +298,17 @@ async def leave_to_saver(
     """Tell the trainer that the saver has to commit a save, and wait until it has.
 
     Raises:
+        SaveFailedError: The saver could not commit it.
         HiddenSpoolError: It has not begun within ``rank_timeout_s`` of the job.
     """
     get_run_logger().error("%s", why)
-    await try_tell(request, "pending", str(why), url="", start=flow_run.run_count)
+    await try_tell(request, "hidden", str(why), url="", start=flow_run.run_count)
     job = await run_in_thread(read_job_settings, request.root)
     shards = [node.shards for node in nodes]
     try:
         await run_in_thread(await_commit, request, shards, rank_timeout_s=job.rank_timeout_s / 2)
+    except SaveFailedError:
+        raise
     except SaveError as error:
         raise why from error
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from trinity_sync.client.journal import PATIENCE_S, append, read_entry
+from trinity_sync.client.journal import PATIENCE_S, Entry, Journal, append, read_entry
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.saver_control import lock_path, name_saver, read_served, wake_path
 from trinity_sync.errors import ConfigError, LockTimeoutError, RootAwayError, TrinitySyncError
@@ -28,7 +28,7 @@ from trinity_sync.fs.atomic import replace_file
 from trinity_sync.fs.locks import LockFile
 from trinity_sync.pipeline.pending import compare_late_images, find_pending_saves
 from trinity_sync.pipeline.save import NodeWriting, run_save
-from trinity_sync.pipeline.several_nodes import has_node_records, is_committed
+from trinity_sync.pipeline.several_nodes import Quiet, has_node_records, is_committed
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.job_identity import explain_away
 from trinity_sync.snapshot.spool import JobSpool, list_job_spools, make_own_folder, warn_once
@@ -66,6 +66,8 @@ class Saver:
         self._looks: dict[Path, threading.Thread] = {}
         self._waiting: dict[Path, bool] = {}
         """Whether saves of a job waited at the last look, by its folder."""
+        self._journals: dict[tuple[Path, str], Journal] = {}
+        """By the folder of a job and the label of a run; each job has one look at a time."""
         self._saves: dict[str, threading.Thread] = {}
         """Saves that are being committed, by request key."""
         self._failed: set[str] = set()
@@ -164,11 +166,13 @@ class Saver:
         due = [*due, *_list_unfinished(job, known)]
         with self._lock:
             self._waiting[job.folder] = any(each.key not in self._failed for each in waiting)
-            for request in due:
-                if request.key not in self._saves and request.key not in self._failed:
-                    save = threading.Thread(target=self._save, args=(request,), daemon=True)
-                    save.start()
-                    self._saves[request.key] = save
+            new = [each for each in due if each.key not in {*self._saves, *self._failed}]
+        for request in new:
+            arguments = request, self._find_begun(job, request)
+            save = threading.Thread(target=self._save, args=arguments, daemon=True)
+            with self._lock:
+                save.start()
+                self._saves[request.key] = save
 
     def _is_away(self, job: JobSpool) -> bool:
         """Return whether this process does not see a job's root, and tell the job's processes."""
@@ -184,9 +188,19 @@ class Saver:
             self._waiting[job.folder] = waits
         return bool(why)
 
-    def _save(self, request: SaveRequest) -> None:
+    def _find_begun(self, job: JobSpool, request: SaveRequest) -> Entry | None:
+        """Return what has begun a save before this saver."""
+        name = job.folder, request.save.run_label
+        journal = self._journals[name] = self._journals.get(name) or Journal.of(request)
+        with suppress(OSError):  # the save tells why
+            journal.read()
+        return journal.find(request.key)
+
+    def _save(self, request: SaveRequest, over: Entry | None) -> None:
+        """Save, in the place of what has begun it before."""
         began, commits, failure, waits = time.monotonic(), False, "", False
-        append(request, "pending")
+        why = over.message if over and over.state == "hidden" else ""
+        append(request, "pending", why, over=over)
         try:
             with suppress(OSError):  # shared memory is full: the commit frees it
                 begun = _begun_path(self._spool / request.job, request)
@@ -208,11 +222,11 @@ class Saver:
             if failure and not waits:
                 with suppress(OSError, TrinitySyncError):  # such as a trainer that hangs
                     mark_failed(JobSpool(self._spool / request.job), request.save, failure)
-                append(request, "failed", failure, patience_s=PATIENCE_S)
+                self._tell_failure(request, failure, over)
             elif not waits:
                 compare_late_images(self._spool, request)
                 if commits:  # otherwise what follows the commit may go on
-                    append(request, "completed", patience_s=PATIENCE_S)
+                    append(request, "completed", why, over=over, patience_s=PATIENCE_S)
         except Exception:
             logger.exception("cannot tell how %s of %s ended", request.run_name, request.root)
         finally:
@@ -223,6 +237,22 @@ class Saver:
                     self._failed.add(request.key)
                 del self._saves[request.key]
             os.write(self._end, b"\n")
+
+    def _tell_failure(self, request: SaveRequest, failure: str, over: Entry | None) -> None:
+        """Tell why a save has failed, also in the place of a flow run that has begun it since.
+
+        Such a flow run may still commit it, as long as it writes.
+        """
+        append(request, "failed", failure, over=over, patience_s=PATIENCE_S)
+        after_s = read_served(self._spool / request.job, self._name) or 0.0
+        journal, quiet = Journal.of(request), Quiet(request, after_s or LOOK_S)
+        while True:
+            journal.read()
+            known = journal.find(request.key)
+            if known is None or known.has_ended or known.takes_over:
+                return
+            if known.state == "hidden" or quiet.pause():
+                append(request, "failed", failure, over=known, patience_s=PATIENCE_S)
 
 
 def _begun_path(folder: Path, request: SaveRequest) -> Path:

@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.prefect_stand_in import FlowRun, Server
 from trinity_sync import saver as saver_module
-from trinity_sync.client.journal import Journal
+from trinity_sync.client.journal import Entry, Journal
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.client.saver_control import SaverControl
@@ -111,13 +111,13 @@ class DrivenSaver(Saver):
         for pipe in (self._ended, self._end):
             os.close(pipe)
 
-    def _save(self, request: SaveRequest) -> None:
+    def _save(self, request: SaveRequest, over: Entry | None) -> None:
         attempt = self._attempts[request.key] = Attempt()
         self._threads.append((threading.current_thread(), attempt))
         self._begun.put(request)
         with suppress(Killed):
             attempt.wait()
-            super()._save(request)
+            super()._save(request, over)
             failed = request.key in self._failed
             attempt.end(RuntimeError(read_failure(request)) if failed else StopIteration())
 

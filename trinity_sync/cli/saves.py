@@ -106,7 +106,7 @@ def list_saves_of_files(
         with suppress(OSError, ValidationError, FormatError):  # it has just ended
             request = SaveRequest.model_validate_json(path.read_bytes())
             save, entry = (request.run, request.step, request.kind), journal.find(request.key)
-            if (entry and entry.state != "pending") or is_part_of_step(root, *save):
+            if (entry and entry.has_ended) or is_part_of_step(root, *save):
                 continue
             saves.setdefault(save, _make_waiting_save(save, entry, path.stat().st_mtime))
     return _sort([*saves.values(), *list_failed_saves(root, saves)], step)

@@ -407,10 +407,10 @@ class CommitWatcher:
         save.look_at = now + min(max(least, (now - save.since) / 25), LOOK_S[1])
         try:
             failure = save.find_result(entry, self._spool)
-            if failure is None and self._leads and entry and entry.message:
+            if failure is None and self._leads and entry and entry.state == "hidden":
                 failure = self._leave_to_saver(save, entry.message)
         except Exception as error:  # ESTALE, EIO: without this thread `wait` would hang
-            if isinstance(error, FormatError) and entry and entry.state != "pending":
+            if isinstance(error, FormatError) and entry and entry.has_ended:
                 # no later look can read it either
                 why = ". ".join(filter(None, (entry.message, str(error))))
                 self._end(save, f"{save.describe('committed')}: {why}")
@@ -469,9 +469,9 @@ class CommitWatcher:
         journal = self._read_journal(saves[0].request)
         for save in saves:
             request, known = save.request, journal.find(save.request.key)
-            ended = known is not None and known.state != "pending"
+            ended = known is not None and known.has_ended
             if request.key in found and not ended and self._pending.get(request.key) is save:
-                self._look_at(save, append(request, "failed", found[request.key]))
+                self._look_at(save, append(request, "failed", found[request.key], over=known))
 
     def _note_seconds(self, save: PendingSave) -> None:
         request = save.request

@@ -11,8 +11,9 @@ commands read it.
         {"key": "...step40/checkpoint", ..., "start": 1, "state": "failed", "message": "...", ...}
 
 Each process has a file of its own for each run of the job. A flow run that is retried counts its
-starts: lines of the last start count, and of these the one that tells an end. So neither the order
-of the lines nor the clocks of the nodes matter. The lines are not synced, and a truncated line is
+starts: lines of the last start count, and of these the one that tells an end. The saver and a
+trainer name the start that they take over, whose own lines count no longer. So neither the order of
+the lines nor the clocks of the nodes matter. The lines are not synced, and a truncated line is
 ignored.
 """
 
@@ -42,8 +43,9 @@ _PAUSE_S = 2.0
 _REMEMBERED = 4096
 """Number of saves that a reader keeps."""
 
-SaveState = Literal["pending", "failed", "completed"]
-_STATES: tuple[SaveState, ...] = "pending", "failed", "completed"
+SaveState = Literal["pending", "hidden", "failed", "completed"]
+"""Hidden: the stack has begun the save, and does not see the memory of its trainer."""
+_STATES: tuple[SaveState, ...] = "pending", "hidden", "failed", "completed"
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,19 +58,26 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     kind: Kind
     attempt: int
     start: int
-    """Number of the flow run's start; 0 for what the saver or a trainer tells."""
+    """Number of the flow run's start, 0 if none has begun it."""
+    takes_over: bool
+    """Whether the saver or a trainer tells it, in the place of that start."""
     state: SaveState
     message: str
-    """Why it failed."""
+    """Why it failed, or why the stack does not see its images."""
     url: str
     """Page of the flow run in the Prefect UI."""
     at: float
     """Seconds since the epoch."""
 
     @property
-    def rank(self) -> tuple[int, int, float]:
+    def rank(self) -> tuple[int, bool, int, float]:
         """Of two entries of a save, the one with the higher rank counts."""
-        return self.start, _STATES.index(self.state), self.at
+        return self.start, self.takes_over, _STATES.index(self.state), self.at
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the attempt is over."""
+        return self.state in ("failed", "completed")
 
 
 def append(
@@ -78,19 +87,24 @@ def append(
     *,
     url: str = "",
     start: int = 0,
+    over: Entry | None = None,
     patience_s: float = 0.0,
 ) -> Entry:
-    """Append the state of a save; try again for some seconds, and log an error that remains."""
+    """Append the state of a save; try again for some seconds, and log an error that remains.
+
+    A worker gives the ``start`` of its flow run; others, what they take ``over``, if anything.
+    """
     entry = Entry(
         key=request.key,
         run=request.run,
         step=request.step,
         kind=request.kind,
         attempt=request.attempt,
-        start=start,
+        start=over.start if over else start,
+        takes_over=not start,
         state=state,
         message=message,
-        url=url,
+        url=over.url if over else url,
         at=time.time(),
     )
     until = time.monotonic() + patience_s

@@ -65,7 +65,7 @@ class PendingSave:
         """
         if self._has_succeeded():
             return ""
-        if entry is None or entry.state == "pending":
+        if entry is None or not entry.has_ended:
             return None
         if entry.state == "completed" and explain_away(self.request.root, self.request.job):
             return None

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from trinity_sync.client.journal import Journal
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.errors import MissingShardsError, SaveError
+from trinity_sync.errors import MissingShardsError, SaveError, SaveFailedError
 from trinity_sync.fs.atomic import (
     TEMPORARY_SUFFIX,
     lengthen_pauses,
@@ -107,7 +107,7 @@ def await_node_records(
     """
     waiting = {number: node for number, node in enumerate(nodes) if number}
     found: list[Persisted] = []
-    quiet = _Quiet(request, rank_timeout_s)
+    quiet = Quiet(request, rank_timeout_s)
     while True:
         for number in list(waiting):
             path = _path(request, number)
@@ -139,10 +139,11 @@ def await_commit(
     """Wait until the saver of the first node has committed a save.
 
     Raises:
-        SaveError: it has failed, or has written nothing for twice ``rank_timeout_s``.
+        SaveFailedError: it has failed.
+        SaveError: it has written nothing for twice ``rank_timeout_s``.
     """
     journal = Journal.of(request)
-    quiet = _Quiet(request, 2 * rank_timeout_s)
+    quiet = Quiet(request, 2 * rank_timeout_s)
     while not is_committed(request):
         with suppress(OSError):
             journal.read()
@@ -150,7 +151,7 @@ def await_commit(
         if entry and entry.state == "completed":
             return  # it may have been removed since
         if entry and entry.state == "failed":
-            raise SaveError(entry.message)
+            raise SaveFailedError(entry.message)
         if quiet.pause():
             raise SaveError(
                 f"{request.run_name} of {request.root} is not committed by node {nodes[0].node}, "
@@ -160,7 +161,7 @@ def await_commit(
             )
 
 
-class _Quiet:
+class Quiet:
     """Tells whether a step has not been written for some seconds."""
 
     def __init__(self, request: SaveRequest, seconds: float) -> None:

@@ -368,6 +368,41 @@ def test_of_a_run_that_is_retried_the_last_start_counts_whatever_the_clocks_say(
             assert entry.state == known
 
 
+def test_of_a_save_that_was_taken_over_what_its_earlier_owner_tells_counts_no_longer(
+    job: Job,
+) -> None:
+    request, journal = request_of(job), Journal.of(request_of(job))
+    tell(request, "hidden", "the stack does not see it")
+    hidden = read(request)
+    told: list[tuple[SaveState, Entry | None, SaveState]] = [
+        ("pending", hidden, "pending"),
+        ("failed", None, "pending"),
+        ("failed", hidden, "failed"),
+        ("hidden", None, "failed"),
+        ("completed", None, "failed"),  # then its manifest is there
+    ]
+    for state, over, known in told:
+        append(request, state, over=over, start=0 if over else 1)
+        journal.read()
+        entry = journal.find(request.key)
+        assert entry
+        assert (entry.state, entry.start) == (known, 1)
+    tell(request, "pending", start=2)
+    journal.read()
+    assert not journal.list_failures()
+
+
+def test_a_text_in_the_journal_leaves_a_save_to_the_flow_run_that_has_begun_it(pair: Job) -> None:
+    with server({}) as url, leader(pair, url) as first:
+        first.follow(request_of(pair))
+        tell(request_of(pair), "pending", "2 of 3 files are written")
+        with pytest.raises(SaveTimeoutError):
+            first.wait(time.monotonic() + 0.5)
+        tell(request_of(pair), "hidden", "the stack does not see its images")
+        (failure,) = first.wait(time.monotonic() + 60)  # there is no saver
+    assert "the stack does not see its images" in failure
+
+
 def test_a_forked_child_has_a_file_of_its_own(job: Job) -> None:
     tell(request_of(job, 1), "pending")
     child = os.fork()

@@ -12,12 +12,16 @@ import pytest
 
 import flows.save
 import tasks.save
+from tests.support.job import Job
+from trinity_sync.client.journal import append, read_entry
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import (
     EvictedError,
     ExportError,
+    HiddenSpoolError,
     MissingShardsError,
     RootAwayError,
+    SaveFailedError,
     SupersededError,
 )
 
@@ -156,3 +160,23 @@ def test_a_run_whose_root_is_away_is_left_to_be_retried_and_marks_no_image(
 def sample(name: str, **labels: str) -> float | None:
     found = {"kind": "checkpoint", **labels}
     return flows.save.metrics.METRICS.registry.get_sample_value(name, found)
+
+
+def test_a_save_that_the_stack_does_not_see_fails_for_the_reason_that_its_saver_tells(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = job.request(1)
+    monkeypatch.setattr(flows.save, "flow_run", SimpleNamespace(run_count=1))
+    monkeypatch.setattr(flows.save, "get_run_logger", logging.getLogger)
+
+    async def await_the_failure() -> None:
+        hidden = HiddenSpoolError("the stack does not see it")
+        waiting = asyncio.create_task(flows.save.leave_to_saver(request, (), hidden))
+        while not (known := read_entry(request)):
+            await asyncio.sleep(0.01)
+        assert known.state == "hidden"
+        append(request, "failed", "the disk is full", over=known)
+        await waiting
+
+    with pytest.raises(SaveFailedError, match="the disk is full"):
+        asyncio.run(asyncio.wait_for(await_the_failure(), 60))

@@ -217,6 +217,22 @@ def test_a_crashed_run_has_failed_once_nothing_executes_or_retries_it(
     assert entry.url.endswith(f"/runs/flow-run/{RUN}")
 
 
+@pytest.mark.parametrize(("is_taken_over", "state"), [(True, "pending"), (False, "failed")])
+def test_a_failed_run_tells_nothing_of_a_save_that_the_saver_has_taken_over(
+    spool_folder: Path, tmp_path: Path, is_taken_over: bool, state: SaveState
+) -> None:
+    request = SaveRequest(root=str(tmp_path), step=4, run=1)
+    (tmp_path / ".trinity_sync").mkdir()
+    begun = append(request, "pending", start=1)
+    if is_taken_over:
+        append(request, "pending", over=begun)
+    recovery = NodeRecovery(spool_folder, f"{NODE}/2/2", lambda _: False, lambda _: None)
+    with failed_run(request, "FAILED") as api:
+        entry = tell(recovery, api, request)
+    assert entry
+    assert entry.state == state
+
+
 def test_a_run_that_waits_for_its_root_has_not_failed(
     spool_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

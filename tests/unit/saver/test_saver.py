@@ -537,7 +537,7 @@ def test_a_failure_is_told_although_shared_memory_is_full(
     request = job.request(1)
     saver = Saver(settings.spool, NodeWriting())
     saver._saves[request.key] = threading.current_thread()
-    saver._save(request)
+    saver._save(request, None)
     ended = read_entry(request)
     assert ended
     assert (ended.state, ended.message) == ("failed", "a value is NaN")

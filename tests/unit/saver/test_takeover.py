@@ -17,10 +17,11 @@ import torch
 
 from tests.support.answers import serving
 from tests.support.job import Job
-from tests.support.savers import await_that, savers_of, train
+from tests.support.savers import await_that, is_announced, savers_of, train
 from tests.unit.saver.conftest import Make
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.client import commit_watcher
+from trinity_sync.client.journal import append, read_entry
 from trinity_sync.client.saver_control import LOG
 from trinity_sync.pipeline.pending import find_pending_saves
 from trinity_sync.saver import _is_of_stack
@@ -152,6 +153,25 @@ def test_a_failure_of_the_saver_is_told_while_the_stack_is_away(
         saves.save(4, {"model": {"w": torch.ones(3)}}, role="actor")
         with pytest.raises(SaveFailedError, match="role critic has submitted nothing"):
             saves.wait_all(60)
+
+
+@pytest.mark.parametrize("it_began", ["before the saver", "after the saver"])
+def test_a_failure_of_the_saver_is_told_in_the_place_of_a_flow_run_whose_worker_has_died(
+    job: Job, known: Settings, it_began: str
+) -> None:
+    how = {"job": {"rank_timeout_s": 1.0}, "roles": ("actor", "critic")}
+    with CheckpointCoordinator(job.root, settings=known, **how) as saves:  # type: ignore[arg-type]
+        saves.save(4, {"model": {"w": torch.ones(3)}}, role="actor")
+        (request,) = find_pending_saves(saves.spool, grace_s=0)
+        if it_began == "after the saver":
+            await_that(lambda: is_announced(job, 4), "the saver has begun")
+        append(request, "pending", start=1)
+        with pytest.raises(SaveFailedError, match="role critic has submitted nothing"):
+            saves.wait_all(60)
+        append(request, "failed", "its process died", start=1)
+        entry = read_entry(request)  # as the other ranks do
+        assert entry
+        assert (entry.state, "role critic" in entry.message) == ("failed", True)
 
 
 def test_a_saver_that_cannot_be_started_leaves_the_saves_to_the_stack(

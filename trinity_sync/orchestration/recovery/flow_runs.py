@@ -246,6 +246,8 @@ async def try_tell_failure(spool: Path, run: FlowRun) -> None:
     known = None
     with anyio.move_on_after(MARK_S), suppress(OSError):
         known = await run_in_thread(read_entry, request)
-    if known is None or known.state == "pending" or known.start < run.attempts:
+    # what the saver has taken over, the saver tells
+    is_told = known is not None and (known.has_ended or known.takes_over)
+    if known is None or not is_told or known.start < run.attempts:
         # after a start that the server has not counted: its process died before it ran
         await try_tell(request, "failed", why, url=run.page, start=start)
