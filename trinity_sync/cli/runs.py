@@ -30,6 +30,7 @@ from trinity_sync.errors import (
 
 if TYPE_CHECKING:
     from trinity_sync.client.prefect_api import FlowRun
+    from trinity_sync.layout import Kind
 
 MAX_ROWS = 20
 """Default number of saves in a table; the other formats have all that the server returned."""
@@ -166,7 +167,7 @@ def wait(
 
     base, settings = require_existing(root), read_settings()
     deadline = time.monotonic() + timeout
-    saves: dict[int, set[tuple[int, str]]] = {}
+    saves: dict[int, set[tuple[int, Kind]]] = {}
     if step is None:
         most = max(QUICK_S, min(timeout, ANSWER_S))
         for save in read_saves(settings, base, answer_s=most):
@@ -189,7 +190,7 @@ def wait(
 def _await_step(
     root: Path,
     step: int,
-    saves: set[tuple[int, str]],
+    saves: "set[tuple[int, Kind]]",
     deadline: float,
     timeout_s: float,
     line: Status,
@@ -217,7 +218,7 @@ def _await_step(
         revalidate_folder(root)  # another node may commit it
         found = read_step_state(root, step)
         manifest = found.manifest
-        if manifest and all(run <= manifest.run and kind in manifest.kinds for run, kind in saves):
+        if manifest and all(manifest.has_kind(kind, run=run) for run, kind in saves):
             if found.state == "valid":
                 return
             if found.state == "superseded" and saves and found.error:
@@ -253,7 +254,7 @@ def _await_step(
 
 
 def _read_decisive_save(
-    root: Path, step: int, wanted: set[tuple[int, str]], answer_s: float
+    root: Path, step: int, wanted: "set[tuple[int, Kind]]", answer_s: float
 ) -> "FlowRun | None":
     """Return the save of a step by the latest run, or one of those wanted that has failed.
 

@@ -97,7 +97,7 @@ class Checkpoints:
         return [
             self._name(each, again=True).step
             for each in iter_committed_steps(self.root)
-            if kind in each.kinds
+            if each.serves(kind)
             and read_manifest_state(self.root, each, runs=(), paths=()).state == "valid"
         ]
 

@@ -3,11 +3,12 @@
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from trinity_sync.client.journal import Entry
 from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.client.save_status import FAILURES, Facts, SaveStatus, decide
 from trinity_sync.errors import CommitError, ManifestError
 from trinity_sync.fs.atomic import ReadOnChange
 from trinity_sync.layout import MANIFEST, SERVES_AS
@@ -19,7 +20,7 @@ from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.export_requests import is_exported
 from trinity_sync.storage.job_settings import is_replicated, read_required_remote
 from trinity_sync.storage.latest_pointer import latest_pointer_covers
-from trinity_sync.storage.manifest import Manifest, is_committed, read_manifest, read_run_number
+from trinity_sync.storage.manifest import Manifest, read_manifest, read_run_number
 from trinity_sync.storage.runs import is_superseded
 from trinity_sync.storage.save_functions import read_statuses
 
@@ -63,41 +64,51 @@ class PendingSave:
         Raises:
             OSError, TrinitySyncError: the root or the spool cannot be read.
         """
-        if self._has_succeeded():
+        status, why = decide(self._read_facts(entry, spool))
+        if status == "removed":
+            logger.info(
+                "%s of %s was committed, and has been removed or replaced since",
+                self.request.run_name,
+                self.request.root,
+            )
+        if status in ("done", "removed"):
             return ""
-        if entry is None or not entry.has_ended:
+        if entry is None or status not in FAILURES:
             return None
-        if entry.state == "completed" and explain_away(self.request.root, self.request.job):
-            return None
-        why = entry.message
-        missed = "exported, but is committed" if self.committed else self._describe_missed()
-        if entry.state == "completed":
-            late = self._find_late_images(spool)
-            if not late and self._has_succeeded():  # an image has just joined the commit
-                return ""
-            if not late and not self._has_late_functions(spool) and self._is_gone():
-                logger.info(
-                    "%s of %s was committed, and has been removed or replaced since",
-                    self.request.run_name,
-                    self.request.root,
-                )
-                return ""
-            unresolved = [image for image in late if not image.failed]
-            for image in unresolved:
-                resolve_late_image(self.request.save, image)
-            if unresolved:
-                return None  # the next look finds the result
-            why = _why_failed(late) or f"it completed without that step being {missed}"
+        missed = self._describe_missed(status)
+        why = why or f"it completed without that step being {missed}"
         where = f" (trinity-sync runs {self.request.root}, {entry.url})" if entry.url else ""
         return f"{self.describe(missed)}: {why}{where}"
+
+    def _read_facts(self, entry: Entry | None, spool: JobSpool) -> Facts:
+        facts = self._read_commit(entry)
+        if entry is None or entry.state != "completed" or decide(facts)[0] == "done":
+            return facts
+        if explain_away(self.request.root, self.request.job):
+            return self._read_commit(None)
+        late = self._find_late_images(spool)
+        unresolved = [image for image in late if not image.failed]
+        for image in unresolved:
+            resolve_late_image(self.request.save, image)
+        if unresolved:
+            return self._read_commit(None)  # the next look finds the result
+        is_gone = not late and not self._has_late_functions(spool) and self._is_gone()
+        # read again: an image may just have joined the commit
+        return replace(self._read_commit(entry), marked=_why_failed(late), is_gone=is_gone)
+
+    def _read_commit(self, entry: Entry | None) -> Facts:
+        """Return what manifest and latest pointers tell, next to what the journal does."""
+        self.committed, manifest = False, self._manifest_file.get()
+        self.manifest = manifest
+        if not (manifest and self.request.is_in(manifest) and self.images <= manifest.images):
+            return Facts(told=entry)
+        self.committed = self._counts(manifest)
+        has_models = all(is_exported(manifest, role) for role in self.exports)
+        return Facts(told=entry, is_committed=True, counts=self.committed, is_exported=has_models)
 
     def describe(self, missed: str) -> str:
         """Return the beginning of a failure: what was not reached."""
         return f"{self.request.run_name} of {self.request.root} was not {missed}"
-
-    def _has_succeeded(self) -> bool:
-        self.committed = self._is_committed()
-        return self.committed and all(is_exported(self.manifest, role) for role in self.exports)
 
     def _find_late_images(self, spool: JobSpool) -> list[SealedImage]:
         """Return this process's images that wait in the spool and are not part of the commit.
@@ -127,19 +138,10 @@ class PendingSave:
             return manifest if manifest and manifest.run == save.run else None
         return None
 
-    def _is_committed(self) -> bool:
-        """Return whether this process's images are committed, and the step counts.
-
-        It counts once the latest pointers cover it and it is in the required remote, if any.
-        """
+    def _counts(self, manifest: Manifest) -> bool:
+        """Return whether latest pointers cover it, and the required remote, if any, has it."""
         save = self.request.save
-        roles = save.roles if self.request.components else ()  # save functions have none
-        manifest = self.manifest = self._manifest_file.get()
-        if not (
-            manifest and manifest.has_kind(save.kind, roles) and self.images <= manifest.images
-        ):
-            return False
-        kinds = {*SERVES_AS[save.kind]} & {*manifest.kinds}
+        kinds = [kind for kind in SERVES_AS[save.kind] if manifest.serves(kind)]
         if not all(latest_pointer_covers(save.root, kind, save.run, save.step) for kind in kinds):
             return False
         try:
@@ -150,12 +152,13 @@ class PendingSave:
         except CommitError:  # the record of the remote is torn, so the flow run's end decides
             return False
 
-    def _describe_missed(self) -> str:
+    def _describe_missed(self, status: SaveStatus) -> str:
         """Return what has not been reached, to follow "was not"."""
-        save = self.request.save
-        if is_committed(save.root, save.run, save.step, save.kind):
+        if status == "not exported":
+            return "exported, but is committed"
+        if status == "not replicated":
             with suppress(CommitError):
-                if remote := read_required_remote(save.root):
+                if remote := read_required_remote(self.request.root):
                     return f"brought to {remote}, and is committed in the root only"
         return "committed"
 

@@ -3,13 +3,16 @@
 import hashlib
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from trinity_sync.errors import FormatError
 from trinity_sync.layout import SPOOL_FORMAT, Component, Kind, check_name, name_job
 from trinity_sync.snapshot.save_id import SaveId
+
+if TYPE_CHECKING:
+    from trinity_sync.storage.manifest import Manifest
 
 SAVE_DEPLOYMENT = "save-step/save-step"
 QUEUES: dict[Kind, str] = {"state_dict": "syncs", "checkpoint": "checkpoints"}
@@ -103,6 +106,15 @@ class SaveRequest(BaseModel):
             self.roles,
             identity=self.identity,
             attempt=self.attempt,
+        )
+
+    def is_in(self, manifest: "Manifest | None") -> bool:
+        """Return whether a step is committed with this save, of all roles, by its run."""
+        roles = self.roles if self.components else ()  # save functions have none
+        return (
+            manifest is not None
+            and manifest.run == self.run
+            and manifest.has_kind(self.kind, roles)
         )
 
     @property

@@ -283,8 +283,7 @@ class SaveTrigger:
                     continue
             except (OSError, TrinitySyncError):
                 continue
-            roles = save.roles if request.components else ()  # save functions have none
-            if manifest and manifest.run == save.run and manifest.has_kind(save.kind, roles):
+            if request.is_in(manifest):
                 continue
             if not request.components:
                 found[request.key] = (

@@ -6,7 +6,7 @@ functions, which have no images, are treated in the same way.
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -73,8 +73,9 @@ def _find_in_job(job: JobSpool, grace_s: float, before: float) -> Iterator[SaveR
                 if not image.failed:
                     mark_image_failed(image, str(error))
             continue
+        request = _make_request(save, images)
         manifest = read_run_manifest(save.root, save.run, save.step)
-        if manifest and manifest.has_kind(save.kind, save.roles):
+        if manifest and request.is_in(manifest):
             held = [each for each in images if each.ticket.image in manifest.images]
             _finish_commit(save, manifest, held, before)
             images = [each for each in images if each not in held]
@@ -82,8 +83,12 @@ def _find_in_job(job: JobSpool, grace_s: float, before: float) -> Iterator[SaveR
         if images and all(
             image.ticket.age_s(now) > grace_s and not image.failed for image in images
         ):
-            components = list_components([image.ticket for image in images])
-            yield SaveRequest(**vars(save), components=components)
+            yield _make_request(save, images)
+
+
+def _make_request(save: SaveId, images: Sequence[SealedImage]) -> SaveRequest:
+    components = list_components([image.ticket for image in images])
+    return SaveRequest(**vars(save), components=components)
 
 
 def _find_of_functions(job: JobSpool, written: float, before: float) -> Iterator[SaveRequest]:
@@ -108,8 +113,7 @@ def _find_of_functions(job: JobSpool, written: float, before: float) -> Iterator
         except (ValidationError, FormatError) as error:
             warn_once(f"cannot read the request {path}: {error}")
             continue
-        roles = save.roles if request.components else ()  # save functions have none
-        if not (manifest and manifest.has_kind(save.kind, roles)):
+        if not (manifest and request.is_in(manifest)):
             yield request
         elif manifest.committed_at < before:
             finish_interrupted(save)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from trinity_sync.client.journal import Journal
@@ -31,7 +32,7 @@ from trinity_sync.fs.atomic import (
 )
 from trinity_sync.fs.records import Record, encode_record, read_record
 from trinity_sync.layout import is_below
-from trinity_sync.storage import manifest
+from trinity_sync.storage.manifest import read_manifest, read_run_manifest
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted, Written, is_being_written, remove_files
 from trinity_sync.storage.save_functions import CallableStatus
@@ -90,9 +91,8 @@ def remove_node_records(request: SaveRequest, number: int | None = None) -> None
 
 def is_committed(request: SaveRequest) -> bool:
     """Return whether the run of a save has committed it."""
-    save = request.save
-    roles = save.roles if request.components else ()  # save functions have none
-    return manifest.is_committed(save.root, save.run, save.step, save.kind, roles)
+    read_head = partial(read_manifest, ranks=())
+    return request.is_in(read_run_manifest(request.root, request.run, request.step, read=read_head))
 
 
 def await_node_records(

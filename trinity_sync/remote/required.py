@@ -78,7 +78,7 @@ def fetch_newest(root: Path, remote: Remote) -> Manifest | None:
     for run in remote.list_runs():
         add_run(root, run)  # the next run here gets an unused number
     for manifest in remote.iter_newest_first():
-        if "checkpoint" not in manifest.kinds:
+        if not manifest.serves("checkpoint"):
             continue
         here = find_newest(root)
         if here and (here.run, here.step) >= (manifest.run, manifest.step):

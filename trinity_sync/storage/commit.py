@@ -121,7 +121,7 @@ def commit(
             _check_complete(save, written, statuses)
             whole = False
         else:  # a retry, which was complete; a checkpoint is the sync of its step, too
-            whole = save.kind == "checkpoint" or "checkpoint" not in ours.kinds
+            whole = save.kind == "checkpoint" or not ours.serves("checkpoint")
         _refuse_other_content(save, written, earlier, committed, whole)
         named = {file.record.path for file in written}
         own = list_callable_files(save, statuses, named, committed)
@@ -171,7 +171,7 @@ def commit(
                 inherit_metrics(save, replaced)
             manifest = add_timing(manifest)
             merged = earlier.merge(manifest) if earlier else manifest
-            if replaced and "checkpoint" not in manifest.kinds:
+            if replaced and not manifest.serves("checkpoint"):
                 merged = replace(merged, checkpoint_run=replaced.run)
             if earlier and replace(merged, committed_at=earlier.committed_at) == earlier:
                 manifest = replace(manifest, committed_at=earlier.committed_at)  # a retry
@@ -222,7 +222,7 @@ def finish_interrupted(save: SaveId) -> None:
 def update_latest_pointers(root: str | Path, manifest: Manifest) -> None:
     """Mark a checkpoint as full and update the latest pointers. Call it under the commit lock."""
     folder = step_folder(root, manifest.step)
-    if "checkpoint" in manifest.kinds:
+    if manifest.serves("checkpoint"):
         replace_file(folder / FULL_CHECKPOINT_MARK, "", sync=False)  # where it is a link, too
     sync_folder(folder)
     for kind in manifest.kinds:

@@ -218,7 +218,7 @@ def iter_newest_first(
         FormatError: another release has committed a step.
     """
     every = (each for each in iter_committed_steps(root) if each.step not in without)
-    found = [each for each in every if kind in each.kinds]
+    found = [each for each in every if each.serves(kind)]
     superseded = find_superseded_steps(found, list_known_runs(root))
     counting = [each for each in found if each.step not in superseded]
     yield from sorted(counting, key=lambda each: (each.run, each.step), reverse=True)

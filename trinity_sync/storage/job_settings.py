@@ -246,7 +246,7 @@ def is_replicated(root: str | Path, manifest: Manifest, url: str | None = None) 
     ``url`` is that of the required remote by default.
     """
     url = read_required_remote(root) if url is None else url
-    if not url or "checkpoint" not in manifest.kinds:
+    if not url or not manifest.serves("checkpoint"):
         return True
     record = read_record(_Stored, _record_path(root, manifest.step), read_uncached)
     if record is None or (record.url, record.run) != (url, manifest.run):

@@ -257,13 +257,18 @@ class Manifest(Record, format=MANIFEST_FORMAT):
         found = {record.role for record in self.files}.union(*(part.roles for part in self.parts))
         return tuple(sorted(found - {""}))
 
-    def has_kind(self, kind: Kind, roles: Iterable[str] = ()) -> bool:
-        """Return whether ``run`` has committed ``kind``, with files of all ``roles``.
+    def serves(self, kind: Kind) -> bool:
+        """Return whether the step has ``kind``, also where ``run`` has left an earlier run's."""
+        return kind in self.kinds
 
-        Each role may be synced by itself.
+    def has_kind(self, kind: Kind, roles: Iterable[str] = (), run: int | None = None) -> bool:
+        """Return whether ``run`` or a later one has committed ``kind``, with files of ``roles``.
+
+        The run is that of the manifest by default. Each role may be synced by itself.
         """
-        of_run = kind in self.kinds and not (kind == "checkpoint" and self.checkpoint_run)
-        return of_run and {*roles} <= {*self.roles}
+        of = self.checkpoint_run if kind == "checkpoint" and self.checkpoint_run else self.run
+        is_of_run = self.serves(kind) and of >= (self.run if run is None else run)
+        return is_of_run and {*roles} <= {*self.roles}
 
     def find_file(self, path: str) -> FileRecord | None:
         """Return the record of the file at ``path``, or None."""

@@ -113,7 +113,7 @@ def _require_weights(root: str | Path, manifest: Manifest, role: str) -> Manifes
 
 def _has_weights(manifest: Manifest, role: str) -> bool:
     is_of_role = any(file.role == role and file.is_weights for file in manifest.files)
-    return is_of_role and "state_dict" in manifest.kinds
+    return is_of_role and manifest.serves("state_dict")
 
 
 def _find_stale_file(folder: Path, committed: set[Path], committed_at: float) -> Path | None:

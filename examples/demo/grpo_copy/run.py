@@ -61,7 +61,7 @@ class History:
         """Record new commits; call it often, since retention removes older syncs every hour."""
         for save in self.saves:
             manifest = read_manifest(self.root, save.step)
-            if manifest and save.kind in manifest.kinds:
+            if manifest and manifest.serves(save.kind):
                 took = manifest.committed_at - save.submitted_at
                 self.commit_s[save.step, save.kind] = took
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,9 @@ from trinity_sync.cli.commands import app
 from trinity_sync.client.journal import append
 from trinity_sync.fs.direct_io import CHUNK, IN_FLIGHT, RateLimit
 from trinity_sync.storage.block_reuse import remove_folder
+from trinity_sync.storage.discovery import require_committed
+from trinity_sync.storage.export_requests import fail_export_request
+from trinity_sync.storage.manifest import write_manifest
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.pins import tag
 from trinity_sync.storage.quarantine import rewind
@@ -216,9 +220,57 @@ def test_failures_of_the_journal_are_shown_by_runs_and_the_report(journal: Job) 
     assert groups["50 does not fit"]["command"] == f"trinity-sync retry {journal.root} 50"
 
 
+def test_the_checkpoint_of_an_earlier_run_is_not_taken_for_that_of_a_run_that_has_synced_its_step(
+    saves: Job,
+) -> None:
+    open_run(saves.root, "first", 0)
+    open_run(saves.root, "second", 10)
+    for kind in ("state_dict", "checkpoint"):
+        saves.stage(10, {"model": {"w": torch.full((4,), 10)}}, run=2, kind=kind)
+        if kind == "state_dict":
+            assert saves.commit(10, run=2, kind=kind).kinds == ("state_dict",)
+    assert require_committed(saves.root, 10).checkpoint_run == 1
+    rows = rows_of(run(saves, "runs", saves.root, "-o", "json"), "saves")
+    shown = {(row["run"], row["kind"]): row["status"] for row in rows if row["step"] == 10}
+    assert shown == {
+        (1, "checkpoint"): "committed",
+        (2, "state_dict"): "committed",
+        (2, "checkpoint"): "pending",
+    }
+    done = run(saves, "report", saves.root, "-o", "json")
+    in_flight = json.loads(done.stdout)["report"]["in_flight"]
+    assert {(each["step"], each["kind"]) for each in in_flight} >= {(10, "checkpoint")}
+    late = run(saves, "wait", saves.root, "--timeout", 0)
+    assert (late.exit_code, "step 10" in late.stderr) == (1, True)
+
+
+def test_a_model_that_was_not_exported_is_shown_although_its_step_is_committed(saves: Job) -> None:
+    fail_export_request(saves.root, 1, 10, "actor")
+    append(saves.request(10), "failed", "it has no config")
+    failed = run(saves, "runs", saves.root, "--failed", "-o", "json")
+    assert {row["step"]: row["reason"] for row in rows_of(failed, "saves")} == {
+        10: "it has no config",
+        20: "no space left on device",
+    }
+    rows = rows_of(run(saves, "ls", saves.root, "-o", "json"), "steps")
+    shown = {row["step"]: (row["status"], row["failed_exports"]) for row in rows}
+    assert shown[10] == ("valid", ["actor"])
+    assert "model of actor not exported" in run(saves, "ls", saves.root).stdout
+    done = run(saves, "report", saves.root, "-o", "json")
+    groups = {group["message"]: group for group in json.loads(done.stdout)["report"]["failures"]}
+    command = f"trinity-sync export hf {saves.root} 10 --role actor"
+    assert groups["it has no config"]["command"] == command
+    found = require_committed(saves.root, 10)
+    write_manifest(saves.root, replace(found, failed_exports=()))  # as an export does
+    failed = run(saves, "runs", saves.root, "--failed", "-o", "json")
+    assert {row["step"] for row in rows_of(failed, "saves")} == {20}
+
+
 def test_a_superseded_save_of_the_journal_is_no_failure_of_the_report(journal: Job) -> None:
     open_run(journal.root, "first", 0)
     open_run(journal.root, "second", 30)
     done = run(journal, "report", journal.root, "-o", "json")
     groups = json.loads(done.stdout)["report"]["failures"]
-    assert {group["cause"]: group["command"] for group in groups} == {"Superseded": None}
+    # by its images, as in `runs`
+    assert [each["steps"] for each in groups if each["cause"] == "Failed"] == [[20]]
+    assert {each["command"] for each in groups if each["cause"] == "Superseded"} == {None}

@@ -1,5 +1,6 @@
 """Whether a job is healthy, why saves failed and what to type."""
 
+from dataclasses import replace
 from uuid import uuid4
 
 import pytest
@@ -79,6 +80,19 @@ def test_a_superseded_save_is_no_failure() -> None:
     failures = group_failures("/ckpts", [ended(110, "Superseded", "", NOW + 5)], [], set())
     assert not failures[0].is_open
     assert judge_health(EVERY_100_S, STEPS, failures, [], NOW + 10).status == "ok"
+
+
+def test_a_model_that_was_not_exported_is_open_until_it_is_although_its_step_is_committed() -> None:
+    row, run = row_of(100, "valid"), ended(100, "Failed", "no config", NOW + 5)
+    (group,) = group_failures(
+        "/ckpts", [run], [replace(row, failed_exports=("critic",))], {(1, 100, "checkpoint")}
+    )
+    assert (group.is_open, group.command) == (
+        True,
+        "trinity-sync export hf /ckpts 100 --role critic",
+    )
+    (group,) = group_failures("/ckpts", [run], [row], {(1, 100, "checkpoint")})
+    assert (group.is_open, group.remedy) == (False, "Nothing: committed since.")
 
 
 def test_a_corrupted_step_is_a_problem_with_a_command() -> None:

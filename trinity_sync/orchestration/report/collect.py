@@ -27,7 +27,7 @@ from trinity_sync.orchestration.report.facts import (
     Use,
 )
 from trinity_sync.orchestration.report.health import Committed, group_failures, judge_health
-from trinity_sync.orchestration.report.steps import list_failed_saves, read_steps
+from trinity_sync.orchestration.report.steps import list_saves, read_steps
 from trinity_sync.orchestration.root_threads import OTHERS_WAIT_S, RootVisits
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import job_id, list_registered_roots
@@ -72,8 +72,9 @@ def collect_report(settings: Settings, root: Path) -> JobReport:
     spool = JobSpool(settings.spool / job_id(root))
     committed = _list_committed(steps) | {(each.run, each.step, each.timing.kind) for each in saves}
     known = {(run.run, run.step, run.kind) for run in server.runs if run.is_save}
-    flow_runs = [*server.runs, *list_failed_saves(root, known)]
-    failures = group_failures(str(root), flow_runs, steps, committed)
+    of_files = [each for each in list_saves(settings, root) if each.state.type == "FAILED"]
+    others = [each for each in of_files if (each.run, each.step, each.kind) not in known]
+    failures = group_failures(str(root), [*server.runs, *others], steps, committed)
     in_flight = tuple(
         list_in_flight(settings, root, spool, server.runs, committed, tasks=server.tasks)
     )
@@ -165,7 +166,7 @@ def _query_server(settings: Settings, root: Path) -> _Server:
 
 def _list_committed(steps: Sequence[StepRow]) -> Committed:
     return {
-        (step.run, step.step, kind)
+        ((kind == "checkpoint" and step.checkpoint_run) or step.run, step.step, kind)
         for step in steps
         if step.run is not None and step.is_loadable
         for kind in step.kinds

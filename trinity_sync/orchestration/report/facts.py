@@ -40,6 +40,8 @@ class StepRow:
     run: int | None = None
     """Number of the run that saved it; None if it has no readable manifest."""
     kinds: tuple[Kind, ...] = ()
+    checkpoint_run: int = 0
+    """Earlier run whose checkpoint the sync of ``run`` has left in place; 0 for none."""
     nbytes: int = 0
     components: Mapping[str, int] = field(default_factory=dict)
     """Bytes by component; ``other`` for the files of save functions."""
@@ -48,6 +50,8 @@ class StepRow:
     """How long each save of it took; none if it was imported."""
     save_functions: tuple[CallableRecord, ...] = ()
     """Save functions of the user that wrote files of it."""
+    failed_exports: tuple[str, ...] = ()
+    """Roles whose model it lacks, because the export that a save requested has failed."""
     latest_of: tuple[Kind, ...] = ()
     """Kinds whose latest pointer names the step."""
     tags: tuple[str, ...] = ()
@@ -92,7 +96,8 @@ class StepRow:
         reason = re.sub(rf"/\S*/global_step_{self.step}/", "", reason)
         why = "" if self.status in ("valid", "not committed") else reason
         progress = describe_progress(self.progress) if self.progress else ""
-        found = progress, latest * bool(self.latest_of), *self.alarms, *self.in_use, remote
+        lacks = [f"model of {role} not exported" for role in self.failed_exports]
+        found = progress, latest * bool(self.latest_of), *self.alarms, *lacks, *self.in_use, remote
         return [*filter(None, (*found, why.partition(". Choose another step")[0]))]
 
 

@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from itertools import pairwise
 from statistics import median
 
@@ -20,6 +20,8 @@ RECENT = 20
 
 Committed = Set[tuple[int, int, Kind]]
 """Run, step and kind of saves that are committed."""
+Lacking = Mapping[tuple[int | None, int], Sequence[str]]
+"""Roles whose model was not exported, by run and step."""
 
 
 def judge_health(
@@ -99,18 +101,28 @@ def group_failures(
         if run.state.type in FAILED:
             cause = (run.state.name, _normalize(run.state.message))
             groups.setdefault(cause, []).append(run)
-    found = [_describe(root, state, group, committed) for (state, _), group in groups.items()]
+    lacking = {(row.run, row.step): row.failed_exports for row in steps if row.failed_exports}
+    found = [
+        _describe(root, state, group, committed, lacking) for (state, _), group in groups.items()
+    ]
     if corrupted := [row for row in steps if row.status == "corrupted"]:
         found.append(_describe_corrupted(root, corrupted))
     return tuple(sorted(found, key=lambda group: (not group.is_open, -group.last_at)))
 
 
-def _describe(root: str, state: str, runs: Sequence[FlowRun], committed: Committed) -> FailureGroup:
+def _describe(
+    root: str, state: str, runs: Sequence[FlowRun], committed: Committed, lacking: Lacking
+) -> FailureGroup:
     newest = max(runs, key=_get_end)
     saves = [run for run in runs if run.is_save]
-    open_saves = [run for run in saves if not _is_committed(run, committed)]
+    open_saves = [
+        run
+        for run in saves
+        if (run.run, run.step, run.kind) not in committed or (run.run, run.step) in lacking
+    ]
     target = max(open_saves or saves, key=_get_end, default=None)
-    remedy, command = _find_remedy(root, state, newest, target, bool(open_saves))
+    roles = lacking.get((target.run, target.step), ()) if target else ()
+    remedy, command = _find_remedy(root, state, newest, target, bool(open_saves), roles)
     return FailureGroup(
         cause=state,
         message=newest.state.message,
@@ -131,6 +143,7 @@ def _find_remedy(
     newest: FlowRun,
     target: FlowRun | None,
     is_open: bool,
+    not_exported: Sequence[str],
 ) -> tuple[str, str]:
     """Return what to do about a group, and the command."""
     quoted = shlex.quote(root)
@@ -143,6 +156,11 @@ def _find_remedy(
         return f"Open the page of the {what} run; its log says more.", "trinity-sync doctor"
     if not is_open:
         return "Nothing: committed since.", ""
+    if not_exported:
+        return (
+            "Committed, but not exported. Remove the cause, then export it.",
+            f"trinity-sync export hf {quoted} {target.step} --role {not_exported[0]}",
+        )
     if not target.id.int:
         return "Remove the cause. Later saves are unaffected.", f"trinity-sync doctor {quoted}"
     retry = f"trinity-sync retry {quoted} {target.step}"
@@ -171,10 +189,6 @@ def _describe_corrupted(root: str, rows: Sequence[StepRow]) -> FailureGroup:
         command=f"trinity-sync verify {shlex.quote(root)} {newest.step}",
         url="",
     )
-
-
-def _is_committed(run: FlowRun, committed: Committed) -> bool:
-    return (run.run, run.step, run.kind) in committed
 
 
 def _count_saves(groups: Sequence[FailureGroup]) -> str:

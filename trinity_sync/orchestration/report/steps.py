@@ -1,18 +1,24 @@
-"""The steps of a job and its failed saves, as its files tell them: for ``ls`` and the report."""
+"""The steps and saves of a job, as its files tell them: for the commands and the report."""
 
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from pydantic import ValidationError
 
 from trinity_sync.client.journal import Entry, Journal
 from trinity_sync.client.prefect_api import FlowRun, State
-from trinity_sync.errors import TrinitySyncError
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.client.save_status import FAILURES, Facts, decide
+from trinity_sync.errors import FormatError, TrinitySyncError
 from trinity_sync.layout import KINDS, Kind
 from trinity_sync.orchestration.report.facts import StepRow
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import job_id
+from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.storage.discovery import list_known_runs, read_step_state
 from trinity_sync.storage.job_settings import is_replicated, read_required_remote
 from trinity_sync.storage.latest_pointer import read_latest_pointer
@@ -20,6 +26,8 @@ from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.metrics import read_metrics
 from trinity_sync.storage.pins import list_steps_in_use, list_tags
 from trinity_sync.storage.runs import Run, find_superseding_run
+from trinity_sync.storage.save_functions import list_requests
+from trinity_sync.storage.save_timing import read_saves
 from trinity_sync.storage.write_progress import WriteProgress, measure_progress
 
 
@@ -66,11 +74,13 @@ def add_manifest(row: StepRow, manifest: Manifest) -> StepRow:
         row,
         run=manifest.run,
         kinds=manifest.kinds,
+        checkpoint_run=manifest.checkpoint_run,
         nbytes=manifest.nbytes,
         components=components,
         committed_at=manifest.committed_at,
         timings=manifest.timings,
         save_functions=manifest.callables,
+        failed_exports=manifest.failed_exports,
         health=manifest.health,
     )
 
@@ -91,36 +101,85 @@ def read_journal(root: Path) -> Journal:
     return journal
 
 
-def list_failed_saves(root: Path, known: Collection[tuple[int, int, str]]) -> list[FlowRun]:
-    """Return the saves that have failed by the journal, and are not committed since.
+def list_saves(settings: Settings, root: Path) -> list[FlowRun]:
+    """Return the saves that the job's files and the images of this node tell, in no order."""
+    logged = {(each.run, each.step, each.timing.kind): each for each in read_saves(root)}
+    journal, runs = read_journal(root), list_known_runs(root)
+    found: dict[Save, _Found] = {}
 
-    Those ``known`` otherwise, by run, step and kind, are left out.
-    """
-    runs, found = list_known_runs(root), []
-    for entry in read_journal(root).list_failures():
+    def add(request: SaveRequest, since: float, told: Entry | None, marked: str | None) -> None:
+        save, known = (request.run, request.step, request.kind), None
+        if save in found and found[save].attempt == request.attempt:
+            known = found[save].marked
+        if save not in found or found[save].attempt <= request.attempt:
+            found[save] = _Found(request.attempt, told, since, marked if known is None else known)
+
+    spool = JobSpool(settings.spool / job_id(root))
+    for image in spool.tickets()[0]:
+        marked = "" if image.failed else None
+        with suppress(OSError):  # it is not marked, or a retry has just removed that
+            marked = failure_path(image.slot).read_text()
+        request = SaveRequest(**vars(image.ticket.save))
+        add(request, image.ticket.sealed_at, journal.find(request.key), marked)
+    for path in list_requests(spool):
+        with suppress(OSError, ValidationError, FormatError):  # it has just ended
+            request = SaveRequest.model_validate_json(path.read_bytes())
+            add(request, path.stat().st_mtime, journal.find(request.key), None)
+    for entry in journal.list_failures():
         save = entry.run, entry.step, entry.kind
-        if save not in known and not is_part_of_step(root, *save):
-            superseded = find_superseding_run(runs, entry.run, entry.step)
-            found.append(make_failed_save(entry, "Superseded" if superseded else "Failed"))
-    return found
+        if save not in found or found[save].attempt <= entry.attempt:
+            found[save] = _Found(entry.attempt, entry, entry.at, None)
+    rows = []
+    for save in {**logged, **found}:
+        committed = find_committed(root, *save) if save in found else None
+        each = found.get(save, _Found())
+        status, why = decide(
+            Facts(
+                told=each.told,
+                is_committed=save in logged or committed is not None,
+                is_exported=not (committed and committed.failed_exports),
+                marked=each.marked,
+                is_superseded=find_superseding_run(runs, *save[:2]) is not None,
+            )
+        )
+        if status in FAILURES:
+            name = "Superseded" if status == "superseded" else "Failed"
+            since = each.told.at if each.told else each.since
+            page = each.told.url if each.told else ""
+            rows.append(_make_save(save, State("FAILED", name, why, since), page=page))
+        elif save in logged:
+            state = State("COMPLETED", "Completed", since=logged[save].committed_at)
+            rows.append(_make_save(save, state, seconds=logged[save].timing.total_s))
+        elif not committed:  # otherwise its entry was dropped from the log
+            state = State("SCHEDULED", "Scheduled", why, each.since)
+            if status == "begun" and each.told:
+                state = State("RUNNING", "Running", since=each.told.at)
+            rows.append(_make_save(save, state))
+    return rows
 
 
-def is_part_of_step(root: Path, run: int, step: int, kind: Kind) -> bool:
-    """Return whether the step that is committed now has the files of a save."""
+Save = tuple[int, int, Kind]
+"""Run, step and kind."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What tells of a save that is not in the log."""
+
+    attempt: int = 0
+    told: Entry | None = None
+    since: float = 0.0
+    marked: str | None = None
+
+
+def find_committed(root: Path, run: int, step: int, kind: Kind) -> Manifest | None:
+    """Return the manifest of a save, if the step that is committed now has its files."""
     manifest = read_step_state(root, step).manifest
-    return manifest is not None and manifest.run == run and kind in manifest.kinds
+    return manifest if manifest and manifest.run == run and manifest.has_kind(kind) else None
 
 
-def make_failed_save(entry: Entry, name: str = "Failed") -> FlowRun:
-    """Return a save that has failed by the journal, with the name of its state."""
-    state = State("FAILED", name, entry.message, entry.at)
-    return make_save(entry.run, entry.step, entry.kind, state, page=entry.url)
-
-
-def make_save(
-    run: int, step: int, kind: Kind, state: State, *, seconds: float = 0.0, page: str = ""
-) -> FlowRun:
+def _make_save(save: Save, state: State, *, seconds: float = 0.0, page: str = "") -> FlowRun:
     """Return a save as files tell it; without a ``page`` it has no flow run."""
-    tags = {"run": str(run), "step": str(step), "kind": kind}
+    tags = dict(zip(("run", "step", "kind"), map(str, save), strict=True))
     flow_run = uuid.UUID(page.rpartition("/")[2]) if page else uuid.UUID(int=0)
     return FlowRun(flow_run, "", state, tags=tags, seconds=seconds, page=page)

@@ -1,0 +1,125 @@
+"""What has become of a save, by who began it, who died, who took over and how it ended."""
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import closing
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tests.support.job import Job
+from tests.unit.retention.test_retention import prune
+from trinity_sync.cli.commands import app
+from trinity_sync.client.commit_watcher import CommitWatcher
+from trinity_sync.client.journal import SaveState, append, read_entry
+from trinity_sync.client.save_trigger import SaveTrigger
+from trinity_sync.errors import SaveTimeoutError
+from trinity_sync.settings import Settings
+from trinity_sync.storage.export_requests import fail_export_request
+from trinity_sync.storage.runs import open_run
+
+STEP = 4
+Event = Callable[[Job], object]
+
+
+def worker(state: SaveState, message: str = "", start: int = 1) -> Event:
+    return lambda job: append(job.request(STEP), state, message, start=start)
+
+
+def saver(state: SaveState, message: str = "") -> Event:
+    """The saver tells it, in the place of what the journal has."""
+    return lambda job: append(job.request(STEP), state, message, over=read_entry(job.request(STEP)))
+
+
+def commits(job: Job) -> None:
+    job.commit(STEP)
+
+
+def fails_to_export(job: Job) -> None:
+    fail_export_request(job.root, 1, STEP, "actor")
+
+
+def is_superseded(job: Job) -> None:
+    open_run(job.root, "second", STEP - 1)
+    job.stage(STEP + 1, {"model": {"w": torch.zeros(3)}}, run=2)
+    job.commit(STEP + 1, run=2)
+
+
+def is_removed(job: Job) -> None:
+    job.stage(STEP + 1, {"model": {"w": torch.zeros(3)}})
+    job.commit(STEP + 1)
+    prune(job.root, "last=1")
+
+
+DISK_FULL = "the disk is full"
+FULL = saver("failed", DISK_FULL)
+TOLD_LATE = (worker("failed", "its process died"), worker("hidden", "it does not see it"))
+
+
+@pytest.mark.parametrize(
+    ("events", "ranks_are_told", "status", "wait_exits_with"),
+    [
+        ((), None, "pending", 1),
+        ((worker("pending", "a text"),), None, "writing", 1),
+        ((saver("pending"),), None, "writing", 1),
+        ((worker("hidden", "not seen"),), None, "pending", 1),
+        ((worker("hidden", "not seen"), saver("pending")), None, "writing", 1),
+        ((worker("failed", DISK_FULL),), DISK_FULL, "failed", 1),
+        ((worker("pending"), saver("pending"), FULL), DISK_FULL, "failed", 1),
+        ((worker("hidden", "not seen"), FULL), DISK_FULL, "failed", 1),
+        ((FULL, worker("pending")), None, "writing", 1),
+        ((FULL, worker("pending"), saver("failed", "again")), "again", "failed", 1),
+        ((worker("pending"), FULL, *TOLD_LATE), DISK_FULL, "failed", 1),
+        ((worker("pending"), FULL, worker("pending", start=2)), None, "writing", 1),
+        ((worker("pending"), commits), "", "committed", 0),
+        ((worker("pending"), commits, saver("completed")), "", "committed", 0),
+        ((worker("pending"), FULL, commits), "", "committed", 0),
+        ((commits, fails_to_export, worker("failed", "no config")), "no config", "failed", 0),
+        ((commits, fails_to_export, saver("failed", "no config")), "no config", "failed", 0),
+        ((worker("failed", DISK_FULL), is_superseded), DISK_FULL, "superseded", 1),
+        ((commits, saver("completed"), is_removed), "", "committed", 1),
+    ],
+)  # fmt: skip
+def test_all_say_the_same_of_a_save(
+    job: Job,
+    events: tuple[Event, ...],
+    ranks_are_told: str | None,
+    status: str,
+    wait_exits_with: int,
+) -> None:
+    open_run(job.root, "first", 0)
+    job.stage(STEP, {"model": {"w": torch.zeros(3)}})
+    for event in events:
+        event(job)
+    settings = Settings(spool=job.spool.folder.parent, home=job.root.parent / "home")
+    request = job.request(STEP, components=("model",))
+    exports = "actor" if fails_to_export in events else ""
+    for rank in (0, 1):
+        trigger = SaveTrigger(settings, "http://127.0.0.1:9/api")
+        with closing(CommitWatcher(trigger, job.spool, rank=rank)) as watcher:
+            trigger.hurry = lambda *_: True  # type: ignore[method-assign]  # there is a saver
+            watcher.follow(request, exports=exports)
+            if ranks_are_told is None:
+                with pytest.raises(SaveTimeoutError):
+                    watcher.wait(time.monotonic() + 0.3)
+            else:
+                failures = watcher.wait(time.monotonic() + 60)
+                assert [ranks_are_told in each for each in failures] == [True] * bool(
+                    ranks_are_told
+                )
+    env = {
+        "TRINITY_SYNC_HOME": str(settings.home),
+        "TRINITY_SYNC_SPOOL": str(settings.spool),
+        "PREFECT_API_URL": "",
+    }
+    run = CliRunner(env=env).invoke
+    rows = json.loads(run(app, ["runs", str(job.root), "-o", "json"]).stdout)["saves"]
+    assert [row["status"] for row in rows if (row["run"], row["step"]) == (1, STEP)] == [status]
+    waits = run(app, ["wait", str(job.root), str(STEP), "--timeout", "0.5"])
+    assert waits.exit_code == wait_exits_with
+    report = json.loads(run(app, ["report", str(job.root), "-o", "json"]).stdout)["report"]
+    assert [each["message"] for each in report["failures"] if each["cause"] == "Failed"] == (
+        [ranks_are_told] if status == "failed" else []
+    )
