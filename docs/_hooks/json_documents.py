@@ -15,7 +15,6 @@ from trinity_sync.cli.rows import (
     PruneReport,
     PushedStep,
     ReindexedJob,
-    SaveRow,
     SettingRow,
     StepDetails,
     StoppedStack,
@@ -25,7 +24,7 @@ from trinity_sync.cli.rows import (
 )
 from trinity_sync.formats.dcp import DcpResult
 from trinity_sync.formats.hf_export import ExportResult
-from trinity_sync.orchestration.report.facts import JobReport, StepRow
+from trinity_sync.orchestration.report.facts import JobReport, SaveRow, StepRow
 from trinity_sync.stack.doctor_job import Check
 from trinity_sync.stack.embedded import StackStatus
 from trinity_sync.storage.gc import Finding

@@ -33,32 +33,6 @@ class StepDetails(StepRow):
     """Its files."""
 
 
-# Saves
-
-
-@dataclass(frozen=True)
-class SaveRow:
-    """A save of a job; with a stack, a flow run of the Prefect server."""
-
-    step: int
-    run: int
-    """Number of the run of the job."""
-    kind: str
-    """``checkpoint`` or ``state_dict``."""
-    status: str
-    """``pending``, ``writing``, ``committed``, ``failed``, or ``superseded`` by a later run."""
-    since: float | None
-    """Time since which it has this status."""
-    seconds: float | None
-    """Time that it took, or has taken so far."""
-    attempts: int | None
-    """Number of times that the flow run was started."""
-    flow_run: str | None
-    url: str | None
-    reason: str | None
-    """Why it failed; otherwise the message of its state."""
-
-
 # Jobs
 
 

@@ -1,8 +1,10 @@
 """Commands for saves, in flight and ended: runs, retry, wait."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from uuid import UUID
 
 import typer
 from rich.console import Console
@@ -19,7 +21,6 @@ from trinity_sync.cli.app import (
 )
 from trinity_sync.cli.completion import complete_step
 from trinity_sync.cli.output import Output, is_text, print_document, print_object, print_rows
-from trinity_sync.cli.rows import SaveRow
 from trinity_sync.errors import (
     CommitError,
     PrefectApiError,
@@ -27,9 +28,9 @@ from trinity_sync.errors import (
     SaveFailedError,
     SaveTimeoutError,
 )
+from trinity_sync.orchestration.report.facts import SaveRow
 
 if TYPE_CHECKING:
-    from trinity_sync.client.prefect_api import FlowRun
     from trinity_sync.layout import Kind
 
 MAX_ROWS = 20
@@ -57,16 +58,14 @@ def runs(
     output: Output = "table",
 ) -> None:
     """List the saves of a job: in flight, failed with the reason, superseded and committed."""
-    from trinity_sync.cli.saves import describe_status, list_saves_of_files, read_saves
-    from trinity_sync.storage.discovery import list_known_runs
+    from trinity_sync.cli.saves import read_saves
+    from trinity_sync.orchestration.report.steps import list_saves
 
     base, settings, unanswered = require_existing(root), read_settings(), None
     try:
-        found = read_saves(settings, base)
+        rows = read_saves(settings, base)
     except PrefectApiError as error:  # it may be down with the saves that are looked for
-        found, unanswered = list_saves_of_files(settings, base), error
-    known = list_known_runs(base)
-    rows = [_row(save, describe_status(save, known)) for save in found]
+        rows, unanswered = list_saves(settings, base), error
     if failed:
         rows = [row for row in rows if row.status == "failed"]
     most = limit or (MAX_ROWS if is_text(output) else len(rows))
@@ -82,21 +81,6 @@ def runs(
         raise unanswered
 
 
-def _row(save: "FlowRun", status: str) -> SaveRow:
-    return SaveRow(
-        step=save.step,
-        run=save.run,
-        kind=save.kind,
-        status=status,
-        since=save.state.since or None,
-        seconds=save.seconds or None,
-        attempts=save.attempts or None,
-        flow_run=str(save.id) if save.page else None,
-        url=save.page,
-        reason=save.state.message,
-    )
-
-
 @app.command(
     "retry ckpts 40",
     "trinity-sync runs ckpts --failed | cut -f1 | xargs -n1 trinity-sync retry ckpts",
@@ -106,23 +90,20 @@ def _row(save: "FlowRun", status: str) -> SaveRow:
 )  # fmt: skip
 def retry(root: Root, step: Step, output: Output = "table") -> None:
     """Run a failed save again, as Retry in the Prefect UI does."""
-    from trinity_sync.cli.saves import describe_status, query_saves
+    from trinity_sync.cli.saves import query_saves
     from trinity_sync.client.prefect_api import ask_server
-    from trinity_sync.storage.discovery import list_known_runs
 
     settings, number = read_settings(), resolve_step_argument(root, step)
-    known = list_known_runs(root)
-    saves = query_saves(settings, root, step=number)
-    by_status = {describe_status(save, known): save for save in reversed(saves)}
+    by_status = {row.status: row for row in reversed(query_saves(settings, root, step=number))}
     if "failed" not in by_status:
         raise _no_failed_save(root, number, by_status)
     save = by_status["failed"]
-    ask_server(settings, lambda api: api.retry_flow_run(save.id))
+    ask_server(settings, lambda api: api.retry_flow_run(UUID(save.flow_run)))
     print_object(
         "save",
-        _row(save, "pending"),
+        replace(save, status="pending"),
         output,
-        f"the save of step {number} runs again: {save.page}",
+        f"the save of step {number} runs again: {save.url}",
     )
 
 
@@ -241,7 +222,7 @@ def _await_step(
             if save and (progress := read_progress(read_settings(), root, save)):
                 what = f"waiting for the commit of step {step}"
                 line.update(f"{what}: {describe_progress(progress)}")
-            crashed = save is not None and save.state.type == "CRASHED"
+            crashed = save is not None and save.cause == "Crashed"
             crashed_since = (crashed_since or now) if crashed else None
             if save and (crashed_since is None or now - crashed_since > CRASH_GRACE_S):
                 _require_not_failed(root, save)
@@ -255,34 +236,29 @@ def _await_step(
 
 def _read_decisive_save(
     root: Path, step: int, wanted: "set[tuple[int, Kind]]", answer_s: float
-) -> "FlowRun | None":
+) -> SaveRow | None:
     """Return the save of a step by the latest run, or one of those wanted that has failed.
 
     None if none is known.
     """
-    from trinity_sync.cli.saves import list_saves_of_files, read_saves
-    from trinity_sync.client.prefect_api import FAILED
+    from trinity_sync.cli.saves import try_read_saves
 
-    settings = read_settings()
-    try:
-        saves = read_saves(settings, root, step=step, answer_s=answer_s)
-    except PrefectApiError:
-        saves = list_saves_of_files(settings, root, step=step)
+    saves = try_read_saves(root, step=step, answer_s=answer_s)
     if wanted:
         saves = [each for each in saves if (each.run, each.kind) in wanted]
     return max(
         saves,
         key=lambda each: (
-            bool(wanted) and each.state.type in FAILED,
+            bool(wanted) and each.has_failed,
             each.run,
             each.is_in_flight,
-            each.state.since,
+            each.since or 0.0,
         ),
         default=None,
     )
 
 
-def _is_saved_later(root: Path, save: "FlowRun") -> bool:
+def _is_saved_later(root: Path, save: SaveRow) -> bool:
     """Return whether a later run lives, or is to follow a rewind, which may save the step again."""
     from trinity_sync.storage.quarantine import REWIND
     from trinity_sync.storage.runs import find_living_run, find_newest_run
@@ -294,10 +270,10 @@ def _is_saved_later(root: Path, save: "FlowRun") -> bool:
     return living is not None and living[0].number > save.run
 
 
-def _require_not_removed(root: Path, save: "FlowRun") -> None:
+def _require_not_removed(root: Path, save: SaveRow) -> None:
     from trinity_sync.storage.save_timing import read_removals
 
-    if save.state.type != "COMPLETED":  # which each look asks; the log may be long
+    if save.status != "committed":  # which each look asks; the log may be long
         return
     removed = (save.run, save.step) in {(each.run, each.step) for each in read_removals(root)}
     if removed and not _is_saved_later(root, save):
@@ -306,17 +282,15 @@ def _require_not_removed(root: Path, save: "FlowRun") -> None:
         )
 
 
-def _require_not_failed(root: Path, save: "FlowRun") -> None:
-    from trinity_sync.cli.saves import describe_status
-    from trinity_sync.storage.discovery import list_known_runs
-
-    status = describe_status(save, list_known_runs(root))
-    if status not in ("failed", "superseded"):
+def _require_not_failed(root: Path, save: SaveRow) -> None:
+    if not save.has_failed:
         return
     error = SaveFailedError(
-        f"the save of step {save.step} in {root} {'was ' * (status == 'superseded')}{status}: "
-        f"{save.state.message or save.state.name}" + f" ({save.page})" * bool(save.page)
+        f"the save of step {save.step} in {root} "
+        f"{'was ' * (save.status == 'superseded')}{save.status}: {save.reason or save.cause}"
+        + f" ({save.url})"
+        * bool(save.url)
     )
-    can_retry = status == "failed" and save.page
+    can_retry = save.status == "failed" and save.url
     hint = f"trinity-sync retry {root} {save.step}" if can_retry else ""
     raise with_hint(error, hint)

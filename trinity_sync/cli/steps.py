@@ -31,13 +31,9 @@ from trinity_sync.cli.output import (
 from trinity_sync.cli.rows import FileRow, StepDetails
 from trinity_sync.errors import ConfigError
 from trinity_sync.orchestration.quantities import format_bytes
-from trinity_sync.orchestration.report.facts import StepRow
+from trinity_sync.orchestration.report.facts import SaveRow, StepRow
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from trinity_sync.client.prefect_api import FlowRun
-    from trinity_sync.storage.runs import Run
     from trinity_sync.storage.write_progress import WriteProgress
 
 T = TypeVar("T")
@@ -162,23 +158,18 @@ def _take_last(steps: list[T], count: int | None) -> tuple[int, list[T]]:
     return left_out, steps[left_out:]
 
 
-def _read_saves(root: Path) -> dict[int, "FlowRun"]:
+def _read_saves(root: Path) -> dict[int, SaveRow]:
     """Return the newest save of each step that is in flight or failed, as far as it is known."""
-    from trinity_sync.cli.saves import describe_status, try_read_saves
-    from trinity_sync.storage.discovery import list_known_runs
+    from trinity_sync.cli.saves import try_read_saves
 
-    saves = try_read_saves(root)
-    if not saves:
-        return {}
-    runs = list_known_runs(root)
-    newest: dict[int, FlowRun] = {}
-    for save in sorted(saves, key=lambda each: (each.run, each.state.since)):
+    newest: dict[int, SaveRow] = {}
+    for save in sorted(try_read_saves(root), key=lambda each: (each.run, each.since or 0.0)):
         newest[save.step] = save
     shown = ("pending", "writing", "failed")
-    return {step: save for step, save in newest.items() if describe_status(save, runs) in shown}
+    return {step: save for step, save in newest.items() if save.status in shown}
 
 
-def _read_rows(root: Path, steps: list[int], saves: dict[int, "FlowRun"]) -> list[StepRow]:
+def _read_rows(root: Path, steps: list[int], saves: dict[int, SaveRow]) -> list[StepRow]:
     from trinity_sync.layout import step_folder
     from trinity_sync.orchestration.report.steps import read_progress, read_steps
     from trinity_sync.storage.discovery import list_known_runs
@@ -191,15 +182,14 @@ def _read_rows(root: Path, steps: list[int], saves: dict[int, "FlowRun"]) -> lis
         for row in read_steps(root, steps, runs)
         # otherwise committed or removed between the two looks
         if row.step in saves or row.run is not None or step_folder(root, row.step).is_dir()
-        for each in _add_save(row, saves.get(row.step), progress.get(row.step), runs)
+        for each in _add_save(row, saves.get(row.step), progress.get(row.step))
     ]
 
 
 def _add_save(
-    row: StepRow, save: "FlowRun | None", progress: "WriteProgress | None", runs: "Sequence[Run]"
+    row: StepRow, save: SaveRow | None, progress: "WriteProgress | None"
 ) -> list[StepRow]:
     """Return the row of a step, if it is committed, and that of a newer save, if there is one."""
-    from trinity_sync.cli.saves import describe_status
     from trinity_sync.layout import KINDS
 
     if save is None or save.run <= (row.run or 0):
@@ -207,11 +197,11 @@ def _add_save(
     committed = row.status != "not committed"
     newer = replace(
         StepRow(row.step, "") if committed else row,
-        status=describe_status(save, runs),
-        reason=save.state.message,
+        status=save.status,
+        reason=save.reason or "",
         run=save.run,
         kinds=tuple(kind for kind in KINDS if kind == save.kind),
-        urls=(save.page,) if save.page else (),
+        urls=(save.url,) if save.url else (),
         progress=progress,
     )
     return [row, newer] if committed else [newer]

@@ -1,12 +1,10 @@
 """Whether a job is healthy, why saves failed and what to type."""
 
 from dataclasses import replace
-from uuid import uuid4
 
 import pytest
 
-from trinity_sync.client.prefect_api import FlowRun, State
-from trinity_sync.orchestration.report.facts import InFlight, StepRow
+from trinity_sync.orchestration.report.facts import Failure, InFlight, StepRow
 from trinity_sync.orchestration.report.health import (
     group_failures,
     judge_health,
@@ -30,11 +28,8 @@ EVERY_100_S = [saved(step, NOW - 10 * (100 - step)) for step in range(10, 101, 1
 STEPS = [row_of(100, "valid")]
 
 
-def ended(step: int, name: str, message: str, at: float = NOW, **tags: str) -> FlowRun:
-    found = {"step": str(step), "run": "1", "kind": "checkpoint", **tags}
-    kind = {"Crashed": "CRASHED", "Cancelled": "CANCELLED"}.get(name, "FAILED")
-    state = State(kind, name, message, at)
-    return FlowRun(uuid4(), f"ckpts: save actor step {step}", state, tags=found, started_at=at)
+def ended(step: int, name: str, message: str, at: float = NOW) -> Failure:
+    return Failure(name, message, at, "http://its/page", (1, step, "checkpoint"))
 
 
 def test_a_job_is_late_by_its_own_interval() -> None:

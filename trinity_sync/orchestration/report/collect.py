@@ -12,12 +12,13 @@ from typing import Any
 from urllib.parse import quote
 from uuid import UUID
 
-from trinity_sync.client.prefect_api import PAGE, FlowRun, PrefectApi, ask_server
+from trinity_sync.client.prefect_api import FAILED, PAGE, FlowRun, PrefectApi, ask_server
 from trinity_sync.errors import PrefectApiError, TrinitySyncError
 from trinity_sync.layout import PRIVATE_FOLDER, job_id_of, steps_on_disk
 from trinity_sync.orchestration.quantities import VERIFIED, make_artifact_key
 from trinity_sync.orchestration.report.facts import (
     Disk,
+    Failure,
     Health,
     InFlight,
     JobReport,
@@ -72,9 +73,25 @@ def collect_report(settings: Settings, root: Path) -> JobReport:
     spool = JobSpool(settings.spool / job_id(root))
     committed = _list_committed(steps) | {(each.run, each.step, each.timing.kind) for each in saves}
     known = {(run.run, run.step, run.kind) for run in server.runs if run.is_save}
-    of_files = [each for each in list_saves(settings, root) if each.state.type == "FAILED"]
-    others = [each for each in of_files if (each.run, each.step, each.kind) not in known]
-    failures = group_failures(str(root), [*server.runs, *others], steps, committed)
+    failed = [
+        Failure(
+            run.state.name,
+            run.state.message,
+            run.state.since or run.started_at,
+            run.page,
+            (run.run, run.step, run.kind) if run.is_save else None,
+            run.name,
+        )
+        for run in server.runs
+        if run.state.type in FAILED
+    ]
+    for row in list_saves(settings, root):
+        save = row.run, row.step, row.kind
+        if row.has_failed and save not in known:
+            assert row.cause
+            at, why = row.since or 0.0, row.reason or ""
+            failed.append(Failure(row.cause, why, at, row.url, save))
+    failures = group_failures(str(root), failed, steps, committed)
     in_flight = tuple(
         list_in_flight(settings, root, spool, server.runs, committed, tasks=server.tasks)
     )

@@ -102,6 +102,56 @@ class StepRow:
 
 
 @dataclass(frozen=True)
+class SaveRow:
+    """A save of a job; with a stack, a flow run of the Prefect server."""
+
+    step: int
+    run: int
+    """Number of the run of the job."""
+    kind: Kind
+    """``checkpoint`` or ``state_dict``."""
+    status: str
+    """``pending``, ``writing``, ``committed``, ``failed``, or ``superseded`` by a later run."""
+    since: float | None = None
+    """Time since which it has this status."""
+    seconds: float | None = None
+    """Time that it took, or has taken so far."""
+    attempts: int | None = None
+    """Number of times that the flow run was started."""
+    flow_run: str | None = None
+    url: str | None = None
+    reason: str | None = None
+    """Why it failed; otherwise the message of its state."""
+    cause: str | None = None
+    """Name of its state if it failed: ``Failed``, ``Crashed``, ``Superseded``, ``Evicted``, ..."""
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether it may still commit without a retry."""
+        return self.status in ("pending", "writing")
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended without a commit, or without what follows it."""
+        return self.status in ("failed", "superseded")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A save, or a flow run of another kind, that did not succeed."""
+
+    cause: str
+    message: str
+    at: float
+    """When it ended."""
+    url: str | None
+    save: tuple[int, int, str] | None
+    """Run, step and kind; None for a flow run of another kind."""
+    name: str = ""
+    """Name of the flow run."""
+
+
+@dataclass(frozen=True)
 class RunRow:
     """A start of the training."""
 

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence, Set
 from itertools import pairwise
 from statistics import median
 
-from trinity_sync.client.prefect_api import FAILED, FlowRun
 from trinity_sync.layout import Kind
 from trinity_sync.orchestration.quantities import format_duration
-from trinity_sync.orchestration.report.facts import FailureGroup, Health, InFlight, StepRow
+from trinity_sync.orchestration.report.facts import Failure, FailureGroup, Health, InFlight, StepRow
 from trinity_sync.storage.save_timing import LoggedSave
 
 LATE_FACTOR = 3.0
@@ -91,79 +90,71 @@ def measure_interval(saves: Sequence[LoggedSave]) -> float | None:
 
 def group_failures(
     root: str,
-    runs: Sequence[FlowRun],
+    failures: Sequence[Failure],
     steps: Sequence[StepRow],
     committed: Committed,
 ) -> tuple[FailureGroup, ...]:
     """Return the failures by cause, those with something to do first, then the newest first."""
-    groups: dict[tuple[str, str], list[FlowRun]] = {}
-    for run in runs:
-        if run.state.type in FAILED:
-            cause = (run.state.name, _normalize(run.state.message))
-            groups.setdefault(cause, []).append(run)
+    groups: dict[tuple[str, str], list[Failure]] = {}
+    for each in failures:
+        groups.setdefault((each.cause, _normalize(each.message)), []).append(each)
     lacking = {(row.run, row.step): row.failed_exports for row in steps if row.failed_exports}
-    found = [
-        _describe(root, state, group, committed, lacking) for (state, _), group in groups.items()
-    ]
+    found = [_describe(root, group, committed, lacking) for group in groups.values()]
     if corrupted := [row for row in steps if row.status == "corrupted"]:
         found.append(_describe_corrupted(root, corrupted))
     return tuple(sorted(found, key=lambda group: (not group.is_open, -group.last_at)))
 
 
 def _describe(
-    root: str, state: str, runs: Sequence[FlowRun], committed: Committed, lacking: Lacking
+    root: str, failures: Sequence[Failure], committed: Committed, lacking: Lacking
 ) -> FailureGroup:
-    newest = max(runs, key=_get_end)
-    saves = [run for run in runs if run.is_save]
-    open_saves = [
-        run
-        for run in saves
-        if (run.run, run.step, run.kind) not in committed or (run.run, run.step) in lacking
-    ]
-    target = max(open_saves or saves, key=_get_end, default=None)
-    roles = lacking.get((target.run, target.step), ()) if target else ()
-    remedy, command = _find_remedy(root, state, newest, target, bool(open_saves), roles)
+    ordered = sorted(failures, key=lambda each: each.at)
+    newest, saves = ordered[-1], [(each, each.save) for each in ordered if each.save]
+    unsaved = [(each, save) for each, save in saves if save not in committed or save[:2] in lacking]
+    target, save = (unsaved or saves)[-1] if saves else (None, None)
+    roles = lacking.get(save[:2], ()) if save else ()
+    remedy, command = _find_remedy(root, newest, target, bool(unsaved), roles)
     return FailureGroup(
-        cause=state,
-        message=newest.state.message,
-        count=len(runs),
-        steps=tuple(sorted({run.step for run in saves})),
-        saved_since=len(saves) - len(open_saves),
-        first_at=min(map(_get_end, runs)),
-        last_at=_get_end(newest),
+        cause=newest.cause,
+        message=newest.message,
+        count=len(failures),
+        steps=tuple(sorted({step for _, (_, step, _) in saves})),
+        saved_since=len(saves) - len(unsaved),
+        first_at=ordered[0].at,
+        last_at=newest.at,
         remedy=remedy,
         command=command,
-        url=newest.page,
+        url=newest.url or "",
     )
 
 
 def _find_remedy(
     root: str,
-    state: str,
-    newest: FlowRun,
-    target: FlowRun | None,
+    newest: Failure,
+    target: Failure | None,
     is_open: bool,
     not_exported: Sequence[str],
 ) -> tuple[str, str]:
     """Return what to do about a group, and the command."""
-    quoted = shlex.quote(root)
+    quoted, state = shlex.quote(root), newest.cause
     if state == "Superseded":
         return "Nothing: a later run of the job went on from an earlier step.", ""
     if state == "Evicted":
         return "Lost. Find out why saves are slow or were not taken.", "trinity-sync status"
-    if target is None:
+    if target is None or target.save is None:
         what = newest.name.rpartition(": ")[2].partition("-")[0] or "flow run"
         return f"Open the page of the {what} run; its log says more.", "trinity-sync doctor"
     if not is_open:
         return "Nothing: committed since.", ""
+    step = target.save[1]
     if not_exported:
         return (
             "Committed, but not exported. Remove the cause, then export it.",
-            f"trinity-sync export hf {quoted} {target.step} --role {not_exported[0]}",
+            f"trinity-sync export hf {quoted} {step} --role {not_exported[0]}",
         )
-    if not target.id.int:
+    if not target.url:
         return "Remove the cause. Later saves are unaffected.", f"trinity-sync doctor {quoted}"
-    retry = f"trinity-sync retry {quoted} {target.step}"
+    retry = f"trinity-sync retry {quoted} {step}"
     if state == "Cancelled":
         return "Cancelled by a user. Retry it, or cancel no saves.", retry
     if state == "Crashed":
@@ -194,10 +185,6 @@ def _describe_corrupted(root: str, rows: Sequence[StepRow]) -> FailureGroup:
 def _count_saves(groups: Sequence[FailureGroup]) -> str:
     count = sum(group.count - group.saved_since for group in groups)
     return f"{count} save{'s' * (count != 1)}"
-
-
-def _get_end(run: FlowRun) -> float:
-    return run.state.since or run.started_at
 
 
 def _normalize(message: str) -> str:

@@ -1,20 +1,20 @@
 """The steps and saves of a job, as its files tell them: for the commands and the report."""
 
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from pydantic import ValidationError
 
-from trinity_sync.client.journal import Entry, Journal
-from trinity_sync.client.prefect_api import FlowRun, State
+from trinity_sync.client.journal import Journal
+from trinity_sync.client.prefect_api import FAILED, FlowRun
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_status import FAILURES, Facts, decide
 from trinity_sync.errors import FormatError, TrinitySyncError
 from trinity_sync.layout import KINDS, Kind
-from trinity_sync.orchestration.report.facts import StepRow
+from trinity_sync.orchestration.report.facts import SaveRow, StepRow
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.snapshot.spool import JobSpool
@@ -85,12 +85,12 @@ def add_manifest(row: StepRow, manifest: Manifest) -> StepRow:
     )
 
 
-def read_progress(settings: Settings, root: Path, save: FlowRun) -> WriteProgress | None:
+def read_progress(settings: Settings, root: Path, save: SaveRow) -> WriteProgress | None:
     """Return how far the writes of a save are; None if it is not being written, as far as seen."""
-    if save.state.type != "RUNNING":
+    if save.status != "writing":
         return None
     spool = settings.spool / job_id(root)
-    return measure_progress(root, save.run, save.step, save.kind, spool, save.state.since)
+    return measure_progress(root, save.run, save.step, save.kind, spool, save.since or 0.0)
 
 
 def read_journal(root: Path) -> Journal:
@@ -101,75 +101,75 @@ def read_journal(root: Path) -> Journal:
     return journal
 
 
-def list_saves(settings: Settings, root: Path) -> list[FlowRun]:
-    """Return the saves that the job's files and the images of this node tell, in no order."""
+def list_saves(settings: Settings, root: Path, *, step: int | None = None) -> list[SaveRow]:
+    """Return the saves that the job's files and the images of this node tell, the newest first."""
     logged = {(each.run, each.step, each.timing.kind): each for each in read_saves(root)}
     journal, runs = read_journal(root), list_known_runs(root)
-    found: dict[Save, _Found] = {}
+    found: dict[Save, tuple[int, float, Facts]] = {}  # of the last attempt that is known
 
-    def add(request: SaveRequest, since: float, told: Entry | None, marked: str | None) -> None:
-        save, known = (request.run, request.step, request.kind), None
-        if save in found and found[save].attempt == request.attempt:
-            known = found[save].marked
-        if save not in found or found[save].attempt <= request.attempt:
-            found[save] = _Found(request.attempt, told, since, marked if known is None else known)
+    def add(request: SaveRequest, since: float, marked: str | None = None) -> None:
+        save = request.run, request.step, request.kind
+        attempt, _, facts = found.get(save, (0, 0.0, Facts()))
+        if attempt == request.attempt and facts.marked is not None:
+            marked = facts.marked
+        if attempt <= request.attempt:
+            facts = Facts(told=journal.find(request.key), marked=marked)
+            found[save] = request.attempt, since, facts
 
     spool = JobSpool(settings.spool / job_id(root))
     for image in spool.tickets()[0]:
         marked = "" if image.failed else None
         with suppress(OSError):  # it is not marked, or a retry has just removed that
             marked = failure_path(image.slot).read_text()
-        request = SaveRequest(**vars(image.ticket.save))
-        add(request, image.ticket.sealed_at, journal.find(request.key), marked)
+        add(SaveRequest(**vars(image.ticket.save)), image.ticket.sealed_at, marked)
     for path in list_requests(spool):
         with suppress(OSError, ValidationError, FormatError):  # it has just ended
-            request = SaveRequest.model_validate_json(path.read_bytes())
-            add(request, path.stat().st_mtime, journal.find(request.key), None)
+            add(SaveRequest.model_validate_json(path.read_bytes()), path.stat().st_mtime)
     for entry in journal.list_failures():
         save = entry.run, entry.step, entry.kind
-        if save not in found or found[save].attempt <= entry.attempt:
-            found[save] = _Found(entry.attempt, entry, entry.at, None)
+        if found.get(save, (0,))[0] <= entry.attempt:
+            found[save] = entry.attempt, entry.at, Facts(told=entry)
     rows = []
     for save in {**logged, **found}:
+        if step not in (None, save[1]):
+            continue
+        _, since, facts = found.get(save, (0, 0.0, Facts()))
         committed = find_committed(root, *save) if save in found else None
-        each = found.get(save, _Found())
-        status, why = decide(
-            Facts(
-                told=each.told,
-                is_committed=save in logged or committed is not None,
-                is_exported=not (committed and committed.failed_exports),
-                marked=each.marked,
-                is_superseded=find_superseding_run(runs, *save[:2]) is not None,
-            )
+        facts = replace(
+            facts,
+            is_committed=save in logged or committed is not None,
+            is_exported=not (committed and committed.failed_exports),
+            is_superseded=save in found and find_superseding_run(runs, *save[:2]) is not None,
         )
+        status, why = decide(facts)
+        row = SaveRow(save[1], save[0], save[2], "committed", since=since)
         if status in FAILURES:
-            name = "Superseded" if status == "superseded" else "Failed"
-            since = each.told.at if each.told else each.since
-            page = each.told.url if each.told else ""
-            rows.append(_make_save(save, State("FAILED", name, why, since), page=page))
+            cause = "Superseded" if status == "superseded" else "Failed"
+            row = replace(row, status=cause.lower(), cause=cause, reason=why)
+            if told := facts.told:
+                page = told.url or None
+                run = page and page.rpartition("/")[2]
+                row = replace(row, since=told.at, url=page, flow_run=run)
         elif save in logged:
-            state = State("COMPLETED", "Completed", since=logged[save].committed_at)
-            rows.append(_make_save(save, state, seconds=logged[save].timing.total_s))
-        elif not committed:  # otherwise its entry was dropped from the log
-            state = State("SCHEDULED", "Scheduled", why, each.since)
-            if status == "begun" and each.told:
-                state = State("RUNNING", "Running", since=each.told.at)
-            rows.append(_make_save(save, state))
-    return rows
+            took = logged[save].timing.total_s
+            row = replace(row, since=logged[save].committed_at, seconds=took)
+        elif committed:
+            continue  # its entry was dropped from the log
+        elif status == "begun" and facts.told:
+            row = replace(row, status="writing", since=facts.told.at)
+        else:
+            row = replace(row, status="pending", reason=why)
+        rows.append(row)
+    return sort_saves(rows)
+
+
+def sort_saves(rows: Iterable[SaveRow]) -> list[SaveRow]:
+    """Return saves with the newest first."""
+    return sorted(rows, key=lambda row: row.since or 0.0, reverse=True)
 
 
 Save = tuple[int, int, Kind]
 """Run, step and kind."""
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What tells of a save that is not in the log."""
-
-    attempt: int = 0
-    told: Entry | None = None
-    since: float = 0.0
-    marked: str | None = None
 
 
 def find_committed(root: Path, run: int, step: int, kind: Kind) -> Manifest | None:
@@ -178,8 +178,24 @@ def find_committed(root: Path, run: int, step: int, kind: Kind) -> Manifest | No
     return manifest if manifest and manifest.run == run and manifest.has_kind(kind) else None
 
 
-def _make_save(save: Save, state: State, *, seconds: float = 0.0, page: str = "") -> FlowRun:
-    """Return a save as files tell it; without a ``page`` it has no flow run."""
-    tags = dict(zip(("run", "step", "kind"), map(str, save), strict=True))
-    flow_run = uuid.UUID(page.rpartition("/")[2]) if page else uuid.UUID(int=0)
-    return FlowRun(flow_run, "", state, tags=tags, seconds=seconds, page=page)
+def make_row(run: FlowRun, known: Sequence[Run]) -> SaveRow:
+    """Return a flow run of a save as a row; one of the ``known`` runs may have superseded it."""
+    state, status = run.state, "committed"
+    if has_failed := state.type in FAILED:
+        superseding = find_superseding_run(known, run.run, run.step)
+        status = "superseded" if superseding else "failed"
+    elif state.type != "COMPLETED":
+        status = "pending" if state.type in ("SCHEDULED", "PAUSED") else "writing"
+    return SaveRow(
+        run.step,
+        run.run,
+        cast(Kind, run.kind),
+        status,
+        since=state.since or None,
+        seconds=run.seconds or None,
+        attempts=run.attempts or None,
+        flow_run=str(run.id),
+        url=run.page,
+        reason=state.message,
+        cause=("Crashed" if state.type == "CRASHED" else state.name) if has_failed else None,
+    )
