@@ -28,11 +28,13 @@ with CheckpointCoordinator(sys.argv[1], job={"rank_timeout_s": 2}) as saves:
 HIDDEN = "does not see the trainer's"
 
 
-def train(root: Path, settings: Settings, **variables: str) -> "subprocess.CompletedProcess[str]":
+def train(
+    root: Path, settings: Settings, program: str = TRAINER
+) -> "subprocess.CompletedProcess[str]":
     command = ["sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh", sys.executable]
     done = subprocess.run(
-        [*MOUNTS_OF_ITS_OWN, *command, "-c", TRAINER, str(root)],
-        env={**os.environ, **settings.to_variables(), **variables},
+        [*MOUNTS_OF_ITS_OWN, *command, "-c", program, str(root)],
+        env={**os.environ, **settings.to_variables()},
         capture_output=True,
         text=True,
     )
@@ -68,3 +70,18 @@ def test_without_the_saver_such_a_save_fails_at_once_with_the_reason(
     assert state
     assert state.is_failed()
     assert HIDDEN in str(state.message)
+
+
+def test_what_the_saver_cannot_commit_in_its_place_fails_everywhere_with_the_savers_reason(
+    stack: StackState, stack_settings: Settings, api: Api, root: Path
+) -> None:
+    settings = stack_settings.model_copy(update={"saver": "auto", "saver_after_s": 600.0})
+    refused = TRAINER.replace('"rank_timeout_s": 2', '"on_nonfinite": "refuse"')
+    done = train(root, settings, refused.replace("float(step)", "torch.nan"))
+    assert "SaveFailedError" in done.stderr
+    failure = done.stderr.rpartition("SaveFailedError")[2]
+    assert ("non-finite" in failure, HIDDEN in failure) == (True, False)
+    state = api.ended(api.run_of(key_of(root, 1)).id).state
+    assert state
+    assert state.is_failed()
+    assert "non-finite" in str(state.message)
