@@ -14,11 +14,11 @@ from prefect.settings import PREFECT_API_URL
 from benchmarks.scale import asked_for, here
 from benchmarks.simulated import Job
 from trinity_sync.client.prefect_api import UNDER_WAY, PrefectApi
-from trinity_sync.client.save_request import SAVE_DEPLOYMENT
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.orchestration.quantities import RETENTION, make_artifact_key
 from trinity_sync.orchestration.recovery.flow_runs import end_unreported_tasks
 from trinity_sync.orchestration.recovery.reconcile import read_unfinished_saves, reconcile
+from trinity_sync.saves.save_request import SAVE_DEPLOYMENT
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.job_identity import job_id
 

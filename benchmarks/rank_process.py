@@ -146,7 +146,7 @@ def _serve(
 
 def _get_request(root: Path, step: int) -> Any:
     """Return the request that rank 0 sends."""
-    from trinity_sync.client.save_request import SaveRequest
+    from trinity_sync.saves.save_request import SaveRequest
     from trinity_sync.snapshot.job_identity import read_identity
     from trinity_sync.storage.runs import find_newest_run
 

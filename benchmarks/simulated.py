@@ -38,8 +38,8 @@ class Job:
 
     def stage(self, step: int) -> Any:
         """Seal images of all ranks, in slots of just their size: a `Stager` takes 2 MiB each."""
-        from trinity_sync.client.save_request import SaveRequest
         from trinity_sync.layout import shard_file
+        from trinity_sync.saves.save_request import SaveRequest
         from trinity_sync.snapshot.packed import pack
         from trinity_sync.snapshot.ticket import Ticket, seal
 

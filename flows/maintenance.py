@@ -17,7 +17,6 @@ from prefect.runtime import flow_run
 from tasks.on_ray import run_here
 from tasks.save import replicate
 from trinity_sync.client.prefect_api import PrefectApi
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.layout import name_job
 from trinity_sync.orchestration import on_node
@@ -32,6 +31,7 @@ from trinity_sync.orchestration.recovery.reconcile import GRACE_S
 from trinity_sync.orchestration.root_threads import run_in_thread
 from trinity_sync.orchestration.step_events import emit_step_event
 from trinity_sync.retention.removal import RemovalPlan
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.storage.gc import Finding

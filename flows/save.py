@@ -32,7 +32,6 @@ from tasks.save import (
     show_progress,
     upload,
 )
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import (
     HiddenSpoolError,
     RootAwayError,
@@ -56,6 +55,7 @@ from trinity_sync.pipeline.save import (
     mark_images_failed,
 )
 from trinity_sync.pipeline.several_nodes import await_commit
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.job_settings import read_job_settings, read_required_remote
 from trinity_sync.storage.placement import NodeShards, await_node_shards
 from trinity_sync.storage.save import Persisted

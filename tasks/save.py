@@ -16,7 +16,6 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.runtime import flow_run
 
 from tasks.on_ray import run_on_node
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import RemoteError
 from trinity_sync.layout import Component
 from trinity_sync.orchestration import on_node
@@ -34,6 +33,7 @@ from trinity_sync.orchestration.run_page import (
     summarize_failure,
 )
 from trinity_sync.pipeline.save import RETRY_DELAYS_S, Share, is_io_error
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted

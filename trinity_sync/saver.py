@@ -20,8 +20,6 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from trinity_sync.client.journal import PATIENCE_S, Entry, Journal, append, read_entry
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.saver_control import lock_path, name_saver, read_served, wake_path
 from trinity_sync.errors import ConfigError, LockTimeoutError, RootAwayError, TrinitySyncError
 from trinity_sync.fs.atomic import replace_file
@@ -29,6 +27,8 @@ from trinity_sync.fs.locks import LockFile
 from trinity_sync.pipeline.pending import compare_late_images, find_pending_saves
 from trinity_sync.pipeline.save import NodeWriting, run_save
 from trinity_sync.pipeline.several_nodes import Quiet, has_node_records, is_committed
+from trinity_sync.saves.journal import PATIENCE_S, Entry, Journal, append, read_entry
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.job_identity import explain_away
 from trinity_sync.snapshot.spool import JobSpool, list_job_spools, make_own_folder, warn_once

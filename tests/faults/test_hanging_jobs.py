@@ -8,9 +8,9 @@ import torch
 from tests.integration.prefect_api import Api
 from tests.support.hanging import hanging
 from trinity_sync import CheckpointCoordinator
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.layout import KINDS
 from trinity_sync.orchestration.job_registry import register_job
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.storage.manifest import read_manifest
 

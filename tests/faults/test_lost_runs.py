@@ -38,13 +38,13 @@ from tests.support.job import Job
 from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.client.prefect_api import PAGE, PrefectApi, ask_server
-from trinity_sync.client.save_request import SAVE_DEPLOYMENT
 from trinity_sync.orchestration.deploy import deploy
 from trinity_sync.orchestration.recovery.flow_runs import (
     ACQUIRED_BY,
     ATTEMPTS,
     end_unreported_tasks,
 )
+from trinity_sync.saves.save_request import SAVE_DEPLOYMENT
 from trinity_sync.settings import StackSettings
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.stack import embedded

@@ -27,8 +27,8 @@ from trinity_sync import Settings
 from trinity_sync.client import prefect_api
 from trinity_sync.client.prefect_api import PrefectApi
 from trinity_sync.client.prefect_connection import ANSWER_S
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import PrefectApiError, RequestRefusedError
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.stack.daemon import free_port
 from trinity_sync.stack.services import StackState
 

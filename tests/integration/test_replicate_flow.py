@@ -11,10 +11,10 @@ from tests.integration.prefect_api import Api, key_of, kind_of
 from tests.support.job import Job
 from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.layout import name_job
 from trinity_sync.orchestration.quantities import make_artifact_key
 from trinity_sync.remote.remote_root import Remote
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.job_settings import write_job_settings
 

@@ -23,8 +23,8 @@ from tests.models.promised import Key, Model, Value
 from trinity_sync.client.checkpoints import Checkpoints
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.job_settings import set_job_settings
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import CommitError, ConfigError, RootInUseError, WeightSyncError
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.job_settings import read_required_remote
 from trinity_sync.storage.leases import Lease
 from trinity_sync.weights.folder.reader import FolderReader

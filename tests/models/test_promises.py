@@ -53,7 +53,6 @@ from tests.support.prefect_stand_in import (
     without_catalog_and_pages,
 )
 from trinity_sync.client import run_context
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import (
     ConfigError,
     RootInUseError,
@@ -70,6 +69,7 @@ from trinity_sync.layout import SPOOL_FORMAT
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import plan_prune, prune
 from trinity_sync.retention.removal import Rules
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.storage import manifest
 from trinity_sync.storage import runs as living_run

@@ -18,13 +18,13 @@ import pytest
 
 from tests.support.prefect_stand_in import FlowRun, Server
 from trinity_sync import saver as saver_module
-from trinity_sync.client.journal import Entry, Journal
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.client.saver_control import SaverControl
 from trinity_sync.pipeline import save as pipeline
 from trinity_sync.pipeline.save import NodeWriting
 from trinity_sync.saver import Saver
+from trinity_sync.saves.journal import Entry, Journal
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import list_job_spools
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import TrinitySyncError
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.packed import pack, read_folder
 from trinity_sync.snapshot.save_id import Origin, SaveId

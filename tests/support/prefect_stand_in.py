@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from trinity_sync.client.journal import SaveState, append
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import RootAwayError
 from trinity_sync.orchestration import on_node
@@ -27,6 +25,8 @@ from trinity_sync.orchestration.recovery.flow_runs import allow_eviction, find_o
 from trinity_sync.pipeline import save as pipeline
 from trinity_sync.pipeline.pending import compare_late_images
 from trinity_sync.pipeline.save import Share, mark_images_failed
+from trinity_sync.saves.journal import SaveState, append
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.storage.job_settings import JobSettings, read_required_remote
 from trinity_sync.storage.placement import NodeShards, await_node_shards

@@ -7,8 +7,8 @@ import torch
 
 from tests.integration.fsdp.commits import CommitsHere
 from trinity_sync import Settings
-from trinity_sync.client.journal import append
-from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.saves.journal import append
+from trinity_sync.saves.save_request import SaveRequest
 
 TOKENS = torch.randint(64, (32, 8), generator=torch.Generator().manual_seed(1))
 

@@ -36,8 +36,6 @@ from tests.integration.fsdp.commits import CommitsHere
 from tests.support.states import copied, differences
 from tests.trainers.local_saves import TOKENS, Fails, commit_here, replace_files
 from trinity_sync import CommitError, ConfigError, RootError, SaveFailedError, WeightReader
-from trinity_sync.client.journal import append
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.formats.hf_export import export_step
 from trinity_sync.integrations import huggingface_state, trainer_saves
 from trinity_sync.integrations.huggingface import TrinitySyncCallback
@@ -51,6 +49,8 @@ from trinity_sync.integrations.trainer_saves import BEST
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.retention.prune import plan_prune, prune
 from trinity_sync.retention.removal import Rules
+from trinity_sync.saves.journal import append
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.discovery import list_known_runs
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.manifest import read_manifest, read_run_number

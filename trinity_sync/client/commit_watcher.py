@@ -20,10 +20,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from trinity_sync.client.journal import PATIENCE_S, Entry, Journal, append
-from trinity_sync.client.pending_save import PendingSave
 from trinity_sync.client.run_context import RunContext
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger, run_in_thread
 from trinity_sync.errors import (
     FormatError,
@@ -32,6 +29,9 @@ from trinity_sync.errors import (
     SpoolError,
     TrinitySyncError,
 )
+from trinity_sync.saves.journal import PATIENCE_S, Entry, Journal, append
+from trinity_sync.saves.pending_save import PendingSave
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.save import mark_failed

@@ -15,8 +15,8 @@ from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from trinity_sync.client.prefect_connection import PrefectConnection
-from trinity_sync.client.save_request import SAVE_DEPLOYMENT
 from trinity_sync.errors import PrefectApiError
+from trinity_sync.saves.save_request import SAVE_DEPLOYMENT
 from trinity_sync.settings import Settings
 
 T = TypeVar("T")

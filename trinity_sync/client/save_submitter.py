@@ -10,7 +10,6 @@ import torch
 
 from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.run_context import RunContext
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import (
     COMPONENTS,
@@ -22,6 +21,7 @@ from trinity_sync.layout import (
     check_choice,
     check_name,
 )
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.snapshot.image import LaidOut
 from trinity_sync.snapshot.save_id import Export, Origin, SaveId
 from trinity_sync.snapshot.spool import JobSpool

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from trinity_sync.client.prefect_api import PrefectApi, ask_server
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.saver_control import SaverControl
 from trinity_sync.errors import (
     PrefectApiError,
@@ -33,6 +32,7 @@ from trinity_sync.errors import (
     TrinitySyncError,
 )
 from trinity_sync.fs.atomic import replace_file
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import explain_away
 from trinity_sync.snapshot.spool import JobSpool, SealedImage

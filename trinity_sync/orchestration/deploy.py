@@ -45,12 +45,12 @@ from trinity_sync.client.prefect_connection import (
     find_server,
     translate_errors,
 )
-from trinity_sync.client.save_request import QUEUES
 from trinity_sync.errors import StackError
 from trinity_sync.orchestration.pipeline import read_deployments
 from trinity_sync.orchestration.prefect_compat import parameter_schema
 from trinity_sync.orchestration.step_events import JOB_RESOURCE, PREFIX
 from trinity_sync.orchestration.worker import TrinitySyncWorker, load_flow
+from trinity_sync.saves.save_request import QUEUES
 from trinity_sync.settings import MaintenanceSettings, Settings, StackSettings
 
 ANCHOR = datetime(2020, 1, 1, tzinfo=UTC)

@@ -20,12 +20,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import EvictedError, StackError, SupersededError, TrinitySyncError
 from trinity_sync.layout import CORRUPTION_MARK, KINDS, Kind, step_folder, steps_on_disk
 from trinity_sync.orchestration.job_registry import ANSWER_S, is_allowed
 from trinity_sync.orchestration.root_threads import RootVisits
 from trinity_sync.orchestration.run_page import StepOutcome
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.job_identity import job_id, list_registered_roots
 from trinity_sync.snapshot.spool import list_job_spools

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar, cast
 
 from trinity_sync.catalog.mirror import try_mirror
 from trinity_sync.client.prefect_api import ask_server
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import PrefectApiError, TrinitySyncError
 from trinity_sync.layout import KINDS, Kind
 from trinity_sync.orchestration.job_registry import (
@@ -36,6 +35,7 @@ from trinity_sync.pipeline.save import NodeWriting, Share
 from trinity_sync.retention.prune import plan_prune
 from trinity_sync.retention.prune import prune as prune_root
 from trinity_sync.retention.removal import RemovalPlan, Rules
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.storage.gc import Finding
 from trinity_sync.storage.job_settings import read_job_settings

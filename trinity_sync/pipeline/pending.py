@@ -11,8 +11,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import FormatError, SupersededError, TrinitySyncError
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.snapshot.job_identity import explain_away
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import JobSpool, SealedImage, warn_once

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import HiddenSpoolError, RootAwayError, SaveError, TrinitySyncError
 from trinity_sync.fs.direct_io import RateLimit
 from trinity_sync.layout import FOLDERS, Component
@@ -26,6 +25,7 @@ from trinity_sync.pipeline.several_nodes import (
 )
 from trinity_sync.retention.prune import plan_prune, prune
 from trinity_sync.retention.removal import RemovalPlan, Rules
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import StackSettings
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import JobSpool, get_job_spool

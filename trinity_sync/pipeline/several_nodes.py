@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from trinity_sync.client.journal import Journal
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import MissingShardsError, SaveError, SaveFailedError
 from trinity_sync.fs.atomic import (
     TEMPORARY_SUFFIX,
@@ -32,6 +30,8 @@ from trinity_sync.fs.atomic import (
 )
 from trinity_sync.fs.records import Record, encode_record, read_record
 from trinity_sync.layout import is_below
+from trinity_sync.saves.journal import Journal
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.manifest import read_manifest, read_run_manifest
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted, Written, is_being_written, remove_files

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from trinity_sync.client.journal import Journal
 from trinity_sync.errors import CommitError, FormatError, RootError, TrinitySyncError
 from trinity_sync.fs.capabilities import Capabilities, probe_capabilities
 from trinity_sync.fs.memory import find_room
 from trinity_sync.layout import ROOT_FORMAT, steps_on_disk
+from trinity_sync.saves.journal import Journal
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import job_id, read_identity
 from trinity_sync.snapshot.spool import JobSpool

@@ -24,8 +24,6 @@ from tests.support.job import Job
 from tests.support.leases import acquire_lease
 from tests.support.steps import MODEL, commit_files
 from trinity_sync.client import init_root
-from trinity_sync.client.journal import Journal, append
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.savers import CallableSaver
 from trinity_sync.errors import CommitError, ConfigError, RootError, SupersededError
 from trinity_sync.fs.capabilities import require_capabilities
@@ -36,6 +34,8 @@ from trinity_sync.remote.upload import replicate
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import plan_prune, prune
 from trinity_sync.retention.removal import Rules
+from trinity_sync.saves.journal import Journal, append
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import open_job_spool

@@ -9,10 +9,10 @@ import threading
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from trinity_sync.client.journal import append
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.pipeline.save import NodeWriting, run_save
+from trinity_sync.saves.journal import append
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import StackSettings
 from trinity_sync.storage.placement import await_node_shards
 

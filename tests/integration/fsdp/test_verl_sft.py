@@ -19,8 +19,6 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager 
 from tests.conftest import environment
 from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
 from trinity_sync import CheckpointCoordinator, ConfigError, SaveFailedError
-from trinity_sync.client.journal import append
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.integrations.verl.driver import wrap_find_latest_ckpt_path
 from trinity_sync.integrations.verl.fsdp.manager import TrainerCheckpointManager
 from trinity_sync.integrations.verl.sft import (
@@ -29,6 +27,8 @@ from trinity_sync.integrations.verl.sft import (
     wrap_save_checkpoint,
 )
 from trinity_sync.layout import step_folder
+from trinity_sync.saves.journal import append
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.runs import list_runs

@@ -37,8 +37,6 @@ from trinity_sync import (
     ConfigError,
     SaveFailedError,
 )
-from trinity_sync.client.journal import append
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.integrations.verl.driver import (
     wrap_find_latest_ckpt_path,
     wrap_fit,
@@ -52,6 +50,8 @@ from trinity_sync.remote.download import fetch
 from trinity_sync.remote.upload import replicate
 from trinity_sync.retention.prune import plan_prune
 from trinity_sync.retention.removal import Rules
+from trinity_sync.saves.journal import append
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.latest_pointer import read_latest_pointer

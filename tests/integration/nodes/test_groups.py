@@ -18,7 +18,7 @@ from tests.integration.prefect_api import Api
 from tests.support.job import Job
 from tests.support.waiting import until
 from trinity_sync import Settings
-from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import StackSettings
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.stack.daemon import Daemon
@@ -36,7 +36,7 @@ RUN = """
 import asyncio, os, sys
 import ray
 import flows.save, flows.save
-from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.saves.save_request import SaveRequest
 
 flows.save.MOST_SINGLE_NODES = 1
 flows.save.NODES_PER_GROUP = 2

@@ -16,10 +16,10 @@ from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 from tests.integration.prefect_api import Api
 from tests.models.chaos.training import KEEP, RANKS, Expected, digest
 from tests.models.chaos.world import World
-from trinity_sync.client.journal import Journal
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import CommitError, ManifestError
 from trinity_sync.layout import shard_file, step_folder
+from trinity_sync.saves.journal import Journal
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.storage.discovery import find_newest, read_corruption, require_committed
 from trinity_sync.storage.manifest import Manifest, read_manifest

@@ -17,9 +17,9 @@ from tests.unit.cli.test_wait_command import flow_run, serve
 from trinity_sync.catalog.database import open_catalog
 from trinity_sync.catalog.mirror import rebuild
 from trinity_sync.cli.commands import app
-from trinity_sync.client.journal import append
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.upload import replicate
+from trinity_sync.saves.journal import append
 from trinity_sync.storage.persist import make_attempt_path
 from trinity_sync.storage.verify import check_files, choose_files
 

@@ -20,8 +20,6 @@ from tests.support.steps import commit_files
 from trinity_sync.cli.commands import app
 from trinity_sync.cli.output import to_json
 from trinity_sync.cli.report_html import MAX_BARS, render_report
-from trinity_sync.client.journal import append
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.orchestration.job_registry import register_job
 from trinity_sync.orchestration.quantities import format_bytes
 from trinity_sync.orchestration.report.collect import collect_report
@@ -33,6 +31,8 @@ from trinity_sync.orchestration.report.facts import (
 )
 from trinity_sync.retention.prune import plan_prune, prune
 from trinity_sync.retention.removal import Rules
+from trinity_sync.saves.journal import append
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.job_settings import JobSettings, write_job_settings

@@ -14,8 +14,8 @@ from tests.support.job import Job
 from tests.support.steps import commit_files
 from tests.unit.cli.test_wait_command import flow_run, serve
 from trinity_sync.cli.commands import app
-from trinity_sync.client.journal import append
 from trinity_sync.fs.direct_io import CHUNK, IN_FLIGHT, RateLimit
+from trinity_sync.saves.journal import append
 from trinity_sync.storage.block_reuse import remove_folder
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.export_requests import fail_export_request

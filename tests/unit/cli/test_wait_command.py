@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from tests.support.steps import commit_files
 from trinity_sync.cli.commands import app
-from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.runs import hold_run, open_run
 
 

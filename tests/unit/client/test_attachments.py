@@ -13,7 +13,6 @@ from tests.support.forked import Program
 from tests.support.job import Job
 from tests.unit.conftest import Open
 from trinity_sync.client.attachments import LIMIT
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import (
     CommitError,
     ConfigError,
@@ -21,6 +20,7 @@ from trinity_sync.errors import (
     MissingShardsError,
     SaveFailedError,
 )
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.restore import load_states

@@ -30,10 +30,7 @@ from tests.unit.conftest import Open
 from trinity_sync.client import commit_watcher
 from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.client.journal import Journal, append
-from trinity_sync.client.pending_save import PendingSave
 from trinity_sync.client.prefect_api import ask_server
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import PrefectApiError, SaveFailedError, SaveTimeoutError
 from trinity_sync.fs.records import encode_body
@@ -41,6 +38,9 @@ from trinity_sync.layout import MANIFEST, MANIFEST_FORMAT, step_folder
 from trinity_sync.retention.policies import ALL, parse_policy
 from trinity_sync.retention.prune import plan_prune, prune
 from trinity_sync.retention.removal import Rules
+from trinity_sync.saves.journal import Journal, append
+from trinity_sync.saves.pending_save import PendingSave
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.spool import JobSpool
@@ -246,7 +246,7 @@ def test_a_manifest_is_read_again_only_when_it_has_changed(
         return read_manifest(root, step, **of)
 
     monkeypatch.setattr(PendingSave, "find_result", noted)
-    monkeypatch.setattr("trinity_sync.client.pending_save.read_manifest", read)
+    monkeypatch.setattr("trinity_sync.saves.pending_save.read_manifest", read)
     job.stage(4, {"model": {"w": torch.zeros(3)}}, kind="state_dict")
     job.commit(4, kind="state_dict")
     os.utime(step_folder(job.root, 4) / MANIFEST, (1, 1))  # a new one may change unseen

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import RemoteError, SaveError
 from trinity_sync.orchestration import on_node
 from trinity_sync.orchestration.on_node import RemoteTracebackError, call
 from trinity_sync.pipeline.save import Share, is_io_error
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted
 

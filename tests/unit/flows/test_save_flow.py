@@ -13,8 +13,6 @@ import pytest
 import flows.save
 import tasks.save
 from tests.support.job import Job
-from trinity_sync.client.journal import append, read_entry
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import (
     EvictedError,
     ExportError,
@@ -24,6 +22,8 @@ from trinity_sync.errors import (
     SaveFailedError,
     SupersededError,
 )
+from trinity_sync.saves.journal import append, read_entry
+from trinity_sync.saves.save_request import SaveRequest
 
 COMMITTED = SimpleNamespace(has_exports=True, keep=0, by_saver=False, alarms=["bad"])
 

@@ -23,12 +23,12 @@ from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
 from tests.support.disk import no_file_above
 from tests.unit.conftest import Open
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import CommitError, ConfigError, ImageError, SaveFailedError
 from trinity_sync.formats.dcp_source import parse_index
 from trinity_sync.integrations.dcp import DcpSaver, StepReader
 from trinity_sync.integrations.dcp.planned_file import describe_structure
 from trinity_sync.layout import step_folder, steps_on_disk
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.restore import load_states

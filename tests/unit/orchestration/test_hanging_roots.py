@@ -22,7 +22,6 @@ from trinity_sync.catalog.database import Job as JobRow
 from trinity_sync.catalog.database import get_catalog_url, open_catalog
 from trinity_sync.catalog.mirror import mirror
 from trinity_sync.client.prefect_api import PrefectApi
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.layout import MANIFEST, step_folder
 from trinity_sync.orchestration import job_registry, metrics, step_events
 from trinity_sync.orchestration import on_node as retention
@@ -35,6 +34,7 @@ from trinity_sync.orchestration.recovery.flow_runs import find_orphaned_saves, t
 from trinity_sync.orchestration.recovery.node import NodeRecovery
 from trinity_sync.orchestration.root_threads import RootVisits, run_in_thread
 from trinity_sync.orchestration.step_events import emit_step_event
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.ticket import lock_image

@@ -13,11 +13,11 @@ import torch
 
 from tests.support.job import Job
 from tests.unit.conftest import Open
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.orchestration.on_node import persist_share
 from trinity_sync.orchestration.recovery.flow_runs import allow_eviction, find_orphaned_saves
 from trinity_sync.pipeline.pending import compare_late_images
 from trinity_sync.pipeline.save import Share
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.storage.commit import commit, free_committed_slots

@@ -9,7 +9,6 @@ import torch
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tests.support.job import Job
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import SaveError
 from trinity_sync.layout import KINDS, name_job
 from trinity_sync.orchestration import step_events
@@ -26,6 +25,7 @@ from trinity_sync.orchestration.run_page import (
     describe_failure,
     make_failed_task,
 )
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.commit import commit
 
 

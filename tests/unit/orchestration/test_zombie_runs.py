@@ -17,13 +17,13 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tests.support.answers import server, serving
-from trinity_sync.client.journal import Entry, Journal, SaveState, append
 from trinity_sync.client.prefect_api import PrefectApi, ask_server
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.orchestration.recovery import node
 from trinity_sync.orchestration.recovery.flow_runs import ACQUIRED_BY, recover_zombie, retry_crashed
 from trinity_sync.orchestration.recovery.node import NodeRecovery
 from trinity_sync.orchestration.worker import TrinitySyncWorker
+from trinity_sync.saves.journal import Entry, Journal, SaveState, append
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import try_run_lock
 

@@ -30,7 +30,6 @@ from tests.unit.conftest import Open
 from tests.unit.retention.test_retention import prune, rules
 from trinity_sync.cli.app import require_existing
 from trinity_sync.cli.commands import app
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import CommitError, FormatError
 from trinity_sync.fs.records import add_digest
 from trinity_sync.layout import ITERATION_FILES, step_folder
@@ -48,6 +47,7 @@ from trinity_sync.remote.required import (
     fetch_newest,
 )
 from trinity_sync.remote.upload import replicate
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import open_identity, read_identity
 from trinity_sync.snapshot.spool import get_job_spool, open_job_spool

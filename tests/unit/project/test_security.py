@@ -20,7 +20,6 @@ from tests.support.answers import server
 from tests.support.job import Job
 from tests.support.steps import commit_files
 from trinity_sync.catalog.database import open_catalog
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import (
     CatalogError,
     CommitError,
@@ -51,6 +50,7 @@ from trinity_sync.pipeline.save import Share
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.remote_root import Remote, refuse_credentials
 from trinity_sync.remote.upload import replicate
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.spool import get_job_spool
 from trinity_sync.stack import daemon, embedded, services, state_file

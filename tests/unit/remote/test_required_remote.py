@@ -19,8 +19,6 @@ from typer.testing import CliRunner
 from tests.support.job import Job
 from trinity_sync.cli.commands import app
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.client.journal import append
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import (
     ConfigError,
@@ -36,6 +34,8 @@ from trinity_sync.remote.required import replicate_and_record, replicate_missing
 from trinity_sync.retention.policies import ALL, parse_policy
 from trinity_sync.retention.prune import NOT_REPLICATED, plan_prune, prune
 from trinity_sync.retention.removal import Rules
+from trinity_sync.saves.journal import append
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import IDENTITY_FILE, JobIdentity, read_identity
 from trinity_sync.snapshot.spool import open_job_spool

@@ -17,7 +17,6 @@ from tests.support.job import Job
 from tests.support.leases import acquire_lease
 from tests.support.steps import MODEL, commit_files, info
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.orchestration.on_node import prune_after_commit
@@ -25,6 +24,7 @@ from trinity_sync.retention.policies import ALL, StepInfo, parse_policy
 from trinity_sync.retention.prune import RootSteps, plan_prune
 from trinity_sync.retention.prune import prune as drive
 from trinity_sync.retention.removal import RemovalPlan, Rules, describe_steps, plan_removals
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.ticket import ticket_path
 from trinity_sync.storage.block_reuse import WORTHWHILE, acquire_spare

@@ -24,13 +24,13 @@ from tests.support.savers import await_that, savers_of
 from tests.unit.saver.conftest import Make
 from trinity_sync import CheckpointCoordinator, Checkpoints, SaveHandle, Settings
 from trinity_sync import saver as saver_module
-from trinity_sync.client.journal import append
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.saver_control import SERVED, name_saver
 from trinity_sync.errors import SaveFailedError
 from trinity_sync.layout import attaching_folder, step_folder
 from trinity_sync.pipeline.save import NodeWriting
 from trinity_sync.saver import Saver
+from trinity_sync.saves.journal import append
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.snapshot import slot_pool
 from trinity_sync.snapshot.job_identity import open_identity
 from trinity_sync.snapshot.spool import open_job_spool

@@ -9,11 +9,11 @@ import torch
 from tests.support.dying import in_a_process
 from tests.support.job import Job
 from trinity_sync import saver as saver_module
-from trinity_sync.client.journal import Journal
 from trinity_sync.client.saver_control import SERVED, name_saver
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX
 from trinity_sync.pipeline.save import NodeWriting
 from trinity_sync.saver import Saver
+from trinity_sync.saves.journal import Journal
 from trinity_sync.storage.discovery import find_newest, iter_committed_steps
 from trinity_sync.storage.job_settings import write_job_settings
 from trinity_sync.storage.restore import load_states

@@ -28,7 +28,6 @@ from tests.unit.saver.conftest import Make
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync import saver as saver_module
 from trinity_sync.cli.commands import app
-from trinity_sync.client.journal import read_entry
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.client.saver_control import (
     LOG,
@@ -42,6 +41,7 @@ from trinity_sync.errors import SaveError, SaveFailedError
 from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.pipeline.save import NodeWriting
 from trinity_sync.saver import Saver
+from trinity_sync.saves.journal import read_entry
 from trinity_sync.snapshot.job_identity import IDENTITY_FILE
 from trinity_sync.storage.job_settings import write_job_settings
 from trinity_sync.storage.latest_pointer import read_latest_pointer

@@ -21,10 +21,10 @@ from tests.support.savers import await_that, is_announced, savers_of, train
 from tests.unit.saver.conftest import Make
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.client import commit_watcher
-from trinity_sync.client.journal import append, read_entry
 from trinity_sync.client.saver_control import LOG
 from trinity_sync.pipeline.pending import find_pending_saves
 from trinity_sync.saver import _is_of_stack
+from trinity_sync.saves.journal import append, read_entry
 from trinity_sync.snapshot import slot_pool
 from trinity_sync.storage.commit import acquire_commit_lock
 from trinity_sync.storage.discovery import require_committed
@@ -37,7 +37,7 @@ PYTHON = sys.executable
 
 FLOW_RUN = """
 import sys, time
-from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.pipeline.save import NodeWriting, commit_images, list_shares, persist_share
 from trinity_sync.storage.placement import await_node_shards
 

@@ -17,9 +17,9 @@ from tests.conftest import environment
 from tests.support.answers import server
 from trinity_sync.cli.output import to_json
 from trinity_sync.client.commit_watcher import CommitWatcher
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import StackError
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings, StackSettings, default_home
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.stack import embedded

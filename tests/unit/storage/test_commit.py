@@ -21,7 +21,6 @@ from tests.support.disk import no_file_above
 from tests.support.job import Job
 from tests.support.meanwhile import when_opened
 from tests.support.steps import MODEL, save_foreign_step
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import (
     CommitError,
     EvictedError,
@@ -40,6 +39,7 @@ from trinity_sync.orchestration.on_node import commit_step
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import RootSteps, list_prunable_quarantine
 from trinity_sync.retention.removal import describe_steps
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.snapshot import packed
 from trinity_sync.snapshot.job_identity import open_identity
 from trinity_sync.snapshot.packed import pack

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from tests.support.job import Job
 from tests.unit.conftest import Open
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import CommitError, MissingShardsError, RootAwayError, SaveError
 from trinity_sync.layout import FOLDERS
 from trinity_sync.orchestration.on_node import persist_share
 from trinity_sync.orchestration.recovery.flow_runs import find_orphaned_saves
 from trinity_sync.pipeline.save import Share
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import open_job_spool

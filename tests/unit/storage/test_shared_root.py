@@ -22,7 +22,6 @@ import torch
 from tests.support.job import Job
 from tests.support.meanwhile import when_renamed
 from tests.support.steps import commit_files
-from trinity_sync.client import journal
 from trinity_sync.client.cut import ask_roles
 from trinity_sync.errors import ConfigError, SaveError, TrinitySyncError
 from trinity_sync.formats.safetensors import PROGRESS, open_progress, read_progress
@@ -40,6 +39,7 @@ from trinity_sync.remote.upload import replicate
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import plan_prune, prune
 from trinity_sync.retention.removal import Rules
+from trinity_sync.saves import journal
 from trinity_sync.snapshot.job_identity import open_identity
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage import save_timing

@@ -14,7 +14,7 @@ Orphaned images are sealed images on this node that no flow run will persist. If
 before it requested the flow run, or the server was away, the run is requested. If the save was
 cancelled or failed, its images are marked, so that later saves evict them first.
 
-The worker that runs a flow writes the journal of its root (`client.journal`). How runs ended that
+The worker that runs a flow writes the journal of its root (`saves.journal`). How runs ended that
 no worker could see to their end is read from the server, and written there as well.
 """
 
@@ -31,7 +31,6 @@ from uuid import UUID
 import anyio
 from pydantic import ValidationError
 
-from trinity_sync.client.journal import PATIENCE_S, SaveState, append, read_entry
 from trinity_sync.client.prefect_api import (
     FINAL,
     UNDER_WAY,
@@ -40,13 +39,14 @@ from trinity_sync.client.prefect_api import (
     State,
     strip_preamble,
 )
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import FormatError, TrinitySyncError
 from trinity_sync.fs.process import is_process_alive
 from trinity_sync.layout import SPOOL_FORMAT
 from trinity_sync.orchestration.job_registry import ANSWER_S
 from trinity_sync.orchestration.root_threads import RootVisits, run_in_thread
 from trinity_sync.pipeline.pending import GRACE_S, find_pending_saves
+from trinity_sync.saves.journal import PATIENCE_S, SaveState, append, read_entry
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.snapshot.spool import JobSpool, list_job_spools, try_run_lock
 from trinity_sync.storage.save import mark_failed
 

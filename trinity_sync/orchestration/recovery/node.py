@@ -10,7 +10,6 @@ from pathlib import Path
 from uuid import UUID
 
 from trinity_sync.client.prefect_api import FAILED, UNDER_WAY, FlowRun, PrefectApi
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SERVER
 from trinity_sync.errors import PrefectApiError, RequestRefusedError
 from trinity_sync.fs.locks import try_acquire_file_lock
@@ -25,6 +24,7 @@ from trinity_sync.orchestration.recovery.flow_runs import (
 )
 from trinity_sync.orchestration.root_threads import run_in_thread
 from trinity_sync.pipeline.pending import compare_late_images, find_pending_saves
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import StackSettings
 from trinity_sync.snapshot.spool import JobSpool, list_job_spools, try_run_lock, warn_once
 

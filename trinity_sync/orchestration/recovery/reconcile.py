@@ -15,13 +15,13 @@ from pathlib import Path
 from trinity_sync.catalog.database import get_catalog_url, open_catalog
 from trinity_sync.catalog.mirror import is_current, rebuild
 from trinity_sync.client.prefect_api import UNDER_WAY, FlowRun, PrefectApi
-from trinity_sync.client.save_request import SAVE_DEPLOYMENT
 from trinity_sync.errors import (
     TrinitySyncError,
 )
 from trinity_sync.fs.mounts import read_file_system_time
 from trinity_sync.orchestration.recovery.flow_runs import find_orphaned_saves
 from trinity_sync.orchestration.root_threads import OTHERS_WAIT_S, RootVisits
+from trinity_sync.saves.save_request import SAVE_DEPLOYMENT
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.spool import sort_job_spools

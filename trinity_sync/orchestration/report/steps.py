@@ -8,13 +8,13 @@ from typing import cast
 
 from pydantic import ValidationError
 
-from trinity_sync.client.journal import Journal
 from trinity_sync.client.prefect_api import FAILED, FlowRun
-from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.client.save_status import FAILURES, Facts, decide
 from trinity_sync.errors import FormatError, TrinitySyncError
 from trinity_sync.layout import KINDS, Kind
 from trinity_sync.orchestration.report.facts import SaveRow, StepRow
+from trinity_sync.saves.journal import Journal
+from trinity_sync.saves.save_request import SaveRequest
+from trinity_sync.saves.save_status import FAILURES, Facts, decide
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.snapshot.spool import JobSpool

@@ -13,9 +13,9 @@ from tests.support.job import Job
 from tests.unit.retention.test_retention import prune
 from trinity_sync.cli.commands import app
 from trinity_sync.client.commit_watcher import CommitWatcher
-from trinity_sync.client.journal import SaveState, append, read_entry
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import SaveTimeoutError
+from trinity_sync.saves.journal import SaveState, append, read_entry
 from trinity_sync.settings import Settings
 from trinity_sync.storage.export_requests import fail_export_request
 from trinity_sync.storage.runs import open_run

@@ -7,7 +7,7 @@ ended, the node's memory what waits.
 from dataclasses import dataclass
 from typing import Literal
 
-from trinity_sync.client.journal import Entry
+from trinity_sync.saves.journal import Entry
 
 SaveStatus = Literal[
     "submitted", "begun", "hidden", "committed", "done",

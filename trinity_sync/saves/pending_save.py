@@ -6,12 +6,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from trinity_sync.client.journal import Entry
-from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.client.save_status import FAILURES, Facts, SaveStatus, decide
 from trinity_sync.errors import CommitError, ManifestError
 from trinity_sync.fs.atomic import ReadOnChange
 from trinity_sync.layout import MANIFEST, SERVES_AS
+from trinity_sync.saves.journal import Entry
+from trinity_sync.saves.save_request import SaveRequest
+from trinity_sync.saves.save_status import FAILURES, Facts, SaveStatus, decide
 from trinity_sync.snapshot.job_identity import explain_away
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import failure_path

@@ -28,10 +28,10 @@ from typing import Literal
 
 import msgspec
 
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.fs.atomic import list_uncached, make_folder, open_no_follow, open_to_append
 from trinity_sync.fs.records import describe
 from trinity_sync.layout import PRIVATE_FOLDER, Kind, parse_number
+from trinity_sync.saves.save_request import SaveRequest
 
 logger = logging.getLogger(__name__)
 

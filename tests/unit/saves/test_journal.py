@@ -19,10 +19,10 @@ from tests.support.answers import server
 from tests.support.job import Job
 from tests.unit.conftest import Open
 from trinity_sync.client.commit_watcher import MANY, CommitWatcher
-from trinity_sync.client.journal import KEEP_S, Entry, Journal, SaveState, append
-from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import SaveTimeoutError
+from trinity_sync.saves.journal import KEEP_S, Entry, Journal, SaveState, append
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
 
 RANK = """
@@ -30,7 +30,7 @@ import json, sys, time
 from pathlib import Path
 from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.save_trigger import SaveTrigger
-from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.spool import JobSpool
