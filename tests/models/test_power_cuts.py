@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from tests.support.job import Job
-from tests.support.powercut import Disk, Recording, after, cuts
+from tests.support.powercut import Disk, Names, Recording, Synced, after, cuts
 from tests.support.steps import commit_files
 from trinity_sync.errors import CommitError
 from trinity_sync.fs import atomic, direct_io, locks
@@ -346,6 +346,14 @@ def a_download(job: Job) -> Iterator[str]:
             yield f"step 1 of run {run} was fetched"
 
 
+def a_removal(job: Job) -> Iterator[str]:
+    save(job, 1, 1.0)
+    save(job, 2, 2.0)
+    yield "two steps were saved"
+    prune(job)
+    yield "step 1 was removed"
+
+
 @pytest.mark.parametrize("life", [an_upload, a_download])
 def test_copies_are_durable_before_their_manifest(
     spool_folder: Path, life: Callable[[Job], Iterator[str]]
@@ -368,6 +376,16 @@ def test_whenever_the_power_goes_the_old_or_the_new_steps_are_found(
     checker = Checker(spool_folder, record(spool_folder, life))
     assert not list(checker.problems())
     print(f"{len(checker.recording.changes)} changes, {checker.disks} disks")
+
+
+def test_a_step_that_is_removed_is_in_the_trash_before_its_name_ends(spool_folder: Path) -> None:
+    changes = record(spool_folder, a_removal).changes
+    (moved,) = (
+        at for at, each in enumerate(changes) if isinstance(each, Names) and len(each.where) == 2
+    )
+    synced = [each.what for each in changes[moved:] if isinstance(each, Synced)]
+    (trash,) = changes[moved].where - {0}
+    assert synced.index(trash) < synced.index(0)
 
 
 UNSYNCED = SimpleNamespace(**{**vars(os), "fsync": lambda fd: None})

@@ -341,6 +341,17 @@ def test_a_request_of_an_earlier_start_is_not_answered(
     trainer.close()
 
 
+def test_the_answer_of_an_earlier_start_is_none_of_this_one(
+    coordinator: Make, settings: Settings
+) -> None:
+    trainer = coordinator(roles=ROLES, run_key="second")
+    with controller(trainer.root, settings, "first"):
+        pass
+    missing = "role queue, which has not started, controller, which has not started"
+    with pytest.raises(SaveTimeoutError, match=missing):
+        trainer.cut(1, timeout_s=0)
+
+
 def test_a_participant_needs_the_runs_key_and_a_role_of_the_job(
     coordinator: Make, settings: Settings
 ) -> None:

@@ -53,6 +53,7 @@ from trinity_sync.storage.manifest import is_committed, read_manifest
 from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.pins import pin, tag
+from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import find_newest_run, open_run
 from trinity_sync.storage.save import discard, mark_failed
 from trinity_sync.storage.save_functions import (
@@ -1100,6 +1101,16 @@ def test_a_run_of_the_same_number_and_another_key_commits_nothing(job: Job) -> N
     with pytest.raises(SupersededError, match="the root was removed and recreated"):
         commit(replace(job.save(4), run_key="another"), written)
     assert find_newest(job.root) is None
+
+
+def test_an_image_of_a_lost_run_of_the_same_number_is_not_committed(job: Job) -> None:
+    open_run(job.root, "first", 0)
+    job.stage(4, {"model": state(1)}, run_key="of before the root was restored")
+    with pytest.raises(MissingShardsError):
+        job.commit(4)
+    job.stage(4, {"model": state(2)})
+    job.commit(4)
+    assert load_states(job.root, 4, "actor")["model"]["w"][0] == 2
 
 
 def test_a_run_that_is_retried_after_its_commit_commits_the_same_again(job: Job) -> None:

@@ -1,5 +1,7 @@
 """Every step has one state, which all commands, checks and policies go by."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from trinity_sync.storage.discovery import (
     mark_corrupted,
     read_step_state,
     require_committed,
+    require_unreplaced,
 )
 from trinity_sync.storage.runs import open_run
 
@@ -73,3 +76,12 @@ def test_a_superseded_step_that_is_corrupted_counts_as_corrupted(committed: Job)
     open_run(committed.root, "the resumed one", 2)
     (step_folder(committed.root, 3) / SHARD).unlink()
     assert read_step_state(committed.root, 3).state == "corrupted"
+
+
+def test_a_step_whose_run_has_the_number_of_a_lost_one_has_replaced_its_step(
+    committed: Job,
+) -> None:
+    manifest = require_committed(committed.root, 2)
+    require_unreplaced(committed.root, manifest)
+    with pytest.raises(CommitError, match="changed while it was read"):
+        require_unreplaced(committed.root, replace(manifest, run_key="of the lost one"))

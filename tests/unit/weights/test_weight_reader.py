@@ -432,6 +432,18 @@ def test_a_committed_version_is_read_and_its_digests_are_compared_if_asked(
         loaded(reader, replace(version, role="critic"))
 
 
+def test_what_is_read_instead_of_a_lost_runs_version_has_the_name_of_its_own_run(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    open_run(job.root, "first", 0)
+    job.stage(1, {"model": weights(1)})
+    job.commit(1)
+    lost = Version(1, 1, "checkpoint", str(job.root), identity=job.identity, run_key="lost")
+    assert loaded(reader, lost) == (1, 1)
+    assert reader.version
+    assert reader.version.run_key == "first"
+
+
 def test_an_adapter_alone_is_a_version(
     job: Job, versions: VersionFile, reader: WeightReader
 ) -> None:
