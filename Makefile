@@ -31,6 +31,8 @@ MODEL ?= tiny
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 export RAY_USAGE_STATS_ENABLED := 0
+# thousands of processes of the tests import what one of them has compiled
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo smollm client newest prefect-oldest lowest torch-oldest torch-newest torch-suites lock test unit models integration faults e2e chaos whole-run lint audit bench scale history verl megatron veomni trinity trl torchtitan vllm bench-vllm pytorch-suite nfs slurm tutorials docs clean
 
@@ -46,8 +48,10 @@ smollm: $(CLIENT)/.ready $(STACK)/.ready ## a longer demo: a real model of 135 m
 	$(STACK)/bin/trinity-sync run -- $(CLIENT)/bin/python examples/demo/smollm.py
 	$(STACK)/bin/trinity-sync down --yes
 
-test: $(READY) ## the tests, on real parts, two files at a time; not those marked slow or upstream
-	$(BIN)/python -m pytest -m "$(or $(MARKED),not slow and not upstream)" --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# Two workers wait for stacks most of the time, while the others compute: tests/conftest.py
+test: $(READY) ## the tests, on real parts, four files at a time; not those marked slow or upstream
+	@echo "4,000 tests on real Prefect servers, Ray nodes and ranks: some 20 minutes on two idle cores. Files run four at a time; what was skipped is listed at the end, with the reason."
+	$(BIN)/python -m pytest -m "$(or $(MARKED),not slow and not upstream)" --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
 unit models integration faults e2e: $(READY) ## one suite of the tests, with what is slow; unit needs no server
 	$(BIN)/python -m pytest -m "not upstream" tests/$@

@@ -10,10 +10,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -93,7 +95,7 @@ def _runs(process: psutil.Process) -> bool:
 @pytest.fixture(scope="session")
 def stack_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settings]:
     """Settings of the session's stack: a home and a spool of its own."""
-    spool = Path(tempfile.mkdtemp(prefix="trinity_sync-test-", dir="/dev/shm"))
+    spool = Path(tempfile.mkdtemp(prefix=SPOOLS, dir="/dev/shm"))
     yield Settings(
         home=tmp_path_factory.mktemp("home"),
         spool=spool,
@@ -158,6 +160,8 @@ def refresh_prefect() -> None:
         refresh_global_settings_context()
 
 
+OF_STACKS = ("integration", "faults", "e2e")
+"""Suites whose tests have stacks, and wait for them."""
 FILES = pytest.StashKey[set[Path]]()
 """Those with tests that ask for the session's stack, which run first."""
 ENDING = pytest.StashKey[ExitStack]()
@@ -166,11 +170,31 @@ ENDING = pytest.StashKey[ExitStack]()
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order files: the stack's, so that it ends early; unit tests last, of which none is long."""
+    """Order files: the stack's, so that it ends early, others that wait, unit tests, the rest."""
     files = {item.path for item in items if "stack" in getattr(item, "fixturenames", ())}
     config.stash[FILES], config.stash[ENDING] = files, ExitStack()
-    unit = Path(__file__).parent / "unit"
-    items.sort(key=lambda item: (item.path not in files, item.path.is_relative_to(unit)))
+    order = [Path(__file__).parent / suite for suite in (*OF_STACKS, "unit")]
+    turns = {path: len(order) for path in {item.path for item in items}}
+    turns |= {path: order.index(each) for path in turns for each in order if each in path.parents}
+    items.sort(key=lambda item: (item.path not in files, turns[item.path]))
+
+
+WAITING = ("gw0", "gw1")
+"""Workers that begin with the files of the session's stack, whose tests wait most of the time."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give other workers the files at the end of the order first: they compute meanwhile."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class FromBothEnds(LoadFileScheduling):
+        def _assign_work_unit(self, node: Any) -> None:
+            if node.gateway.id not in WAITING:
+                self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+            super()._assign_work_unit(node)
+
+    return FromBothEnds(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -249,8 +273,66 @@ def saves(
     coordinator.close()
 
 
+SPOOLS = f"trinity_sync-test-{os.getpid()}-"
+"""Begins the names of this process's folders in shared memory."""
+SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+"""Children that serve all tests."""
+OF_PACKAGES = ("PYTEST_CURRENT_TEST", "RAY_CLIENT_MODE", "RAY_ENABLE_UV_RUN_RUNTIME_ENV")
+"""Variables that pytest sets for each test, and Ray and veRL when they are imported."""
+ENDS_S = 5.0
+"""Seconds in which what a test has stopped has ended."""
+
+
 @pytest.fixture(autouse=True)
-def no_stack_unless_asked_for(request: pytest.FixtureRequest) -> Iterator[None]:
+def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves behind what the next one would find.
+
+    New variables with other names than ours are set by imports. The parts of a stack are looked
+    for when it ends, as tests start some of them again.
+    """
+    has_stack = any(Path(__file__).parent / suite in request.path.parents for suite in OF_STACKS)
+    variables, folder, living = dict(os.environ), Path.cwd(), _find_living(not has_stack)
+    yield
+    names = [name for name in os.environ.keys() - variables.keys() if name.startswith(OURS)]
+    names += [name for name, value in variables.items() if os.environ.get(name) != value]
+    changed = sorted({*names}.difference(OF_PACKAGES))
+    for name in changed:
+        os.environ.pop(name, None)
+        os.environ.update({name: variables[name]} if name in variables else {})
+    left = [f"variable {name}" for name in changed]
+    left += [f"current folder {found}" for found in {Path.cwd()} - {folder}]
+    os.chdir(folder)
+    end = time.monotonic() + ENDS_S
+    while (more := _describe(_find_living(not has_stack) - living)) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not left + more
+
+
+def _find_living(children: bool) -> set[object]:
+    """Return this process's threads but daemons, its spools and, if asked, its children's ids."""
+    found: set[object] = {each for each in threading.enumerate() if not each.daemon}
+    found.update(path.name for path in Path("/dev/shm").glob(f"{SPOOLS}*"))
+    for task in Path("/proc/self/task").iterdir() if children else ():
+        with suppress(OSError):  # of a thread that has ended
+            found.update(map(int, (task / "children").read_text().split()))
+    return found
+
+
+def _describe(living: set[object]) -> list[str]:
+    """Return the threads and spools, and the commands of the children that run."""
+    found = [str(each) for each in living if not isinstance(each, int)]
+    for pid in living:
+        with suppress(psutil.NoSuchProcess):
+            command = " ".join(psutil.Process(pid).cmdline()) if isinstance(pid, int) else ""
+            if command and not any(each in command for each in SERVERS):  # a zombie has none
+                found.append(command)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def no_stack_unless_asked_for(
+    request: pytest.FixtureRequest, nothing_is_left_behind: None
+) -> Iterator[None]:
     """A test that does not ask for the session's stack does not find it in its environment."""
     if "stack" in request.fixturenames or "PREFECT_API_URL" not in os.environ:
         yield
@@ -262,7 +344,7 @@ def no_stack_unless_asked_for(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def no_run_key_of_another_test() -> Iterator[None]:
+def no_run_key_of_another_test(nothing_is_left_behind: None) -> Iterator[None]:
     """veRL's checkpoint engine sets the key of a start for all that its process starts later."""
     yield
     os.environ.pop("TRINITY_SYNC_RUN_KEY", None)
@@ -303,6 +385,6 @@ def read_only() -> Iterator[Callable[[Path], Callable[[], None]]]:
 @pytest.fixture
 def spool_folder() -> Iterator[Path]:
     """A folder in shared memory."""
-    folder = Path(tempfile.mkdtemp(prefix="trinity_sync-test-", dir="/dev/shm"))
+    folder = Path(tempfile.mkdtemp(prefix=SPOOLS, dir="/dev/shm"))
     yield folder
     shutil.rmtree(folder)

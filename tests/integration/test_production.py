@@ -17,7 +17,7 @@ import torch
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
 
-from tests.conftest import running_stack
+from tests.conftest import SPOOLS, running_stack
 from tests.integration.prefect_api import Api, key_of
 from tests.support.postgres import PASSWORD, Postgres
 from tests.support.waiting import until
@@ -59,7 +59,7 @@ def catalog_url(url: str) -> str:
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory, postgres: str) -> Iterator[Settings]:
-    spool = Path(tempfile.mkdtemp(prefix="trinity_sync-test-", dir="/dev/shm"))
+    spool = Path(tempfile.mkdtemp(prefix=SPOOLS, dir="/dev/shm"))
     yield Settings(
         home=tmp_path_factory.mktemp("home"),
         spool=spool,

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.conftest import SPOOLS
 from tests.support.dying import in_a_process
 from tests.support.job import Job
 from tests.support.leases import HeldLease, acquire_lease
@@ -47,7 +48,7 @@ class Histories(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.folder = Path(tempfile.mkdtemp(prefix="trinity_sync-test-", dir="/dev/shm"))
+        self.folder = Path(tempfile.mkdtemp(prefix=SPOOLS, dir="/dev/shm"))
         root = self.folder / "ckpts"
         root.mkdir()
         self.job = Job(root, open_job_spool(self.folder / "spool", root))

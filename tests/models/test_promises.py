@@ -42,7 +42,7 @@ from hypothesis.stateful import (
 )
 
 import trinity_sync.client.commit_watcher as watcher_module
-from tests.conftest import environment
+from tests.conftest import SPOOLS, environment
 from tests.models.promised import Key, Run, Saved, Step, Value
 from tests.models.promised_world import Job, Readers, Trainer, World, comparable, state_of, where
 from tests.support.driven_saver import Node
@@ -105,7 +105,7 @@ class Promises(World, RuleBasedStateMachine):
         super().__init__()
         gc.freeze()  # so that the garbage of a trainer is found quickly
         self.open = ExitStack()
-        self.folder = Path(tempfile.mkdtemp(prefix="trinity_sync-test-", dir="/dev/shm"))
+        self.folder = Path(tempfile.mkdtemp(prefix=SPOOLS, dir="/dev/shm"))
         self.open.callback(shutil.rmtree, self.folder)
         self.spool = self.folder / "spool"
         own = {"TRINITY_SYNC_SPOOL": str(self.spool), "TRINITY_SYNC_HOME": str(self.folder / "h")}

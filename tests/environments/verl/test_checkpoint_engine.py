@@ -12,7 +12,6 @@ import ray
 from ray.cluster_utils import Cluster
 
 from tests.conftest import QUIET, environment
-from tests.environments.verl.ppo import RANKS
 from tests.environments.verl.sft import ALONE, IMPORTS, make_world
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -32,6 +31,7 @@ class World:
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """Two Ray nodes: the trainer and a rollout worker on the first, a worker on the second."""
     import tests.environments.verl.cpu  # noqa: F401  # not when tests are collected: it replaces names of torch
+    from tests.environments.verl.ppo import RANKS
     from tests.environments.verl.rollouts import start
 
     folder = tmp_path_factory.mktemp("world")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.conftest import SPOOLS
 from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.settings import StackSettings
@@ -38,7 +39,7 @@ def joined(
 
     It has a file system of its own at ``own_disk``.
     """
-    spool = Path(tempfile.mkdtemp(prefix="trinity_sync-test-", dir="/dev/shm"))
+    spool = Path(tempfile.mkdtemp(prefix=SPOOLS, dir="/dev/shm"))
     there = settings.model_copy(update={"node": name, "spool": spool})
     command = [sys.executable, "-c", JOIN, "start", "--block"]
     command += [f"--address={stack.ray_address}", f"--node-name={name}", "--num-cpus=1"]

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from tests.conftest import environment, left_of, processes_of
+from tests.conftest import SPOOLS, environment, left_of, processes_of
 from tests.integration.nodes.joined import a_rank_on_each
 from trinity_sync import Settings, StackError
 from trinity_sync.settings import StackSettings
@@ -24,7 +24,7 @@ from trinity_sync.storage.discovery import require_committed
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Settings, Settings]]:
     """Settings of two machines, which here are two addresses of this machine."""
-    spools = [Path(tempfile.mkdtemp(prefix="trinity_sync-test-", dir="/dev/shm")) for _ in "12"]
+    spools = [Path(tempfile.mkdtemp(prefix=SPOOLS, dir="/dev/shm")) for _ in "12"]
     first, second = (
         Settings(
             home=tmp_path_factory.mktemp("home"),

@@ -551,6 +551,15 @@ def test_a_save_function_whose_process_died_has_failed(job: Job) -> None:
         await_callable_saves(job.spool, job.save(3))
 
 
+def test_a_save_function_of_a_lost_run_of_the_same_number_is_none_of_the_save(job: Job) -> None:
+    lost = CallableStatus("lora", 1, 3, "checkpoint", 0, "1/1", "failed", run_key="lost")
+    write_status(job.spool, lost)
+    save = replace(job.save(3), run_key="first")
+    assert not await_callable_saves(job.spool, save)
+    with pytest.raises(SaveError, match="'lora' of rank 0 failed"):
+        await_callable_saves(job.spool, replace(save, run_key="lost"))
+
+
 def test_a_retry_of_save_functions_whose_step_was_committed_and_removed_says_so(
     job: Job, tmp_path: Path
 ) -> None:

@@ -1,0 +1,55 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = """
+import atexit, os, subprocess, tempfile, threading
+from tests import conftest
+from tests.conftest import nothing_is_left_behind
+
+conftest.ENDS_S = 0.0
+left, over = [], threading.Event()
+
+def test_a_variable():
+    os.environ["TRINITY_SYNC_LEFT"] = os.environ["HOME"] = "behind"
+
+def test_a_folder(tmp_path):
+    assert "TRINITY_SYNC_LEFT" not in os.environ and os.environ["HOME"] != "behind"
+    os.chdir(tmp_path)
+
+def test_a_process():
+    left.append(subprocess.Popen(["sleep", "60"]))
+
+def test_a_thread():
+    threading.Thread(target=over.wait, name="a waiting one").start()
+
+def test_a_spool():
+    atexit.register(os.rmdir, tempfile.mkdtemp(prefix=conftest.SPOOLS, dir="/dev/shm"))
+
+def test_nothing():
+    over.set()
+    left.pop().kill()
+    conftest.ENDS_S = 60.0
+    subprocess.run(["true"])
+    subprocess.Popen(["true"])
+    threading.Thread(target=print).start()
+"""
+
+
+def test_a_test_that_leaves_something_behind_fails_and_says_what(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(TESTS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    command = [sys.executable, "-m", "pytest", "--tb=line"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert "6 passed, 5 errors" in done.stdout
+    for left in (
+        "variable HOME",
+        "C_LEFT",
+        "current folder /",
+        "sleep 60",
+        "a waiting one",
+        "_sync-test-",
+    ):
+        assert left in done.stdout, done.stdout
