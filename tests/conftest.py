@@ -161,7 +161,7 @@ def refresh_prefect() -> None:
 
 
 OF_STACKS = ("integration", "faults", "e2e")
-"""Suites whose tests have stacks, and wait for them."""
+"""Suites whose tests start and end parts of stacks."""
 FILES = pytest.StashKey[set[Path]]()
 """Those with tests that ask for the session's stack, which run first."""
 ENDING = pytest.StashKey[ExitStack]()
@@ -170,13 +170,11 @@ ENDING = pytest.StashKey[ExitStack]()
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order files: the stack's, so that it ends early, others that wait, unit tests, the rest."""
+    """Order files: the stack's, so that it ends early, unit tests, which are short, others."""
     files = {item.path for item in items if "stack" in getattr(item, "fixturenames", ())}
     config.stash[FILES], config.stash[ENDING] = files, ExitStack()
-    order = [Path(__file__).parent / suite for suite in (*OF_STACKS, "unit")]
-    turns = {path: len(order) for path in {item.path for item in items}}
-    turns |= {path: order.index(each) for path in turns for each in order if each in path.parents}
-    items.sort(key=lambda item: (item.path not in files, turns[item.path]))
+    unit = Path(__file__).parent / "unit"
+    items.sort(key=lambda item: 0 if item.path in files else 1 if unit in item.path.parents else 2)
 
 
 WAITING = ("gw0", "gw1")
@@ -185,7 +183,7 @@ WAITING = ("gw0", "gw1")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give other workers the files at the end of the order first: they compute meanwhile."""
+    """Give other workers files from the end of the order: they compute meanwhile."""
     from xdist.scheduler import LoadFileScheduling
 
     class FromBothEnds(LoadFileScheduling):
@@ -287,11 +285,13 @@ ENDS_S = 5.0
 def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves behind what the next one would find.
 
-    New variables with other names than ours are set by imports. The parts of a stack are looked
-    for when it ends, as tests start some of them again.
+    New variables with other names than ours are set by imports. What tests of stacks leave behind
+    is looked for when their stack ends: its parts come and go with them.
     """
-    has_stack = any(Path(__file__).parent / suite in request.path.parents for suite in OF_STACKS)
-    variables, folder, living = dict(os.environ), Path.cwd(), _find_living(not has_stack)
+    if any(Path(__file__).parent / suite in request.path.parents for suite in OF_STACKS):
+        yield
+        return
+    variables, folder, living = dict(os.environ), Path.cwd(), _find_living()
     yield
     names = [name for name in os.environ.keys() - variables.keys() if name.startswith(OURS)]
     names += [name for name, value in variables.items() if os.environ.get(name) != value]
@@ -303,16 +303,16 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     left += [f"current folder {found}" for found in {Path.cwd()} - {folder}]
     os.chdir(folder)
     end = time.monotonic() + ENDS_S
-    while (more := _describe(_find_living(not has_stack) - living)) and time.monotonic() < end:
+    while (more := _describe(_find_living() - living)) and time.monotonic() < end:
         time.sleep(0.02)
     assert not left + more
 
 
-def _find_living(children: bool) -> set[object]:
-    """Return this process's threads but daemons, its spools and, if asked, its children's ids."""
+def _find_living() -> set[object]:
+    """Return this process's threads but daemons, its spools and the ids of its children."""
     found: set[object] = {each for each in threading.enumerate() if not each.daemon}
     found.update(path.name for path in Path("/dev/shm").glob(f"{SPOOLS}*"))
-    for task in Path("/proc/self/task").iterdir() if children else ():
+    for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # of a thread that has ended
             found.update(map(int, (task / "children").read_text().split()))
     return found

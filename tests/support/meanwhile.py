@@ -1,4 +1,4 @@
-"""Something that happens in the middle of another: when a file is opened, renamed or removed."""
+"""Something that happens in the middle of another: when a file is opened or renamed."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -25,14 +25,6 @@ def when_opened(path: Path, body: Callable[[], object]) -> Iterator[None]:
     _waiting["open", str(path)] = body
     yield
     assert not _waiting.pop(("open", str(path)), None), f"{path} was not opened"
-
-
-@contextmanager
-def when_removed(path: Path, body: Callable[[], object]) -> Iterator[None]:
-    """Call ``body`` once, the instant before this process removes ``path``."""
-    _waiting["os.remove", str(path)] = body
-    yield
-    assert not _waiting.pop(("os.remove", str(path)), None), f"{path} was not removed"
 
 
 @contextmanager

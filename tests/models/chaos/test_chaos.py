@@ -10,7 +10,11 @@ KINDS = ["trainer rank killed", "full disk", "disk errors"]
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("driver", "kinds"), [("stack", ["writer killed", "network cut"]), ("saver", ["saver killed"])]
+    ("driver", "kinds"),
+    [
+        pytest.param("stack", ["writer killed", "network cut"], marks=pytest.mark.slow),
+        ("saver", ["saver killed"]),
+    ],
 )
 def test_nothing_is_lost_in_a_short_campaign(driver: str, kinds: list[str]) -> None:
     report = Report(seed=1, minutes=0, driver=driver)

@@ -40,9 +40,11 @@ def test_nothing():
 def test_a_test_that_leaves_something_behind_fails_and_says_what(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    own = {"PYTHONPATH": str(Path(__file__).parents[3]), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [sys.executable, "-m", "pytest", "--tb=line"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | own, capture_output=True, text=True
+    )
     assert "6 passed, 5 errors" in done.stdout
     for left in ("HOME", "SYNC_LEFT", "folder /", "sleep 60", "a waiting one", "sync-test-"):
         assert left in done.stdout, done.stdout

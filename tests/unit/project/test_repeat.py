@@ -39,11 +39,12 @@ def run_and_repeat(folder: Path, tests: str) -> tuple[int, subprocess.CompletedP
     (folder / "test_it.py").write_text(tests)
     (folder / "pytest.ini").write_text("[pytest]\n")
     own = {"PYTHONPATH": str(Path(__file__).parents[3]), "FAILED_TESTS": "failed.jsonl"}
+    own["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # of others, whose import takes a second
 
     def run(*command: str) -> subprocess.CompletedProcess[str]:
         python = [sys.executable, "-m", *command]
         env = os.environ | own
         return subprocess.run(python, cwd=folder, env=env, capture_output=True, text=True)
 
-    ended = run("pytest", "-p", "tests.repeat", "--numprocesses", "2")
+    ended = run("pytest", "-p", "xdist.plugin", "-p", "tests.repeat", "--numprocesses", "2")
     return ended.returncode, run("tests.repeat", "failed.jsonl")
