@@ -262,6 +262,14 @@ class RequestRefusedError(PrefectApiError):
     """The Prefect server will never accept the request: client and stack may differ."""
 
 
+def describe_error(error: BaseException) -> str:
+    """Return the text of an error, with its type if it is another library's.
+
+    Unlike ``repr``, it names the file of an `OSError`.
+    """
+    return str(error) if isinstance(error, TrinitySyncError) else f"{type(error).__name__}: {error}"
+
+
 @contextmanager
 def from_extra(extra: str) -> Iterator[None]:
     """Import packages of an extra within the block.

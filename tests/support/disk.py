@@ -1,4 +1,4 @@
-"""What processes read from a disk, what they sync, and a disk that is full."""
+"""What processes read from a disk, what they sync, and a disk or descriptors that are used up."""
 
 import errno
 import os
@@ -63,3 +63,15 @@ def noted_syncs(failing: str = "") -> Iterator[set[int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", sync)
         yield durable
+
+
+@contextmanager
+def no_file_opens() -> Iterator[None]:
+    """Have this process open no file in the block, as one that has too many open."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(first_free := os.dup(0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -30,7 +30,7 @@ class Attachments:
     def __init__(self, root: Path, rank: int, states: StateSaver) -> None:
         self._root = root
         self._rank = rank
-        self._report = states.report
+        self._defer_errors = states.defer_errors
         self._pending: dict[int, dict[str, bytes | Path]] = {}
         self._links: dict[int, dict[str, Path]] = {}
         """Files on the disk, by step and by their names in the step's folder."""
@@ -48,7 +48,7 @@ class Attachments:
         path = attachment_path(name, self._rank)
         _refuse_own_names([path])
         self._require_before_save(step, name)
-        with self._report(step, "checkpoint", name):
+        with self._defer_errors(step, "checkpoint", name):
             try:
                 whole = Path(content).read_bytes() if isinstance(content, str | Path) else content
             except (OSError, ValueError) as error:  # a path with a NUL
@@ -72,7 +72,7 @@ class Attachments:
         """
         attachment_path(name, self._rank)  # refuses an invalid name
         self._require_before_save(step, name)
-        with self._report(step, "checkpoint", name):
+        with self._defer_errors(step, "checkpoint", name):
             self._replace(step, name, list_folder(step, name, folder))
 
     def add_written(self, step: int, folder: Path) -> None:
@@ -87,7 +87,7 @@ class Attachments:
                 f"step {step}: the files in {folder} cannot be attached, since a commit moves them "
                 f"from {attaching} only; write them to {attaching}/NAME/{step_folder('', step)}"
             )
-        with self._report(step, "checkpoint", str(folder)):
+        with self._defer_errors(step, "checkpoint", str(folder)):
             self._links[step] = list_files(folder) if folder.exists() else {}
 
     def take(self, step: int, role: str) -> Packed | None:

@@ -12,7 +12,7 @@ from typing import TypeVar, cast
 
 import torch.distributed as dist
 
-from trinity_sync.errors import CommitError, TrinitySyncError
+from trinity_sync.errors import CommitError, TrinitySyncError, describe_error
 from trinity_sync.fs.atomic import revalidate_folder
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.discovery import require_unreplaced
@@ -44,8 +44,8 @@ def run_on_all_ranks(what: Path, work: Callable[[], T]) -> T:
     except Exception as error:
         cause = error
         mine = CommitError(
-            f"{what} cannot be loaded or cut by rank {dist.get_rank()}: {error!r}. Repair it, or "
-            "take another step."
+            f"{what} cannot be loaded or cut by rank {dist.get_rank()}: {describe_error(error)}. "
+            "Repair it, or take another step."
         )
     for rank, theirs in enumerate(gather_from_ranks(mine)):
         if theirs is not None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from trinity_sync.client.save_trigger import SaveTrigger, run_in_thread
 from trinity_sync.client.savers import NOTHING_STAGED, CallableSaver, DcpFolders, StateSaver
 from trinity_sync.client.step_loader import StepLoader
 from trinity_sync.errors import ConfigError, SaveFailedError, SaveTimeoutError, TrinitySyncError
-from trinity_sync.fs.process import hold_handlers, read_process_identity
+from trinity_sync.fs.process import hold_handlers
 from trinity_sync.layout import (
     KINDS,
     Kind,
@@ -586,7 +585,7 @@ class CheckpointCoordinator:
             replicas=replicas,
             again=self._run.require_next_step(step, role, kind),
         )
-        if self._states.lost and (lost := self._states.find_lost(step, kind)):
+        if self._states.lacking and (lost := self._states.fail_without_parts(step, kind)):
             return self._handle(origin, lost)
         self._metrics.flush()
         try:
@@ -744,7 +743,8 @@ class CheckpointCoordinator:
 
         Raises:
             SaveError: a participant has died, or could not save; the message names its role. After
-                the first save of this process, the step's `save` fails with it instead.
+                the first save of this process, each `save` of the step fails with it instead, until
+                a cut of the step succeeds.
             SaveTimeoutError: a participant has not saved in time, or has not started; likewise.
             ConfigError: the step is invalid, or this process is a forked child.
         """
@@ -755,7 +755,7 @@ class CheckpointCoordinator:
         def ask() -> None:
             ask_roles(self.root, self._run.get().key, step, others, timeout_s)
 
-        with self._states.report(step, "checkpoint", "cut"):
+        with self._states.defer_errors(step, "checkpoint", "cut"):
             self._loader.run_on_rank_0(step, ask)
         return time.perf_counter() - began
 
@@ -863,12 +863,7 @@ class CheckpointCoordinator:
     def __enter__(self) -> "CheckpointCoordinator":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if not self._is_own:
             return  # a child that was forked within the block
         try:
@@ -908,7 +903,7 @@ class CheckpointCoordinator:
             is_state_dict: True for the sync of the step, False for its checkpoint.
         """
         status = self._status_of(name, global_step, is_state_dict)
-        with self._states.report(status.step, status.kind, f"save function {name}"):
+        with self._states.defer_errors(status.step, status.kind, f"save function {name}"):
             self._callables.start(name, save_fn, status)
             self._states.has_saved = True
 
@@ -917,13 +912,18 @@ class CheckpointCoordinator:
     ) -> None:
         """Run a save function in the calling thread, for one that calls collectives.
 
-        It follows Trinity's method of this name, and raises the function's error.
+        It follows Trinity's method of this name, and raises the function's error. After the first
+        save of this process, what else fails is raised by `wait_all`, as of `save_async`.
 
         Args:
             save_fn, global_step, is_state_dict: as in `save_async`.
         """
         name = f"sync-{uuid.uuid4().hex[:8]}"
-        self._callables.call(save_fn, self._status_of(name, global_step, is_state_dict))
+        status, error = self._status_of(name, global_step, is_state_dict), None
+        with self._states.defer_errors(status.step, status.kind, f"save function {name}"):
+            error = self._callables.call(save_fn, status)
+        if error:
+            raise error
         self._states.has_saved = True
 
     async def register_and_monitor(
@@ -955,9 +955,9 @@ class CheckpointCoordinator:
         self._require_own_process()
 
         def submit() -> None:  # waits for a copy, and reads files of the spool and of the root
-            with self._states.report(step, kind):
+            with self._states.defer_errors(step, kind):
                 self.wait_staged()
-                if not self._states.find_lost(step, kind):
+                if not self._states.fail_without_parts(step, kind):
                     self._submitter.submit_callables(step, kind, expected)
                     self._states.has_saved = True
 
@@ -1101,7 +1101,7 @@ class CheckpointCoordinator:
             step=step,
             kind=_kind(is_state_dict),
             rank=self.rank,
-            process=read_process_identity(os.getpid()),
+            process=self._callables.process,
         )
 
     def _take_failures(self) -> list[str]:

@@ -86,7 +86,8 @@ def _await_answers(root: Path, request: CutRequest, roles: Sequence[str], timeou
     answers = {role: _watch(folder / f"{role}.json", CutAnswer) for role in roles}
     began, pauses, said = time.monotonic(), lengthen_pauses(ANSWER_PAUSE_S), False
     while True:
-        found = {role: _of_run(answer.get(), run_key) for role, answer in answers.items()}
+        read = {role: answer.get() for role, answer in answers.items()}
+        found = {r: each if each and each.run_key == run_key else None for r, each in read.items()}
         missing = [r for r, answer in found.items() if not answer or answer.request != request.name]
         for role, answer in found.items():
             if answer and role in missing and _has_died(folder, role):
@@ -133,24 +134,35 @@ class CutMember:
     def wait(self, timeout_s: float) -> int | None:
         """Return the step of a request that was not answered yet; None if there is none in time."""
         deadline, pauses = time.monotonic() + timeout_s, lengthen_pauses(REQUEST_PAUSE_S)
-        while not (request := self._find_request()):
+        while True:
+            with suppress(OSError):  # the trainer tells that there is no answer
+                if request := self._find_request():
+                    self._asked = request.step
+                    return request.step
             if (left := deadline - time.monotonic()) <= 0:
                 return None
             time.sleep(min(left, next(pauses)))
-        self._asked = request.step
-        return request.step
 
-    def is_late(self, step: int) -> bool:
-        """Return whether `wait` has returned a step for which the trainer no longer waits."""
+    def require_awaited(self, step: int) -> None:
+        """Require that the trainer still waits for a step that `wait` has returned.
+
+        Raises:
+            SaveError: it does not.
+        """
         request = self._find_request()
-        return step == self._asked and (request is None or request.step != step)
+        if step == self._asked and (request is None or request.step != step):
+            raise SaveError(
+                f"step {step}, role {self._role}: not saved, because the trainer no longer waits "
+                "for this role, whose state is that of a later moment. Call wait_cut more often, "
+                "or raise the timeout_s of the trainer's cut."
+            )
 
     def answer(self, step: int, error: str = "") -> None:
         """Tell the trainer that the state of a step was submitted, or why it was not."""
-        request = self._find_request()
-        if request and request.step == step:
-            self._answered, self._asked = request.name, -1
-            with suppress(OSError):  # the trainer tells that there is no answer
+        with suppress(OSError):  # as in `wait`
+            request = self._find_request()
+            if request and request.step == step:
+                self._answered, self._asked = request.name, -1
                 self._say(request.name, error)
 
     def close(self) -> None:
@@ -169,10 +181,6 @@ class CutMember:
 
 def _watch(path: Path, kind: type[R]) -> ReadOnChange[R | None]:
     return ReadOnChange(path, lambda: read_record(kind, path, read_uncached))
-
-
-def _of_run(answer: CutAnswer | None, run_key: str) -> CutAnswer | None:
-    return answer if answer and answer.run_key == run_key else None
 
 
 def _has_died(folder: Path, role: str) -> bool:

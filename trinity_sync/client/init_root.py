@@ -20,7 +20,7 @@ import torch.distributed as dist
 from trinity_sync.client.collective import gather_from_ranks
 from trinity_sync.client.job_settings import set_job_settings
 from trinity_sync.client.run_context import find_start_key
-from trinity_sync.errors import ConfigError, RootError, TrinitySyncError
+from trinity_sync.errors import ConfigError, RootError, TrinitySyncError, describe_error
 from trinity_sync.fs.atomic import UNWRITABLE, make_temporary_path, revalidate_folder
 from trinity_sync.fs.capabilities import require_capabilities
 from trinity_sync.fs.locks import acquire_file_lock, try_acquire_file_lock
@@ -166,7 +166,7 @@ def _introduction(
     except TrinitySyncError as error:
         return error
     except Exception as error:
-        return RootError(f"{root} cannot be the root of a job: {error!r}")
+        return RootError(f"{root} cannot be the root of a job: {describe_error(error)}")
 
 
 @contextmanager

@@ -1,17 +1,15 @@
 """`Participant`: a process beside the trainer whose state is part of the job's checkpoints."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 from trinity_sync.client.attachments import list_folder
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.cut import CutMember
 from trinity_sync.client.run_context import find_run_key
 from trinity_sync.client.save_handle import SaveHandle
-from trinity_sync.errors import ConfigError, SaveError
+from trinity_sync.errors import ConfigError
 from trinity_sync.layout import Kind
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.stager import METADATA
@@ -148,13 +146,10 @@ class Participant:
                 `CheckpointCoordinator.save`. The trainer's `cut` fails with these as well.
             SaveError: the first save comes after the trainer has ceased to wait; later ones fail.
         """
-        if self._member.is_late(step):
-            return self._saves.save_dcp(
-                step, partial(_refuse_late, step, self.role), role=self.role
-            )
         try:
             files: dict[str, bytes | Path] = {}
-            with self._saves._states.report(step, "checkpoint", self.role):
+            with self._saves._states.defer_errors(step, "checkpoint", self.role):
+                self._member.require_awaited(step)
                 for name, folder in (folders or {}).items():
                     files |= list_folder(step, name, Path(folder))
             handle = self._saves.save(
@@ -186,21 +181,8 @@ class Participant:
     def __enter__(self) -> "Participant":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self._saves.__exit__(kind, error, trace)
         finally:
             self._member.close()
-
-
-def _refuse_late(step: int, role: str) -> NoReturn:
-    raise SaveError(
-        f"step {step}, role {role}: not saved, because the trainer no longer waits for this role, "
-        "whose state is that of a later moment. Call wait_cut more often, or raise the timeout_s "
-        "of the trainer's cut."
-    )

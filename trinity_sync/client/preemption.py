@@ -35,7 +35,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from trinity_sync.errors import ConfigError, SaveTimeoutError, TrinitySyncError
+from trinity_sync.errors import ConfigError, SaveTimeoutError, describe_error
 from trinity_sync.fs.process import hold_handlers
 from trinity_sync.layout import Kind, parse_number
 
@@ -359,7 +359,7 @@ def run_emergency_save(
                 try:
                     found = save(kind, states)
                 except Exception as error:
-                    undone.append(f"{', '.join(new)}: not submitted, {_text_of(error)}")
+                    undone.append(f"{', '.join(new)}: not submitted, {describe_error(error)}")
                     break
                 sealed += [name for name in found if name not in sealed]
     except Exception as error:
@@ -369,7 +369,7 @@ def run_emergency_save(
     except SaveTimeoutError as error:
         undone += [f"{error} Until then the images wait in the spool of this node.", *failures()]
     except Exception as error:
-        undone.append(_text_of(error))
+        undone.append(describe_error(error))
     done = EmergencySave(step, tuple(sealed), committed(), tuple(undone))
     logger.warning(
         "Emergency save of step %s: %s submitted, committed as %s%s",
@@ -379,7 +379,3 @@ def run_emergency_save(
         "".join(f"; {sentence}" for sentence in undone),
     )
     return done
-
-
-def _text_of(error: Exception) -> str:
-    return str(error) if isinstance(error, TrinitySyncError) else f"{type(error).__name__}: {error}"

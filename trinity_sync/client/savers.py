@@ -10,6 +10,7 @@ wrote, or why it failed.
 """
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,8 +20,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trinity_sync.errors import ConfigError, ImageError, SaveTimeoutError, TrinitySyncError
-from trinity_sync.fs.process import call_held_handlers, hold_handlers
+from trinity_sync.errors import (
+    ConfigError,
+    ImageError,
+    SaveTimeoutError,
+    TrinitySyncError,
+    describe_error,
+)
+from trinity_sync.fs.atomic import walk_files
+from trinity_sync.fs.process import call_held_handlers, hold_handlers, read_process_identity
 from trinity_sync.layout import FOLDERS, SERVES_AS, Component, Kind, is_shard_file
 from trinity_sync.snapshot.image import LaidOut
 from trinity_sync.snapshot.packed import Packed, pack, read_folder
@@ -84,7 +92,7 @@ class StateSaver:
         self._packed: tuple[Metadata | None, Packed | None] = None, None
         """Metadata of the save before, and the same packed."""
         self._failures: list[str] = []
-        self.lost: dict[tuple[int, Kind, str], str] = {}
+        self.lacking: dict[tuple[int, Kind, str], str] = {}
         """Why a save lacks a part of it, by step, kind and name of the part."""
         self.has_saved = False
         """Whether this process has saved: since then only errors of arguments are raised."""
@@ -293,7 +301,7 @@ class StateSaver:
     def take_failures(self) -> list[str]:
         """Return the errors of saves that could not be staged since the last call."""
         failures, self._failures = self._failures, []
-        return failures
+        return [*dict.fromkeys(failures)]
 
     def fail(self, origin: Origin, error: Exception) -> Staged:
         """Log that a save cannot be staged, and have `take_failures` return why.
@@ -305,7 +313,7 @@ class StateSaver:
             cause = error
             error = ImageError(
                 f"step {origin.step}, role {origin.role}, rank {origin.rank}: nothing was "
-                f"submitted, because staging failed with {type(cause).__name__}: {cause}"
+                f"submitted, because staging failed with {describe_error(cause)}"
             )
             error.__cause__ = cause
         if not self.has_saved:
@@ -319,13 +327,13 @@ class StateSaver:
         return replace(NOTHING_STAGED, failure=failure)
 
     @contextmanager
-    def report(self, step: int, kind: Kind, part: str = "") -> Iterator[None]:
+    def defer_errors(self, step: int, kind: Kind, part: str = "") -> Iterator[None]:
         """Do as `fail` with an error of the block, in which no argument is checked.
 
-        The save of the step then lacks ``part``, until a block for it succeeds.
+        With a ``part``, saves of the step fail with the error until a block for it succeeds.
         """
-        self.lost = {k: why for k, why in self.lost.items() if k[0] >= step}
-        self.lost.pop((step, kind, part), None)
+        self.lacking = {k: why for k, why in self.lacking.items() if k[0] >= step}
+        self.lacking.pop((step, kind, part), None)
         try:
             yield
         except (OSError, RuntimeError, TrinitySyncError) as error:
@@ -335,12 +343,12 @@ class StateSaver:
             failure = str(error) if of_step else f"step {step}, {part or kind}: {error}"
             self._tell(failure)
             if part:
-                self.lost[step, kind, part] = failure
+                self.lacking[step, kind, part] = failure
 
-    def find_lost(self, step: int, kind: Kind) -> Staged | None:
-        """Return the failure of a save that lacks a part; None if it lacks none."""
-        why = [why for key, why in self.lost.items() if key[:2] == (step, kind)]
-        return replace(NOTHING_STAGED, failure="; ".join(why)) if why else None
+    def fail_without_parts(self, step: int, kind: Kind) -> Staged | None:
+        """Do as `fail` for a save that lacks a part; return None if it lacks none."""
+        why = [why for key, why in self.lacking.items() if key[:2] == (step, kind)]
+        return self._tell("; ".join(why)) if why else None
 
     def close(self) -> None:
         """Wait for an overlapped save, and release the slots."""
@@ -416,6 +424,8 @@ class CallableSaver:
         self._spool = spool
         self._threads: dict[str, threading.Thread] = {}
         self._failures: list[str] = []
+        self.process = read_process_identity(os.getpid())
+        """Identity of this process, read while it can open files."""
 
     def start(self, name: str, save_fn: Callable[[], Any], status: CallableStatus) -> None:
         """Run a save function in a thread, after an earlier one of the same name.
@@ -429,24 +439,27 @@ class CallableSaver:
             if previous:
                 previous.join()
             try:
-                self._run(save_fn, status)
+                if error := self._run(save_fn, status):
+                    raise error
             except Exception as error:
-                self._failures.append(f"save {name!r} of step {status.step}: {error!r}")
+                self._failures.append(
+                    f"save {name!r} of step {status.step}: {describe_error(error)}"
+                )
                 logger.exception("save %r of step %d failed", name, status.step)
 
         thread = threading.Thread(target=run, name=f"save-{name}-step{status.step}")
         try:
             thread.start()
         except RuntimeError as error:  # what waits for the function is told
-            write_status(self._spool, replace(status, state="failed", error=repr(error)))
+            write_status(self._spool, replace(status, state="failed", error=describe_error(error)))
             raise
         self._threads[name] = thread
 
-    def call(self, save_fn: Callable[[], Any], status: CallableStatus) -> None:
-        """Run a save function in the calling thread, and raise its errors."""
+    def call(self, save_fn: Callable[[], Any], status: CallableStatus) -> Exception | None:
+        """Run a save function in the calling thread, and return its error; raise any other."""
         with suppress(OSError):  # memory is full: other ranks may be in its collectives
             write_status(self._spool, status)
-        self._run(save_fn, status)
+        return self._run(save_fn, status)
 
     def wait(self, deadline: float | None) -> list[str]:
         """Join all threads; return the failures since the last call.
@@ -466,14 +479,20 @@ class CallableSaver:
         failures, self._failures = self._failures, []
         return failures
 
-    def _run(self, save_fn: Callable[[], Any], status: CallableStatus) -> None:
+    def _run(self, save_fn: Callable[[], Any], status: CallableStatus) -> Exception | None:
         save = SaveId(str(self._root), status.run, "", status.step, status.kind, ())
         try:
             with exclude_writes(save, shared=True):
                 displace_step(save)
                 before = _files_below(save.folder)
                 start = time.monotonic()
-                save_fn()
+                try:
+                    save_fn()
+                except Exception as error:
+                    write_status(
+                        self._spool, replace(status, state="failed", error=describe_error(error))
+                    )
+                    return error
                 seconds = time.monotonic() - start
                 after = _files_below(save.folder)
                 if read_run_manifest(save.root, save.run, save.step):  # of the step's sync
@@ -481,20 +500,22 @@ class CallableSaver:
                 changed = tuple(sorted(name for name in after if before.get(name) != after[name]))
                 finished = replace(status, state="finished", seconds=seconds, files=changed)
                 write_status(self._spool, finished)
+                return None
         except BaseException as error:
-            write_status(self._spool, replace(status, state="failed", error=repr(error)))
+            with suppress(OSError):  # the caller is told
+                write_status(
+                    self._spool, replace(status, state="failed", error=describe_error(error))
+                )
             raise
 
 
 def _files_below(folder: Path) -> dict[str, tuple[int, int, int]]:
     """Return inode, size and time in ns of each file and link by path, without temporary ones."""
     found: dict[str, tuple[int, int, int]] = {}
-    for path in folder.rglob("*"):
+    for path in walk_files(folder):
         name = path.relative_to(folder).as_posix()
-        try:
-            if (path.is_symlink() or path.is_file()) and not is_own_file(f"below/{name}"):
-                seen = path.lstat()
+        with suppress(FileNotFoundError):  # renamed or removed meanwhile
+            seen = path.lstat()
+            if not is_own_file(f"below/{name}"):
                 found[name] = (seen.st_ino, seen.st_size, seen.st_mtime_ns)
-        except FileNotFoundError:
-            continue  # renamed or removed meanwhile
     return found

@@ -282,13 +282,38 @@ def list_uncached(folder: Path, pattern: str) -> list[Path]:
     """
     revalidate_folder(folder.parent.parent)
     revalidate_folder(folder.parent)
+    return list_paths(folder, pattern)
+
+
+def list_paths(folder: Path, pattern: str) -> list[Path]:
+    """Return the sorted paths in a folder whose names match; empty if the folder does not exist.
+
+    Raises:
+        OSError: it cannot be opened, which `Path.glob` takes for empty; or is a link to none.
+    """
     try:
-        # `Path.glob` takes a folder that it may not open for an empty one
         return sorted(path for path in folder.iterdir() if fnmatch.fnmatch(path.name, pattern))
     except FileNotFoundError:
         if folder.is_symlink():
             raise
         return []
+
+
+def walk_files(folder: Path) -> Iterator[Path]:
+    """Yield the files and links below a folder, if it exists; links are not followed.
+
+    Raises:
+        OSError: a folder cannot be opened, which `Path.rglob` takes for empty.
+    """
+
+    def refuse(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise error
+
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        for path in (Path(parent, name) for name in (*folders, *names)):
+            if path.is_symlink() or path.is_file():
+                yield path
 
 
 def make_folder(folder: Path) -> None:

@@ -16,14 +16,23 @@ Export = Literal["", "hf_model", "hf_model with remote code"]
 """Whether a role's model is exported once the step is committed."""
 
 
-class _OfRun(Protocol):
+class OfRun(Protocol):
+    """What a run has made of a step."""
+
     @property
-    def run(self) -> int: ...
+    def step(self) -> int:
+        """Number of the step."""
+
     @property
-    def run_key(self) -> str: ...
+    def run(self) -> int:
+        """Number of the run."""
+
+    @property
+    def run_key(self) -> str:
+        """Key of the run; empty if it is unknown."""
 
 
-def is_of_other_run(one: _OfRun, other: _OfRun) -> bool:
+def is_of_other_run(one: OfRun, other: OfRun) -> bool:
     """Return whether two things are of different runs of a job; an empty key is an unknown one."""
     return one.run != other.run or len({one.run_key, other.run_key} - {""}) > 1
 

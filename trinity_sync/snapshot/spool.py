@@ -35,7 +35,7 @@ from pathlib import Path
 from uuid import UUID
 
 from trinity_sync.errors import FormatError, SpoolError, SpoolFullError, TicketError
-from trinity_sync.fs.atomic import FileSignature, read_signature, replace_file
+from trinity_sync.fs.atomic import FileSignature, list_paths, read_signature, replace_file
 from trinity_sync.fs.locks import LockFile, has_no_other_users, open_lock_file
 from trinity_sync.fs.memory import find_room
 from trinity_sync.fs.records import Record, encode_record, read_record
@@ -196,7 +196,7 @@ class JobSpool:
         self.read_root()  # which refuses a folder of another release
         good: list[SealedImage] = []
         bad: list[TicketError] = []
-        for path in sorted(self.folder.glob(f"*{SLOT_SUFFIX}{TICKET_SUFFIX}")):
+        for path in list_paths(self.folder, f"*{SLOT_SUFFIX}{TICKET_SUFFIX}"):
             slot = path.with_name(path.name.removesuffix(TICKET_SUFFIX))
             try:
                 ticket = read_ticket(slot)
@@ -215,7 +215,7 @@ class JobSpool:
     def find_cached_slots(self, role: str, component: str, digest: str) -> Iterator[Path]:
         """Yield free slots whose records say that they still hold the file of this digest."""
         names = f"{role}.{component}.rank*{SLOT_SUFFIX}{KEPT_SUFFIX}"
-        for record in sorted(self.folder.glob(names)):
+        for record in list_paths(self.folder, names):
             slot = record.with_name(record.name.removesuffix(KEPT_SUFFIX))
             kept = read_cached_file(slot)
             if kept and kept.file_digest == digest:
@@ -228,7 +228,7 @@ class JobSpool:
             FormatError: as `read_root`.
         """
         self.read_root()  # which refuses a folder of another release
-        for path in self.folder.glob(f"{role}.*{SLOT_SUFFIX}{PUBLISHED_SUFFIX}"):
+        for path in list_paths(self.folder, f"{role}.*{SLOT_SUFFIX}{PUBLISHED_SUFFIX}"):
             slot = path.with_name(path.name.removesuffix(PUBLISHED_SUFFIX))
             tag = read_version_tag(slot)
             if tag and tag.role == role:
@@ -240,8 +240,8 @@ class JobSpool:
         The ranks of a job end together, so the folder may disappear during the call. Another
         trainer may begin during the call: its slots and statuses stay.
         """
-        with suppress(FileNotFoundError):
-            if any(self.folder.glob(f"*{SLOT_SUFFIX}*")) or any(self.receipts.glob("*")):
+        with suppress(OSError):  # it is gone, or stays for the next start
+            if list_paths(self.folder, f"*{SLOT_SUFFIX}*") or list_paths(self.receipts, "*"):
                 return
             for path in self.folder.iterdir():
                 if path == self.receipts:
@@ -261,7 +261,7 @@ class JobSpool:
 
         The folder stays: another trainer may be about to save there.
         """
-        for mark in self.folder.glob(f"*{SLOT_SUFFIX}{CLOSED_SUFFIX}"):
+        for mark in list_paths(self.folder, f"*{SLOT_SUFFIX}{CLOSED_SUFFIX}"):
             slot = mark.with_name(mark.name.removesuffix(CLOSED_SUFFIX))
             with suppress(FileNotFoundError), closing(LockFile(slot, os.O_RDWR)) as file:
                 try_remove_slot(file, slot)
@@ -276,7 +276,7 @@ class JobSpool:
             SpoolError: as `make`.
         """
         self.make()
-        mine = sum(p.stat().st_blocks * 512 for p in self.folder.glob(f"*{SLOT_SUFFIX}"))
+        mine = sum(p.stat().st_blocks * 512 for p in list_paths(self.folder, f"*{SLOT_SUFFIX}"))
         remove_replaced_spools(self, nbytes=nbytes - mine)
         room = find_room(self.folder)
         if nbytes > room.nbytes + mine:
@@ -318,10 +318,10 @@ def remove_replaced_spools(job: JobSpool, *, nbytes: int | None = None) -> None:
             or (of != root and name != job_id_of(of, identity))
         ):
             continue
-        if not all(map(has_no_other_users, other.folder.glob(f"*{SLOT_SUFFIX}"))):
+        if not all(map(has_no_other_users, list_paths(other.folder, f"*{SLOT_SUFFIX}"))):
             continue
         pending = sorted({each.ticket.step for each in other.tickets()[0] if not each.failed})
-        if of == root and (nbytes or not (pending or any(other.receipts.glob("*")))):
+        if of == root and (nbytes or not (pending or list_paths(other.receipts, "*"))):
             shutil.rmtree(other.folder, ignore_errors=True)
             if pending:
                 logger.warning(

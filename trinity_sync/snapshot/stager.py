@@ -4,6 +4,7 @@ This is the whole cost of a save for the training loop. `Stager.lay_out` plans t
 `Stager.copy` copies the tensors into them, in the call or in a thread while training continues.
 """
 
+import errno
 import time
 import uuid
 from collections import defaultdict
@@ -15,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from trinity_sync.errors import ImageError, SpoolError
+from trinity_sync.errors import ImageError, SpoolError, describe_error
 from trinity_sync.layout import Component, shard_file
 from trinity_sync.snapshot.image import LaidOut, Layout, Storages, fill, lay_out
 from trinity_sync.snapshot.mutation_guard import MutationGuard, has_samples
@@ -427,10 +428,9 @@ def _name_in_errors(origin: Origin, component: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        what = str(error) if isinstance(error, ImageError) else f"{type(error).__name__}: {error}"
         raise ImageError(
             f"step {origin.step}, role {origin.role}, rank {origin.rank}: nothing was submitted, "
-            f"because {component} cannot be staged: {what}"
+            f"because {component} cannot be staged: {describe_error(error)}"
         ) from error
 
 
@@ -440,8 +440,10 @@ def _name_unwritable(origin: Origin) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        of_process = error.errno == errno.EMFILE  # whose limit of open files it is
         raise SpoolError(
             f"step {origin.step}, role {origin.role}, rank {origin.rank}: nothing was submitted, "
-            f"because {error.filename or 'the spool'} cannot be written: {error.strerror}. Is the "
-            "shared memory full? Later saves try again."
+            f"because {error.filename or 'the spool'} cannot be written: {error.strerror}. "
+            f"{'Raise its limit, ulimit -n.' if of_process else 'Is the shared memory full?'} "
+            "Later saves try again."
         ) from error

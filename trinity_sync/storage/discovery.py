@@ -15,15 +15,17 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from fnmatch import fnmatch
 from pathlib import Path
 from stat import S_ISREG
 from typing import Literal
 
 from trinity_sync.errors import CommitError, ManifestError, SupersededError, TrinitySyncError
-from trinity_sync.fs.atomic import replace_file, sync_folder
+from trinity_sync.fs.atomic import replace_file, sync_folder, walk_files
 from trinity_sync.fs.records import Record, Seconds, decode_record, encode_record
 from trinity_sync.layout import CORRUPTION_MARK, MANIFEST, Kind, step_folder, steps_on_disk
-from trinity_sync.snapshot.save_id import is_of_other_run
+from trinity_sync.snapshot.job_identity import read_identity
+from trinity_sync.snapshot.save_id import OfRun, is_of_other_run
 from trinity_sync.storage.manifest import FileRecord, Manifest, is_own_file, read_manifest
 from trinity_sync.storage.runs import (
     Run,
@@ -147,14 +149,8 @@ def iter_committed_steps(
                 yield manifest
 
 
-SHARDS = (
-    "*_world_size_*_rank_*.pt",
-    "*/*_world_size_*_rank_*.pt",
-    "**/*.distcp",
-    "**/*.safetensors",
-    "**/*.bin",
-)
-"""Patterns of shards that other systems save in a step's folder."""
+SHARDS = ("*_world_size_*_rank_*.pt", "*.distcp", "*.safetensors", "*.bin")
+"""Patterns of the names of shards that other systems save in a step's folder."""
 
 
 def is_foreign(folder: Path) -> bool:
@@ -165,7 +161,11 @@ def is_foreign(folder: Path) -> bool:
     """
     if not folder.is_dir() or (folder / MANIFEST).exists():
         return False
-    return any(next(folder.glob(pattern), None) for pattern in SHARDS)
+    return any(map(_is_shard, walk_files(folder)))
+
+
+def _is_shard(path: Path) -> bool:
+    return any(fnmatch(path.name, pattern) for pattern in SHARDS)
 
 
 def list_files_of_run(root: str | Path, folder: Path, run: int) -> list[Path] | None:
@@ -176,12 +176,12 @@ def list_files_of_run(root: str | Path, folder: Path, run: int) -> list[Path] | 
     """
     if (folder / MANIFEST).exists():
         return None
-    shards = {path for pattern in SHARDS for path in folder.glob(pattern)}
+    files = [*walk_files(folder)]
+    shards = {*filter(_is_shard, files)}
     began, own, earlier = read_start_time(root, run), list[Path](), list[Path]()
-    for path in folder.rglob("*") if shards else ():
+    for path in files if shards else ():
         with suppress(FileNotFoundError):  # renamed or removed meanwhile
-            if not path.is_dir():
-                (earlier if path.lstat().st_ctime < began else own).append(path)
+            (earlier if path.lstat().st_ctime < began else own).append(path)
     return None if shards.isdisjoint(earlier) else own
 
 
@@ -253,11 +253,23 @@ def require_unreplaced(root: str | Path, manifest: Manifest) -> None:
         CommitError: another run has replaced the step, or it was removed.
     """
     now = read_manifest(root, manifest.step, ranks=())
-    if now is None or is_of_other_run(now, manifest):
-        found = "it is gone" if now is None else f"run {now.run} has replaced it"
+    require_run(root, now, manifest, "Discard what was read, and read it again.")
+
+
+def require_run(
+    root: str | Path, now: Manifest | None, found: OfRun, hint: str, identity: str = ""
+) -> None:
+    """Require that a step is ``now`` what was found, in the job of an identity if it is known.
+
+    Raises:
+        CommitError: it is not, and the message ends with the ``hint``.
+    """
+    is_other_job = identity and read_identity(root) != identity
+    if now is None or is_other_job or is_of_other_run(now, found):
+        how = f"run {now.run} has replaced it" if now else "it is gone"
         raise CommitError(
-            f"step {manifest.step} in {root} changed while it was read: it was that of run "
-            f"{manifest.run}, and {found}. Discard what was read, and read it again."
+            f"step {found.step} of run {found.run} in {root}: {how}, or the root was restored. "
+            f"{hint}"
         )
 
 
@@ -267,8 +279,7 @@ def list_unnamed_files(root: str | Path, manifest: Manifest) -> list[str]:
     Other code wrote them, before or after the commit: nothing verifies, copies or keeps them.
     """
     folder, named = step_folder(root, manifest.step), {record.path for record in manifest.files}
-    files = (path for path in folder.rglob("*") if not path.is_dir())
-    found = {path.relative_to(folder).as_posix() for path in files} - named
+    found = {path.relative_to(folder).as_posix() for path in walk_files(folder)} - named
     return sorted(name for name in found if not is_own_file(name))
 
 

@@ -18,6 +18,7 @@ from trinity_sync.errors import CommitError
 from trinity_sync.fs.atomic import (
     TEMPORARY_SUFFIX,
     is_temporary,
+    list_paths,
     move,
     remove_tree,
     revalidate_folder,
@@ -220,12 +221,12 @@ def remove_dead_spool(job: JobSpool, *, before: float) -> Iterator[Finding]:
         return
     what = f"{job.folder.name}, whose root {root} is gone"
     sealed, unreadable = job.tickets()
-    if sealed or unreadable or any(job.receipts.glob("*")):
+    if sealed or unreadable or list_paths(job.receipts, "*"):
         why = f"it has {len(sealed)} unsaved images; mount or restore the root, or remove {where}"
         yield Finding(where, what, "left", "; ".join([why, *map(str, unreadable)]))
         return
     with suppress(FileNotFoundError):
-        slots = list(job.folder.glob(f"*{SLOT_SUFFIX}"))
+        slots = list_paths(job.folder, f"*{SLOT_SUFFIX}")
         if any(path.lstat().st_mtime >= before for path in (job.folder, *slots)):
             return
         with _lock_unused_slots(slots) as unused:

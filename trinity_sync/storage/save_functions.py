@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from trinity_sync.errors import MissingShardsError, SaveError, SpoolError
-from trinity_sync.fs.atomic import lengthen_pauses, open_no_follow, replace_file
+from trinity_sync.fs.atomic import lengthen_pauses, list_paths, open_no_follow, replace_file
 from trinity_sync.fs.direct_io import digest_cached_file
 from trinity_sync.fs.process import is_process_alive
 from trinity_sync.fs.records import Count, Record, Seconds, decode_record, encode_record
@@ -58,10 +58,12 @@ def write_status(spool: JobSpool, status: CallableStatus) -> None:
     """Write a status, in the place of an earlier one of the same call."""
     try:
         _replace(spool, _path(spool, status), encode_record(status))
-    except OSError:  # shared memory is full: a torn status of an end needs none, and fails the save
+    except OSError:  # neither memory nor a descriptor is free: a torn status needs none, and fails
         if status.state == "started":
             raise
-        _path(spool, status).write_bytes(b"")
+        with suppress(FileExistsError):
+            os.mknod(_path(spool, status))
+        os.truncate(_path(spool, status), 0)
 
 
 def read_statuses(spool: JobSpool, run: int, step: int, kind: Kind) -> Iterator[CallableStatus]:
@@ -70,7 +72,7 @@ def read_statuses(spool: JobSpool, run: int, step: int, kind: Kind) -> Iterator[
     Raises:
         SpoolError: a file is torn.
     """
-    for path in sorted(spool.receipts.glob(f"{run}.{step}.{kind}.*.rank*.json")):
+    for path in list_paths(spool.receipts, f"{run}.{step}.{kind}.*.rank*.json"):
         try:
             status = decode_record(CallableStatus, path.read_bytes(), path)
             if path != _path(spool, status):
@@ -87,7 +89,7 @@ def read_statuses(spool: JobSpool, run: int, step: int, kind: Kind) -> Iterator[
 
 def has_running_functions(spool: JobSpool, save: SaveId, *, within_s: float) -> bool:
     """Return whether a function of a save runs on this node, or has ended within some seconds."""
-    paths = spool.receipts.glob(f"{save.run}.{save.step}.{save.kind}.*.rank*.json")
+    paths = list_paths(spool.receipts, f"{save.run}.{save.step}.{save.kind}.*.rank*.json")
     with suppress(FileNotFoundError):  # removed meanwhile
         if any(path.stat().st_mtime > time.time() - within_s for path in paths):
             return True
@@ -97,7 +99,7 @@ def has_running_functions(spool: JobSpool, save: SaveId, *, within_s: float) -> 
 
 def remove_statuses(spool: JobSpool, run: int, step: int, kind: Kind) -> None:
     """Remove the statuses of a save whose commit lists them, and its request."""
-    for path in spool.receipts.glob(f"{run}.{step}.{kind}.*.json"):
+    for path in list_paths(spool.receipts, f"{run}.{step}.{kind}.*.json"):
         path.unlink(missing_ok=True)
 
 
@@ -113,7 +115,7 @@ def has_request(spool: JobSpool, save: SaveId) -> bool:
 
 def list_requests(spool: JobSpool) -> list[Path]:
     """Return the files of `write_request`."""
-    return sorted(spool.receipts.glob("*.request.json"))
+    return list_paths(spool.receipts, "*.request.json")
 
 
 def remove_request(spool: JobSpool, run: int, step: int, kind: Kind) -> None:

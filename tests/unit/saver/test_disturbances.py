@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.disk import no_file_opens
 from tests.support.job import Job
 from tests.support.savers import await_that, savers_of
 from tests.unit.saver.conftest import Make
@@ -43,27 +44,39 @@ HELD_S = 60.0
 """Seconds that a training would be held for if a slot was awaited in vain, at least."""
 
 
+@pytest.fixture(autouse=True)
+def loop() -> Iterator[None]:
+    """The event loop of a trainer, which has its files open before the first save."""
+    with asyncio.Runner() as runner:
+        asyncio.set_event_loop(runner.get_loop())
+        yield
+        asyncio.set_event_loop(None)
+
+
 def attach(saves: CheckpointCoordinator, step: int) -> None:
-    (saves.settings.home.parent / "position").write_text(f"{step}")
+    with suppress(OSError):  # of other code, in the same process
+        (saves.settings.home.parent / "position").write_text(f"{step}")
     saves.attach("position", saves.settings.home.parent / "position", step=step)
 
 
 def attach_folder(saves: CheckpointCoordinator, step: int) -> None:
     (saves.settings.home.parent / "queue").mkdir(exist_ok=True)
-    (saves.settings.home.parent / "queue" / "items").write_text(f"{step}")
+    with suppress(OSError):  # of other code, in the same process
+        (saves.settings.home.parent / "queue" / "items").write_text(f"{step}")
     saves.attach_folder("queue", saves.settings.home.parent / "queue", step=step)
 
 
 def attach_written(saves: CheckpointCoordinator, step: int) -> None:
     folder = step_folder(attaching_folder(saves.root) / "own", step)
-    with suppress(OSError):  # of other code, on the same disk
+    with suppress(OSError):  # of other code, on the same disk or in the same process
         folder.mkdir(parents=True)
         (folder / "data.pt").write_text(f"{step}")
     saves.attach_written(folder, step=step)
 
 
 def register(saves: CheckpointCoordinator, step: int) -> None:
-    asyncio.run(saves.register_and_monitor(step, checkpoint_thread_count=1))
+    registered = saves.register_and_monitor(step, checkpoint_thread_count=1)
+    asyncio.get_event_loop().run_until_complete(registered)
 
 
 def save_async(saves: CheckpointCoordinator, step: int) -> None:
@@ -142,7 +155,8 @@ def no_saver_starts(spool: Path, said: str = "/nowhere/python") -> Iterator[None
 
 
 @pytest.mark.parametrize(
-    "world", ["root full", "root read-only", "memory full", "no threads", "no processes"]
+    "world",
+    ["root full", "root read-only", "memory full", "no threads", "no processes", "no descriptors"],
 )
 def test_no_call_of_a_training_that_has_saved_raises_what_the_world_does(
     settings: Settings, tmp_path: Path, small_disk: Path, world: str
@@ -158,6 +172,7 @@ def test_no_call_of_a_training_that_has_saved_raises_what_the_world_does(
         "memory full": partial(is_full, small_disk),
         "no threads": no_thread_starts,
         "no processes": partial(no_saver_starts, spool),
+        "no descriptors": no_file_opens,
     }
     raised, steps = {}, itertools.count(1)
     with CheckpointCoordinator(root, settings=settings) as saves:
@@ -209,7 +224,8 @@ def test_an_overlapped_save_for_which_no_thread_can_be_started_is_staged_once(
     saves.save(2, {"model": {"w": weight}}, overlap=True)
     saves.wait_all(60)
     require_committed(job.root, 1)
-    assert not [each for each in saves.spool.tickets()[0] if each.ticket.step == 1]
+    images = saves.spool.tickets
+    await_that(lambda: all(each.ticket.step != 1 for each in images()[0]), "its image is free")
 
 
 def test_saves_that_no_saver_can_commit_hold_up_no_later_ones(
@@ -261,6 +277,19 @@ def test_a_function_whose_end_cannot_be_written_fails_its_save(
         save_async(saves, 3)
         saves.wait_all(60)
     kill_savers(settings.spool)
+
+
+def test_a_function_whose_end_no_file_can_tell_fails_its_save(coordinator: Make) -> None:
+    saves, go, held = coordinator(), threading.Event(), ExitStack()
+    save(saves, 1)
+    saves.wait_all(60)
+    with held:
+        saves.save_async("own", lambda: go.wait(60) and held.enter_context(no_file_opens()), 2)
+        register(saves, 2)
+        go.set()
+        saves._callables._threads["own"].join(60)
+    with pytest.raises(SaveFailedError, match=r"Too many open files: '.*functions|receipt .* torn"):
+        saves.wait_all(60)
 
 
 def test_an_image_is_marked_as_failed_although_memory_is_full(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.disk import no_file_opens
 from tests.support.savers import await_that
 from tests.unit.saver.conftest import Make
 from trinity_sync import Checkpoints, Participant, RolloutLedger, Settings
@@ -325,6 +326,54 @@ def test_a_state_that_comes_after_the_trainer_has_ceased_to_wait_is_not_that_of_
     with pytest.raises(SaveFailedError, match="step 2, role controller: not saved"):
         part.wait_all(60)
     part.close()
+
+
+def test_a_step_without_a_cut_fails_each_save_and_an_emergency_save_and_not_a_later_cut(
+    coordinator: Make, settings: Settings
+) -> None:
+    how: dict[str, Any] = {"roles": ("actor", "controller"), "run_key": "run"}
+    trainer = coordinator(**how)
+    with Participant(trainer.root, role="controller", settings=settings, **how) as part:
+
+        def save(step: int) -> None:
+            answering = threading.Thread(target=lambda: part.save(part.wait_cut(60), {"at": step}))
+            answering.start()
+            trainer.cut(step, timeout_s=60)
+            answering.join()
+            trainer.save(step, MODEL)
+            trainer.wait_all(60)
+
+        save(1)
+        trainer.cut(2, timeout_s=0.1)
+        for _ in range(2):
+            trainer.save(2, MODEL)
+            with pytest.raises(SaveFailedError, match=r"no state within 0\.1 s of role controller"):
+                trainer.wait_all(60)
+        undone = trainer.emergency_save(2, {"extra_state": MODEL["model"]}, deadline_s=5).undone
+        assert "no state within 0.1 s of role controller" in undone[0]
+        save(2)
+    assert Checkpoints(trainer.root).steps() == [1, 2]
+
+
+def test_a_participant_that_can_open_no_file_goes_on_and_saves_the_next_step(
+    coordinator: Make, settings: Settings
+) -> None:
+    how: dict[str, Any] = {"roles": ("actor", "controller"), "run_key": "run"}
+    trainer = coordinator(**how)
+    with Participant(trainer.root, role="controller", settings=settings, **how) as part:
+        for step, opens in enumerate((nullcontext, no_file_opens, nullcontext), 1):
+            cutting = threading.Thread(target=trainer.cut, args=(step,), kwargs={"timeout_s": 1.0})
+            cutting.start()
+            assert part.wait_cut(60) == step
+            with opens():
+                assert part.wait_cut() in (step, None)
+                assert bool(part.save(step, {"at": step}).failure) == (opens is no_file_opens)
+            cutting.join()
+            trainer.save(step, MODEL)
+            for each in (trainer, part):
+                with pytest.raises(SaveFailedError) if step == 2 else nullcontext():
+                    each.wait_all(60)
+    assert Checkpoints(trainer.root).steps() == [1, 3]
 
 
 def test_a_request_of_an_earlier_start_is_not_answered(
