@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from trinity_sync.client.attachments import attachment_path
-from trinity_sync.errors import CommitError, ConfigError, ManifestError
+from trinity_sync.errors import ConfigError, ManifestError
 from trinity_sync.layout import KINDS, Kind, check_choice, check_number, check_root
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.storage.discovery import (
@@ -17,6 +17,7 @@ from trinity_sync.storage.discovery import (
     iter_committed_steps,
     read_manifest_state,
     require_committed,
+    require_run,
 )
 from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import Manifest, read_manifest
@@ -27,13 +28,14 @@ from trinity_sync.storage.metrics import (
     write_metrics,
 )
 from trinity_sync.storage.restore import load_bytes, load_states
-from trinity_sync.storage.runs import has_lost_run
+from trinity_sync.storage.runs import is_run_gone
 from trinity_sync.weights.committed import name_commit
 from trinity_sync.weights.version_view import Target, VersionOpener
 from trinity_sync.weights.versions import Version
 
 READER = "Checkpoints"
 """Name of the reader, for its leases."""
+CALL_AGAIN = "To use what is there now, call latest_step() or steps() again."
 
 
 class Checkpoints:
@@ -212,8 +214,7 @@ class Checkpoints:
         if again:
             self._found[now.step] = now
         found = self._found.setdefault(now.step, now)
-        if found.run != now.run or found.is_of_other_job(now):
-            raise _explain_replaced(found)
+        require_run(self.root, manifest, found, CALL_AGAIN, found.identity)
         return now
 
     def _find_run(self, step: int) -> int:
@@ -222,14 +223,6 @@ class Checkpoints:
             if manifest := read_manifest(self.root, step, ranks=()):
                 return self._name(manifest).run
         found = self._found.get(step)
-        if found and has_lost_run(self.root, found.run, found.run_key):
-            raise _explain_replaced(found)
+        if found and is_run_gone(self.root, found.run, found.run_key):
+            require_run(self.root, None, found, CALL_AGAIN)
         return found.run if found else find_run_of_step(self.root, step)
-
-
-def _explain_replaced(found: Version) -> CommitError:
-    return CommitError(
-        f"step {found.step} of run {found.run} in {found.root}, which this object has found, is "
-        "another run's now, or the root was restored. To use the step that is there now, call "
-        "latest_step() or steps() again."
-    )

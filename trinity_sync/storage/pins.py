@@ -28,8 +28,7 @@ from trinity_sync.fs.atomic import (
 )
 from trinity_sync.fs.records import Count, Record, Seconds, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, check_name, parse_number
-from trinity_sync.snapshot.save_id import is_of_other_run
-from trinity_sync.storage.discovery import iter_newest_first, read_manifest_state
+from trinity_sync.storage.discovery import iter_newest_first, read_manifest_state, require_run
 from trinity_sync.storage.leases import list_leases, prevent_removal
 from trinity_sync.storage.manifest import read_manifest
 
@@ -200,12 +199,9 @@ def resolve_step(root: str | Path, text: str) -> int:
 def _find_tagged(root: str | Path, tag: Pin) -> int:
     with suppress(ManifestError):  # which reading the step reports
         now = read_manifest(root, tag.step, ranks=())
-        if tag.run and now and is_of_other_run(now, tag):
-            raise CommitError(
-                f"tag {tag.name} is of step {tag.step} of run {tag.run} in {root}, which run "
-                f"{now.run} has replaced; to tag what is there now: "
-                f"trinity-sync pin {root} {tag.step} --name {tag.name} --force"
-            )
+        if tag.run and now:
+            move = f"trinity-sync pin {root} {tag.step} --name {tag.name} --force"
+            require_run(root, now, tag, f"To move tag {tag.name} to what is there now: {move}")
     return tag.step
 
 

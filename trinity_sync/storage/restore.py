@@ -391,11 +391,7 @@ def require_size(path: Path, record: FileRecord, nbytes: int) -> None:
     Raises:
         CommitError: the sizes differ.
     """
-    if nbytes != record.nbytes:
-        raise CommitError(
-            f"{path} is corrupted: it has {nbytes:,} bytes, the manifest says {record.nbytes:,}. "
-            "Restore the file from a copy, or load another step (trinity-sync ls lists them)."
-        )
+    _require(path, nbytes == record.nbytes, f"it has {nbytes:,} bytes", f"{record.nbytes:,}")
 
 
 def require_digest(path: Path, record: FileRecord, found: str) -> None:
@@ -404,10 +400,14 @@ def require_digest(path: Path, record: FileRecord, found: str) -> None:
     Raises:
         CommitError: the digests differ.
     """
-    if found != record.digest:
+    _require(path, found == record.digest, f"its digest is {found}", record.digest)
+
+
+def _require(path: Path, is_valid: bool, found: str, recorded: str) -> None:
+    if not is_valid:
         raise CommitError(
-            f"{path} is corrupted: its digest is {found}, the manifest says {record.digest}. "
-            "Restore the file from a copy, or load another step (trinity-sync ls lists them)."
+            f"{path} is corrupted: {found}, the manifest says {recorded}. Restore the file from a "
+            "copy, or load another step (trinity-sync ls lists them)."
         )
 
 

@@ -142,7 +142,7 @@ def find_newest_run(root: str | Path) -> Run | None:
     return max(runs, key=lambda run: run.number) if runs else None
 
 
-def has_lost_run(root: str | Path, run: int, run_key: str) -> bool:
+def is_run_gone(root: str | Path, run: int, run_key: str) -> bool:
     """Return whether a root has lost a run, since it was restored; raises as `list_runs`."""
     keys = {each.number: each.key for each in list_runs(root)}
     if not (key := keys.get(run, "")):

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from trinity_sync.errors import ConfigError, WeightSyncError
-from trinity_sync.storage.runs import has_lost_run, is_superseded
+from trinity_sync.storage.runs import is_run_gone, is_superseded
 from trinity_sync.weights.committed import find_committed_version
 from trinity_sync.weights.file_registry import FileRegistry
 from trinity_sync.weights.ray_cluster import find_synchronizer, in_ray_cluster
@@ -229,7 +229,7 @@ class WeightReader:
         """Yield versions to try, best first; each is looked up once the one before has failed."""
         last = self.version
         if last and wanted and wanted.is_older_than(last):
-            lost = has_lost_run(last.root, last.run, last.run_key)
+            lost = is_run_gone(last.root, last.run, last.run_key)
             last = None if lost or is_superseded(last.root, last.run, last.step) else last
         if wanted and not (last and wanted.is_older_than(last)):
             yield wanted

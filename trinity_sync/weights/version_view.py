@@ -29,14 +29,13 @@ from trinity_sync.errors import CommitError, ImageError, WeightSyncError
 from trinity_sync.fs.direct_io import digest_bytes
 from trinity_sync.fs.locks import LockFile
 from trinity_sync.layout import step_folder
-from trinity_sync.snapshot.job_identity import read_identity
-from trinity_sync.snapshot.save_id import is_of_other_run
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import VersionTag, read_version_tag
-from trinity_sync.storage.discovery import list_shards, require_unreplaced
+from trinity_sync.storage.discovery import list_shards, require_run, require_unreplaced
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import FileRecord
+from trinity_sync.storage.restore import require_size
 from trinity_sync.tensors.deserialize import Unread
 from trinity_sync.tensors.in_place import NOT_LIVE, find_copies
 from trinity_sync.tensors.torch_private import acts_on_load
@@ -265,14 +264,9 @@ class VersionOpener:
                 manifest = leased.enter_context(
                     lease_to_read(root, step, self._name, paths=())  # checked when they are mapped
                 )
+                require_run(root, manifest, version, "Read a newer version.", version.identity)
             except CommitError as error:
                 raise VersionUnavailableError(f"{_describe(version)}: {error}") from error
-            identity = version.identity and read_identity(root)
-            if is_of_other_run(manifest, version) or identity != version.identity:
-                raise VersionUnavailableError(
-                    f"{_describe(version)}: run {manifest.run}, or another job in the root, has "
-                    "replaced the step"
-                )
             try:
                 records = list_shards(root, manifest, version.role, "model")
             except CommitError as error:
@@ -335,10 +329,7 @@ def _require_finite(version: Version, images: Sequence[torch.Tensor]) -> None:
 
 def _map_file(path: Path, record: FileRecord) -> memoryview:
     with path.open("rb") as file:
-        if (nbytes := os.fstat(file.fileno()).st_size) != record.nbytes:
-            raise CommitError(
-                f"{path} is corrupted: it has {nbytes:,} bytes, the manifest says {record.nbytes:,}"
-            )
+        require_size(path, record, os.fstat(file.fileno()).st_size)
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 

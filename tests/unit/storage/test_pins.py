@@ -57,7 +57,9 @@ def test_a_tag_does_not_name_the_step_that_another_run_has_put_in_place_of_its_o
         open_run(committed.root, key, 0)
     committed.stage(4, {"model": {"w": torch.ones(3)}}, run=2)
     committed.commit(4, run=2)
-    with pytest.raises(CommitError, match=r"tag best is of step 4 of run 1 .* run 2 has replaced"):
+    with pytest.raises(
+        CommitError, match=r"step 4 of run 1 .* run 2 has replaced it, .* To move tag best"
+    ):
         resolve_step(committed.root, "best")
     tag(committed.root, 4, "best")
     assert resolve_step(committed.root, "best") == 4

@@ -113,7 +113,7 @@ class VLLMAdapter:
         stay = {name, *before}.intersection(valid)
         for folder in {path.parent for path in ours.values()} - {version.folder.parent}:
             latest = read_latest(folder)
-            if latest and latest.is_of_other_job(version):
+            if latest and latest.is_of_other_root(version):
                 with try_acquire_file_lock(folder / JOB_LOCK) as is_free:
                     if not is_free:
                         raise WeightSyncError(

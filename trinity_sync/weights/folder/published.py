@@ -54,7 +54,7 @@ class VersionRecord(Record):
     run_key: str = ""
     """Key of ``run``."""
 
-    def is_of_other_job(self, other: Any) -> bool:
+    def is_of_other_root(self, other: Any) -> bool:
         """Return whether a version is of another job; not if the root was moved or recreated."""
         return self.root != str(other.root) and self.identity != other.identity
 

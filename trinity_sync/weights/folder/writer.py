@@ -23,7 +23,7 @@ from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, replace_file, 
 from trinity_sync.fs.locks import open_lock_file, try_acquire_file_lock
 from trinity_sync.fs.process import describe_holder
 from trinity_sync.fs.records import encode_record
-from trinity_sync.storage.runs import has_lost_run, is_superseded
+from trinity_sync.storage.runs import is_run_gone, is_superseded
 from trinity_sync.weights.folder.bucket import open_bucket
 from trinity_sync.weights.folder.delta import Change, encode_change, view_bytes, write_delta
 from trinity_sync.weights.folder.files import (
@@ -179,7 +179,7 @@ class WeightFolder:
             self._require_own(version, latest)
             self._remove_leftovers(latest)
             job = str(version.root), version.identity
-            if latest and has_lost_run(latest.root, latest.run, latest.run_key):
+            if latest and is_run_gone(latest.root, latest.run, latest.run_key):
                 job = "", ""  # another root has this path now: an older one
             if latest and (latest.root, latest.identity) == job:
                 key, known = (version.run, version.step), (latest.run, latest.step)
@@ -215,7 +215,7 @@ class WeightFolder:
         """Require that no living publisher publishes another job, and show that this one lives."""
         self._living.close()
         lock = self._living.enter_context(open_lock_file(self.out / JOB_LOCK))
-        is_others = latest and latest != self._published and latest.is_of_other_job(version)
+        is_others = latest and latest != self._published and latest.is_of_other_root(version)
         # a lock in a bucket's cache says nothing of other hosts
         if is_others and ((self._bucket and self._published) or not lock.try_acquire()):
             raise WeightSyncError(
