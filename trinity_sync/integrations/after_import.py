@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +29,23 @@ def patch_after_import(patches: Mapping[str, Patch]) -> None:
         if name in sys.modules:
             _apply(patch, sys.modules[name])
     sys.meta_path.insert(0, _PatchingFinder(patches))
+
+
+def wrap(wrappers: Mapping[str, str], *, within: Sequence[str] = ()) -> Patch:
+    """Return a patch that wraps functions of a module, and methods of its classes (``Class.name``).
+
+    Each is replaced by what its wrapper, ``module:function``, returns for it. A function is also
+    replaced in the modules of packages, ``within``, that have imported it.
+    """
+
+    def patch(module: ModuleType) -> None:
+        for name, wrapper in wrappers.items():
+            owner, _, last = name.rpartition(".")
+            of = getattr(module, owner) if owner else module
+            new = resolve_name(wrapper)(getattr(of, last))
+            setattr(of, last, new) if owner else rebind(module, last, new, within=within)
+
+    return patch
 
 
 def rebind(module: ModuleType, name: str, new: Any, *, within: Sequence[str]) -> None:

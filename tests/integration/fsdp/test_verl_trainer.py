@@ -534,7 +534,7 @@ def test_a_launch_tells_its_processes_the_run_the_roles_and_no_secret(
     monkeypatch.setenv("TRINITY_SYNC_NODE", "this-one")
     monkeypatch.setenv("PREFECT_API_KEY", "secret")
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "mine")
-    launch = wrap_get_ppo_ray_runtime_env(get_ppo_ray_runtime_env, "ours")
+    launch = wrap_get_ppo_ray_runtime_env(get_ppo_ray_runtime_env)
     with_critic, grpo = config.copy(), config.copy()
     grpo.algorithm.adv_estimator = "grpo"
     first, second = (launch(each)["env_vars"] for each in (with_critic, grpo))
@@ -543,7 +543,7 @@ def test_a_launch_tells_its_processes_the_run_the_roles_and_no_secret(
     assert first["TRINITY_SYNC_RUN_KEY"] != second["TRINITY_SYNC_RUN_KEY"]
     assert first["TRINITY_SYNC_SLOTS"] == "3"
     assert first["TRINITY_SYNC_ROOT"] == config.trainer.default_local_dir
-    assert first["VERL_USE_EXTERNAL_MODULES"] == "mine,ours"
+    assert first["VERL_USE_EXTERNAL_MODULES"] == "mine,trinity_sync.integrations.verl.switch"
     assert "secret" not in str(first)
     assert "TRINITY_SYNC_NODE" not in first  # of the launching node alone
 
@@ -551,7 +551,7 @@ def test_a_launch_tells_its_processes_the_run_the_roles_and_no_secret(
 def test_the_root_of_a_launch_is_that_of_its_trainer_and_no_other_is_accepted(
     config: DictConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    launch = wrap_get_ppo_ray_runtime_env(get_ppo_ray_runtime_env, "ours")
+    launch = wrap_get_ppo_ray_runtime_env(get_ppo_ray_runtime_env)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TRINITY_SYNC_ROOT", raising=False)
     config.trainer.default_local_dir = "ckpts"

@@ -15,15 +15,9 @@ serve the model: they look the Synchronizer up by Trinity's name, which ours has
 from pathlib import Path
 from types import ModuleType
 
-from trinity_sync.integrations.after_import import Patch, patch_after_import, rebind
+from trinity_sync.integrations.after_import import Patch, patch_after_import, wrap
 
 PLUGINS = Path(__file__).parent / "plugin"
-
-
-def _launch(module: ModuleType) -> None:
-    from trinity_sync.integrations.trinity.job import wrap_get_envs
-
-    module.Config.get_envs = wrap_get_envs(module.Config.get_envs)
 
 
 def _synchronizer(module: ModuleType) -> None:
@@ -33,18 +27,6 @@ def _synchronizer(module: ModuleType) -> None:
         return TrinitySynchronizer.get_actor(config, namespace)
 
     module.Synchronizer.get_actor = staticmethod(get_actor)
-
-
-def _position(module: ModuleType) -> None:
-    from trinity_sync.integrations.trinity.job import wrap_sample_strategy_init
-
-    module.SampleStrategy.__init__ = wrap_sample_strategy_init(module.SampleStrategy.__init__)
-
-
-def _monitor(module: ModuleType) -> None:
-    from trinity_sync.integrations.trinity.metrics import wrap_get_monitor
-
-    module.MONITOR.get = wrap_get_monitor(module.MONITOR.get)
 
 
 def _engine(module: ModuleType) -> None:
@@ -57,20 +39,20 @@ def _engine(module: ModuleType) -> None:
     names["TrinityCriticWorker"] = workers.CriticWorker
 
 
-def _resume(module: ModuleType) -> None:
-    from trinity_sync.integrations.verl.driver import wrap_find_latest_ckpt_path
-
-    ours = wrap_find_latest_ckpt_path(module.find_latest_ckpt_path)
-    rebind(module, "find_latest_ckpt_path", ours, within=["verl", "trinity"])
-
+OURS = "trinity_sync.integrations"
 
 PATCHES: dict[str, Patch] = {
-    "trinity.algorithm.sample_strategy.sample_strategy": _position,
-    "trinity.common.config": _launch,
+    "trinity.algorithm.sample_strategy.sample_strategy": wrap(
+        {"SampleStrategy.__init__": f"{OURS}.trinity.job:wrap_sample_strategy_init"}
+    ),
+    "trinity.common.config": wrap({"Config.get_envs": f"{OURS}.trinity.job:wrap_get_envs"}),
     "trinity.manager.synchronizer": _synchronizer,
     "trinity.trainer.verl.trainer": _engine,
-    "trinity.utils.monitor": _monitor,
-    "verl.utils.checkpoint.checkpoint_manager": _resume,
+    "trinity.utils.monitor": wrap({"MONITOR.get": f"{OURS}.trinity.metrics:wrap_get_monitor"}),
+    "verl.utils.checkpoint.checkpoint_manager": wrap(
+        {"find_latest_ckpt_path": f"{OURS}.verl.driver:wrap_find_latest_ckpt_path"},
+        within=["verl", "trinity"],
+    ),
 }
 """Patch of each module of Trinity or veRL, by the module's name."""
 

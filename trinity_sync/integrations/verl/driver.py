@@ -31,6 +31,7 @@ from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.metrics import MetricsLog, find_run_of_step
 from trinity_sync.storage.runs import find_newest_run
 
+SWITCH = "trinity_sync.integrations.verl.switch"
 ROOT = "TRINITY_SYNC_ROOT"
 """Variable with the job's root, for the back end of the weight transfer."""
 
@@ -192,9 +193,7 @@ def add_wait_method(worker: type) -> None:
     setattr(worker, WAIT, register(dispatch_mode=Dispatch.ONE_TO_ALL)(wait))
 
 
-def wrap_get_ppo_ray_runtime_env(
-    original: Callable[..., dict[str, Any]], switch: str
-) -> Callable[..., Any]:
+def wrap_get_ppo_ray_runtime_env(original: Callable[..., dict[str, Any]]) -> Callable[..., Any]:
     """Wrap veRL's ``get_ppo_ray_runtime_env``: add the environment variables of trinity_sync.
 
     These are the key of the run, which is new at each launch and the same for actor and critic; the
@@ -222,8 +221,8 @@ def wrap_get_ppo_ray_runtime_env(
             if "TRINITY_SYNC_ROLES" not in ours and _has_critic(config):
                 ours["TRINITY_SYNC_ROLES"] = "actor,critic"
         given = os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")
-        modules = [name for name in given if name and name != switch]
-        ours["VERL_USE_EXTERNAL_MODULES"] = ",".join([*modules, switch])
+        modules = [name for name in given if name and name != SWITCH]
+        ours["VERL_USE_EXTERNAL_MODULES"] = ",".join([*modules, SWITCH])
         variables.update(ours)
         return environment
 

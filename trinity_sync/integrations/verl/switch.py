@@ -15,19 +15,12 @@ from types import ModuleType
 from typing import Any
 
 from trinity_sync.errors import ConfigError, from_extra
-from trinity_sync.integrations.after_import import Patch, patch_after_import, rebind
+from trinity_sync.integrations.after_import import Patch, patch_after_import, wrap
 
 with from_extra("verl"):
     from packaging.version import Version
 
     VERL = Version(version("verl"))
-
-
-def _resume(module: ModuleType) -> None:
-    from trinity_sync.integrations.verl.driver import wrap_find_latest_ckpt_path
-
-    ours = wrap_find_latest_ckpt_path(module.find_latest_ckpt_path)
-    rebind(module, "find_latest_ckpt_path", ours, within=["verl"])
 
 
 def _save(module: ModuleType) -> None:
@@ -66,13 +59,6 @@ def _fully_async(module: ModuleType) -> None:
     )
 
 
-def _launch(module: ModuleType) -> None:
-    from trinity_sync.integrations.verl.driver import wrap_get_ppo_ray_runtime_env
-
-    ours = wrap_get_ppo_ray_runtime_env(module.get_ppo_ray_runtime_env, __name__)
-    rebind(module, "get_ppo_ray_runtime_env", ours, within=["verl"])
-
-
 def _workers(module: ModuleType) -> None:
     from trinity_sync.integrations.verl.driver import add_wait_method
 
@@ -80,56 +66,42 @@ def _workers(module: ModuleType) -> None:
     add_wait_method(module.ActorRolloutRefWorker)
 
 
-def _trainer(module: ModuleType) -> None:
-    from trinity_sync.integrations.verl.driver import wrap_save_checkpoint
-
-    trainer = module.RayPPOTrainer  # its fit waits for saves by itself
-    trainer._save_checkpoint = wrap_save_checkpoint(trainer._save_checkpoint)
-
-
-def _trainer_v1(module: ModuleType) -> None:
-    from trinity_sync.integrations.verl.driver import wrap_fit, wrap_save_checkpoint
-
-    trainer = module.PPOTrainer
-    trainer._save_checkpoint = wrap_save_checkpoint(trainer._save_checkpoint)
-    trainer.fit = wrap_fit(trainer.fit)
-
-
-def _handler(module: ModuleType) -> None:
-    from trinity_sync.integrations.verl.sft import wrap_find_latest_checkpoint, wrap_save_checkpoint
-
-    handler = module.CheckpointHandler
-    handler.save_checkpoint = wrap_save_checkpoint(handler.save_checkpoint)
-    handler._find_latest_checkpoint = wrap_find_latest_checkpoint(handler._find_latest_checkpoint)
-
-
-def _tracking(module: ModuleType) -> None:
-    from trinity_sync.integrations.verl.driver import wrap_log
-
-    module.Tracking.log = wrap_log(module.Tracking.log)
-
-
-def _end(module: ModuleType) -> None:
-    from trinity_sync.integrations.verl.sft import wrap_destroy_global_process_group
-
-    ours = wrap_destroy_global_process_group(module.destroy_global_process_group)
-    rebind(module, "destroy_global_process_group", ours, within=["verl"])
-
+DRIVER, SFT = "trinity_sync.integrations.verl.driver", "trinity_sync.integrations.verl.sft"
 
 PATCHES: dict[str, Patch] = {
-    "verl.utils.checkpoint.checkpoint_manager": _resume,
-    "verl.utils.checkpoint.checkpoint_handler": _handler,
-    "verl.utils.distributed": _end,
-    "verl.utils.tracking": _tracking,
+    "verl.utils.checkpoint.checkpoint_manager": wrap(
+        {"find_latest_ckpt_path": f"{DRIVER}:wrap_find_latest_ckpt_path"}, within=["verl"]
+    ),
+    "verl.utils.checkpoint.checkpoint_handler": wrap(
+        {
+            "CheckpointHandler.save_checkpoint": f"{SFT}:wrap_save_checkpoint",
+            "CheckpointHandler._find_latest_checkpoint": f"{SFT}:wrap_find_latest_checkpoint",
+        }
+    ),
+    "verl.utils.distributed": wrap(
+        {"destroy_global_process_group": f"{SFT}:wrap_destroy_global_process_group"},
+        within=["verl"],
+    ),
+    "verl.utils.tracking": wrap({"Tracking.log": f"{DRIVER}:wrap_log"}),
     "verl.workers.engine.fsdp.transformer_impl": _save,
     "verl.workers.engine.fsdp.fsdp_turbo_impl": _turbo,
     "verl.workers.engine.megatron.transformer_impl": _save_megatron,
     "verl.workers.engine.veomni.transformer_impl": _save,
     "verl.experimental.fully_async_policy": _fully_async,
-    "verl.trainer.constants_ppo": _launch,
+    "verl.trainer.constants_ppo": wrap(
+        {"get_ppo_ray_runtime_env": f"{DRIVER}:wrap_get_ppo_ray_runtime_env"}, within=["verl"]
+    ),
     "verl.workers.engine_workers": _workers,
-    "verl.trainer.ppo.ray_trainer": _trainer,
-    "verl.trainer.ppo.v1.trainer_base": _trainer_v1,
+    # its fit waits for saves by itself
+    "verl.trainer.ppo.ray_trainer": wrap(
+        {"RayPPOTrainer._save_checkpoint": f"{DRIVER}:wrap_save_checkpoint"}
+    ),
+    "verl.trainer.ppo.v1.trainer_base": wrap(
+        {
+            "PPOTrainer._save_checkpoint": f"{DRIVER}:wrap_save_checkpoint",
+            "PPOTrainer.fit": f"{DRIVER}:wrap_fit",
+        }
+    ),
 }
 """Patch of each module of veRL, by the module's name."""
 
