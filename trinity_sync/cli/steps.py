@@ -119,7 +119,8 @@ def show(
     bad = corruption.files if corruption else {}
     files = []
     for record in manifest.files:
-        nbytes = _size_on_disk(folder / record.path)
+        path = folder / record.path
+        nbytes = path.stat().st_size if path.is_file() else None
         status = (
             "valid" if nbytes == record.nbytes else "missing" if nbytes is None else "truncated"
         )
@@ -216,7 +217,3 @@ def _list_remote(url: str) -> list[StepRow]:
         row = StepRow(found.step, found.state)
         rows.append(add_manifest(row, found.manifest) if found.manifest else row)
     return rows
-
-
-def _size_on_disk(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None

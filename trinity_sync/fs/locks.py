@@ -236,12 +236,10 @@ def _after_fork_in_child() -> None:
         file.detach()
 
 
-def _after_fork_in_parent() -> None:
-    _lock.release()
-
-
 os.register_at_fork(
-    before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
+    before=_before_fork,
+    after_in_parent=lambda: _lock.release(),  # of the lock that this process has by then
+    after_in_child=_after_fork_in_child,
 )
 
 

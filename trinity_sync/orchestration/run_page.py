@@ -212,14 +212,10 @@ def _sum_up(written: Sequence[Written]) -> list[tuple[object, ...]]:
         nbytes = sum(file.record.nbytes for file in files)
         # the files of a group are written side by side
         longest = max(file.seconds for file in files)
-        speed = _format_speed(nbytes, longest)
+        # that of a small file means nothing
+        speed = format_rate(nbytes, longest) if nbytes >= 1_000_000 else ""
         rows.append((component, node, f"{len(files):,}", format_bytes(nbytes), speed))
     return rows
-
-
-def _format_speed(nbytes: int, seconds: float) -> str:
-    """Return the throughput of a file; empty for a small one, where it means nothing."""
-    return format_rate(nbytes, seconds) if nbytes >= 1_000_000 else ""
 
 
 def _make_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

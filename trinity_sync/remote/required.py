@@ -105,7 +105,7 @@ def replicate_and_record(root: Path, url: str, step: int) -> Replicated:
     manifest = require_committed(root, step)
     if remote.url == job.required_remote:
         claim_remote(root, remote)
-        _claim_run(root, remote, manifest)
+        _claim_number(root, remote, manifest)
     done = replicate(root, url, step)
     if remote.url == job.remote:
         record_replicated(root, remote.url, manifest)
@@ -144,7 +144,7 @@ def replicate_missing(root: Path, url: str) -> list[int] | None:
     return sorted(replicated)
 
 
-def _claim_run(root: Path, remote: Remote, manifest: Manifest) -> None:
+def _claim_number(root: Path, remote: Remote, manifest: Manifest) -> None:
     """Check that no other training uses the remote, and create the record of this run's number."""
     number, step = manifest.run, manifest.step
     run = next((run for run in list_runs(root) if run.number == number), Run(number, "", 0))

@@ -153,10 +153,6 @@ class _ReadSettings(BaseSettings):
         return explain(error, PREFIX, fields)
 
 
-def _default_spool() -> Path:
-    return Path(f"/dev/shm/trinity_sync-{os.getuid()}")
-
-
 def default_home(mountinfo: str | None = None) -> Path:
     """Return the folder of this user's stack on this host, on a local file system.
 
@@ -182,7 +178,7 @@ class Settings(_ReadSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, frozen=True)
 
-    spool: FullPath = Field(default_factory=_default_spool)
+    spool: FullPath = Field(default_factory=lambda: Path(f"/dev/shm/trinity_sync-{os.getuid()}"))
     """Folder in shared memory for the slots and tickets of this node; by default
     ``/dev/shm/trinity_sync-<uid>``."""
 

@@ -180,7 +180,10 @@ def plan_copies(saved: Any, live: Any) -> Filling:
     )
 
 
-NOT_LIVE = "extra state or a copy, with which the module does not compute"
+NOT_LIVE = (
+    "extra state or a copy, with which the module does not compute (dict(state) fills tensors that "
+    "you have put there)"
+)
 
 
 def find_copies(owner: torch.nn.Module | Mapping[str, Any], named: Mapping[str, Any]) -> list[str]:

@@ -232,6 +232,18 @@ def test_a_state_without_extra_state_or_module_is_filled_as_before(job: Job) -> 
     assert torch.equal(own.weight, gone["weight"])
 
 
+def test_a_tensor_that_its_user_has_put_into_a_state_is_filled_in_a_plain_dict(job: Job) -> None:
+    saved, own = nn.Linear(4, 4), nn.Linear(4, 4)
+    save(job, 1, saved.state_dict())
+    state = own.state_dict()
+    state["bias"] = torch.zeros(4)
+    with pytest.raises(WeightSyncError, match=r"bias is extra state or a copy, .*dict\(state\)"):
+        Checkpoints(job.root).load_into(1, state)
+    Checkpoints(job.root).load_into(1, dict(state))
+    assert torch.equal(state["bias"], saved.bias)
+    assert torch.equal(own.weight, saved.weight)
+
+
 def test_extra_state_of_a_version_that_a_module_has_not_is_refused(job: Job) -> None:
     save(job, 1, Scaled().state_dict())
     with pytest.raises(WeightSyncError, match="_extra_state is not in what it is loaded into"):
