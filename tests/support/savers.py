@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -56,6 +57,15 @@ def savers_of(spool: Path) -> list[psutil.Process]:
         if line[-2:] == ["trinity_sync.saver", str(spool)]:
             found.append(process)
     return found
+
+
+def end_savers(spool: Path) -> None:
+    """Kill the savers of a spool, and leave no thread that would start another one."""
+    for thread in threading.enumerate():
+        if thread.name == "save-trigger":  # it may wait until its saver serves
+            thread.join(10)
+    for saver in savers_of(spool):
+        saver.kill()
 
 
 def train(root: Path, settings: Settings, folder: Path, *arguments: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.savers import savers_of
+from tests.support.savers import end_savers
 from tests.trainers.ranks import own_process
 
 
@@ -19,8 +19,7 @@ def call() -> Iterator[Callable[..., Any]]:
 @pytest.fixture
 def spool(spool_folder: Path) -> Iterator[Path]:
     yield spool_folder
-    for saver in savers_of(spool_folder):
-        saver.kill()
+    end_savers(spool_folder)
 
 
 def test_accelerate_saves_and_loads_its_state_and_refuses_a_corrupted_one(

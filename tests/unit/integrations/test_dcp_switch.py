@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.support.savers import savers_of
+from tests.support.savers import end_savers
 from trinity_sync import CheckpointCoordinator, Settings
 
 PROGRAM = """
@@ -39,8 +39,7 @@ def variables(tmp_path: Path, spool_folder: Path) -> Iterator[dict[str, str]]:
         "TRINITY_SYNC_SAVER": "auto",
         "PYTHONPATH": os.pathsep.join((str(Path.cwd()), str(tmp_path))),
     }
-    for saver in savers_of(spool_folder):
-        saver.kill()
+    end_savers(spool_folder)
 
 
 def run(folder: Path, variables: dict[str, str], *named: str) -> subprocess.CompletedProcess[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.job import Job
-from tests.support.savers import savers_of
+from tests.support.savers import end_savers
 from trinity_sync import CheckpointCoordinator, Settings
 
 Make = Callable[..., CheckpointCoordinator]
@@ -15,8 +15,7 @@ Make = Callable[..., CheckpointCoordinator]
 @pytest.fixture
 def settings(spool_folder: Path, tmp_path: Path) -> Iterator[Settings]:
     yield Settings(spool=spool_folder, home=tmp_path / "home", saver="auto")
-    for saver in savers_of(spool_folder):
-        saver.kill()
+    end_savers(spool_folder)
 
 
 @pytest.fixture

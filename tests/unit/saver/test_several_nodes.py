@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.support.job import Job
-from tests.support.savers import await_that, savers_of
+from tests.support.savers import await_that, end_savers, savers_of
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.client.saver_control import LOG
 from trinity_sync.snapshot.spool import open_job_spool
@@ -60,8 +60,7 @@ def nodes(settings: Settings) -> Iterator[list[Settings]]:
         made.append(settings.model_copy(update=own))
     yield made
     for each in made:
-        for saver in savers_of(each.spool):
-            saver.kill()
+        end_savers(each.spool)
 
 
 @pytest.fixture
