@@ -17,7 +17,7 @@ from typing import Any
 from trinity_sync.errors import ExportError
 from trinity_sync.formats.hf_naming import Naming, Tensors
 from trinity_sync.formats.shard_reader import Meta, SavedState
-from trinity_sync.fs.atomic import make_folder, remove_tree, replace_file, sync_folder
+from trinity_sync.fs.atomic import make_folder, read_file, remove_tree, replace_file, sync_folder
 from trinity_sync.fs.direct_io import OnProgress, digest_cached_file, no_progress
 from trinity_sync.layout import is_below
 from trinity_sync.tensors.dtensor_shards import have_equal_bits
@@ -88,7 +88,7 @@ def open_progress(folder: Path, source: dict[str, Any]) -> ExportProgress:
 def read_progress(folder: Path) -> ExportProgress | None:
     """Return the progress of the export in a folder, in flight or finished, or None."""
     try:
-        body = json.loads((folder / PROGRESS).read_text())
+        body = json.loads(read_file(folder / PROGRESS))
         files = {str(name): ExportedFile(**known) for name, known in body["files"].items()}
         is_ours = all(map(is_below, files))  # anyone may have written it
         return ExportProgress(folder, body["source"], files) if is_ours else None

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from trinity_sync.errors import CommitError, ConfigError, ImageError, WeightSyncError
+from trinity_sync.fs.atomic import open_no_follow
 from trinity_sync.tensors.dtensor_shards import ShardBox, have_equal_bits
 from trinity_sync.tensors.safe_load import allow_plain
 from trinity_sync.tensors.unshard import (
@@ -165,6 +166,6 @@ def _name_in_errors(path: Path, world_size: int) -> Iterator[None]:
 
 
 def _map_file(path: Path) -> torch.Tensor:
-    with path.open("rb") as file:
+    with open_no_follow(path) as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     return torch.frombuffer(content, dtype=torch.uint8)

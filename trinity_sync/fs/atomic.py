@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial, wraps
+from io import UnsupportedOperation
 from pathlib import Path
 from typing import IO, Any, Generic, ParamSpec, TypeVar
 
@@ -32,6 +33,9 @@ REMOVED_PREFIX = ".nfs"
 TRUSTED = "TRINITY_SYNC_TRUSTED_PATHS"
 _IN_ROOT = re.compile(rf"(?:^|/)(?:{re.escape(PRIVATE_FOLDER)}|global_step_\d+)(?:/|\Z)")
 _LINKED = "it is a link that another user may have made, and is not followed; move it away"
+_IRREGULAR = "it is a link, a pipe or otherwise no regular file, and is not opened; move it away"
+_MOST_BYTES = 256 << 20
+"""Bytes of a record that are read: one that is longer is torn."""
 _NO_EXCHANGE = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
 
 P = ParamSpec("P")
@@ -94,14 +98,34 @@ def pinned(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def open_no_follow(path: Path, mode: str = "rb") -> IO[bytes]:
+def open_regular(path: str | Path, flags: int, mode: int = 0o666) -> int:
     """Open a file of an unknown owner: no link is followed, and no pipe is waited for.
 
     Raises:
-        OSError: it cannot be opened, or is a link.
+        OSError: it cannot be opened; it is also a ValueError if something else has its name, as
+            that of a record that is torn.
     """
-    flags = os.O_NOFOLLOW | os.O_NONBLOCK
-    return open(path, mode, opener=lambda name, usual: os.open(name, usual | flags, 0o666))
+    try:
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+            raise
+        raise UnsupportedOperation(error.errno, _IRREGULAR, os.fspath(path)) from None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise UnsupportedOperation(errno.EINVAL, _IRREGULAR, os.fspath(path))
+    return fd
+
+
+def open_no_follow(path: Path, mode: str = "rb") -> IO[bytes]:
+    """Open a file as `open_regular`."""
+    return open(path, mode, opener=open_regular)
+
+
+def read_file(path: Path) -> bytes:
+    """Return the content of a record, which any user may have written; raises as `open_regular`."""
+    with open(open_regular(path, os.O_RDONLY), "rb") as file:
+        return file.read(min(os.fstat(file.fileno()).st_size, _MOST_BYTES))
 
 
 @pinned
@@ -252,14 +276,14 @@ def open_fd(path: str | Path, flags: int = os.O_RDONLY) -> Iterator[int]:
 
 
 def read_uncached(path: Path) -> bytes:
-    """Return the content of a file that another node may just have created or replaced.
+    """Return the content of a record that another node may just have created or replaced.
 
     Raises:
-        OSError: as ``Path.read_bytes``.
+        OSError: as `open_regular`.
     """
     revalidate_folder(path.parent.parent)
     revalidate_folder(path.parent)
-    return path.read_bytes()
+    return read_file(path)
 
 
 def revalidate_folder(folder: Path) -> None:

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import xxhash
 
-from trinity_sync.fs.atomic import open_fd
+from trinity_sync.fs.atomic import open_fd, open_regular
 
 logger = logging.getLogger(__name__)
 
@@ -153,8 +153,8 @@ def write_file(
 
 def digest_cached_file(path: Path) -> str:
     """Return the digest of a file, read through the page cache, in the form of `write_file`."""
-    with path.open("rb", buffering=0) as file:
-        return digest_parts(iter(partial(file.read, CHUNK), b""))
+    with open_to_read(path, direct=False) as fd:
+        return digest_parts(iter(partial(os.read, fd, CHUNK), b""))
 
 
 def digest_parts(parts: Iterable[memoryview | bytes]) -> str:
@@ -171,15 +171,14 @@ def digest_bytes(content: memoryview) -> str:
 
 
 def _open(path: Path, flags: int, direct: bool = True) -> tuple[int, bool]:
-    """Open a file, but no link; return its descriptor and whether it is open for direct I/O."""
-    flags |= os.O_CLOEXEC | os.O_NOFOLLOW
+    """Open a regular file; return its descriptor and whether it is open for direct I/O."""
     if direct:
         try:
-            return os.open(path, flags | os.O_DIRECT, 0o644), True
+            return open_regular(path, flags | os.O_DIRECT, 0o644), True
         except OSError as error:
             if error.errno not in _NO_DIRECT_IO:
                 raise
-    return os.open(path, flags, 0o644), False
+    return open_regular(path, flags, 0o644), False
 
 
 _FLOCK = "hhqqi4x"
@@ -254,7 +253,7 @@ def _write_chunk(
 
 @contextmanager
 def open_to_read(path: Path, *, direct: bool = True) -> Iterator[int]:
-    """Open a file, but no link, for reads past the page cache if the file system allows it.
+    """Open a regular file, for reads past the page cache if the file system allows it.
 
     A file that several processes of the node read is better not ``direct``: it is read once.
 

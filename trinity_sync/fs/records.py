@@ -23,6 +23,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import msgspec
 
 from trinity_sync.errors import FormatError
+from trinity_sync.fs.atomic import read_file
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """A number or a size that fits into a signed 64-bit integer."""
@@ -78,16 +79,14 @@ def decode_record(kind: type[R], content: bytes, path: Path | str) -> R:
     return _load(content, kind)
 
 
-def read_record(
-    kind: type[R], path: Path, read: Callable[[Path], bytes] = Path.read_bytes
-) -> R | None:
-    """Return the record in a file; None if the file is missing, torn, altered or a folder.
+def read_record(kind: type[R], path: Path, read: Callable[[Path], bytes] = read_file) -> R | None:
+    """Return the record in a file; None if the file is missing, torn or altered, or no file.
 
     ``read`` is `read_uncached` for a file that another node may have replaced.
     """
     try:
         return decode_record(kind, read(path), path)
-    except (FileNotFoundError, IsADirectoryError, ValueError):
+    except (FileNotFoundError, ValueError):
         return None
 
 

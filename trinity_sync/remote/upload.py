@@ -33,6 +33,7 @@ from trinity_sync.errors import (
     RemoteError,
     SupersededError,
 )
+from trinity_sync.fs.atomic import open_no_follow
 from trinity_sync.fs.direct_io import DIGEST, OnProgress, no_progress
 from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER, step_folder, steps_on_disk
@@ -184,7 +185,7 @@ def _read_chunks(
     digest = xxhash.xxh3_128()
     left = record.nbytes
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_no_follow(path) as file:
             while chunk := file.read(CHUNK):
                 digest.update(chunk)
                 left -= len(chunk)

@@ -24,7 +24,14 @@ from trinity_sync.errors import (
     SupersededError,
     TrinitySyncError,
 )
-from trinity_sync.fs.atomic import make_folder, remove_tree, replace_file, sync_folder
+from trinity_sync.fs.atomic import (
+    make_folder,
+    pin_folder,
+    pinned,
+    remove_tree,
+    replace_file,
+    sync_folder,
+)
 from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.layout import (
     FOLDERS,
@@ -69,7 +76,6 @@ from trinity_sync.storage.replace import (
 from trinity_sync.storage.runs import refuse_other_job, refuse_superseded
 from trinity_sync.storage.save import (
     Written,
-    discard,
     mark_image_failed,
     measure_save,
     remove_files,
@@ -162,10 +168,15 @@ def commit(
         else:
             if not earlier:
                 remove_mark(save.folder)  # the mark of a step whose manifest is gone
-            folder = str(save.folder)  # a path per file would double the time
+            by_folder = defaultdict[str, list[Written]](list)
             for file in written:
-                known = committed.get(file.record.path)
-                _name(file, f"{folder}/{file.record.path}", known, identities[file.record.digest])
+                by_folder[file.record.path.rpartition("/")[0]].append(file)
+            for name, of_folder in by_folder.items():
+                make_folder(save.folder / name)  # which another node's disk lacks
+                with pin_folder(save.folder / name) as folder:
+                    for file in of_folder:
+                        known = committed.get(file.record.path)
+                        _name(save, file, str(folder), known, identities[file.record.digest])
             sync_folders(save.folder, [file.path for file in manifest.files])
             if replaced:
                 inherit_metrics(save, replaced)
@@ -316,9 +327,9 @@ def _remove_other_attempts(save: SaveId, written: Sequence[Written]) -> None:
     """Remove the temporary files of other attempts to save the same images, and attached files."""
     images = {image for file in written for image in file.record.images}
     for name in {file.record.path.rpartition("/")[0] for file in written}:
-        folder = save.folder / name
-        names = (entry.name for entry in os.scandir(folder))
-        remove_files(folder / name for name in names if parse_image_name(name) in images)
+        with pin_folder(save.folder / name) as folder:
+            names = (entry.name for entry in os.scandir(folder))
+            remove_files(folder / name for name in names if parse_image_name(name) in images)
     attaching = attaching_folder(save.root)
     for name in {Path(f.attached).relative_to(attaching).parts[0] for f in written if f.attached}:
         with suppress(OSError):
@@ -345,36 +356,50 @@ def _link_equal_files(written: Sequence[Written]) -> dict[str, set[tuple[int, in
     for files in equal.values():
         large = [file for file in files if file.temporary and file.record.nbytes >= WORTHWHILE]
         for path in (Path(file.temporary) for file in large[1:]):
-            first = large[0].temporary
-            link = path.with_name(f".equal{path.name}")
             with suppress(OSError):  # no hard links here, or an earlier attempt named one of them
-                if not path.samefile(first):
-                    link.hardlink_to(first)
-                    link.replace(path)
+                _make_same(Path(large[0].temporary), path)
     return {digest: {file.identity for file in files} for digest, files in equal.items()}
 
 
+@pinned
+def _make_same(first: Path, path: Path) -> None:
+    """Make a path another name of the first file."""
+    if not path.samefile(first):
+        link = path.with_name(f".equal{path.name}")
+        link.hardlink_to(first)
+        link.replace(path)
+
+
 def _name(
-    file: Written, final: str, committed: FileRecord | None, identities: set[tuple[int, int]]
+    save: SaveId,
+    file: Written,
+    folder: str,
+    committed: FileRecord | None,
+    identities: set[tuple[int, int]],
 ) -> None:
-    """Rename a written file to its final name, unless an earlier attempt did.
+    """Rename a written file in its pinned folder to its final name, unless an earlier attempt did.
 
     A file that this run has committed, e.g. with the sync of the step, is never overwritten.
     """
-    if file.temporary and committed:
-        discard([file])
-    elif file.temporary:
+    temporary, final = (  # a Path per file would double the time
+        f"{folder}/{name.rpartition('/')[2]}" for name in (file.temporary, file.record.path)
+    )
+    if file.temporary:
         with suppress(FileNotFoundError):  # an earlier attempt named it
-            os.replace(file.temporary, final)  # noqa: PTH105 (paths would double the time)
+            if committed:
+                os.unlink(temporary)  # noqa: PTH108
+            else:
+                os.replace(temporary, final)  # noqa: PTH105
     try:
         found = os.lstat(final)
         same = found.st_size == (committed or file.record).nbytes
         if file.temporary and not committed:
             same = same and (found.st_ino, found.st_mtime_ns) in identities
     except FileNotFoundError as error:
-        raise make_missing_file_error(file, final) from error
+        raise make_missing_file_error(file, f"{save.folder}/{file.record.path}") from error
     if not same:
-        raise SaveError(f"{final} changed before its commit; retry the save")
+        path = save.folder / file.record.path
+        raise SaveError(f"{path} changed before its commit; retry the save")
 
 
 def free_committed_slots(spool: JobSpool, save: SaveId, written: Sequence[Written]) -> None:

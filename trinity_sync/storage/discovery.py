@@ -21,7 +21,7 @@ from stat import S_ISREG
 from typing import Literal
 
 from trinity_sync.errors import CommitError, ManifestError, SupersededError, TrinitySyncError
-from trinity_sync.fs.atomic import replace_file, sync_folder, walk_files
+from trinity_sync.fs.atomic import read_file, replace_file, sync_folder, walk_files
 from trinity_sync.fs.records import Record, Seconds, decode_record, encode_record
 from trinity_sync.layout import CORRUPTION_MARK, MANIFEST, Kind, step_folder, steps_on_disk
 from trinity_sync.snapshot.job_identity import read_identity
@@ -365,7 +365,7 @@ def read_corruption(root: str | Path, step: int) -> Corruption | None:
     """Return the corruption mark of a step, or None; a mark that cannot be read still counts."""
     path = step_folder(root, step) / CORRUPTION_MARK
     try:
-        return decode_record(Corruption, path.read_bytes(), path)
+        return decode_record(Corruption, read_file(path), path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, OSError):

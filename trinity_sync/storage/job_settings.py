@@ -21,7 +21,6 @@ the same remote.
 """
 
 import difflib
-import errno
 import functools
 import logging
 from collections.abc import Mapping
@@ -150,9 +149,7 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
         msgspec.convert(found, describe(JobSettings))
     except FileNotFoundError:
         return {}, ""
-    except (OSError, ValueError) as error:
-        if isinstance(error, OSError) and error.errno != errno.ELOOP:  # it is a link
-            raise
+    except ValueError:
         return dict(_KEEPS_ALL), (
             f"{path} is torn or was edited, so the settings of the job are unknown: no step is "
             "removed or copied to a remote. Set them again: trinity-sync jobs set"

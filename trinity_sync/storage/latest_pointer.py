@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 def read_latest_pointer(root: str | Path, kind: Kind) -> int | None:
-    """Return the step in a latest pointer; None if it is missing, empty or torn."""
+    """Return the step in a latest pointer; None if it is missing, empty, torn or no file."""
     try:
         text = read_uncached(Path(root) / ITERATION_FILES[kind]).decode().strip()
-    except (FileNotFoundError, UnicodeDecodeError):
+    except (FileNotFoundError, ValueError):
         return None
     return parse_number(text)
 

@@ -22,7 +22,14 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.fs.atomic import UNWRITABLE, list_uncached, make_folder, remove_file, replace_file
+from trinity_sync.fs.atomic import (
+    UNWRITABLE,
+    list_uncached,
+    make_folder,
+    read_file,
+    remove_file,
+    replace_file,
+)
 from trinity_sync.fs.locks import LockFile, acquire_file_lock
 from trinity_sync.fs.mounts import read_file_system_time
 from trinity_sync.fs.process import is_process_alive, read_process_identity, read_process_namespace
@@ -183,16 +190,14 @@ def _read_valid_lease(path: Path, now: float) -> Lease | None:
     """Return the lease in a file; None if it has ended or is not a lease."""
     if (step := _parse_step(path)) is None:
         return None
+    lease = Lease(step, "unknown (its file is torn)", "", "", LEASE_S, path)
     try:
-        with path.open("rb") as file:
-            acquired_at = os.fstat(file.fileno()).st_mtime
-            content = file.read()
+        with suppress(ValueError):
+            written = Lease(**vars(decode_record(_LeaseRecord, read_file(path), path)), path=path)
+            lease = written if written.step == step else lease
+        acquired_at = path.lstat().st_mtime
     except FileNotFoundError:
         return None  # released meanwhile
-    lease = Lease(step, "unknown (its file is torn)", "", "", LEASE_S, path)
-    with suppress(ValueError):
-        written = Lease(**vars(decode_record(_LeaseRecord, content, path)), path=path)
-        lease = written if written.step == step else lease
     gone = lease.host == read_process_namespace() and not is_process_alive(lease.process)
     return None if gone or now > acquired_at + lease.ttl_s else lease
 

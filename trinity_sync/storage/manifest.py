@@ -8,7 +8,6 @@ is renamed, which stays the commit. They are named by their content, so those of
 of the step stay readable until it is replaced.
 """
 
-import errno
 import hashlib
 import logging
 import re
@@ -404,10 +403,8 @@ def _read(path: Path) -> bytes | None:
         return read_uncached(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.EISDIR):
-            raise
-        raise _bad(path, f"is not a regular file ({error.strerror})") from error
+    except ValueError as error:
+        raise _bad(path, "is not a regular file") from error
 
 
 def parse_manifest(content: bytes, path: Path | str, step: int) -> Manifest:

@@ -41,6 +41,7 @@ from trinity_sync.fs.atomic import (
     link_or_copy,
     make_folder,
     open_fd,
+    pinned,
     sync_file,
     sync_folder,
 )
@@ -204,33 +205,17 @@ def _write_one(
     make_folder(final.parent)
     temporary = make_attempt_path(final, attempt, ticket.image)
     start = time.perf_counter()
-    health = None
     try:
-        if isinstance(content, Path):
-            _name_attached(content, temporary)
-            digest = digest_cached_file(temporary)
-        else:
-            acquire_spare(save.root, temporary, len(content))
-            scan = _scan(ticket, content)
-            parts = scan.walk(content) if scan else ()
-            how: dict[str, Any] = {"limit": options.limit, "parts": parts}
-            if isinstance(content.obj, mmap.mmap) and ticket.form == "file":
-                # at its end, the mapping of 1 GiB would hold up the commit for 28 ms
-                how["on_written"] = partial(content.obj.madvise, mmap.MADV_DONTNEED)
-            digest = write_file(temporary, content, **how)
-            health = FileHealth(*scan.sum_up()) if scan else None
-            sync_folder(final.parent)
+        nbytes, identity, digest, health = _write_content(
+            temporary, root=save.root, ticket=ticket, limit=options.limit, content=content
+        )
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            # make room for a retry, also what attempts that died have taken
-            remove_spares(save.root)
-            remove_files(final.parent.glob(f".*.{ticket.image}{TEMPORARY_SUFFIX}"))
         if error.filename is None:
             error.filename = os.fspath(final)
         raise
     record = FileRecord(
         path=path,
-        nbytes=temporary.stat().st_size,
+        nbytes=nbytes,
         digest=digest,
         role=ticket.role,
         component=ticket.component,
@@ -250,7 +235,7 @@ def _write_one(
     return Written(
         record,
         temporary=os.fspath(temporary),
-        identity=read_file_identity(temporary),
+        identity=identity,
         components=ticket.components,
         replicated=ticket.replicated,
         seconds=time.perf_counter() - start,
@@ -264,12 +249,47 @@ def _write_one(
     )
 
 
+@pinned  # or a write would follow the link that another user makes of the folder meanwhile
+def _write_content(
+    temporary: Path,
+    *,
+    root: str,
+    ticket: Ticket,
+    limit: RateLimit | None,
+    content: memoryview | Path,
+) -> tuple[int, tuple[int, int], str, FileHealth | None]:
+    """Write a file durably; return its size, its identity, its digest, and what its values are."""
+    health = None
+    try:
+        if isinstance(content, Path):
+            _name_attached(content, temporary)
+            digest = digest_cached_file(temporary)
+        else:
+            acquire_spare(root, temporary, len(content))
+            scan = _scan(ticket, content)
+            parts = scan.walk(content) if scan else ()
+            how: dict[str, Any] = {"limit": limit, "parts": parts}
+            if isinstance(content.obj, mmap.mmap) and ticket.form == "file":
+                # at its end, the mapping of 1 GiB would hold up the commit for 28 ms
+                how["on_written"] = partial(content.obj.madvise, mmap.MADV_DONTNEED)
+            digest = write_file(temporary, content, **how)
+            health = FileHealth(*scan.sum_up()) if scan else None
+            sync_folder(temporary.parent)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            # make room for a retry, also what attempts that died have taken
+            remove_spares(root)
+            remove_files(temporary.parent.glob(f".*.{ticket.image}{TEMPORARY_SUFFIX}"))
+        raise
+    return temporary.lstat().st_size, read_file_identity(temporary), digest, health
+
+
 def _name_attached(content: Path, temporary: Path) -> None:
     """Give a file of other code a temporary name, or a copy of it if others may write into it.
 
     One that cannot be synced is removed: the kernel would report no error to the next attempt.
     """
-    with open_fd(content) as fd:
+    with open_fd(content, os.O_RDONLY | os.O_NONBLOCK) as fd:
         try:
             os.fsync(fd)
         except OSError:
@@ -351,14 +371,14 @@ def parse_image_name(name: str) -> str:
 
 def read_file_identity(path: Path) -> tuple[int, int]:
     """Return the `Written.identity` of a file."""
-    found = path.stat()
+    found = path.lstat()
     return found.st_ino, found.st_mtime_ns
 
 
 def digest_content(content: memoryview | Path) -> str:
     """Return the digest of a file of `unpack_image`; empty if other code has removed it."""
     if isinstance(content, Path):
-        return digest_cached_file(content) if content.exists() else ""
+        return digest_cached_file(content.resolve()) if content.exists() else ""
     return digest_bytes(content)
 
 

@@ -256,7 +256,7 @@ def _read_pin(path: Path) -> Pin | None:
         return None
     except ValueError as error:
         if step is not None:
-            return Pin(step, "unknown (its file is torn)", path.stat().st_mtime)
+            return Pin(step, "unknown (its file is torn)", path.lstat().st_mtime)
         root = path.parents[2]
         raise CommitError(
             f"{path} is torn, so the step of the tag is unknown. Pin the step again: "

@@ -11,12 +11,19 @@ are the same at any scale::
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
 from trinity_sync.errors import CommitError, MissingShardsError
-from trinity_sync.fs.atomic import lengthen_pauses, make_folder, read_uncached, replace_file
+from trinity_sync.fs.atomic import (
+    lengthen_pauses,
+    make_folder,
+    read_file,
+    read_uncached,
+    replace_file,
+)
 from trinity_sync.fs.records import Record, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, is_path
 from trinity_sync.snapshot.save_id import SaveId
@@ -89,7 +96,10 @@ def write_placement(
     for place in places:
         spools[place.spool][place.node] = format_ranks(place.ranks)
     text = encode_record(_Placement(run_key, spools))
-    if not path.exists() or path.read_text() != text:
+    written = b""
+    with suppress(FileNotFoundError, ValueError):
+        written = read_file(path)
+    if written != text.encode():
         make_folder(path.parent)
         replace_file(path, text)
 

@@ -25,7 +25,13 @@ from pathlib import Path
 from typing import Protocol
 
 from trinity_sync.errors import CommitError, RootAwayError, RootInUseError, SupersededError
-from trinity_sync.fs.atomic import list_uncached, make_folder, replace_file, revalidate_folder
+from trinity_sync.fs.atomic import (
+    list_uncached,
+    make_folder,
+    read_file,
+    replace_file,
+    revalidate_folder,
+)
 from trinity_sync.fs.locks import (
     acquire_file_lock,
     create_file,
@@ -318,7 +324,7 @@ def find_superseded_steps(commits: Collection[Commit], runs: Iterable[Run]) -> d
 def _read(path: Path) -> Run:
     wrong: ValueError | None = None
     try:
-        run = decode_record(Run, path.read_bytes(), path)
+        run = decode_record(Run, read_file(path), path)
         if run.number == parse_number(path.stem):
             return run
     except ValueError as error:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from trinity_sync.errors import SaveError
-from trinity_sync.fs.atomic import open_to_append, replace_file
+from trinity_sync.fs.atomic import open_to_append, read_file, replace_file
 from trinity_sync.fs.records import Count, Seconds, describe
 from trinity_sync.layout import PRIVATE_FOLDER, Kind
 from trinity_sync.snapshot.save_id import SaveId
@@ -157,10 +157,12 @@ def read_removals(root: str | Path) -> Sequence[LoggedRemoval]:
 
 
 def _read(root: str | Path, kind: type[T]) -> Iterator[T]:
-    with suppress(FileNotFoundError):
-        for line in _path(root).read_bytes().splitlines():
-            with suppress(ValueError):
-                yield msgspec.convert(json.loads(line), describe(kind))
+    content = b""
+    with suppress(FileNotFoundError, ValueError):
+        content = read_file(_path(root))
+    for line in content.splitlines():
+        with suppress(ValueError):
+            yield msgspec.convert(json.loads(line), describe(kind))
 
 
 def refuse_removed(save: SaveId) -> None:

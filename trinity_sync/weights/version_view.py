@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from trinity_sync.errors import CommitError, ImageError, WeightSyncError
+from trinity_sync.fs.atomic import open_no_follow
 from trinity_sync.fs.direct_io import digest_bytes
 from trinity_sync.fs.locks import LockFile
 from trinity_sync.layout import step_folder
@@ -328,7 +329,7 @@ def _require_finite(version: Version, images: Sequence[torch.Tensor]) -> None:
 
 
 def _map_file(path: Path, record: FileRecord) -> memoryview:
-    with path.open("rb") as file:
+    with open_no_follow(path) as file:
         require_size(path, record, os.fstat(file.fileno()).st_size)
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 

@@ -11,23 +11,37 @@ import stat
 import tempfile
 import traceback
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from tests.support.job import Job
-from tests.support.meanwhile import when_renamed
-from tests.support.steps import commit_files
+from tests.support.meanwhile import when_opened, when_renamed
+from tests.support.steps import MODEL, commit_files
+from trinity_sync.cli.commands import app
+from trinity_sync.client.checkpoints import Checkpoints
 from trinity_sync.client.cut import ask_roles
-from trinity_sync.errors import ConfigError, SaveError, TrinitySyncError
+from trinity_sync.client.init_root import open_root
+from trinity_sync.client.run_context import find_start_key
+from trinity_sync.errors import ConfigError, MissingShardsError, SaveError, TrinitySyncError
 from trinity_sync.formats.safetensors import PROGRESS, open_progress, read_progress
 from trinity_sync.fs.atomic import make_folder, pin_folder, remove_tree
 from trinity_sync.fs.mounts import read_file_system_time
-from trinity_sync.layout import FULL_CHECKPOINT_MARK, PRIVATE_FOLDER, step_folder
+from trinity_sync.layout import (
+    CORRUPTION_MARK,
+    FULL_CHECKPOINT_MARK,
+    ITERATION_FILES,
+    KINDS,
+    MANIFEST,
+    PRIVATE_FOLDER,
+    attaching_folder,
+    step_folder,
+)
 from trinity_sync.pipeline.several_nodes import (
     NodeRecord,
     _path,
@@ -41,6 +55,7 @@ from trinity_sync.retention.prune import plan_prune, prune
 from trinity_sync.retention.removal import Rules
 from trinity_sync.saves import journal
 from trinity_sync.snapshot.job_identity import open_identity
+from trinity_sync.snapshot.packed import pack
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage import save_timing
 from trinity_sync.storage.block_reuse import WORTHWHILE, list_spares, remove_folder
@@ -55,13 +70,16 @@ from trinity_sync.storage.gc import (
     remove_temporaries,
 )
 from trinity_sync.storage.job_settings import record_replicated, write_job_settings
+from trinity_sync.storage.latest_pointer import warn_of_other_step
 from trinity_sync.storage.leases import lease_to_read, list_leases
 from trinity_sync.storage.metrics import remove_metrics, write_metrics
-from trinity_sync.storage.pins import pin, tag, unpin
+from trinity_sync.storage.pins import is_pinned, pin, tag, unpin
+from trinity_sync.storage.placement import read_placement, write_placement
 from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.replace import displace_step
 from trinity_sync.storage.runs import hold_run, open_run
-from trinity_sync.weights.state_files import write_address, write_state
+from trinity_sync.storage.verify import check_files, choose_files, judge_steps
+from trinity_sync.weights.state_files import read_sync_report, write_address, write_state
 
 ANOTHER_USER = 12345
 SECRET = b"years of work"
@@ -79,6 +97,19 @@ RECORDS = (
     f"../global_step_3/{FULL_CHECKPOINT_MARK}",
 )
 """A file of each sort, by its path below the private folder."""
+NAMED = (
+    *("job.json", "identity.json", "runs/1.json", "runs/9.json", "saves.jsonl"),
+    *(f"../{name}" for name in (*ITERATION_FILES.values(), f"global_step_2/{MANIFEST}")),
+    f"../global_step_2/{MODEL}",
+)
+"""Records that cannot be ignored, and a shard."""
+OTHERS = (
+    *(name for name in RECORDS if "." in name.rpartition("/")[2] and name not in NAMED),
+    *("leases/2.0123.json", "outcomes/run1-key.0123.jsonl", "weights/synchronizer.json"),
+    *("cuts/critic.json", "pins/best.json", "runs/1.lock", "functions.lock"),
+    f"../global_step_2/{CORRUPTION_MARK}",
+)
+"""Records that are replaced, or count as torn or missing, and locks."""
 
 
 def state(value: float, size: int = 1 << 19) -> dict[str, torch.Tensor]:
@@ -165,10 +196,34 @@ def a_life(job: Job, tmp_path: Path) -> Iterator[Callable[[], object]]:
     yield lambda: save(job, 6)
 
 
+def readers(job: Job) -> Iterator[Callable[[], object]]:
+    """A start, `Checkpoints`, commands, a verification and a trainer's thread, each by itself."""
+    root = job.root
+    yield lambda: open_root(root)
+    yield lambda: find_start_key(root, "key")
+    yield lambda: write_placement(root, 1, job.key_of(1), "actor", ())
+    yield lambda: read_placement(root, 1, job.key_of(1), "actor")
+    for kind in KINDS:
+        yield lambda kind=kind: Checkpoints(root).latest_step(kind)
+    yield lambda: Checkpoints(root).load(2)
+    yield lambda: Checkpoints(root).metrics(2)
+    yield lambda: judge_steps(check_files(choose_files(root, newest=9)))
+    yield lambda: warn_of_other_step(root, 1)
+    yield lambda: is_pinned(root, 2)
+    yield lambda: read_sync_report(root, 0.0)
+    yield lambda: journal.Journal(root).read()
+    yield lambda: CliRunner().invoke(app, ["ls", str(root)], catch_exceptions=False)
+
+
 def live(job: Job, tmp_path: Path) -> list[str]:
     """Do all of it; return the errors."""
+    return call(a_life(job, tmp_path))
+
+
+def call(functions: Iterable[Callable[[], object]]) -> list[str]:
+    """Call functions; return the errors."""
     said = []
-    for each in a_life(job, tmp_path):
+    for each in functions:
         try:
             each()
         except (OSError, TrinitySyncError) as error:
@@ -217,6 +272,20 @@ def test_nothing_is_changed_or_copied_where_the_link_of_a_file_leads(
     assert not [text for text in said if "/proc/" in text]
     files = (path for path in trained.root.rglob("*") if path.is_file() and not path.is_symlink())
     assert not [path for path in files if SECRET in path.read_bytes()]
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("name", [*NAMED, *OTHERS])
+def test_a_pipe_in_the_place_of_a_record_is_named_and_holds_nothing_up(
+    trained: Job, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipe = Path(os.path.normpath(trained.root / PRIVATE_FOLDER / name))
+    pipe.parent.mkdir(exist_ok=True)
+    remove_tree(pipe)
+    os.mkfifo(pipe)
+    said = call((*readers(trained), *a_life(trained, tmp_path)))
+    assert not [text for text in said if "/proc/" in text]
+    assert name in OTHERS or str(pipe) in "".join([*said, caplog.text])
 
 
 def test_the_half_of_a_log_that_is_a_link_is_not_copied_into_the_root(
@@ -283,6 +352,36 @@ def test_a_link_that_takes_the_place_of_a_folder_during_its_removal_is_not_follo
         remove_folder(root, trash / "first", keep=10 * WORTHWHILE)
     assert look(tmp_path / "private") == before
     assert len(list_spares(root)) == 1
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_link_that_takes_the_place_of_a_folder_while_a_shard_is_written_is_not_followed(
+    job: Job, private: Path, tmp_path: Path, attached: bool
+) -> None:
+    for step in (1, 2):
+        save(job, step)
+    prune_to(job, 1)
+    (at,) = list_spares(job.root)  # which is written over
+    folder = step_folder(job.root, 3) / "actor"
+    if attached:
+        at = attaching_folder(job.root) / "x/data.csv"
+        make_folder(at.parent)
+        at.write_bytes(SECRET)
+        (tmp_path / "copied, since it has two names").hardlink_to(at)
+    packed = pack({}, {"actor/x": at}) if attached else None
+    job.stager().stage(job.origin(3), {"model": state(3)}, attachments=packed)
+    before = look(private)
+
+    def exchange() -> None:
+        folder.rename(tmp_path / "moved")
+        folder.symlink_to(private)
+
+    with (when_opened if attached else when_renamed)(at, exchange):
+        written = job.persist(3, "attachments" if attached else "model")
+    assert len([*(tmp_path / "moved").iterdir()]) == 1
+    with pytest.raises((OSError, MissingShardsError), match=r"followed.*actor'|lacks model"):
+        commit(job.save(3), written)
+    assert look(private) == before
 
 
 def test_a_pinned_folder_stays_the_same_and_its_errors_have_its_name(tmp_path: Path) -> None:
