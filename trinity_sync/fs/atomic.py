@@ -231,6 +231,18 @@ def link_or_copy(path: Path, name: Path) -> None:
 
 
 @pinned
+def copy_links(path: Path) -> None:
+    """Replace a file that has other names by a durable copy."""
+    copy = make_temporary_path(path)
+    try:
+        shutil.copy2(path, copy)
+        _sync(copy, os.O_RDONLY)
+        copy.replace(path)
+    finally:
+        copy.unlink(missing_ok=True)
+
+
+@pinned
 def exchange_names(one: Path, other: Path) -> bool:
     """Exchange the names of two folders atomically; return False if the file system cannot.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from trinity_sync.errors import FormatError, SupersededError, TrinitySyncError
+from trinity_sync.errors import CommitError, FormatError, SupersededError, TrinitySyncError
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.snapshot.job_identity import explain_away
 from trinity_sync.snapshot.save_id import SaveId
@@ -73,6 +73,8 @@ def _find_in_job(job: JobSpool, grace_s: float, before: float) -> Iterator[SaveR
                 if not image.failed:
                     mark_image_failed(image, str(error))
             continue
+        except CommitError:
+            pass  # its run's file is torn: the save fails with that
         request = _make_request(save, images)
         manifest = read_run_manifest(save.root, save.run, save.step)
         if manifest and request.is_in(manifest):
@@ -110,6 +112,8 @@ def _find_of_functions(job: JobSpool, written: float, before: float) -> Iterator
             warn_once(str(error))
             path.unlink(missing_ok=True)
             continue
+        except CommitError:
+            pass  # as above
         except (ValidationError, FormatError) as error:
             warn_once(f"cannot read the request {path}: {error}")
             continue

@@ -20,7 +20,7 @@ from trinity_sync.errors import CommitError, MissingShardsError
 from trinity_sync.fs.atomic import (
     lengthen_pauses,
     make_folder,
-    read_file,
+    pin_folder,
     read_uncached,
     replace_file,
 )
@@ -96,12 +96,11 @@ def write_placement(
     for place in places:
         spools[place.spool][place.node] = format_ranks(place.ranks)
     text = encode_record(_Placement(run_key, spools))
-    written = b""
     with suppress(FileNotFoundError, ValueError):
-        written = read_file(path)
-    if written != text.encode():
-        make_folder(path.parent)
-        replace_file(path, text)
+        if read_uncached(path) == text.encode():
+            return
+    make_folder(path.parent)
+    replace_file(path, text)
 
 
 def read_placement(root: str | Path, run: int, run_key: str, role: str) -> list[NodeRanks] | None:
@@ -112,7 +111,8 @@ def read_placement(root: str | Path, run: int, run_key: str, role: str) -> list[
     """
     path = _path(root, run, role)
     try:
-        written = decode_record(_Placement, read_uncached(path), path)
+        with pin_folder(path.parent):  # a file that is missing would be waited for
+            written = decode_record(_Placement, read_uncached(path), path)
         places = [
             NodeRanks(node, spool, parse_ranks(text))
             for spool, nodes in written.spools.items()

@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Literal
 
 from trinity_sync.errors import MissingShardsError, SaveError, SpoolError
-from trinity_sync.fs.atomic import lengthen_pauses, list_paths, open_no_follow, replace_file
+from trinity_sync.fs.atomic import (
+    copy_links,
+    lengthen_pauses,
+    list_paths,
+    open_no_follow,
+    replace_file,
+)
 from trinity_sync.fs.direct_io import digest_cached_file
 from trinity_sync.fs.process import is_process_alive
 from trinity_sync.fs.records import Count, Record, Seconds, decode_record, encode_record
@@ -179,6 +185,8 @@ def await_callable_saves(
 def _sync_files(spool: JobSpool, save: SaveId, status: CallableStatus) -> bool:
     """Sync the files that a callable wrote on this node; return whether all are durable.
 
+    One with another name is replaced by a copy, since a write to that name would change the step.
+
     If not, it has failed until it is called again: the kernel reports no error to a retry.
     """
     for path in map(save.folder.joinpath, status.files):
@@ -186,6 +194,8 @@ def _sync_files(spool: JobSpool, save: SaveId, status: CallableStatus) -> bool:
             if not path.is_symlink():  # the commit reports links, and files that are missing
                 with suppress(FileNotFoundError), open_no_follow(path) as file:
                     os.fsync(file.fileno())
+                    if os.fstat(file.fileno()).st_nlink > 1:
+                        copy_links(path)
         except OSError as error:
             why = f"{path} cannot be written: {error.strerror}"
             write_status(spool, replace(status, state="failed", error=why))

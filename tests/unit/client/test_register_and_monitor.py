@@ -386,6 +386,21 @@ def test_a_commit_waits_for_a_function_that_is_called_again_after_it_has_ended(
     assert digest_cached_file(path) == read_manifest(job.root, 4).find_file("own.bin").digest
 
 
+@pytest.mark.parametrize("name", ["base.bin", "ckpts/global_step_2/own.bin"])
+def test_a_hard_link_that_a_function_makes_is_committed_as_a_file_of_its_own(
+    coordinator_of: Open, job: Job, tmp_path: Path, name: str
+) -> None:
+    """Also one to a file of an earlier step, which a write to this one's would change."""
+    saves, path, other = coordinator_of(), job.root / "global_step_4/own.bin", tmp_path / name
+    for each in (path, other):
+        each.parent.mkdir(exist_ok=True)
+    other.write_bytes(b"base")
+    saves.save_sync(lambda: path.hardlink_to(other), 4)
+    commit(job.save(4), [], await_callable_saves(job.spool, job.save(4)))
+    other.write_bytes(b"later")
+    assert path.read_bytes() == b"base"
+
+
 def test_no_commit_replaces_a_step_into_which_a_function_of_an_earlier_run_writes(
     coordinator_of: Open, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ repaired.
 
 import asyncio
 import itertools
+import os
 import subprocess
 import sys
 import threading
@@ -27,7 +28,7 @@ from trinity_sync import CheckpointCoordinator, Checkpoints, SaveHandle, Setting
 from trinity_sync import saver as saver_module
 from trinity_sync.client.saver_control import SERVED, name_saver
 from trinity_sync.errors import SaveFailedError
-from trinity_sync.layout import attaching_folder, step_folder
+from trinity_sync.layout import PRIVATE_FOLDER, attaching_folder, step_folder
 from trinity_sync.pipeline.save import NodeWriting
 from trinity_sync.saver import Saver
 from trinity_sync.saves.journal import append
@@ -290,6 +291,26 @@ def test_a_function_whose_end_no_file_can_tell_fails_its_save(coordinator: Make)
         saves._callables._threads["own"].join(60)
     with pytest.raises(SaveFailedError, match=r"Too many open files: '.*functions|receipt .* torn"):
         saves.wait_all(60)
+
+
+@pytest.mark.parametrize("call", [save, register])
+@pytest.mark.parametrize("name", ["placements", "runs/1.json"])
+def test_a_failure_names_what_has_taken_the_place_of_a_record(
+    coordinator: Make, job: Job, tmp_path: Path, name: str, call: Callable[..., object]
+) -> None:
+    saves = coordinator()
+    save(saves, 1)
+    saves.wait_all(60)
+    saves.save_sync(lambda: None, 2)
+    record = job.root / PRIVATE_FOLDER / name
+    record.rename(tmp_path / "moved")
+    if name == "placements":
+        record.symlink_to(tmp_path)
+    else:
+        os.mkfifo(record)
+    call(saves, 2)
+    with pytest.raises(SaveFailedError, match=str(record)):
+        saves.wait_all(30)
 
 
 def test_an_image_is_marked_as_failed_although_memory_is_full(
