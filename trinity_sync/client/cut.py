@@ -25,6 +25,7 @@ from trinity_sync.fs.atomic import (
     lengthen_pauses,
     make_folder,
     read_uncached,
+    remove_file,
     replace_file,
 )
 from trinity_sync.fs.locks import acquire_file_lock, try_acquire_file_lock
@@ -78,7 +79,7 @@ def ask_roles(root: Path, run_key: str, step: int, roles: Sequence[str], timeout
     finally:
         with suppress(OSError):
             if read_record(CutRequest, path, read_uncached) == request:
-                path.unlink()
+                remove_file(path)
 
 
 def _await_answers(root: Path, request: CutRequest, roles: Sequence[str], timeout_s: float) -> None:

@@ -15,7 +15,6 @@ from trinity_sync.layout import (
     COMPONENTS,
     FOLDERS,
     KINDS,
-    PRIVATE_FOLDER,
     Kind,
     WriteConcurrency,
     check_choice,
@@ -23,6 +22,7 @@ from trinity_sync.layout import (
 )
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.snapshot.image import LaidOut
+from trinity_sync.snapshot.job_identity import require_root
 from trinity_sync.snapshot.save_id import Export, Origin, SaveId
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.stager import Staged
@@ -116,7 +116,7 @@ class SaveSubmitter:
         """
         if self._rank == 0 and role not in self._placed:
             run = self._run.get()
-            (self._root / PRIVATE_FOLDER).stat()  # a root that is away is not created again
+            require_root(self._root)
             write_placement(self._root, run.number, run.key, role, self._places)
             self._placed.add(role)
         if self._is_first:

@@ -22,7 +22,7 @@ from trinity_sync.formats.safetensors import (
     read_progress,
 )
 from trinity_sync.formats.shard_reader import SavedState
-from trinity_sync.fs.atomic import UNWRITABLE, make_folder, move, sync_folder
+from trinity_sync.fs.atomic import UNWRITABLE, make_folder, move, remove_file, sync_folder
 from trinity_sync.fs.direct_io import OnProgress, no_progress
 from trinity_sync.fs.locks import acquire_commit_lock, try_acquire_file_lock
 from trinity_sync.layout import PRIVATE_FOLDER, check_name, step_folder
@@ -193,7 +193,7 @@ def _add_to_step(root: Path, manifest: Manifest, role: str, progress: ExportProg
         lock.require_held()
         write_manifest(root, kept.merge(replace(kept, files=tuple(records), callables=())))
         for path in gone:
-            (folder / path).unlink(missing_ok=True)
+            remove_file(folder / path)
 
 
 def _make_result(folder: Path, progress: ExportProgress) -> ExportResult:

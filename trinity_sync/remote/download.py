@@ -13,7 +13,15 @@ from pathlib import Path
 import xxhash
 
 from trinity_sync.errors import CommitError, CorruptedCopyError
-from trinity_sync.fs.atomic import link_or_copy, make_folder, move, revalidate_folder, sync_folder
+from trinity_sync.fs.atomic import (
+    link_or_copy,
+    make_folder,
+    move,
+    pinned,
+    remove_file,
+    revalidate_folder,
+    sync_folder,
+)
 from trinity_sync.fs.direct_io import DIGEST, OnProgress, digest_cached_file, no_progress
 from trinity_sync.fs.locks import acquire_commit_lock, acquire_file_lock
 from trinity_sync.layout import PRIVATE_FOLDER, check_root, step_folder
@@ -79,7 +87,8 @@ def fetch(
         make_folder(folder)
 
         def download(record: FileRecord) -> None:
-            _download(remote, manifest, record, folder, lambda n: on_progress(n, manifest.nbytes))
+            make_folder((path := folder / record.path).parent)
+            _download(path, remote, manifest, record, lambda n: on_progress(n, manifest.nbytes))
 
         groups = group_equal(manifest.files)
         with ThreadPoolExecutor(parallel, "fetch") as pool:
@@ -88,7 +97,7 @@ def fetch(
             for record in others:
                 path = folder / record.path
                 make_folder(path.parent)
-                path.unlink(missing_ok=True)  # of an interrupted download
+                remove_file(path)  # of an interrupted download
                 link_or_copy(folder / first.path, path)
                 on_progress(record.nbytes, manifest.nbytes)
         for path in [*folder.rglob("*"), folder]:
@@ -135,15 +144,14 @@ def _is_committed_here(root: Path, manifest: Manifest, replace: bool) -> bool:
     raise CommitError(f"{folder} exists already and {why}. Move it away, or choose another root.")
 
 
+@pinned
 def _download(
+    path: Path,
     remote: Remote,
     manifest: Manifest,
     record: FileRecord,
-    folder: Path,
     on_read: Callable[[int], object],
 ) -> None:
-    path = folder / record.path
-    make_folder(path.parent)
     # what an earlier download has named was synced before
     if path.is_file() and not path.is_symlink() and digest_cached_file(path) == record.digest:
         on_read(record.nbytes)

@@ -28,7 +28,13 @@ from typing import Literal
 
 import msgspec
 
-from trinity_sync.fs.atomic import list_uncached, make_folder, open_no_follow, open_to_append
+from trinity_sync.fs.atomic import (
+    list_uncached,
+    make_folder,
+    open_no_follow,
+    open_to_append,
+    remove_file,
+)
 from trinity_sync.fs.records import describe
 from trinity_sync.layout import PRIVATE_FOLDER, Kind, parse_number
 from trinity_sync.saves.save_request import SaveRequest
@@ -151,7 +157,7 @@ def _remove_old(folder: Path, run: int) -> None:
         number = parse_number(path.name.removeprefix("run").partition("-")[0])
         with suppress(OSError):  # such as another user's file
             if number is not None and number < run and path.lstat().st_mtime < time.time() - KEEP_S:
-                path.unlink(missing_ok=True)
+                remove_file(path)
 
 
 class Journal:

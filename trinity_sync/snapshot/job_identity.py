@@ -22,7 +22,7 @@ import uuid
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trinity_sync.errors import CommitError, RootError, TrinitySyncError
+from trinity_sync.errors import CommitError, RootAwayError, RootError, TrinitySyncError
 from trinity_sync.fs.atomic import (
     UNWRITABLE,
     make_folder,
@@ -79,6 +79,16 @@ def explain_away(root: str | Path | None, job: str) -> str:
         f"{root} is not mounted here, or was removed, moved or recreated: job {job} is not there. "
         "Mount it, or move it back; if it was removed, no action is needed."
     )
+
+
+def require_root(root: str | Path) -> None:
+    """Require that a root is there, before a file in it is created with its folders.
+
+    Raises:
+        RootAwayError: it has no private folder.
+    """
+    if not Path(root, PRIVATE_FOLDER).exists():
+        raise RootAwayError(explain_away(root, "of this run"))
 
 
 def open_identity(root: Path, *, adopted: str = "") -> str:

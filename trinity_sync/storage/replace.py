@@ -35,6 +35,7 @@ from trinity_sync.fs.atomic import (
 from trinity_sync.fs.locks import LIMIT_S, LockFile, acquire_commit_lock, open_lock_file
 from trinity_sync.fs.process import describe_this_process
 from trinity_sync.layout import PRIVATE_FOLDER, SERVES_AS, Kind, step_folder
+from trinity_sync.snapshot.job_identity import require_root
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.storage.discovery import (
     find_newest,
@@ -244,13 +245,15 @@ def exclude_writes(save: SaveId, *, shared: bool = False) -> Iterator[None]:
 
     Raises:
         LockTimeoutError: it has taken ten minutes.
+        RootAwayError: as `require_root`.
     """
     end = len(SERVES_AS[save.kind])  # of a step's two bytes, the first is that of syncs
     how, start = (fcntl.F_RDLCK, end - 1) if shared else (fcntl.F_WRLCK, 0)
-    (private := Path(save.root) / PRIVATE_FOLDER).stat()  # a root that is away is not created again
+    path = Path(save.root) / PRIVATE_FOLDER / "functions.lock"
+    require_root(save.root)
     with ExitStack() as held:
         try:
-            lock = held.enter_context(open_lock_file(private / "functions.lock"))
+            lock = held.enter_context(open_lock_file(path))
         except OSError as error:
             if not shared or error.errno not in UNWRITABLE:
                 raise

@@ -113,6 +113,18 @@ def test_a_file_that_others_may_write_into_is_copied_and_stays(
     assert list(attaching_folder(job.root).iterdir()) == []
 
 
+def test_one_that_an_attempt_which_died_has_linked_is_linked_again_and_not_copied(
+    coordinator_of: Open, job: Job
+) -> None:
+    saves, written = coordinator_of(), written_by_other_code(job.root, 4, {"data.pt": b"17"})
+    inode = (written / "data.pt").stat().st_ino
+    saves.attach_written(written, step=4)
+    saves.save(4, MODEL)
+    job.persist(4, "attachments")
+    commit(job, 4)
+    assert (step_folder(job.root, 4) / "data.pt").stat().st_ino == inode
+
+
 def test_one_that_could_not_be_synced_is_in_no_commit_of_a_retry(
     coordinator_of: Open, job: Job
 ) -> None:

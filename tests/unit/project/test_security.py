@@ -87,6 +87,25 @@ def trap(job: Job, tmp_path: Path) -> Path:
     return ran
 
 
+ALLOWS = """
+import sys
+import numpy, torch
+from trinity_sync.tensors.safe_load import load_file
+
+torch.serialization.add_safe_globals([numpy.ndarray])  # which trinity_sync allows as well
+load_file(sys.argv[1])
+assert numpy.ndarray in torch.serialization.get_safe_globals()
+torch.load(sys.argv[1], weights_only=True)  # as another thread does meanwhile
+"""
+
+
+def test_what_a_program_lets_torch_load_stays_allowed_after_a_load(tmp_path: Path) -> None:
+    path = tmp_path / "arrays.pt"
+    torch.save({"a": np.ones(3), "seed": np.float64(1)}, path)
+    of_others(path)
+    subprocess.run([sys.executable, "-c", ALLOWS, str(path)], check=True)
+
+
 def shards(job: Job) -> list[Path]:
     return [step_folder(job.root, step) / "actor" / shard_file("model", 1, 0) for step in (1, 2)]
 

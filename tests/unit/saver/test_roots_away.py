@@ -13,8 +13,10 @@ from tests.support.job import Job
 from tests.support.savers import await_that, savers_of
 from tests.unit.saver.conftest import Make
 from trinity_sync import Settings
-from trinity_sync.errors import SaveTimeoutError
+from trinity_sync.errors import RootAwayError, SaveTimeoutError
+from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.snapshot.job_identity import IDENTITY_FILE
+from trinity_sync.storage.commit import commit
 
 CONTAINER = """
 import sys, torch
@@ -85,6 +87,28 @@ def test_a_save_waits_while_its_root_is_away_and_says_so(
     saves.wait_all(60)
     assert saves.latest_step() == 2
     await_that(lambda: not saves.spool.away.exists(), "the saver sees the root again")
+
+
+def test_neither_a_save_nor_a_commit_nor_a_function_creates_a_root_that_is_away(
+    coordinator: Make, job: Job, tmp_path: Path
+) -> None:
+    job.stage(1, {"model": {"w": torch.ones(3)}})
+    job.commit(1)
+    saves = coordinator()
+    saves.resumed_from(1)
+    job.stage(2, {"model": {"w": torch.ones(3)}}, run=2)
+    written = job.persist(2, run=2)
+    private = (job.root / PRIVATE_FOLDER).rename(tmp_path / "away")
+    calls = (
+        lambda: saves.save(3, {"model": {"w": torch.ones(3)}}),
+        lambda: commit(job.save(2, run=2), written),
+        lambda: saves.save_sync(lambda: None, 3),
+    )
+    for call in calls:
+        with pytest.raises(RootAwayError, match=f"{job.root} is not mounted here.* Mount it"):
+            call()
+    private.rename(job.root / PRIVATE_FOLDER)
+    commit(job.save(2, run=2), written)
 
 
 def test_a_saver_ends_without_a_root_for_long_and_the_next_start_commits_what_waits(

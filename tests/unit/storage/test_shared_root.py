@@ -12,6 +12,7 @@ import tempfile
 import traceback
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 from typer.testing import CliRunner
 
 from tests.support.job import Job
-from tests.support.meanwhile import when_opened, when_renamed
+from tests.support.meanwhile import when_opened, when_removed, when_renamed
 from tests.support.steps import MODEL, commit_files
 from trinity_sync.cli.commands import app
 from trinity_sync.client.checkpoints import Checkpoints
@@ -30,7 +31,7 @@ from trinity_sync.client.init_root import open_root
 from trinity_sync.client.run_context import find_start_key
 from trinity_sync.errors import ConfigError, MissingShardsError, SaveError, TrinitySyncError
 from trinity_sync.formats.safetensors import PROGRESS, open_progress, read_progress
-from trinity_sync.fs.atomic import make_folder, pin_folder, remove_tree
+from trinity_sync.fs.atomic import make_folder, move, pin_folder, remove_tree
 from trinity_sync.fs.mounts import read_file_system_time
 from trinity_sync.layout import (
     CORRUPTION_MARK,
@@ -49,6 +50,7 @@ from trinity_sync.pipeline.several_nodes import (
     write_node_record,
 )
 from trinity_sync.remote.download import fetch
+from trinity_sync.remote.remote_root import Remote
 from trinity_sync.remote.upload import replicate
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import plan_prune, prune
@@ -73,9 +75,10 @@ from trinity_sync.storage.job_settings import record_replicated, write_job_setti
 from trinity_sync.storage.latest_pointer import warn_of_other_step
 from trinity_sync.storage.leases import lease_to_read, list_leases
 from trinity_sync.storage.metrics import remove_metrics, write_metrics
+from trinity_sync.storage.persist import make_attempt_path
 from trinity_sync.storage.pins import is_pinned, pin, tag, unpin
 from trinity_sync.storage.placement import read_placement, write_placement
-from trinity_sync.storage.quarantine import rewind
+from trinity_sync.storage.quarantine import fetching_folder, rewind
 from trinity_sync.storage.replace import displace_step
 from trinity_sync.storage.runs import hold_run, open_run
 from trinity_sync.storage.verify import check_files, choose_files, judge_steps
@@ -382,6 +385,44 @@ def test_a_link_that_takes_the_place_of_a_folder_while_a_shard_is_written_is_not
     with pytest.raises((OSError, MissingShardsError), match=r"followed.*actor'|lacks model"):
         commit(job.save(3), written)
     assert look(private) == before
+
+
+def test_a_link_that_takes_the_place_of_a_folder_during_a_download_is_not_followed(
+    trained: Job, private: Path, tmp_path: Path
+) -> None:
+    url, folder = f"file://{tmp_path}/remote", step_folder(fetching_folder(trained.root), 8)
+    (record,) = Remote(url).read_manifest(8).files
+    temporary = make_attempt_path(folder / record.path, "fetch", record.digest[-32:])
+    before = look(private)
+
+    def exchange() -> None:
+        temporary.parent.rename(tmp_path / "moved")
+        temporary.parent.symlink_to(private)
+
+    with when_removed(temporary, exchange), suppress(OSError, TrinitySyncError):
+        fetch(url, 8, trained.root)
+    assert look(private) == before
+    assert (tmp_path / "moved" / Path(record.path).name).exists()
+
+
+@pytest.mark.parametrize("end", ["spare", "trash"])
+def test_neither_end_of_a_rename_is_led_elsewhere_by_a_link(
+    tmp_path: Path, private: Path, end: str
+) -> None:
+    there = tmp_path / PRIVATE_FOLDER
+    for folder in (there / "spare", there / "trash"):
+        make_folder(folder)
+    (there / "spare/large").write_bytes(b"shard")
+    before = look(private)
+
+    def exchange() -> None:
+        (there / end).rename(tmp_path / "moved")
+        (there / end).symlink_to(private)
+
+    with when_renamed(there / "spare/large", exchange):
+        move(there / "spare/large", there / "trash/x")
+    assert look(private) == before
+    assert (there / "trash/x" if end == "spare" else tmp_path / "moved/x").read_bytes() == b"shard"
 
 
 def test_a_pinned_folder_stays_the_same_and_its_errors_have_its_name(tmp_path: Path) -> None:

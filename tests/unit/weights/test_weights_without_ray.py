@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from trinity_sync.errors import ConfigError, WeightSyncError
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import open_identity
 from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.snapshot.ticket import write_version_tag
 from trinity_sync.storage.runs import open_run
 from trinity_sync.weights.committed import CommitNotification
 from trinity_sync.weights.file_registry import FileRegistry
@@ -391,6 +393,19 @@ def test_weights_that_readers_would_not_get_are_not_uploaded(
         assert torch.equal(dict(reader.iter_weights())["w"], weights(5)["w"])
         saves.upload(6, lambda: weights(6))
         assert torch.equal(dict(reader.iter_weights())["w"], weights(6)["w"])
+
+
+@pytest.mark.parametrize("key", ["", "of a run that the root has lost"])
+def test_weights_of_a_run_that_is_known_by_its_number_alone_are_read_and_of_a_lost_one_are_not(
+    coordinator_of: Open, job: Job, settings: Settings, key: str
+) -> None:
+    coordinator_of(run_key="first").upload(5, lambda: weights(5))
+    for slot, tag in job.spool.list_versions("actor"):
+        write_version_tag(slot, replace(tag, run_key=key))
+    registry = FileRegistry(job.root, settings=settings)
+    with WeightReader(registry, name="reader", timeout_s=0.1) as reader:
+        found = asyncio.run(reader.wait_newer(timeout_s=0.1))
+    assert bool(found) == (not key)
 
 
 def test_base_layers_are_not_uploaded_without_their_adapter(coordinator_of: Open) -> None:
