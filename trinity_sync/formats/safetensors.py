@@ -17,14 +17,7 @@ from typing import Any
 from trinity_sync.errors import ExportError
 from trinity_sync.formats.hf_naming import Naming, Tensors
 from trinity_sync.formats.shard_reader import Meta, SavedState
-from trinity_sync.fs.atomic import (
-    make_folder,
-    read_file,
-    remove_file,
-    remove_tree,
-    replace_file,
-    sync_folder,
-)
+from trinity_sync.fs.atomic import make_folder, read_file, remove_tree, replace_file, sync_folder
 from trinity_sync.fs.direct_io import OnProgress, digest_cached_file, no_progress
 from trinity_sync.layout import is_below
 from trinity_sync.tensors.dtensor_shards import have_equal_bits
@@ -70,7 +63,7 @@ class ExportProgress:
             return False
         path = self.folder / name
         make_folder(path.parent)
-        remove_file(path)  # it may be another user's link
+        path.unlink(missing_ok=True)  # it may be another user's link
         write(path)
         with path.open("rb") as file:
             os.fsync(file.fileno())

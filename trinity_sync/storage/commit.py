@@ -27,7 +27,6 @@ from trinity_sync.errors import (
 from trinity_sync.fs.atomic import (
     make_folder,
     pin_folder,
-    pinned,
     remove_tree,
     replace_file,
     sync_folder,
@@ -176,7 +175,7 @@ def commit(
                 with pin_folder(save.folder / name) as folder:
                     for file in of_folder:
                         known = committed.get(file.record.path)
-                        _name(save, file, str(folder), known, identities[file.record.digest])
+                        _name(file, folder, known, identities[file.record.digest])
             sync_folders(save.folder, [file.path for file in manifest.files])
             if replaced:
                 inherit_metrics(save, replaced)
@@ -356,34 +355,25 @@ def _link_equal_files(written: Sequence[Written]) -> dict[str, set[tuple[int, in
     for files in equal.values():
         large = [file for file in files if file.temporary and file.record.nbytes >= WORTHWHILE]
         for path in (Path(file.temporary) for file in large[1:]):
-            with suppress(OSError):  # no hard links here, or an earlier attempt named one of them
-                _make_same(Path(large[0].temporary), path)
+            first = large[0].temporary
+            # no hard links here, or an earlier attempt named one of them
+            with suppress(OSError), pin_folder(path.parent) as folder:
+                link = folder / f".equal{path.name}"
+                if not path.samefile(first):
+                    link.hardlink_to(first)
+                    link.replace(folder / path.name)
     return {digest: {file.identity for file in files} for digest, files in equal.items()}
 
 
-@pinned
-def _make_same(first: Path, path: Path) -> None:
-    """Make a path another name of the first file."""
-    if not path.samefile(first):
-        link = path.with_name(f".equal{path.name}")
-        link.hardlink_to(first)
-        link.replace(path)
-
-
 def _name(
-    save: SaveId,
-    file: Written,
-    folder: str,
-    committed: FileRecord | None,
-    identities: set[tuple[int, int]],
+    file: Written, folder: Path, committed: FileRecord | None, identities: set[tuple[int, int]]
 ) -> None:
     """Rename a written file in its pinned folder to its final name, unless an earlier attempt did.
 
     A file that this run has committed, e.g. with the sync of the step, is never overwritten.
     """
-    temporary, final = (  # a Path per file would double the time
-        f"{folder}/{name.rpartition('/')[2]}" for name in (file.temporary, file.record.path)
-    )
+    names = file.temporary, file.record.path  # a Path per file would double the time
+    temporary, final = (f"{folder}/{name.rpartition('/')[2]}" for name in names)
     if file.temporary:
         with suppress(FileNotFoundError):  # an earlier attempt named it
             if committed:
@@ -396,10 +386,13 @@ def _name(
         if file.temporary and not committed:
             same = same and (found.st_ino, found.st_mtime_ns) in identities
     except FileNotFoundError as error:
-        raise make_missing_file_error(file, f"{save.folder}/{file.record.path}") from error
+        raise make_missing_file_error(
+            file, final.replace(str(folder), os.readlink(folder))
+        ) from error
     if not same:
-        path = save.folder / file.record.path
-        raise SaveError(f"{path} changed before its commit; retry the save")
+        raise SaveError(
+            f"{final.replace(str(folder), os.readlink(folder))} changed before its commit; retry the save"
+        )
 
 
 def free_committed_slots(spool: JobSpool, save: SaveId, written: Sequence[Written]) -> None:

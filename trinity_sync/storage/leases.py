@@ -22,18 +22,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.fs.atomic import (
-    UNWRITABLE,
-    list_uncached,
-    make_folder,
-    read_file,
-    remove_file,
-    replace_file,
-)
+from trinity_sync.fs.atomic import UNWRITABLE, list_uncached, make_folder, remove_file, replace_file
 from trinity_sync.fs.locks import LockFile, acquire_file_lock
 from trinity_sync.fs.mounts import read_file_system_time
 from trinity_sync.fs.process import is_process_alive, read_process_identity, read_process_namespace
-from trinity_sync.fs.records import Count, Record, Seconds, decode_record, encode_record
+from trinity_sync.fs.records import Count, Record, Seconds, encode_record, read_record
 from trinity_sync.layout import PRIVATE_FOLDER, parse_number
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.storage.discovery import require_committed
@@ -190,14 +183,14 @@ def _read_valid_lease(path: Path, now: float) -> Lease | None:
     """Return the lease in a file; None if it has ended or is not a lease."""
     if (step := _parse_step(path)) is None:
         return None
-    lease = Lease(step, "unknown (its file is torn)", "", "", LEASE_S, path)
+    found = read_record(_LeaseRecord, path)
     try:
-        with suppress(ValueError):
-            written = Lease(**vars(decode_record(_LeaseRecord, read_file(path), path)), path=path)
-            lease = written if written.step == step else lease
         acquired_at = path.lstat().st_mtime
     except FileNotFoundError:
         return None  # released meanwhile
+    lease = Lease(step, "unknown (its file is torn)", "", "", LEASE_S, path)
+    if found and found.step == step:
+        lease = Lease(**vars(found), path=path)
     gone = lease.host == read_process_namespace() and not is_process_alive(lease.process)
     return None if gone or now > acquired_at + lease.ttl_s else lease
 

@@ -41,7 +41,7 @@ from trinity_sync.fs.atomic import (
     link_or_copy,
     make_folder,
     open_fd,
-    pinned,
+    pin_folder,
     sync_file,
     sync_folder,
 )
@@ -203,16 +203,34 @@ def _write_one(
     if not is_below(path):
         raise ImageError(f"{save}: the image of {ticket.what} names {final}, outside of the step")
     make_folder(final.parent)
-    temporary = make_attempt_path(final, attempt, ticket.image)
     start = time.perf_counter()
-    try:
-        nbytes, identity, digest, health = _write_content(
-            temporary, root=save.root, ticket=ticket, limit=options.limit, content=content
-        )
-    except OSError as error:
-        if error.filename is None:
-            error.filename = os.fspath(final)
-        raise
+    health = None
+    with pin_folder(final.parent) as folder:  # another user may exchange it for a link meanwhile
+        temporary = make_attempt_path(folder / final.name, attempt, ticket.image)
+        try:
+            if isinstance(content, Path):
+                _name_attached(content, temporary)
+                digest = digest_cached_file(temporary)
+            else:
+                acquire_spare(save.root, temporary, len(content))
+                scan = _scan(ticket, content)
+                parts = scan.walk(content) if scan else ()
+                how: dict[str, Any] = {"limit": options.limit, "parts": parts}
+                if isinstance(content.obj, mmap.mmap) and ticket.form == "file":
+                    # at its end, the mapping of 1 GiB would hold up the commit for 28 ms
+                    how["on_written"] = partial(content.obj.madvise, mmap.MADV_DONTNEED)
+                digest = write_file(temporary, content, **how)
+                health = FileHealth(*scan.sum_up()) if scan else None
+                sync_folder(folder)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                # make room for a retry, also what attempts that died have taken
+                remove_spares(save.root)
+                remove_files(folder.glob(f".*.{ticket.image}{TEMPORARY_SUFFIX}"))
+            if error.filename is None:
+                error.filename = os.fspath(final)
+            raise
+        nbytes, identity = temporary.lstat().st_size, read_file_identity(temporary)
     record = FileRecord(
         path=path,
         nbytes=nbytes,
@@ -234,7 +252,7 @@ def _write_one(
         )
     return Written(
         record,
-        temporary=os.fspath(temporary),
+        temporary=os.fspath(final.with_name(temporary.name)),
         identity=identity,
         components=ticket.components,
         replicated=ticket.replicated,
@@ -247,41 +265,6 @@ def _write_one(
         submitted_at=ticket.sealed_at if own else 0.0,
         stall_s=ticket.stall_s if own else 0.0,
     )
-
-
-@pinned  # or a write would follow the link that another user makes of the folder meanwhile
-def _write_content(
-    temporary: Path,
-    *,
-    root: str,
-    ticket: Ticket,
-    limit: RateLimit | None,
-    content: memoryview | Path,
-) -> tuple[int, tuple[int, int], str, FileHealth | None]:
-    """Write a file durably; return its size, its identity, its digest, and what its values are."""
-    health = None
-    try:
-        if isinstance(content, Path):
-            _name_attached(content, temporary)
-            digest = digest_cached_file(temporary)
-        else:
-            acquire_spare(root, temporary, len(content))
-            scan = _scan(ticket, content)
-            parts = scan.walk(content) if scan else ()
-            how: dict[str, Any] = {"limit": limit, "parts": parts}
-            if isinstance(content.obj, mmap.mmap) and ticket.form == "file":
-                # at its end, the mapping of 1 GiB would hold up the commit for 28 ms
-                how["on_written"] = partial(content.obj.madvise, mmap.MADV_DONTNEED)
-            digest = write_file(temporary, content, **how)
-            health = FileHealth(*scan.sum_up()) if scan else None
-            sync_folder(temporary.parent)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            # make room for a retry, also what attempts that died have taken
-            remove_spares(root)
-            remove_files(temporary.parent.glob(f".*.{ticket.image}{TEMPORARY_SUFFIX}"))
-        raise
-    return temporary.lstat().st_size, read_file_identity(temporary), digest, health
 
 
 def _name_attached(content: Path, temporary: Path) -> None:
